@@ -1,0 +1,95 @@
+# Works with GNU make 3.81, which is what macOS ships.
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format lock clean train-embedded eval-embedded
+
+PYTHON ?= python3
+CONFIG ?= configs/one-mac.yaml
+PORT ?=
+OUT ?= build/recall
+UV_VERSION := 0.13.8
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+BIN := .venv/bin
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: .venv/.runtime ## Serve the models of CONFIG=configs/one-mac.yaml, on PORT=8000; Ctrl-C stops
+	@exec $(BIN)/satchel serve --config "$(CONFIG)" $(if $(PORT),--port "$(PORT)")
+
+test: .venv/.development ## Run all tests
+	@$(BIN)/python -m pytest tests
+
+check: .venv/.development ## Lint, formatting, types, and who imports whom
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+format: .venv/.development ## Format the code and mend what lint can mend
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+train-embedded: ## Train the small model anew into OUT=build/recall, with a PYTHON that has PyTorch and a GPU
+	@$(PYTHON) -c 'import torch, safetensors, tokenizers' 2>/dev/null || \
+		{ echo "\"$(PYTHON)\" has no torch, safetensors and tokenizers; training needs them, and an NVIDIA GPU" >&2; exit 1; }
+	@$(PYTHON) benchmarks/embedded/train.py --out "$(OUT)" --tokenizer actors/replica/embedded/recall
+
+eval-embedded: .venv/.development ## Measure the small model that ships with Satchel
+	@$(BIN)/python benchmarks/embedded/evaluate.py
+
+COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)
+
+lock: .venv/bin/python ## Write both lock files anew from pyproject.toml; UPGRADE=1 takes newer versions
+	@$(COMPILE) pyproject.toml --group build --output-file requirements.lock
+	@$(COMPILE) --group dev --constraint requirements.lock --output-file tests/requirements.lock
+
+clean: ## Remove the environment, caches and build results
+	@rm -rf .venv .uv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment. `.runtime` and `.development` are stamps: made once, and again when a lock changes. An environment
+# that has the development tools keeps them when `serve` brings it up to date.
+
+SUITABLE = import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
+define FIND_PYTHON
+found=; for candidate in "$(PYTHON)" python3.13 python3.12 python3.11; do \
+	if "$$candidate" -c '$(SUITABLE)' >/dev/null 2>&1; then found="$$candidate"; break; fi; \
+	if [ "$(origin PYTHON)" != file ]; then break; fi; \
+done; \
+if [ -z "$$found" ]; then \
+	echo "Satchel needs Python 3.11, 3.12 or 3.13; \"$(PYTHON)\" is none of them." >&2; \
+	echo "Install one and name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; \
+fi
+endef
+
+.uv/bin/uv:
+	@$(FIND_PYTHON); \
+	echo "Installing uv $(UV_VERSION) into .uv"; \
+	"$$found" -m venv .uv >.uv.log 2>&1 && .uv/bin/python -m pip install --quiet uv==$(UV_VERSION) >>.uv.log 2>&1 \
+		|| { cat .uv.log >&2; rm -rf .uv .uv.log; \
+			echo "uv could not be installed. Debian and Ubuntu want python3-venv first." >&2; exit 1; }; \
+	rm -f .uv.log
+
+.venv/bin/python: | $(UV)
+	@$(FIND_PYTHON); \
+	echo "Making .venv with $$("$$found" --version)"; \
+	$(UV) venv --quiet --python "$$("$$found" -c 'import sys; print(sys.executable)')" .venv
+
+define INSTALL
+@echo "Installing into .venv: Satchel and $(1)"
+@$(UV) pip sync --quiet --python $(BIN)/python --require-hashes $(2)
+@$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+endef
+
+.venv/.runtime: requirements.lock pyproject.toml | .venv/bin/python
+	$(if $(wildcard .venv/.development),\
+	$(call INSTALL,what it runs and is developed with,requirements.lock tests/requirements.lock),\
+	$(call INSTALL,what it runs with,requirements.lock))
+	@touch $@
+
+.venv/.development: requirements.lock tests/requirements.lock pyproject.toml | .venv/bin/python
+	$(call INSTALL,what it runs and is developed with,requirements.lock tests/requirements.lock)
+	@touch .venv/.runtime $@

@@ -1,0 +1,162 @@
+"""Every message between Satchel's processes. One version number covers them all.
+
+Messages travel as msgpack lists, field by field, so both sides must run the same `VERSION`; `decode` refuses others.
+Tokens go from a replica straight to whoever asked (a *consumer*: the endpoint, or a driver with handles); the router
+sees sizes and ids only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+import msgpack
+
+VERSION = 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one row draws its tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those filters off.
+
+    `seed` is always set: the consumer draws one where the caller gave none, so that a row that moves to another
+    replica goes on with the same noise.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    max_tokens: int = 16
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One row to generate.
+
+    `prompt` are token ids; `block_ids` the ids of its whole blocks, in order; `root_id` the parent of the first.
+    `generated` counts how many of the prompt's last tokens were generated for this same request earlier, on a replica
+    that was lost: sampling goes on at that position.
+    """
+
+    request_id: str
+    consumer: str
+    model: str
+    agent: str
+    prompt: list[int]
+    block_ids: list[bytes]
+    root_id: bytes
+    sampling: Sampling
+    priority: int = 0
+    deadline_s: float = 600.0
+    generated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowUpdate:
+    """What one row produced since the last frame.
+
+    `finish` is None while the row goes on, then `stop`, `length`, `abort` or `error`. `cached_tokens` comes with the
+    first update. `error` is `SatchelError.to_wire()` where `finish` is `error`.
+    """
+
+    request_id: str
+    tokens: list[int]
+    finish: str | None = None
+    cached_tokens: int | None = None
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One engine step for all rows of one consumer."""
+
+    rows: list[RowUpdate]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What the router needs to choose: ids and sizes, no tokens."""
+
+    request_id: str
+    model: str
+    agent: str
+    block_ids: list[bytes]
+    prompt_tokens: int
+    exclude: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes and why. `costs_s` has the estimated seconds to first token of every candidate, by term."""
+
+    replica: str
+    why: str
+    cached_tokens: int = 0
+    costs_s: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """A replica's heartbeat to the router.
+
+    `incarnation` is new at every start of the process. `sequence` counts reports; the router answers "resync" when it
+    missed one, and then `announced` holds every block the replica has and `full` is True. `active` lists the requests
+    that are queued or running there.
+    """
+
+    replica: str
+    model: str
+    incarnation: str
+    sequence: int
+    running: int
+    waiting: int
+    pending_tokens: int
+    rows_max: int
+    prefill_tokens_per_s: float
+    active: list[str]
+    announced: list[bytes]
+    retracted: list[bytes]
+    full: bool
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return [_plain(getattr(value, f.name)) for f in fields(value)]
+    if isinstance(value, list):
+        return [_plain(v) for v in value] if value and hasattr(value[0], "__dataclass_fields__") else value
+    return value
+
+
+def encode(message: Any) -> bytes:
+    """`message`, a dataclass of this module, as bytes."""
+    packed = msgpack.packb([VERSION, _plain(message)])
+    assert packed is not None
+    return packed
+
+
+_NESTED: dict[type, dict[str, Any]] = {GenerateRequest: {"sampling": Sampling}, Frame: {"rows": [RowUpdate]}}
+
+
+def _build(cls: type[T], values: list[Any]) -> T:
+    built = cls(*values)
+    for name, kind in _NESTED.get(cls, {}).items():
+        raw = getattr(built, name)
+        value = [_build(kind[0], item) for item in raw] if isinstance(kind, list) else _build(kind, raw)
+        object.__setattr__(built, name, value)
+    return built
+
+
+def decode(cls: type[T], data: bytes) -> T:
+    """The message of class `cls` in `data`.
+
+    Raises:
+        ValueError: another protocol version.
+    """
+    version, values = msgpack.unpackb(data)
+    if version != VERSION:
+        raise ValueError(f"message version {version}, this process speaks {VERSION}")
+    return _build(cls, values)

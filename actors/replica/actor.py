@@ -1,0 +1,307 @@
+"""The replica actor: one model in one process. A thin shell: Ray outside, `Engine` inside.
+
+Three threads: the engine's (all MLX work), the reporter's (heartbeats to the router), and Ray's event loop (calls).
+A *consumer* is a process that submits rows and reads one stream of frames for all of them; when it stops renewing
+its lease, its rows are taken out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+
+from ...cluster.config import Model, Scheduling
+from ...cluster.errors import InvalidRequest, ModelLoadError, NoReplica, SatchelError
+from ..handles import ROUTER, actor_handle
+from ..messages import Frame, GenerateRequest, ReplicaReport, RowUpdate, decode, encode
+from . import models
+from .engine import Engine
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 0.5
+LEASE_S = 10.0
+STUCK_S = 60.0
+"""An engine whose step takes longer than this does not answer any more, for `/health`."""
+
+
+@dataclass
+class _Consumer:
+    """One reader of frames. `updates` hold what it has not taken yet, bounded by its rows' `max_tokens`."""
+
+    seen: float
+    updates: dict[str, RowUpdate] = field(default_factory=dict)
+    rows: set[str] = field(default_factory=set)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    stream: int = 0
+
+
+@dataclass
+class _Loading:
+    what: str = "starting"
+    fraction: float | None = None
+    error: SatchelError | None = None
+
+
+class ReplicaActor:
+    """Serves one model. Named `replica:<name>` in the cluster's namespace.
+
+    Args:
+        name: the replica's id, unique in the cluster.
+        kv_bytes_max: memory for the KV of the decoding batch.
+    """
+
+    def __init__(self, name: str, model: Model, scheduling: Scheduling, kv_bytes_max: int) -> None:
+        self._name = name
+        self._model = model
+        self._scheduling = scheduling
+        self._kv_bytes_max = kv_bytes_max
+        self._incarnation = uuid.uuid4().hex
+        self._loading = _Loading()
+        self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._consumers: dict[str, _Consumer] = {}
+        self._reaper: asyncio.Task[None] | None = None
+        threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
+
+    # Documented methods, for `cluster.replicas()`.
+
+    async def progress(self) -> dict[str, Any]:
+        """What the replica is doing until it is ready: `what`, `fraction` (or None), `ready`, `error` (or None)."""
+        error = self._loading.error
+        return {
+            "what": self._loading.what,
+            "fraction": self._loading.fraction,
+            "ready": self._engine is not None,
+            "error": error.to_wire() if error else None,
+        }
+
+    async def info(self) -> dict[str, Any] | None:
+        """The loaded model: name, model_id, folder, context_tokens, vocabulary_size, dtype, created. None before."""
+        if self._engine is None:
+            return None
+        loaded = self._engine.loaded
+        return {
+            "replica": self._name,
+            "name": self._model.name,
+            "model_id": loaded.model_id,
+            "folder": str(loaded.folder),
+            "context_tokens": loaded.context_tokens,
+            "vocabulary_size": loaded.vocabulary_size,
+            "dtype": loaded.dtype,
+            "created": int((loaded.folder / "config.json").stat().st_mtime),
+            "pid": os.getpid(),
+        }
+
+    async def stats(self) -> dict[str, Any]:
+        """Live numbers: running and waiting rows, token totals, prefix memory."""
+        engine = self._engine
+        if engine is None:
+            return {"replica": self._name, "model": self._model.name, "answers": False}
+        counters = engine.counters
+        return {
+            "replica": self._name,
+            "model": self._model.name,
+            "answers": time.monotonic() - engine.beat < STUCK_S,
+            "running": engine.scheduler.running,
+            "waiting": engine.scheduler.waiting,
+            "requests_total": counters.requests,
+            "prompt_tokens_total": counters.prompt_tokens,
+            "cached_tokens_total": counters.cached_tokens,
+            "generated_tokens_total": counters.generated_tokens,
+            "prefix_blocks": engine.prefixes.blocks,
+            "prefix_bytes": engine.prefixes.nbytes,
+        }
+
+    async def submit(self, request: bytes) -> dict[str, Any] | None:
+        """Queue a `GenerateRequest`. Returns None once it is accepted, else the refusal on the wire."""
+        message = decode(GenerateRequest, request)
+        if self._engine is None:
+            return NoReplica(f"{self._model.name} is still loading").to_wire()
+        loop = asyncio.get_running_loop()
+        consumer = self._consumer(message.consumer)
+        if message.request_id in consumer.rows:
+            return InvalidRequest(f"request {message.request_id} is already running").to_wire()
+        consumer.rows.add(message.request_id)
+        answer: asyncio.Future[SatchelError | None] = loop.create_future()
+
+        def reply(refusal: SatchelError | None) -> None:
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(refusal))
+
+        self._engine.submit(message, reply)
+        refusal = await answer
+        if refusal is None:
+            return None
+        consumer.rows.discard(message.request_id)
+        return refusal.to_wire()
+
+    async def stream(self, consumer: str) -> AsyncIterator[bytes]:
+        """All new tokens of the consumer's rows, one `Frame` an engine step. Ends when the consumer is gone.
+
+        A later call for the same consumer takes over, and this one ends.
+        """
+        state = self._consumer(consumer)
+        state.stream += 1
+        mine = state.stream
+        state.ready.set()
+        while state.stream == mine and self._consumers.get(consumer) is state:
+            await state.ready.wait()
+            state.ready.clear()
+            if state.updates and state.stream == mine:
+                updates, state.updates = state.updates, {}
+                yield encode(Frame(list(updates.values())))
+        # The signal may have been meant for the stream that took over.
+        state.ready.set()
+
+    async def renew(self, consumer: str) -> bool:
+        """A consumer's sign of life. False when the replica does not know it (any more)."""
+        state = self._consumers.get(consumer)
+        if state is None:
+            return False
+        state.seen = time.monotonic()
+        return True
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Take rows out of the queue or the batch, within one step. Unknown ids are ignored."""
+        if self._engine is not None:
+            self._engine.abort(tuple(request_ids))
+
+    async def drain(self, end_rows: bool = False) -> None:
+        """Refuse new rows from now on; running ones finish, or with `end_rows` end with an error that says so."""
+        if self._engine is not None:
+            self._engine.drain()
+            if end_rows:
+                self._engine.end_all()
+
+    # Consumers, on the event loop.
+
+    def _consumer(self, name: str) -> _Consumer:
+        if self._reaper is None:
+            self._loop = asyncio.get_running_loop()
+            self._reaper = self._loop.create_task(self._reap())
+        state = self._consumers.get(name)
+        if state is None:
+            state = self._consumers[name] = _Consumer(time.monotonic())
+        return state
+
+    def _deliver(self, updates: dict[str, list[RowUpdate]]) -> None:
+        for name, rows in updates.items():
+            consumer = self._consumers.get(name)
+            if consumer is None:
+                continue
+            for update in rows:
+                before = consumer.updates.get(update.request_id)
+                consumer.updates[update.request_id] = update if before is None else _merge(before, update)
+                if update.finish is not None:
+                    consumer.rows.discard(update.request_id)
+            consumer.ready.set()
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            for name in [name for name, state in self._consumers.items() if now - state.seen > LEASE_S]:
+                state = self._consumers.pop(name)
+                logger.warning("consumer %s is gone; its %d rows end", name, len(state.rows))
+                await self.abort(list(state.rows))
+                state.ready.set()
+
+    # The engine's thread.
+
+    def _run_engine(self) -> None:
+        try:
+            loaded = models.load(
+                self._model.source,
+                dtype=self._model.dtype,
+                context_tokens_max=self._model.context_tokens_max,
+                progress=self._note_progress,
+            )
+        except SatchelError as error:
+            self._loading.error = error
+            return
+        except Exception as error:
+            logger.exception("loading %s failed", self._model.source)
+            self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
+            return
+        self._engine = Engine(loaded, self._scheduling, self._kv_bytes_max, self._send)
+        threading.Thread(target=self._report_forever, name="reporter", daemon=True).start()
+        try:
+            self._engine.run()
+        except BaseException:
+            # Without its engine this process is of no use: Ray starts another.
+            logger.exception("the engine stopped")
+            os._exit(1)
+
+    def _note_progress(self, what: str, fraction: float | None) -> None:
+        self._loading.what, self._loading.fraction = what, fraction
+
+    def _send(self, updates: dict[str, list[RowUpdate]]) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, updates)
+
+    # The reporter's thread.
+
+    def _report_forever(self) -> None:
+        sequence, full = 0, True
+        while True:
+            report, events_taken = self._snapshot(sequence, full)
+            sequence += 1
+            try:
+                router = actor_handle(ROUTER)
+                complete = ray.get(router.report.remote(encode(report)), timeout=REPORT_S * 4)
+                full = not (complete and events_taken)
+            except Exception as error:
+                # The router restarts or is slow: what this report said may be lost, so the next one says everything.
+                # Whatever else it is, a replica that stops reporting is avoided for ever.
+                logger.warning("a report did not arrive: %s: %s", type(error).__name__, error)
+                full = True
+            time.sleep(REPORT_S)
+
+    def _snapshot(self, sequence: int, full: bool) -> tuple[ReplicaReport, bool]:
+        """The state for the router, and whether block events are in it: a long step lets the report go without."""
+        engine = self._engine
+        assert engine is not None
+        taken: list[tuple[list[bytes], list[bytes]]] = []
+        done = threading.Event()
+
+        def take() -> None:
+            announced, retracted = engine.prefixes.drain_events()
+            taken.append((engine.prefixes.block_ids() if full else announced, retracted))
+            done.set()
+
+        engine.call(take)
+        events_taken = done.wait(REPORT_S)
+        announced, retracted = taken[0] if events_taken else ([], [])
+        report = ReplicaReport(
+            replica=self._name,
+            model=self._model.name,
+            incarnation=self._incarnation,
+            sequence=sequence,
+            running=engine.scheduler.running,
+            waiting=engine.scheduler.waiting,
+            pending_tokens=engine.scheduler.pending_tokens,
+            rows_max=engine.limits.rows_max,
+            prefill_tokens_per_s=engine.counters.prefill_tokens_per_s,
+            active=engine.active,
+            announced=announced,
+            retracted=retracted,
+            full=full and events_taken,
+        )
+        return report, events_taken
+
+
+def _merge(before: RowUpdate, update: RowUpdate) -> RowUpdate:
+    return replace(
+        update,
+        tokens=before.tokens + update.tokens,
+        cached_tokens=before.cached_tokens if update.cached_tokens is None else update.cached_tokens,
+    )

@@ -1,0 +1,22 @@
+"""What the world sees: the HTTP endpoint, the client and the command line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if not __name__.startswith("satchel."):
+    raise ImportError("import this package as satchel.api; its folder's bare name belongs to somebody else")
+
+if TYPE_CHECKING:
+    from .client import Agent, Cluster, Reply, connect
+
+__all__ = ["Agent", "Cluster", "Reply", "connect"]
+
+
+def __getattr__(name: str) -> Any:
+    # Only when it is asked for: the HTTP application must load without Ray.
+    if name in __all__:
+        from . import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,288 @@
+"""The HTTP application: OpenAI's routes over any `Backend`. It knows nothing of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from ..cluster.config import Config
+from ..cluster.errors import InvalidRequest, ModelNotFound, SatchelError, Unavailable
+from .backend import Backend
+from .generation import ChatRequest, CompletionRequest, Generator, agent_key
+from .http import CancelOnDisconnect, RequestContext, add_error_handlers, header_text, read_body
+from .metrics import CONTENT_TYPE, Metrics
+from .openai import (
+    DONE,
+    Body,
+    ChatBody,
+    ChatChunks,
+    CompletionBody,
+    CompletionChunks,
+    GenerationBody,
+    chat_body,
+    completion_body,
+    error_event,
+    model_body,
+    parse_body,
+)
+from .streams import Answer, Event, Finished, TextDelta, TextStream, Usage, abort_all, collect_all, interleave
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HEADERS_WAIT_S = 5.0
+"""How long a stream's headers wait for its first event, so that a row which fails early is an HTTP error."""
+
+_PROBE_TIMEOUT_S = 10.0
+
+
+def create_app(
+    backend: Backend, config: Config, *, generator: Generator | None = None, server_echoes_request_id: bool = False
+) -> FastAPI:
+    """The application. One an event loop.
+
+    Args:
+        server_echoes_request_id: True under Ray Serve, whose proxy adds `x-request-id` to responses by itself.
+        generator: to share the pipeline (and its tokenizers) with others on the same loop.
+    """
+    app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
+    endpoint = _Endpoint(backend, config, generator or Generator(backend, config), Metrics())
+    add_error_handlers(app)
+    app.add_middleware(RequestContext, metrics=endpoint.metrics, server_echoes=server_echoes_request_id)
+
+    def route(path: str, handler: Any, method: str = "GET", body: type[GenerationBody] | None = None) -> None:
+        extra = None
+        if body is not None:
+            schema = body.model_json_schema()
+            extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        app.add_api_route(path, handler, methods=[method], response_model=None, openapi_extra=extra)
+
+    route("/v1/chat/completions", endpoint.chat_completions, "POST", ChatBody)
+    route("/v1/completions", endpoint.completions, "POST", CompletionBody)
+    route("/v1/models", endpoint.list_models)
+    route("/v1/models/{model_id:path}", endpoint.get_model)
+    route("/health", endpoint.health)
+    route("/metrics", endpoint.show_metrics)
+    return app
+
+
+def _version() -> str:
+    try:
+        return version("satchel")
+    except PackageNotFoundError:
+        return "0"
+
+
+class _Endpoint:
+    """The routes."""
+
+    def __init__(self, backend: Backend, config: Config, generator: Generator, metrics: Metrics) -> None:
+        self._backend = backend
+        self._config = config
+        self._generator = generator
+        self.metrics = metrics
+
+    async def chat_completions(self, request: Request) -> Response:
+        """The next message of a conversation."""
+        body, agent = await self._read(request, ChatBody)
+        chat = body.request(agent, request.state.request_id)
+        if body.stream:
+            return _EventStream(self, chat, include_usage=body.include_usage)
+        streams, answers = await self._answer(request, chat)
+        return JSONResponse(chat_body(streams[0].model.name, answers[0]), headers=_headers(streams))
+
+    async def completions(self, request: Request) -> Response:
+        """The continuation of one or several texts."""
+        body, agent = await self._read(request, CompletionBody)
+        completion = body.request(agent, request.state.request_id)
+        if body.stream:
+            return _EventStream(self, completion, include_usage=body.include_usage)
+        streams, answers = await self._answer(request, completion)
+        return JSONResponse(completion_body(streams[0].model.name, answers), headers=_headers(streams))
+
+    async def list_models(self) -> Response:
+        """Every model that has been loaded, the default first."""
+        models = await _probe(self._backend.models())
+        return JSONResponse({"object": "list", "data": [model_body(model) for model in models]})
+
+    async def get_model(self, model_id: str) -> Response:
+        """One model."""
+        for model in await _probe(self._backend.models()):
+            if model.name == model_id:
+                return JSONResponse(model_body(model))
+        raise ModelNotFound(f"the model {model_id!r} does not exist", param="model")
+
+    async def health(self) -> Response:
+        """200 where a replica of every configured model answers, else 503."""
+        answering = await _probe(self._backend.health())
+        models = {model.name: bool(answering.get(model.name)) for model in self._config.models}
+        if all(models.values()):
+            return JSONResponse({"status": "ok", "models": models})
+        body = {"status": "unavailable", "models": models}
+        return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
+
+    async def show_metrics(self) -> Response:
+        """Prometheus' text format."""
+        stats = await _probe(self._backend.stats())
+        return Response(self.metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
+        """The body and the agent's id."""
+        if request.headers.get("x-agent-continue", "0").lower() not in ("0", "false"):
+            raise InvalidRequest("X-Agent-Continue is not supported yet", param="X-Agent-Continue")
+        data = await read_body(
+            request,
+            bytes_max=self._config.endpoint.body_bytes_max,
+            timeout_s=self._config.timeouts.request_s,
+        )
+        body = await asyncio.to_thread(parse_body, kind, data)
+        return body, _agent(request, body.agent_id)
+
+    async def _answer(
+        self, request: Request, work: ChatRequest | CompletionRequest
+    ) -> tuple[list[TextStream], list[Answer]]:
+        async with CancelOnDisconnect(request.receive):
+            streams = await self.start(work)
+            answers = await collect_all(streams)
+        self.observe(streams, request.state.arrived)
+        return streams, answers
+
+    async def start(self, work: ChatRequest | CompletionRequest) -> list[TextStream]:
+        if isinstance(work, ChatRequest):
+            return [await self._generator.start_chat(work)]
+        return await self._generator.start_completion(work)
+
+    def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
+        """Record times to first token; `arrived` is by `time.perf_counter`."""
+        for stream in streams:
+            if stream.first_event_at is not None:
+                self.metrics.first_token(stream.model.name, stream.first_event_at - arrived)
+
+
+class _EventStream(Response):
+    """An answer as server-sent events.
+
+    Everything from queueing the row to stopping it happens in one coroutine, the call of this response: there is no
+    moment in which a row runs and a cancellation would leave it behind.
+    """
+
+    def __init__(self, endpoint: _Endpoint, work: ChatRequest | CompletionRequest, *, include_usage: bool) -> None:
+        # Not Response's own initializer: that one sets a Content-Length.
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+        self._endpoint = endpoint
+        self._work = work
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with CancelOnDisconnect(receive):
+                streams = await self._endpoint.start(self._work)
+                try:
+                    await self._stream(streams, send, scope["state"]["request_id"])
+                finally:
+                    self._endpoint.observe(streams, scope["state"]["arrived"])
+                    await abort_all(streams)
+        except ClientDisconnect:
+            _log.debug("the client of request %s went away", scope["state"]["request_id"])
+
+    async def _stream(self, streams: list[TextStream], send: Send, request_id: str) -> None:
+        async with aclosing(interleave(streams)) as events:
+            first = asyncio.create_task(anext(events))
+            try:
+                await asyncio.wait({first}, timeout=HEADERS_WAIT_S)
+                if first.done():
+                    first.result()
+                headers = {**_headers(streams), "X-Accel-Buffering": "no"}
+                self.headers.update(headers)
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async with aclosing(self._chunks(streams[0].model.name, first, events, request_id)) as chunks:
+                    async for chunk in chunks:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                # The generator cannot be closed while a task is inside it.
+                if not first.done():
+                    first.cancel()
+                    await asyncio.wait({first})
+
+    async def _chunks(
+        self,
+        model: str,
+        first: asyncio.Task[tuple[int, Event]],
+        events: AsyncGenerator[tuple[int, Event], None],
+        request_id: str,
+    ) -> AsyncGenerator[bytes, None]:
+        kind = ChatChunks if isinstance(self._work, ChatRequest) else CompletionChunks
+        chunks = kind(model, self._include_usage)
+        total = Usage(0, 0, 0)
+        try:
+            if start := chunks.start():
+                yield start
+            item = await first
+            while item is not None:
+                index, event = item
+                if isinstance(event, TextDelta):
+                    yield chunks.text(index, event.text)
+                elif isinstance(event, Finished):
+                    total = total + event.usage
+                    yield chunks.finish(index, event.reason)
+                else:
+                    yield chunks.tool_call(event)
+                item = await anext(events, None)
+        except SatchelError as error:
+            _log.warning("request %s failed in mid-stream: %s", request_id, error.message, exc_info=error)
+            yield error_event(error)
+            return
+        except Exception:
+            _log.exception("request %s failed in mid-stream", request_id)
+            yield error_event(SatchelError(f"internal error in request {request_id}"))
+            return
+        if self._include_usage:
+            yield chunks.usage(total)
+        yield DONE
+
+
+async def _probe(answer: Awaitable[T]) -> T:
+    try:
+        return await asyncio.wait_for(answer, _PROBE_TIMEOUT_S)
+    except TimeoutError:
+        raise Unavailable(f"the cluster did not answer within {_PROBE_TIMEOUT_S:.0f} s") from None
+
+
+def _agent(request: Request, given: str | None) -> str:
+    """The agent's id from header or body; "" for none."""
+    found = [("X-Agent-ID", value) for value in request.headers.getlist("x-agent-id")]
+    if given is not None:
+        found.append(("agent_id", given))
+    for name, value in found:
+        if not value:
+            raise InvalidRequest(f"{name} is empty", param=name)
+        try:
+            agent_key(value)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message.replace("agent_id", name, 1), param=name) from None
+    if len({value for _, value in found}) > 1:
+        raise InvalidRequest("X-Agent-ID and agent_id name different agents", param="agent_id")
+    return found[0][1] if found else ""
+
+
+def _headers(streams: Sequence[TextStream]) -> dict[str, str]:
+    """Where the rows ran and why; those of several prompts are listed once each."""
+    replicas = dict.fromkeys(stream.replica for stream in streams)
+    reasons = dict.fromkeys(stream.why for stream in streams)
+    return {
+        "x-satchel-replica": header_text(", ".join(replicas)),
+        "x-satchel-why": header_text(", ".join(reasons)),
+    }

@@ -1,0 +1,92 @@
+"""The seam between what speaks HTTP or Python and what runs on Ray.
+
+`app.py` and `generation.py` know only these protocols; `dispatch.py` implements them over Ray actors, and tests over
+plain objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..actors.messages import RowUpdate, Sampling
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time."""
+
+    name: str
+    model_id: bytes
+    folder: str
+    context_tokens: int
+    vocabulary_size: int
+    created: int
+
+
+@dataclass(frozen=True)
+class ReplicaStats:
+    """One replica, read now. `answers` is False where it did not reply in time; its numbers are 0 then."""
+
+    replica: str
+    model: str
+    answers: bool
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    requests_total: int = 0
+    prefix_blocks: int = 0
+    prefix_bytes: int = 0
+
+
+class Generation(Protocol):
+    """One running row. Iterating yields its updates; the last one has `finish` set and no more follow.
+
+    Closing early (`abort`, or leaving the iteration) takes the row out of the batch within one step. A failure ends
+    the iteration with a `SatchelError`.
+    """
+
+    replica: str
+    why: str
+
+    def __aiter__(self) -> AsyncIterator[RowUpdate]: ...
+
+    async def abort(self) -> None: ...
+
+
+class Backend(Protocol):
+    async def models(self) -> list[ServedModel]:
+        """Every configured model that has been loaded at least once, the default first."""
+        ...
+
+    async def generate(
+        self,
+        model: ServedModel,
+        *,
+        agent: str,
+        prompt: list[int],
+        sampling: Sampling,
+        request_id: str,
+        priority: int = 0,
+    ) -> Generation:
+        """Route and queue one row. Returns once a replica has accepted it.
+
+        Args:
+            agent: the agent's key, or "" for none.
+            prompt: token ids, at least one.
+            request_id: unique among all rows.
+            priority: as the caller gave it.
+
+        Raises:
+            Unavailable: the queue is full, no replica lives, or the cluster is draining.
+        """
+        ...
+
+    async def health(self) -> dict[str, bool]:
+        """For every configured model, whether a replica of it answers now."""
+        ...
+
+    async def stats(self) -> list[ReplicaStats]: ...

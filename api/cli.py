@@ -1,0 +1,148 @@
+"""The command line: `satchel serve | status | models | chat | doctor`.
+
+A mistake or a failure is one sentence on standard error and exit code 1 (2 for a wrong command line), never a
+traceback. Nothing heavy is imported until a command needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from ..cluster.config import Config, Home, default_config, load_config
+from ..cluster.environment import default_home
+from ..cluster.errors import SatchelError
+
+app = typer.Typer(
+    name="satchel",
+    help="Serves MLX language models as one OpenAI endpoint, for agents that keep their memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# typer reads these annotations at run time, where it knows `Optional` and not every form of `X | None`.
+HomeOption = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--home", metavar="DIR", help="Where the cluster keeps its state (else SATCHEL_HOME, ~/.satchel)."),
+]
+ConfigOption = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--config", metavar="FILE", help="A YAML file; without one, the small model that ships is served."),
+]
+PortOption = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--port", min=1, max=65535, help="The endpoint's port (else the config's)."),
+]
+ListenOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--listen", metavar="ADDR", help="The endpoint's address (else the config's); 0.0.0.0 is everyone."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _home(given: Path | None) -> Home:
+    return Home(given.expanduser().absolute()) if given is not None else default_home()
+
+
+def _config(path: Path | None, port: int | None, listen: str | None) -> Config:
+    from dataclasses import replace
+
+    config = load_config(path) if path is not None else default_config()
+    endpoint = config.endpoint
+    if port is not None:
+        endpoint = replace(endpoint, port=port)
+    if listen is not None:
+        endpoint = replace(endpoint, listen=listen)
+    return replace(config, endpoint=endpoint)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from ..cluster.runtime import satchel_version
+
+        print(f"satchel {satchel_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def satchel(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serves MLX language models from a handful of Macs as one OpenAI endpoint."""
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None, port: PortOption = None, listen: ListenOption = None, home: HomeOption = None
+) -> None:
+    """Serve the configured models until Ctrl-C or SIGTERM."""
+    from .cli_serve import serve as run
+
+    run(_config(config, port, listen), _home(home))
+
+
+@app.command()
+def status(json: JsonOption = False, home: HomeOption = None) -> None:
+    """Show the running server, its models and its replicas."""
+    from .cli_views import show_status
+
+    show_status(_home(home), as_json=json)
+
+
+@app.command()
+def models(json: JsonOption = False, home: HomeOption = None) -> None:
+    """List the models of the running server."""
+    from .cli_views import show_models
+
+    show_models(_home(home), as_json=json)
+
+
+@app.command()
+def chat(
+    text: Annotated[Optional[str], typer.Argument(help="One message; without it, a conversation.")] = None,  # noqa: UP045
+    agent: Annotated[Optional[str], typer.Option("--agent", metavar="NAME", help="Whose memory to use.")] = None,  # noqa: UP045
+    model: Annotated[Optional[str], typer.Option("--model", metavar="NAME", help="Else the first one.")] = None,  # noqa: UP045
+    home: HomeOption = None,
+) -> None:
+    """Talk to a model of the running server."""
+    from .cli_chat import chat as run
+
+    run(_home(home), agent=agent, model=model, text=text)
+
+
+@app.command()
+def doctor(
+    config: ConfigOption = None,
+    port: PortOption = None,
+    listen: ListenOption = None,
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Check this machine; exit code 1 where something must be mended."""
+    from .cli_views import show_doctor
+
+    show_doctor(_config(config, port, listen), _home(home), as_json=json)
+
+
+def main() -> None:
+    """The entry point of the command `satchel`."""
+    try:
+        app()
+    except SatchelError as error:
+        print(f"satchel: {error.message}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); Python would complain once more while closing it.
+        sys.stdout = None
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

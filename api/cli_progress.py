@@ -1,0 +1,70 @@
+"""What a starting server says: lines, and in a terminal a bar for the step that runs."""
+
+from __future__ import annotations
+
+import threading
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+
+class Progress:
+    """Lines and steps, from any thread. A reader that goes away (`| head`) does not stop the server."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True, markup=False)
+        self._guard = threading.Lock()
+        self._bars: Bars | None = None
+        self._task: TaskID | None = None
+        self._step = ""
+        self._closed = False
+
+    def say(self, *lines: str) -> None:
+        """Prints lines."""
+        with self._guard:
+            for line in lines:
+                self._print(line)
+
+    def report(self, step: str, fraction: float | None) -> None:
+        """Says which step runs and how far it is: 0 to 1, or None where that is unknown."""
+        with self._guard:
+            if self._closed:
+                return
+            if not self._console.is_terminal:
+                if step != self._step:
+                    self._print(step)
+            else:
+                self._show(step, fraction)
+            self._step = step
+
+    def close(self) -> None:
+        """Takes the bar away. Later steps are not shown."""
+        with self._guard:
+            self._closed = True
+            if self._bars is not None:
+                self._bars.stop()
+                self._bars = None
+
+    def _print(self, line: str) -> None:
+        try:
+            self._console.print(line)
+        except OSError:
+            self._console.quiet = True
+
+    def _show(self, step: str, fraction: float | None) -> None:
+        if self._bars is None:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TimeElapsedColumn(),
+            )
+            self._bars = Bars(*columns, console=self._console, transient=True)
+            self._bars.start()
+        if step != self._step or self._task is None:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(step, total=None if fraction is None else 1.0)
+        if fraction is not None:
+            self._bars.update(self._task, total=1.0, completed=fraction)

@@ -1,0 +1,326 @@
+"""Python handles: agents and actors of a running cluster, from a script, a notebook, or inside Ray tasks and actors.
+
+Everything runs on one background event loop a `Cluster`, so the same object serves any number of threads and event
+loops, and the synchronous forms work without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from ..actors.handles import KV_STORE, ROUTER, actor_handle, replica_actor_name
+from ..cluster.config import Home
+from ..cluster.environment import default_home
+from ..cluster.errors import AgentBusy, from_wire
+from ..cluster.runtime import connect_ray, connect_ray_address, find_cluster
+from .dispatch import RayBackend, cluster_config
+from .generation import ChatRequest, CompletionRequest, Generator, agent_key, make_options
+from .streams import Answer, Finished, TextDelta, TextStream
+
+T = TypeVar("T")
+
+RENEW_TURN_S = 20.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A finished answer. Lengths are tokens; `cached_tokens` of the prompt were not computed again."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    replica: str
+    why: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def connect(home: str | os.PathLike[str] | None = None, address: str | None = None) -> Cluster:
+    """Connect to a running cluster.
+
+    Args:
+        home: the server's SATCHEL_HOME; by default the environment's, else `~/.satchel`. Inside a Ray task or actor of
+            the cluster nothing is needed.
+        address: the Ray address (`host:port`) instead of the one that `home` records; the token is `home`'s.
+
+    Raises:
+        NotRunning: no server runs there.
+    """
+    if not ray.is_initialized():
+        where = Home(Path(home).expanduser().absolute()) if home is not None else default_home()
+        if address is None:
+            connect_ray(find_cluster(where))
+        else:
+            connect_ray_address(address, where.token_file)
+    return Cluster()
+
+
+class _Loop:
+    """A background thread with an event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="satchel", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run to the end and return the result; not from an event loop's thread."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `run`, from another event loop. Cancelling the caller cancels the work."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+
+class Cluster:
+    """A running cluster. Get one from `connect`; close it, or use it as a context manager.
+
+    Attributes:
+        config: what the cluster was started with.
+    """
+
+    def __init__(self) -> None:
+        self.config = cluster_config()
+        self._loop = _Loop()
+        self._generator = self._loop.run(self._make_generator())
+
+    async def _make_generator(self) -> Generator:
+        return Generator(RayBackend(self.config), self.config)
+
+    @property
+    def router(self) -> Any:
+        """The router's actor handle; its methods are those of `satchel.actors.router.actor.RouterActor`."""
+        return actor_handle(ROUTER)
+
+    def replicas(self) -> dict[str, Any]:
+        """Actor handles by replica id; their methods are those of `satchel.actors.replica.actor.ReplicaActor`."""
+        return {name: actor_handle(replica_actor_name(name)) for name in self._backend.replicas}
+
+    def agent(self, agent_id: str, *, model: str = "", system: str | None = None) -> Agent:
+        """The agent `agent_id`, whose transcript the cluster keeps.
+
+        Args:
+            model: which model answers; "" is the default one.
+            system: a system message that a new transcript begins with.
+
+        Raises:
+            InvalidRequest: not an agent id (1 to 128 of `A-Z a-z 0-9 . _ : @ -`).
+        """
+        return Agent(self, agent_id, model, system)
+
+    async def generate(self, prompt: str | Sequence[Any], *, model: str = "", agent: str = "", **options: Any) -> Reply:
+        """Answer one prompt: a string is continued as it stands, a list of messages is a conversation.
+
+        Args:
+            agent: the agent id to route and remember by; "" for none.
+            options: temperature, top_p, top_k, seed, max_tokens, stop, ignore_eos, priority.
+
+        Raises:
+            RequestError: what is wrong with the request.
+            Unavailable: no replica takes it now.
+        """
+        return await self._loop.wait(self._generate(prompt, model, agent, options))
+
+    def generate_sync(self, prompt: str | Sequence[Any], *, model: str = "", agent: str = "", **options: Any) -> Reply:
+        """`generate` for code without an event loop."""
+        return self._loop.run(self._generate(prompt, model, agent, options))
+
+    async def _generate(self, prompt: str | Sequence[Any], model: str, agent: str, options: dict[str, Any]) -> Reply:
+        chosen = make_options(**options)
+        if isinstance(prompt, str):
+            work = CompletionRequest(prompt, model=model, agent=agent, options=chosen)
+            (stream,) = await self._generator.start_completion(work)
+        else:
+            stream = await self._generator.start_chat(ChatRequest(prompt, model=model, agent=agent, options=chosen))
+        return _reply(stream, await stream.collect())
+
+    @property
+    def _backend(self) -> RayBackend:
+        backend = self._generator.backend
+        assert isinstance(backend, RayBackend)
+        return backend
+
+    def close(self) -> None:
+        """Stop reading; rows still running for this handle end. Ray stays connected."""
+        self._loop.run(self._backend.close())
+        self._loop.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Agent:
+    """One agent: each turn continues its transcript, which lives in the cluster and outlives this handle.
+
+    Turns of one agent run one after the other, whoever asks.
+    """
+
+    def __init__(self, cluster: Cluster, agent_id: str, model: str, system: str | None) -> None:
+        self.agent_id = agent_id
+        self._cluster = cluster
+        self._key = agent_key(agent_id)
+        self._model = model
+        self._system = system
+
+    async def ask(self, text: str, **options: Any) -> str:
+        """Say `text` and return the whole answer. Options as in `Cluster.generate`.
+
+        Raises:
+            AgentBusy: an earlier turn of this agent takes longer than `timeouts.turn_wait_s`.
+        """
+        return await self._cluster._loop.wait(self._ask(text, options))
+
+    def ask_sync(self, text: str, **options: Any) -> str:
+        """`ask` for code without an event loop."""
+        return self._cluster._loop.run(self._ask(text, options))
+
+    async def chat(self, text: str, **options: Any) -> AsyncIterator[str]:
+        """Say `text` and yield the answer as it comes. A turn left early is not remembered."""
+        loop = self._cluster._loop
+        feed = await loop.wait(_Feed.start(self._turn(text, options)))
+        try:
+            while (piece := await loop.wait(feed.next())) is not None:
+                yield piece
+        finally:
+            await loop.wait(feed.close())
+
+    def chat_sync(self, text: str, **options: Any) -> Iterator[str]:
+        """`chat` for code without an event loop."""
+        loop = self._cluster._loop
+        feed = loop.run(_Feed.start(self._turn(text, options)))
+        try:
+            while (piece := loop.run(feed.next())) is not None:
+                yield piece
+        finally:
+            loop.run(feed.close())
+
+    async def transcript(self) -> list[dict[str, Any]]:
+        """What was said so far, as OpenAI messages."""
+        return await self._cluster._loop.wait(self._call("messages"))
+
+    def transcript_sync(self) -> list[dict[str, Any]]:
+        return self._cluster._loop.run(self._call("messages"))
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        store = await asyncio.to_thread(actor_handle, KV_STORE)
+        return await getattr(store, method).remote(self._key, *arguments)
+
+    async def _ask(self, text: str, options: dict[str, Any]) -> str:
+        async with aclosing(self._turn(text, options)) as pieces:
+            return "".join([piece async for piece in pieces])
+
+    async def _turn(self, text: str, options: dict[str, Any]) -> AsyncGenerator[str, None]:
+        """Take the agent's turn, answer, commit both messages. Any other way out leaves the transcript as it was."""
+        turn = uuid.uuid4().hex
+        renewing = asyncio.create_task(self._renew(turn))
+        committed = False
+        try:
+            begun = await self._call("begin", turn)
+            if "kind" in begun:
+                raise from_wire(begun)
+            new = [{"role": "user", "content": text}]
+            if self._system is not None and not begun["messages"]:
+                new.insert(0, {"role": "system", "content": self._system})
+            request = ChatRequest(
+                [*begun["messages"], *new], model=self._model, agent=self.agent_id, options=make_options(**options)
+            )
+            stream = await self._cluster._generator.start_chat(request)
+            answer = ""
+            async with aclosing(aiter(stream)) as events:
+                async for event in events:
+                    if isinstance(event, TextDelta):
+                        answer += event.text
+                        yield event.text
+                    elif isinstance(event, Finished):
+                        new.append({"role": "assistant", "content": answer})
+            committed = await self._call("commit", turn, begun["epoch"], new)
+            if not committed:
+                raise AgentBusy(f"agent {self.agent_id} was changed by somebody else during this turn")
+        finally:
+            renewing.cancel()
+            if not committed:
+                await self._call("abandon", turn)
+
+    async def _renew(self, turn: str) -> None:
+        while True:
+            await asyncio.sleep(RENEW_TURN_S)
+            try:
+                await self._call("renew", turn)
+            except RayError:
+                # The store restarts; the commit will tell.
+                continue
+
+
+class _Feed:
+    """A turn running in a task of its own on the background loop, so that its reader may stop at any moment."""
+
+    def __init__(self, pieces: AsyncGenerator[str, None]) -> None:
+        self._pieces = pieces
+        self._queue: asyncio.Queue[str | BaseException | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run())
+
+    @classmethod
+    async def start(cls, pieces: AsyncGenerator[str, None]) -> _Feed:
+        return cls(pieces)
+
+    async def _run(self) -> None:
+        try:
+            async with aclosing(self._pieces) as pieces:
+                async for piece in pieces:
+                    self._queue.put_nowait(piece)
+            self._queue.put_nowait(None)
+        except Exception as error:
+            self._queue.put_nowait(error)
+
+    async def next(self) -> str | None:
+        """The next piece; None after the last. Raises what the turn raised."""
+        item = await self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    async def close(self) -> None:
+        """End the turn, if it has not ended, and wait for that."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+
+def _reply(stream: TextStream, answer: Answer) -> Reply:
+    return Reply(
+        text=answer.text,
+        finish_reason=answer.reason,
+        prompt_tokens=answer.usage.prompt_tokens,
+        completion_tokens=answer.usage.completion_tokens,
+        cached_tokens=answer.usage.cached_tokens,
+        replica=stream.replica,
+        why=stream.why,
+    )
+
+
+__all__ = ["Agent", "Cluster", "Reply", "connect"]

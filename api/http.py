@@ -1,0 +1,208 @@
+"""What the routes share: request ids, errors as responses, reading a body, and noticing that the client has gone.
+
+Pure ASGI, so it works the same under uvicorn and under Ray Serve, and a cancelled request is a cancelled coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+import uuid
+from types import TracebackType
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..cluster.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, SatchelError
+from .metrics import Metrics
+from .openai import error_body
+
+_log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+_HEADER_CHARACTERS_MAX = 1024
+_CLIENT_GONE = 499
+"""nginx's number for it; nobody is left to read it, but the metrics are."""
+
+
+def header_text(text: str) -> str:
+    """`text` as a header value: one line of printable ASCII."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text[:_HEADER_CHARACTERS_MAX]).strip()
+
+
+class RequestContext:
+    """Outermost middleware: gives every request an id and every response `x-request-id`, counts it, and turns an
+    unexpected exception into a 500 that shows the id and nothing else.
+
+    Args:
+        server_echoes: the server in front gives every request an `x-request-id` and repeats that in the response, as
+            Ray Serve does. Then only an id that had to be replaced is added here.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, server_echoes: bool = False) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._server_echoes = server_echoes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        arrived = time.perf_counter()
+        given = _given_request_id(scope)
+        request_id = given or uuid.uuid4().hex
+        scope.setdefault("state", {}).update(request_id=request_id, arrived=arrived)
+        status = _CLIENT_GONE
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                if not (given and self._server_echoes):
+                    headers = [*message.get("headers", []), (b"x-request-id", request_id.encode("ascii"))]
+                    message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            _log.exception("request %s failed", request_id)
+            if started:
+                raise
+            body = error_body(500, f"internal error in request {request_id}", code="internal_error")
+            await JSONResponse(body, status_code=500)(scope, receive, send_with_id)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.request_ended(route, status, time.perf_counter() - arrived)
+
+
+def _given_request_id(scope: Scope) -> str | None:
+    """The caller's id, where it sent a valid one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(given):
+                return given
+    return None
+
+
+def error_response(error: SatchelError) -> Response:
+    headers: dict[str, str] = {}
+    if error.status == 503 or error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1)))
+    body = error_body(error.status, error.message, code=error.code, param=error.param)
+    return JSONResponse(body, status_code=error.status, headers=headers)
+
+
+async def _on_satchel_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SatchelError)
+    if error.status >= 500:
+        _log.warning("request %s: %s", request.state.request_id, error.message, exc_info=error)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message, code = f"there is no {request.url.path} here", "not_found"
+    elif error.status_code == 405:
+        message, code = f"{request.url.path} does not take {request.method}", "method_not_allowed"
+    else:
+        message, code = str(error.detail), "http_error"
+    body = error_body(error.status_code, message, code=code)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    return error_response(InvalidRequest(str(error)))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error that leaves `app` has OpenAI's shape."""
+    app.add_exception_handler(SatchelError, _on_satchel_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+
+
+async def read_body(request: Request, *, bytes_max: int, timeout_s: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestTooLarge: more than `bytes_max`, announced or found while reading.
+        DeadlineExceeded: it did not arrive within `timeout_s`.
+        ClientDisconnect: the client went away first.
+    """
+    too_large = RequestTooLarge(f"the body is larger than {bytes_max} bytes (endpoint.body_bytes_max)")
+    announced = request.headers.get("content-length")
+    if announced is not None:
+        if not (announced.isascii() and announced.isdigit()):
+            raise InvalidRequest("Content-Length is not a number")
+        if len(announced) > 18 or int(announced) > bytes_max:
+            raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > bytes_max:
+                    raise too_large
+    except TimeoutError:
+        raise DeadlineExceeded("the body did not arrive within timeouts.request_s") from None
+    return bytes(body)
+
+
+class CancelOnDisconnect:
+    """``async with CancelOnDisconnect(receive):`` cancels the block when the client goes away.
+
+    Leaving it then raises `ClientDisconnect`. Enter it after the body has been read, when the next message can only be
+    the disconnection. A cancellation from outside passes through, so a server that cancels by itself is fine too.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._gone = True
+            self._task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._watcher.done():
+            self._watcher.cancel()
+        elif not self._watcher.cancelled() and (failure := self._watcher.exception()) is not None:
+            # Under Ray Serve this is how a cancelled request's channel ends, so it is no more than a trace.
+            _log.debug("watching for the client's disconnection ended", exc_info=failure)
+        if not self._gone:
+            return
+        if kind is None or not issubclass(kind, asyncio.CancelledError):
+            # The block ended in the moment of the disconnection: take the cancellation that is on its way.
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError as cancelled:
+                error = cancelled
+        if self._task.uncancel() <= self._cancelling and (error is None or isinstance(error, asyncio.CancelledError)):
+            raise ClientDisconnect from None

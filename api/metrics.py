@@ -1,0 +1,92 @@
+"""What `/metrics` shows: the replicas' numbers, read at every scrape, and this process's own of its requests.
+
+Names, units and labels are Prometheus conventions. An endpoint of several processes shows the requests of the one that
+was asked; the replicas' numbers are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from .backend import ReplicaStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
+
+
+class _Replicas(Collector):
+    """One reading of the replicas. Totals of a replica that did not answer are left out, not shown as a reset to 0."""
+
+    def __init__(self, stats: Sequence[ReplicaStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("satchel_replica_up", "Whether the replica answers.", labels=["replica", "model"])
+        for stats in self._stats:
+            up.add_metric([stats.replica, stats.model], float(stats.answers))
+        yield up
+        yield self._gauge("satchel_requests_running", "Requests in the replica's batch.", "running")
+        yield self._gauge("satchel_requests_waiting", "Requests in the replica's queue.", "waiting")
+        yield self._gauge("satchel_prefix_blocks", "KV blocks kept for reuse.", "prefix_blocks")
+        yield self._gauge("satchel_prefix_bytes", "Bytes of KV kept for reuse.", "prefix_bytes")
+        yield self._counter("satchel_requests", "Requests accepted.", "requests_total")
+        yield self._counter("satchel_prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens_total")
+        yield self._counter("satchel_cached_tokens", "Prompt tokens not computed again.", "cached_tokens_total")
+        yield self._counter("satchel_generated_tokens", "Tokens generated.", "generated_tokens_total")
+
+    def _gauge(self, name: str, help_text: str, field: str) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=["replica"])
+        for stats in self._stats:
+            family.add_metric([stats.replica], getattr(stats, field))
+        return family
+
+    def _counter(self, name: str, help_text: str, field: str) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=["replica"])
+        for stats in self._stats:
+            if stats.answers:
+                family.add_metric([stats.replica], getattr(stats, field))
+        return family
+
+
+class Metrics:
+    """The metrics of one application."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "satchel_http_requests", "HTTP requests by route and status.", ["route", "status"], registry=self.registry
+        )
+        self._duration = Histogram(
+            "satchel_http_request_duration_seconds",
+            "From a request's arrival to the last byte of its response.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._first_token = Histogram(
+            "satchel_time_to_first_token_seconds",
+            "From a request's arrival to the first text of its answer.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    def request_ended(self, route: str, status: int, duration_s: float) -> None:
+        """Count one request. `route` is a route's pattern, never a path that a caller made up."""
+        self._requests.labels(route, str(status)).inc()
+        self._duration.labels(route).observe(duration_s)
+
+    def first_token(self, model: str, duration_s: float) -> None:
+        self._first_token.labels(model).observe(duration_s)
+
+    def render(self, stats: Sequence[ReplicaStats]) -> bytes:
+        """Everything in Prometheus' text format."""
+        replicas = CollectorRegistry()
+        replicas.register(_Replicas(stats))
+        return generate_latest(replicas) + generate_latest(self.registry)

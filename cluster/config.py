@@ -1,0 +1,200 @@
+"""The one config tree: frozen dataclasses, read once from YAML and passed down.
+
+Units are the last word of each name: `_s` seconds, `_bytes`, `_tokens`. Sizes may be written `512 MiB` or `2 GB`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+from .errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def _parse_bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError("a size is a number with an optional unit: 512 MiB, 2 GB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@validated(frozen=True, config=_STRICT)
+class Endpoint:
+    """The HTTP endpoint. It binds loopback unless `listen` says otherwise."""
+
+    listen: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    body_bytes_max: Bytes = 32 * 2**20
+
+
+@validated(frozen=True, config=_STRICT)
+class Model:
+    """One served model.
+
+    `source` is a Hub id (`mlx-community/Qwen3-0.6B-4bit`), a folder, or `embedded:NAME` for one that ships with
+    Satchel. The first model in the list is the default of the endpoint.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
+    source: Annotated[str, Field(min_length=1)]
+    replicas: Count = 1
+    context_tokens_max: Count | None = None
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+
+    @property
+    def slug(self) -> str:
+        """The name in letters that fit a header, for the ids of its replicas."""
+        return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.name).strip("-")
+
+
+@validated(frozen=True, config=_STRICT)
+class Scheduling:
+    """Limits of one replica's scheduler."""
+
+    rows_max: Count = 32
+    queue_requests_max: Count = 256
+    prefill_chunk_tokens: Annotated[int, Field(ge=256, multiple_of=256)] = 512
+    kv_bytes_max: Bytes | None = None
+    """KV memory of the running batch; None takes a quarter of the machine's memory, shared by its replicas."""
+    prefix_bytes_max: Bytes = 512 * 2**20
+    """Finished conversations' KV kept in memory for reuse."""
+
+
+@validated(frozen=True, config=_STRICT)
+class Routing:
+    policy: Literal["satchel", "round_robin"] = "satchel"
+    replica_timeout_s: Seconds = 5.0
+    """A replica that has not reported for this long is avoided."""
+    sticky_penalty_s_max: Seconds = 2.0
+    """An agent leaves its replica when another one would answer this much sooner."""
+
+
+@validated(frozen=True, config=_STRICT)
+class Timeouts:
+    request_s: Seconds = 600.0
+    """From arrival to the last token."""
+    drain_s: Seconds = 8.0
+    """How long a stopping server lets running requests finish."""
+    model_load_s: Seconds = 3600.0
+    turn_wait_s: Seconds = 60.0
+    """How long a turn of an agent waits for that agent's previous turn."""
+
+
+@validated(frozen=True, config=_STRICT)
+class Config:
+    """The whole tree. `models` has at least one entry and unique names."""
+
+    models: Annotated[tuple[Model, ...], Field(min_length=1)]
+    endpoint: Endpoint = field(default_factory=Endpoint)
+    scheduling: Scheduling = field(default_factory=Scheduling)
+    routing: Routing = field(default_factory=Routing)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    transcripts_bytes_max: Bytes = 256 * 2**20
+    """Memory for the transcripts of agents that handles talk to; the least recently used agents are forgotten first."""
+    share: Literal["tenant", "agent", "none"] = "tenant"
+    """Who may reuse equal prefixes: everyone of a tenant, only the same agent, or nobody."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where one cluster keeps its state (SATCHEL_HOME)."""
+
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def cluster_file(self) -> Path:
+        """Where others find the running cluster; absent while none runs."""
+        return self.run / "cluster.json"
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked (flock) by the server that uses this home; holds its process id."""
+        return self.run / "lock"
+
+    @property
+    def session_file(self) -> Path:
+        """The Ray processes of the last run, for cleaning up after a killed one."""
+        return self.run / "session.json"
+
+    @property
+    def token_file(self) -> Path:
+        """The secret that Ray's processes show each other."""
+        return self.run / "ray_token"
+
+    @property
+    def log_file(self) -> Path:
+        """What Ray said while it started."""
+        return self.run / "ray_head.log"
+
+
+def _where(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path or "(top level)"
+
+
+def parse_config(data: Any, *, source: str = "config") -> Config:
+    """The tree from plain data.
+
+    Raises:
+        ConfigError: naming every wrong place by its path.
+    """
+    try:
+        config = TypeAdapter(Config).validate_python(data if data is not None else {})
+    except ValidationError as error:
+        details = [f"{_where(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise ConfigError(f"{source}: " + "; ".join(details), param=_where(error.errors()[0]["loc"])) from None
+    slugs = [model.slug for model in config.models]
+    for index, model in enumerate(config.models):
+        where = f"models[{index}].name"
+        if not model.slug:
+            raise ConfigError(f"{source}: {where}: needs a letter or a digit", param=where)
+        if model.slug in slugs[:index]:
+            other = config.models[slugs.index(model.slug)].name
+            what = f"two models are called {other!r}" if other == model.name else f"too much like {other!r}"
+            raise ConfigError(f"{source}: {where}: {what}", param=where)
+    return config
+
+
+def load_config(path: Path) -> Config:
+    """The tree from a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or has a wrong value (every one is named by its path).
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    return parse_config(data, source=str(path))
+
+
+def default_config() -> Config:
+    """What is served where no config file is given; the same as `configs/one-mac.yaml`."""
+    return Config(models=(Model(name="satchel/recall", source="embedded:recall"),))

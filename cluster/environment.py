@@ -1,0 +1,92 @@
+"""The environment: the only file that reads it, and what Ray's processes find in it.
+
+Ray takes most of its settings from environment variables, some of them while `import ray` runs, so
+`enter_ray_environment` comes before the first import of Ray in a process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from .config import Home
+
+_FORBIDDEN_TO_RAY = (
+    "RAY_ADDRESS",
+    "RAY_AUTH_TOKEN",
+    "RAY_GCS_SERVER_PORT",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "RAY_NAMESPACE",
+    "RAY_REDIS_ADDRESS",
+    "RAY_RUNTIME_ENV_HOOK",
+    "RAY_START_HOOK",
+    "RAY_TMPDIR",
+)
+"""Settings of some other cluster that would lead ours astray."""
+
+
+def default_home() -> Home:
+    """SATCHEL_HOME, or `~/.satchel`."""
+    given = os.environ.get("SATCHEL_HOME")
+    return Home(Path(given).expanduser().absolute() if given else Path.home() / ".satchel")
+
+
+def is_offline() -> bool:
+    """Whether the user forbade the Hub (HF_HUB_OFFLINE)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in {"1", "true", "yes", "on"}
+
+
+def ray_settings(token_path: Path) -> dict[str, str]:
+    """The variables by which every process of a cluster on one machine is told how to behave."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_path),
+        # Offline it only delays.
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Off, on Linux too: Ray then stays on 127.0.0.1 instead of listening on every interface, survives a change
+        # of network, and macOS asks nobody about its firewall.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_DISABLE_DASHBOARD_LOG_INFO": "1",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Importing torch-like extras only to say that they are missing.
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def child_environment(token_path: Path) -> dict[str, str]:
+    """A whole environment for starting Ray in a process of its own."""
+    kept = {name: value for name, value in os.environ.items() if name not in _FORBIDDEN_TO_RAY}
+    return {**kept, **ray_settings(token_path)}
+
+
+def enter_ray_environment(token_path: Path) -> None:
+    """Makes this process one of the cluster with that token. Call it before Ray is imported for the first time."""
+    for name in _FORBIDDEN_TO_RAY:
+        os.environ.pop(name, None)
+    os.environ.update(ray_settings(token_path))
+
+
+def snapshot() -> Mapping[str, str]:
+    """A copy of the environment, for those who must put it back."""
+    return dict(os.environ)
+
+
+def restore(saved: Mapping[str, str]) -> None:
+    """Puts the environment back to what `snapshot` saw."""
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+def short_temporary_root() -> Path:
+    """Where Ray's sockets can live: `/tmp`, because macOS's own choice is too long for a socket's name (103 bytes)."""
+    common = Path("/tmp")
+    return common if os.access(common, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def is_macos() -> bool:
+    return sys.platform == "darwin"

@@ -1,0 +1,154 @@
+"""Every error Satchel raises on purpose, as one tree.
+
+::
+
+    SatchelError                    500
+    ├── RequestError                400  the caller's fault; `param` names the field
+    │   ├── InvalidRequest          400
+    │   ├── ContextLengthExceeded   400
+    │   ├── ModelNotFound           404
+    │   ├── AgentBusy               409
+    │   └── RequestTooLarge         413
+    ├── Unavailable                 503  try again after `retry_after_s`
+    │   ├── QueueFull               503
+    │   ├── NoReplica               503
+    │   ├── ReplicaLost             503
+    │   └── Draining                503
+    ├── DeadlineExceeded            504
+    ├── GenerationFailed            500  one row failed inside the model; its neighbours did not
+    ├── ModelLoadError              500
+    └── ClusterError                500  bringing the cluster up, finding it, taking it down
+        ├── ConfigError             500  `path` is the place in the config file
+        ├── NotRunning              500
+        ├── PortInUse               500
+        └── HomeInUse               500
+
+Errors cross process borders as data (`to_wire`, `from_wire`), never as pickled exceptions, so the two sides need not
+agree on a traceback's classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class SatchelError(Exception):
+    """Base of the tree. `status` is the HTTP status, `code` the machine-readable name OpenAI clients see."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def to_wire(self) -> dict[str, Any]:
+        """This error as plain data: class name, message, param, retry_after_s."""
+        return {
+            "kind": type(self).__name__,
+            "message": self.message,
+            "param": self.param,
+            "retry_after_s": self.retry_after_s,
+        }
+
+
+class RequestError(SatchelError):
+    status = 400
+    code = "invalid_request"
+
+
+class InvalidRequest(RequestError):
+    pass
+
+
+class ContextLengthExceeded(RequestError):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(RequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class AgentBusy(RequestError):
+    status = 409
+    code = "agent_busy"
+
+
+class RequestTooLarge(RequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class Unavailable(SatchelError):
+    status = 503
+    code = "unavailable"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = 1.0) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+
+
+class QueueFull(Unavailable):
+    code = "queue_full"
+
+
+class NoReplica(Unavailable):
+    code = "no_replica"
+
+
+class ReplicaLost(Unavailable):
+    code = "replica_lost"
+
+
+class Draining(Unavailable):
+    code = "draining"
+
+
+class DeadlineExceeded(SatchelError):
+    status = 504
+    code = "deadline_exceeded"
+
+
+class GenerationFailed(SatchelError):
+    code = "generation_failed"
+
+
+class ModelLoadError(SatchelError):
+    code = "model_load_error"
+
+
+class ClusterError(SatchelError):
+    code = "cluster_error"
+
+
+class ConfigError(ClusterError):
+    """A mistake in a config file. `param` is the path inside the file, such as `models[0].source`."""
+
+    code = "config_error"
+
+
+class NotRunning(ClusterError):
+    code = "not_running"
+
+
+class PortInUse(ClusterError):
+    code = "port_in_use"
+
+
+class HomeInUse(ClusterError):
+    code = "home_in_use"
+
+
+def _tree(cls: type[SatchelError]) -> dict[str, type[SatchelError]]:
+    found = {cls.__name__: cls}
+    for child in cls.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def from_wire(data: dict[str, Any]) -> SatchelError:
+    """The error `to_wire` described; an unknown kind becomes a plain `SatchelError`."""
+    cls = _tree(SatchelError).get(str(data.get("kind")), SatchelError)
+    return cls(str(data.get("message", "")), param=data.get("param"), retry_after_s=data.get("retry_after_s"))

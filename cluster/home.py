@@ -1,0 +1,118 @@
+"""A home: the folder with one cluster's state. Folders are 0700 and files 0600; one server uses it at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from .config import Home
+from .errors import ClusterError, HomeInUse
+
+_LOCK_WAIT_S = 1.0
+"""A killed server's lock goes when the kernel has taken the process apart, which takes a moment."""
+
+
+def prepare_home(home: Home) -> None:
+    """Makes the folders of the home, for this user alone.
+
+    Raises:
+        ClusterError: they cannot be made or belong to somebody else.
+    """
+    for folder in (home.root, home.run):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
+        except OSError as error:
+            raise ClusterError(f"cannot use {folder}: {error.strerror or error}") from None
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replaces the file in one step; only this user may read it.
+
+    Raises:
+        ClusterError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ClusterError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def write_private_json(path: Path, data: dict[str, Any]) -> None:
+    """`write_private`, with JSON."""
+    write_private(path, json.dumps(data, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What the file says, or None where it is absent or no JSON object."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def ensure_token(home: Home) -> Path:
+    """The file with the cluster's secret, made at the first call."""
+    if not home.token_file.exists() or home.token_file.stat().st_size < 32:
+        write_private(home.token_file, secrets.token_hex(32))
+    home.token_file.chmod(0o600)
+    return home.token_file
+
+
+class HomeLock:
+    """Holds a home for one server. The kernel frees it when the process ends, however it ends."""
+
+    def __init__(self, home: Home) -> None:
+        self._path = home.lock_file
+        self._root = home.root
+        self._descriptor: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
+    def acquire(self) -> None:
+        """Takes the lock.
+
+        Raises:
+            HomeInUse: another server has it; the message names its process id.
+        """
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                os.close(descriptor)
+                raise HomeInUse(
+                    f"{self._root} is in use by the server with process id {holder}; stop it, or choose another "
+                    "folder with --home"
+                ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Gives the lock back; does nothing where it is not held."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.ftruncate(descriptor, 0)
+            os.close(descriptor)

@@ -1,0 +1,69 @@
+"""Ends a Ray session when its reason to be is gone: `python -m satchel.cluster.keeper FOLDER PID...`.
+
+It is the leader of the session. It waits until its standard input closes, because the server that started it has
+ended or was killed, or until one of the essential processes dies; then it ends every process of the session, removes
+the folder and exits. So even `kill -9` of a server leaves nothing behind. If the keeper itself is killed too, the next
+server on the same home cleans up from the written record.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import sys
+
+from .processes import ProcessMark, Session, end_session
+
+_POLL_S = 0.5
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _adopt_orphans() -> None:
+    """On Linux, becomes the parent of its descendants' orphans, so that it can collect them: not every container has a
+    process 1 that does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _reap() -> set[int]:
+    """Process ids of children that have ended since the last call."""
+    ended: set[int] = set()
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.add(pid)
+
+
+def keep(essential: set[int]) -> None:
+    """Returns when standard input has closed or an essential process has ended."""
+    while True:
+        readable, _, _ = select.select([sys.stdin.fileno()], [], [], _POLL_S)
+        if readable and not os.read(sys.stdin.fileno(), 4096):
+            return
+        if _reap() & essential or any(ProcessMark.of(pid) is None for pid in essential):
+            return
+
+
+def main() -> None:
+    folder, *pids = sys.argv[1:]
+    # It goes last, when the others are gone.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    me = ProcessMark.of(os.getpid())
+    if me is None or os.getsid(0) != os.getpid():
+        raise SystemExit("the keeper must lead a session of its own")
+    _adopt_orphans()
+    keep({int(pid) for pid in pids})
+    end_session(Session(os.getpid(), (me,)), grace_s=1.0, spare=os.getpid())
+    _reap()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Whether a port can be listened on."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from .errors import ClusterError, PortInUse
+
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def check_port_free(listen: str, port: int) -> None:
+    """Returns if a server could listen there now.
+
+    Raises:
+        PortInUse: somebody else does.
+        ClusterError: this machine has no such address, or this user may not use the port.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(listen, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ClusterError(f"cannot listen on {listen!r}: {error.strerror}") from None
+    with socket.socket(family, kind, protocol) as probe:
+        # Connections of an earlier server that linger (TIME_WAIT) are no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise _why(error, listen, port) from None
+    # macOS lets one bind 127.0.0.1 next to a listener on 0.0.0.0, which would then lose its callers.
+    with socket.socket(family, kind, protocol) as caller:
+        caller.settimeout(1.0)
+        if caller.connect_ex((_LOOPBACK.get(listen, address[0]), *address[1:])) == 0:
+            raise _in_use(port)
+
+
+def free_port(listen: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with socket.socket(socket.AF_INET6 if ":" in listen else socket.AF_INET) as probe:
+        probe.bind((listen, 0))
+        return int(probe.getsockname()[1])
+
+
+def _in_use(port: int) -> PortInUse:
+    return PortInUse(f"port {port} is in use; choose another with --port (or `make serve PORT=...`)")
+
+
+def _why(error: OSError, listen: str, port: int) -> ClusterError:
+    if error.errno == errno.EADDRINUSE:
+        return _in_use(port)
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ClusterError(f"cannot listen on {listen}: this machine has no such address")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return ClusterError(f"cannot listen on port {port}: this user may not; choose one above 1023 with --port")
+    return ClusterError(f"cannot listen on {listen}:{port}: {error.strerror or error}")

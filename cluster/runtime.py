@@ -1,0 +1,355 @@
+"""A cluster on this machine: started, found by others, and taken down without a trace.
+
+One server process owns one home. It holds the home's lock, starts Ray in a session of its own, so that Ctrl-C in a
+terminal reaches the server and not Ray, and writes down what it started before anybody can kill it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from . import environment
+from .config import Home
+from .errors import ClusterError, NotRunning
+from .home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
+from .processes import ProcessMark, Session, end_session
+from .ray_head import HeadReport, HeadSpec
+
+NAMESPACE = "satchel"
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Small: KV bytes never pass Ray's object store."""
+
+_HEAD_START_TIMEOUT_S = 120.0
+_STOP_GRACE_S = 1.5
+_STOP_KILL_S = 3.0
+
+
+def satchel_version() -> str:
+    """The installed version of Satchel."""
+    return importlib.metadata.version("satchel")
+
+
+@dataclass(frozen=True)
+class ClusterRecord:
+    """What `cluster.json` tells others about the running cluster.
+
+    Attributes:
+        address: of Ray's control store, `127.0.0.1:PORT`.
+        token_path: the file with the secret for connecting.
+        endpoint_url: such as `http://127.0.0.1:8000`; None until the models answer.
+        pid: the server's process id, with `pid_created_s` (Unix time) against confusion with a later process.
+        temp_dir: where Ray keeps its sockets and logs.
+        ray_sid: the Unix session in which Ray runs.
+    """
+
+    address: str
+    token_path: str
+    namespace: str
+    version: str
+    endpoint_url: str | None
+    pid: int
+    pid_created_s: float
+    temp_dir: str
+    ray_sid: int
+
+    @property
+    def log_dir(self) -> Path:
+        """Where Ray's processes write their logs while the cluster runs."""
+        return Path(self.temp_dir) / "session_latest" / "logs"
+
+
+def find_cluster(home: Home) -> ClusterRecord:
+    """The cluster that runs on this home.
+
+    Raises:
+        NotRunning: there is none; the message says how to start one.
+    """
+    advice = "start one with `satchel serve`"
+    data = read_json(home.cluster_file)
+    if data is None:
+        raise NotRunning(f"no server runs on {home.root}; {advice}")
+    try:
+        record = ClusterRecord(**data)
+    except TypeError:
+        raise NotRunning(f"{home.cluster_file} was written by another version of Satchel; {advice}") from None
+    if not ProcessMark(record.pid, record.pid_created_s).is_alive():
+        raise NotRunning(f"the server on {home.root} (process {record.pid}) has died; {advice}")
+    return record
+
+
+def connect_ray(record: ClusterRecord) -> None:
+    """Makes this process a driver of the cluster. Does nothing in a process that already is one, such as an actor.
+
+    Raises:
+        NotRunning: nothing answers at the recorded address.
+    """
+    connect_ray_address(record.address, Path(record.token_path), record.namespace)
+
+
+def connect_ray_address(address: str, token_path: Path, namespace: str = NAMESPACE) -> None:
+    """As `connect_ray`, for a Ray address (`host:port`) and the file with the cluster's token.
+
+    Raises:
+        NotRunning: nothing answers there, or it does not take the token.
+    """
+    imported_before = "ray" in sys.modules
+    environment.enter_ray_environment(token_path)
+    import ray
+
+    if ray.is_initialized():
+        return
+    if imported_before:
+        _reread_ray_settings()
+    try:
+        ray.init(
+            address=address,
+            namespace=namespace,
+            log_to_driver=False,
+            configure_logging=True,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        raise NotRunning(f"cannot connect to Ray at {address}: {error}") from None
+
+
+def _reread_ray_settings() -> None:
+    """Makes an imported, uninitialized Ray see the environment as it is now; it reads most of it while imported."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
+
+    importlib.reload(ray_constants)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def clean_up_after_killed_run(home: Home) -> None:
+    """Ends what a killed server left running and removes its folder. The home's lock must be held.
+
+    Raises:
+        ClusterError: some process cannot be ended.
+    """
+    data = read_json(home.session_file)
+    if data is not None:
+        session = Session.from_dict(data)
+        remaining = end_session(session, grace_s=0.0) if session is not None else []
+        if remaining:
+            raise ClusterError(f"processes {remaining} of the previous run cannot be ended; end them first")
+        folder = Path(str(data.get("private_dir", "")))
+        if folder.name.startswith("satchel-") and folder.is_dir() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+    home.session_file.unlink(missing_ok=True)
+    home.cluster_file.unlink(missing_ok=True)
+
+
+class LocalCluster:
+    """Ray on this machine, for one server. `start` once, `stop` as often as you like, from any thread."""
+
+    def __init__(self, home: Home, *, cpus: int | None = None) -> None:
+        self._home = home
+        self._cpus = cpus
+        self._lock = HomeLock(home)
+        self._head: subprocess.Popen[bytes] | None = None
+        self._session: Session | None = None
+        self._private_dir: Path | None = None
+        self._record: ClusterRecord | None = None
+        self._connected = False
+        self._guard = threading.Lock()
+        self._stopping = False
+
+    @property
+    def home(self) -> Home:
+        return self._home
+
+    @property
+    def record(self) -> ClusterRecord:
+        """The running cluster.
+
+        Raises:
+            NotRunning: it has not been started, or has been stopped.
+        """
+        if self._record is None:
+            raise NotRunning("the cluster is not running")
+        return self._record
+
+    def start(self) -> ClusterRecord:
+        """Takes the home, cleans up after a killed run, starts Ray and connects this process to it.
+
+        Takes about eight seconds on two cores.
+
+        Raises:
+            HomeInUse: another server uses the home.
+            ClusterError: Ray does not start. Nothing is left behind then.
+        """
+        prepare_home(self._home)
+        self._lock.acquire()
+        try:
+            clean_up_after_killed_run(self._home)
+            token = ensure_token(self._home)
+            self._launch_head(token)
+            # Takes a second, in which Ray starts.
+            environment.enter_ray_environment(token)
+            import ray  # noqa: F401
+
+            report = self._await_head()
+            self._record = self._describe(report, token)
+            write_private_json(self._home.cluster_file, asdict(self._record))
+            connect_ray(self._record)
+            self._connected = True
+        except BaseException:
+            self.stop()
+            raise
+        self.note_processes()
+        return self._record
+
+    def publish_endpoint(self, url: str) -> ClusterRecord:
+        """Tells others where the endpoint is."""
+        self._record = replace(self.record, endpoint_url=url)
+        write_private_json(self._home.cluster_file, asdict(self._record))
+        return self._record
+
+    def note_processes(self) -> None:
+        """Writes down Ray's present processes, so that a later run could end them. Call it after starting actors."""
+        with self._guard:
+            if self._session is not None and not self._stopping:
+                self._session = self._session.refreshed()
+                self._write_session()
+
+    def failure(self) -> str | None:
+        """Why the cluster is no more, in a sentence; None while it lives."""
+        if self._head is None or self._stopping or self._head.poll() is None:
+            return None
+        return "Ray ended by itself" + _last_words(self._home.log_file)
+
+    def stop(self, *, abandon: bool = False) -> None:
+        """Ends every process of the cluster, removes its files and frees the home. Takes at most 8 s.
+
+        Args:
+            abandon: kill at once, and leave this process's connection alone: another thread of it may still use Ray,
+                which ends a process that calls it after a disconnection. The caller ends the process next.
+        """
+        with self._guard:
+            first = not self._stopping
+            self._stopping = True
+            if not first:
+                return
+            if self._connected and not abandon:
+                _disconnect_ray()
+            self._end_processes(grace_s=0.0 if abandon else _STOP_GRACE_S)
+            if self._private_dir is not None:
+                shutil.rmtree(self._private_dir, ignore_errors=True)
+            if self._lock.is_held:
+                self._home.cluster_file.unlink(missing_ok=True)
+                self._home.session_file.unlink(missing_ok=True)
+            self._record = None
+            self._lock.release()
+
+    def _launch_head(self, token: Path) -> None:
+        with self._guard:
+            if self._stopping:
+                raise ClusterError("stopped while starting")
+            self._private_dir = Path(tempfile.mkdtemp(prefix="satchel-", dir=environment.short_temporary_root()))
+            # Ray opens its own folder to everyone; the one around it stays closed.
+            spec = HeadSpec(str(self._private_dir / "ray"), str(self._private_dir), OBJECT_STORE_BYTES, self._cpus)
+            log = os.open(self._home.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                self._head = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "satchel.cluster.ray_head"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    cwd=self._private_dir,
+                    env=environment.child_environment(token),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(log)
+            mark = ProcessMark.of(self._head.pid)
+            self._session = Session(self._head.pid, (mark,) if mark is not None else ())
+            self._write_session()
+            assert self._head.stdin is not None
+            try:
+                self._head.stdin.write((json.dumps(asdict(spec)) + "\n").encode())
+                self._head.stdin.flush()
+            except BrokenPipeError:
+                raise ClusterError("Ray did not start" + _last_words(self._home.log_file)) from None
+
+    def _write_session(self) -> None:
+        if self._session is not None:
+            data = {**self._session.to_dict(), "private_dir": str(self._private_dir)}
+            write_private_json(self._home.session_file, data)
+
+    def _await_head(self) -> HeadReport:
+        assert self._head is not None and self._head.stdout is not None
+        deadline = time.monotonic() + _HEAD_START_TIMEOUT_S
+        line = b""
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select([self._head.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                raise ClusterError(f"Ray did not start within {_HEAD_START_TIMEOUT_S:.0f} s")
+            part = os.read(self._head.stdout.fileno(), 65536)
+            if not part:
+                raise ClusterError("Ray did not start" + _last_words(self._home.log_file))
+            line += part
+        return HeadReport(**json.loads(line))
+
+    def _describe(self, report: HeadReport, token: Path) -> ClusterRecord:
+        me = ProcessMark.of(os.getpid())
+        assert me is not None and self._session is not None and self._private_dir is not None
+        return ClusterRecord(
+            address=report.address,
+            token_path=str(token),
+            namespace=NAMESPACE,
+            version=satchel_version(),
+            endpoint_url=None,
+            pid=me.pid,
+            pid_created_s=me.created_s,
+            temp_dir=str(self._private_dir / "ray"),
+            ray_sid=self._session.sid,
+        )
+
+    def _end_processes(self, *, grace_s: float) -> None:
+        if self._session is None or self._head is None:
+            return
+        # Once Ray runs, its parent is the keeper. That goes last, so that it can collect its children.
+        spare = self._head.pid if self._record is not None else None
+        end_session(self._session, grace_s=grace_s, kill_s=_STOP_KILL_S, spare=spare)
+        for stream in (self._head.stdin, self._head.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._head.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            self._head.kill()
+            self._head.wait(timeout=1.0)
+
+
+def _disconnect_ray() -> None:
+    import ray
+
+    # Ray waits without a limit for a cluster that has died.
+    thread = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    thread.start()
+    thread.join(timeout=1.5)
+
+
+def _last_words(log: Path) -> str:
+    """The end of Ray's start-up log as the end of a sentence, or nothing."""
+    try:
+        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return ""
+    lines = [line for line in lines if line]
+    return f": {lines[-1]} (more in {log})" if lines else ""

@@ -1,0 +1,97 @@
+"""An engine over the embedded model, driven by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+
+from satchel.actors.kv_store.blocks import block_ids, root_id
+from satchel.actors.messages import GenerateRequest, RowUpdate, Sampling
+from satchel.actors.replica import models
+from satchel.actors.replica.engine import Engine
+from satchel.actors.replica.models import LoadedModel
+from satchel.cluster.config import Scheduling
+from satchel.cluster.errors import SatchelError
+
+
+@pytest.fixture(scope="session")
+def loaded() -> LoadedModel:
+    return models.load("embedded:recall", context_tokens_max=None, progress=lambda what, fraction: None)
+
+
+@dataclasses.dataclass
+class Row:
+    """What an outbox saw of one request."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish: str | None = None
+    cached: int | None = None
+    error: dict | None = None
+
+
+class Bench:
+    """An engine without its thread: `submit`, `turn`, and what came out. Every turn checks the engine's tables."""
+
+    def __init__(self, loaded: LoadedModel, *, kv_tokens_max: int | None = None, **scheduling: int) -> None:
+        self.loaded = loaded
+        kv_bytes = (kv_tokens_max or 100_000) * loaded.spec.bytes_per_token
+        self.engine = Engine(loaded, Scheduling(**{"rows_max": 8, **scheduling}), kv_bytes, self._take)
+        self.rows: dict[str, Row] = {}
+        self.refused: dict[str, SatchelError] = {}
+
+    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+        for update in updates.get("bench", []):
+            row = self.rows.setdefault(update.request_id, Row())
+            assert row.finish is None, "nothing comes after the end of a row"
+            row.tokens += update.tokens
+            row.finish = update.finish
+            row.error = update.error
+            if update.cached_tokens is not None:
+                assert row.cached is None
+                row.cached = update.cached_tokens
+
+    def submit(self, name: str, prompt: list[int], *, generated: int = 0, deadline_s: float = 600.0, **sampling):
+        root = root_id(self.loaded.model_id, "tenant:test")
+        fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **sampling}
+        request = GenerateRequest(
+            name, "bench", "m", "", prompt, block_ids(root, prompt), root, Sampling(**fields), 0, deadline_s, generated
+        )
+        self.engine.submit(request, lambda error: self.refused.update({name: error}) if error else None)
+
+    def turn(self) -> bool:
+        busy = self.engine.turn()
+        self.engine.scheduler.check()
+        self.engine.prefixes.check()
+        return busy
+
+    def drain(self) -> None:
+        """Turn until nothing is left to do."""
+        for _ in range(5000):
+            if not self.turn() and not self.engine.scheduler.waiting:
+                return
+        raise AssertionError("the engine does not come to rest")
+
+    def run(self, name: str, prompt: list[int], **fields) -> Row:
+        """Submit one request and run it to its end."""
+        self.submit(name, prompt, **fields)
+        self.drain()
+        return self.rows[name]
+
+
+@pytest.fixture
+def bench(loaded: LoadedModel) -> Callable[..., Bench]:
+    def make(**fields: int) -> Bench:
+        return Bench(loaded, **fields)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts(loaded: LoadedModel) -> list[list[int]]:
+    """Prompts around every border: one token, a block less one, a block, a block more, several blocks."""
+    rng = random.Random(7)
+    lengths = [1, 2, 40, 255, 256, 257, 300, 520]
+    return [[rng.randrange(loaded.vocabulary_size - 20) for _ in range(length)] for length in lengths]

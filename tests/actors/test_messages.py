@@ -1,0 +1,50 @@
+"""Messages survive the wire, and another version is refused."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from satchel.actors.messages import (
+    Decision,
+    Frame,
+    GenerateRequest,
+    ReplicaReport,
+    RouteRequest,
+    RowUpdate,
+    Sampling,
+    decode,
+    encode,
+)
+from satchel.cluster import errors
+
+MESSAGES = [
+    GenerateRequest("r", "c", "m", "t/a", [1, 2], [b"x" * 32], b"r" * 32, Sampling(seed=2**63 - 1), 3, 1.5, 4),
+    Frame([RowUpdate("r", [1, 2], None, 5), RowUpdate("s", [], "error", None, {"kind": "QueueFull"})]),
+    Frame([]),
+    RouteRequest("r", "m", "", [b"x"], 7, ["a"]),
+    Decision("a", "prefix", 256, {"a": {"queue": 0.5}}),
+    ReplicaReport("a", "m", "i", 1, 2, 3, 4, 5, 6.0, ["r"], [b"x"], [], True),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: object):
+    assert decode(type(message), encode(message)) == message
+
+
+def test_another_version_is_refused():
+    with pytest.raises(ValueError, match="version 99"):
+        decode(Frame, bytes(msgpack.packb([99, [[]]]) or b""))
+
+
+def test_every_error_of_the_tree_survives_the_wire():
+    def tree(cls: type[errors.SatchelError]) -> list[type[errors.SatchelError]]:
+        return [cls, *(found for child in cls.__subclasses__() for found in tree(child))]
+
+    for cls in tree(errors.SatchelError):
+        sent = cls("why", param="temperature", retry_after_s=2.0)
+        got = errors.from_wire(sent.to_wire())
+        assert (type(got), got.message, got.param, got.retry_after_s) == (cls, "why", "temperature", 2.0)
+        assert cls.__name__ in (errors.__doc__ or ""), "the tree in the docstring is complete"
+    assert type(errors.from_wire({"kind": "Unheard", "message": "x"})) is errors.SatchelError

@@ -1,0 +1,264 @@
+"""A tiny tokenizer, a backend that plays scripts, and the application over both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from satchel.actors.messages import RowUpdate, Sampling
+from satchel.api.app import create_app
+from satchel.api.backend import ReplicaStats, ServedModel
+from satchel.api.text import TextModel, load_text_model
+from satchel.cluster.config import Config, parse_config
+
+CONTEXT_TOKENS = 1000
+
+TEMPLATE = """\
+{%- if tools %}{{- '<|im_start|>system\\n<tools>' + (tools | tojson) + '</tools><|im_end|>\\n' }}{% endif -%}
+{%- for message in messages -%}
+{%- if message.content == 'refuse me' %}{{- raise_exception('no such message, please') }}{% endif -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content -}}
+{%- for tool_call in message.tool_calls or [] -%}
+{%- set call = tool_call.function -%}
+{{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' + (call.arguments | tojson) + '}\\n</tool_call>' -}}
+{#- tool_call.name -#}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif -%}
+"""
+
+CORPUS = ["the quick brown fox jumps over the lazy dog", "héllo wörld, 日本語 текст 😀 emoji", '{"name": "f"}'] * 8
+
+
+def write_tokenizer(folder: Path, *, markers: str) -> Path:
+    """A byte-level BPE model folder. `markers` of tool calls: `added` as plain added tokens, `special`, or `none`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    if markers != "none":
+        special = markers == "special"
+        entries = [AddedToken(t, special=special, normalized=False) for t in ("<tool_call>", "</tool_call>")]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(entries)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    eos = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": eos}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {markers: write_tokenizer(root / markers, markers=markers) for markers in ("added", "special", "none")}
+
+
+@pytest.fixture(scope="session")
+def texts(folders: dict[str, Path]) -> dict[str, TextModel]:
+    return {markers: load_text_model(folder, name=markers) for markers, folder in folders.items()}
+
+
+@pytest.fixture(scope="session")
+def text(texts: dict[str, TextModel]) -> TextModel:
+    return texts["added"]
+
+
+class FakeGeneration:
+    """Plays a script: updates are yielded, exceptions raised, events waited for, numbers slept."""
+
+    def __init__(self, request_id: str, script: list[Any], replica: str) -> None:
+        self.replica = replica
+        self.why = "test: scripted"
+        self.request_id = request_id
+        self.script = script
+        self.aborts = 0
+        self.aborted = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[RowUpdate]:
+        for item in self.script:
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, asyncio.Event):
+                await item.wait()
+            elif isinstance(item, float):
+                await asyncio.sleep(item)
+            else:
+                yield item
+
+    async def abort(self) -> None:
+        self.aborts += 1
+        # An abort that takes a while shows whether it survives the cancellation of its caller.
+        await asyncio.sleep(0.01)
+        self.aborted.set()
+
+
+class FakeBackend:
+    """Records what it is asked and plays one script a row, the last one again and again."""
+
+    def __init__(self, text: TextModel, served: list[ServedModel]) -> None:
+        self.text = text
+        self.served = served
+        self.requests: list[dict[str, Any]] = []
+        self.generations: list[FakeGeneration] = []
+        self.scripts: deque[list[Any]] = deque()
+        self.refusal: BaseException | None = None
+        self.answering: dict[str, bool] = {model.name: True for model in served}
+        self.replicas: list[ReplicaStats] = []
+        self.say("Hello there")
+
+    def row(self, text: str, *, finish: str = "stop", cached: int = 0, step: int = 1) -> list[Any]:
+        tokens = self.text.encode(text)
+        cuts = [tokens[i : i + step] for i in range(0, len(tokens), step)]
+        updates = [RowUpdate("row", cut, cached_tokens=cached if i == 0 else None) for i, cut in enumerate(cuts)]
+        return [*updates, RowUpdate("row", [], finish=finish, cached_tokens=None if cuts else cached)]
+
+    def say(self, *texts: str, **how: Any) -> None:
+        self.scripts = deque(self.row(text, **how) for text in texts)
+
+    def play(self, *items: Any) -> None:
+        self.scripts = deque([list(items)])
+
+    async def models(self) -> list[ServedModel]:
+        return self.served
+
+    async def generate(
+        self,
+        model: ServedModel,
+        *,
+        agent: str,
+        prompt: list[int],
+        sampling: Sampling,
+        request_id: str,
+        priority: int = 0,
+    ) -> FakeGeneration:
+        self.requests.append(
+            {
+                "model": model.name,
+                "agent": agent,
+                "prompt": prompt,
+                "sampling": sampling,
+                "request_id": request_id,
+                "priority": priority,
+            }
+        )
+        if self.refusal is not None:
+            raise self.refusal
+        script = self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]
+        generation = FakeGeneration(request_id, script, f"{model.name}#{len(self.generations) % 2}")
+        self.generations.append(generation)
+        return generation
+
+    async def health(self) -> dict[str, bool]:
+        return self.answering
+
+    async def stats(self) -> list[ReplicaStats]:
+        return self.replicas
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.requests[-1]["sampling"]
+
+    @property
+    def prompt(self) -> str:
+        return self.text.decode(self.requests[-1]["prompt"])
+
+
+@pytest.fixture
+def config() -> Config:
+    return parse_config(
+        {
+            "models": [{"name": "satchel/tiny", "source": "x"}, {"name": "other", "source": "y"}],
+            "endpoint": {"body_bytes_max": "1 MiB"},
+            "timeouts": {"request_s": 20},
+        }
+    )
+
+
+@pytest.fixture
+def backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
+    size = len(text.encode("")) + 512
+    served = [
+        ServedModel("satchel/tiny", b"1" * 32, str(folders["added"]), CONTEXT_TOKENS, size, 1_700_000_000),
+        ServedModel("other", b"2" * 32, str(folders["none"]), CONTEXT_TOKENS, size, 1_700_000_001),
+    ]
+    return FakeBackend(text, served)
+
+
+@pytest.fixture
+async def client(backend: FakeBackend, config: Config) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(create_app(backend, config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://satchel") as client:
+        yield client
+
+
+@pytest.fixture
+async def server(backend: FakeBackend, config: Config) -> AsyncIterator[str]:
+    """The base URL of a real server on a free port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        server = uvicorn.Server(uvicorn.Config(create_app(backend, config), log_level="warning", lifespan="off"))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        await task
+
+
+def events_of(body: str) -> list[Any]:
+    """The data of every server-sent event; `[DONE]` stays a string."""
+    assert body.endswith("\n\n")
+    out: list[Any] = []
+    for event in body.removesuffix("\n\n").split("\n\n"):
+        assert event.startswith("data: "), event
+        data = event.removeprefix("data: ")
+        out.append(data if data == "[DONE]" else json.loads(data))
+    return out
+
+
+class Chat:
+    """Shorthand for requests to the two generation routes."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+
+    async def post(self, body: dict[str, Any], *, path: str = "chat/completions", **how: Any) -> httpx.Response:
+        return await self.client.post(f"/v1/{path}", json=body, **how)
+
+    async def chat(self, content: Any = "Hi", **fields: Any) -> httpx.Response:
+        return await self.post({"messages": [{"role": "user", "content": content}], **fields})
+
+    async def stream(self, content: Any = "Hi", **fields: Any) -> list[Any]:
+        response = await self.chat(content, stream=True, **fields)
+        assert response.status_code == 200, response.text
+        return events_of(response.text)
+
+    async def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
+        return await self.post({"prompt": prompt, **fields}, path="completions")
+
+    async def complete_stream(self, prompt: Any, **fields: Any) -> list[Any]:
+        response = await self.complete(prompt, stream=True, **fields)
+        assert response.status_code == 200, response.text
+        return events_of(response.text)
+
+
+@pytest.fixture
+def api(client: httpx.AsyncClient) -> Chat:
+    return Chat(client)

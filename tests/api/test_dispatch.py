@@ -1,0 +1,170 @@
+"""A row's way from replica to replica, with links made up here: nothing is said twice, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from satchel.actors.messages import Decision, GenerateRequest, RowUpdate, Sampling, decode
+from satchel.api import dispatch
+from satchel.api.dispatch import RayGeneration
+from satchel.cluster.errors import NoReplica, QueueFull, ReplicaLost, SatchelError
+
+REQUEST = GenerateRequest("r", "c", "m", "", [1, 2, 3], [], b"r" * 32, Sampling(max_tokens=6))
+
+
+class Lost(ValueError):
+    """Stands for Ray's error from a dead actor."""
+
+
+class Call:
+    def __init__(self, action: Any) -> None:
+        self.action = action
+
+    async def remote(self, *arguments: Any) -> Any:
+        return await self.action(*arguments)
+
+
+class FakeLink:
+    """One replica. `script` is what it does with each submission, in turn: "take", a refusal, or an exception."""
+
+    def __init__(self, backend: FakeBackend, name: str, *script: Any) -> None:
+        self.backend, self.name, self.script = backend, name, list(script)
+        self.rows: dict[str, Any] = {}
+        self.taken: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.handle = self
+        self.submit = Call(self._submit)
+
+    async def _submit(self, data: bytes) -> Any:
+        step = self.script.pop(0) if self.script else "take"
+        if isinstance(step, SatchelError):
+            return step.to_wire()
+        if step == "die":
+            # The stream notices first, as it often does.
+            self.lose()
+            raise Lost
+        self.taken.append(decode(GenerateRequest, data))
+        return None
+
+    def lose(self) -> None:
+        rows, self.rows = self.rows, {}
+        for row, placement in rows.values():
+            row.put(placement, ReplicaLost("lost"))
+
+    def say(self, *tokens: int, finish: str | None = None) -> None:
+        for row, placement in list(self.rows.values()):
+            row.put(placement, RowUpdate("r", list(tokens), finish, cached_tokens=len(self.taken)))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+class FakeBackend:
+    """Routes to the first replica that is not excluded, else to the first."""
+
+    def __init__(self, **scripts: list[Any]) -> None:
+        self.links = {name: FakeLink(self, name, *script) for name, script in scripts.items()}
+        self.loads: dict[str, int] = dict.fromkeys(scripts, 0)
+        self.away = 0
+
+    async def route(self, request: GenerateRequest, exclude: Any) -> Decision:
+        if self.away:
+            self.away -= 1
+            raise NoReplica("none")
+        name = next((name for name in self.links if name not in exclude), next(iter(self.links)))
+        self.loads[name] += 1
+        return Decision(name, "why")
+
+    async def link(self, name: str) -> FakeLink:
+        return self.links[name]
+
+    def release(self, name: str, request_id: str) -> None:
+        self.loads[name] -= 1
+
+    def lose(self, name: str) -> None:
+        self.loads[name] = 0
+
+
+def generation(backend: FakeBackend) -> RayGeneration:
+    return RayGeneration(backend, REQUEST)  # type: ignore[arg-type]
+
+
+async def said(row: RayGeneration) -> list[int]:
+    async with asyncio.timeout(10):
+        return [token for update in [update async for update in row] for token in update.tokens]
+
+
+async def test_a_replica_lost_while_it_was_asked_is_counted_once():
+    """Stream and call both report the loss; the row runs in one place and says everything once."""
+    backend = FakeBackend(a=["die"], b=[], c=[])
+    row = generation(backend)
+    await row.start()
+    assert row.replica == "b"
+    backend.links["b"].say(7, 8, finish="stop")
+    backend.links["c"].say(9, finish="stop")
+    assert await said(row) == [7, 8]
+    assert not backend.links["c"].taken
+
+
+async def test_a_row_goes_on_with_what_it_has_said_so_far():
+    backend = FakeBackend(a=[], b=[])
+    row = generation(backend)
+    await row.start()
+    backend.links["a"].say(7, 8)
+
+    async def disturb() -> None:
+        await asyncio.sleep(0.05)
+        backend.links["a"].lose()
+        while not backend.links["b"].taken:
+            await asyncio.sleep(0.01)
+        backend.links["b"].say(9, finish="length")
+
+    helper = asyncio.create_task(disturb())
+    updates = [update async for update in row]
+    await helper
+    assert [token for update in updates for token in update.tokens] == [7, 8, 9]
+    assert [update.cached_tokens for update in updates] == [1, None], "the client hears of the first reuse only"
+    (second,) = backend.links["b"].taken
+    assert (second.prompt, second.generated, second.sampling.max_tokens) == ([1, 2, 3, 7, 8], 2, 4)
+
+
+async def test_a_row_waits_for_a_lone_replica_to_come_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatch, "RECOVERY_POLL_S", 0.01)
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    backend.links["a"].lose()
+    backend.away = 5
+
+    async def answer() -> None:
+        while len(backend.links["a"].taken) < 2:
+            await asyncio.sleep(0.01)
+        backend.links["a"].say(4, finish="stop")
+
+    helper = asyncio.create_task(answer())
+    assert await said(row) == [4]
+    await helper
+
+
+async def test_a_full_queue_is_tried_elsewhere_and_leaves_no_load_behind():
+    backend = FakeBackend(a=[QueueFull("full")], b=[])
+    row = generation(backend)
+    await row.start()
+    assert (row.replica, backend.loads) == ("b", {"a": 0, "b": 1})
+    full = FakeBackend(a=[QueueFull("full")] * 9, b=[QueueFull("full")] * 9)
+    with pytest.raises(QueueFull):
+        await generation(full).start()
+    assert full.loads == {"a": 0, "b": 0}
+
+
+async def test_an_abort_reaches_the_replica_once_and_a_finished_row_needs_none():
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    await row.abort()
+    await row.abort()
+    assert backend.links["a"].aborted == ["r"]
+    assert backend.loads == {"a": 0}

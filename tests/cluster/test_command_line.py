@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from satchel.cluster.config import Home, default_config
+from satchel.cluster.doctor import check_home, check_port, check_version, examine
+from satchel.cluster.ports import free_port
+from satchel.cluster.runtime import satchel_version
+
+
+def satchel(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "satchel.api.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, check=False)
+
+
+def test_version_and_help(tmp_path: Path) -> None:
+    assert satchel("--version", cwd=tmp_path).stdout == f"satchel {satchel_version()}\n"
+    help_text = satchel("--help", cwd=tmp_path).stdout
+    assert all(command in help_text for command in ("serve", "status", "models", "chat", "doctor"))
+
+
+@pytest.mark.parametrize("command", [["status"], ["models"], ["chat", "hello"]])
+def test_without_a_server_there_is_a_sentence(command: list[str], tmp_path: Path) -> None:
+    result = satchel(*command, "--home", str(tmp_path / "home"), cwd=tmp_path)
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr == f"satchel: no server runs on {tmp_path}/home; start one with `satchel serve`\n"
+
+
+def test_a_wrong_command_line_is_a_usage_error(tmp_path: Path) -> None:
+    assert satchel("serve", "--port", "0", cwd=tmp_path).returncode == 2
+    assert satchel("dance", cwd=tmp_path).returncode == 2
+
+
+def test_a_wrong_config_names_its_place(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("models: [{name: a, source: b, replicas: many}]")
+    result = satchel("serve", "--config", "config.yaml", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("satchel: config.yaml: models[0].replicas: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_the_command_line_starts_quickly() -> None:
+    """`satchel status` must not wait for Ray or MLX to be imported."""
+    program = "import sys, satchel.api.cli, satchel.api.cli_views, satchel.api.cli_serve, satchel.api.cli_chat\n"
+    program += "print(*sorted({'ray', 'mlx', 'transformers', 'mlx_lm'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == ""
+
+
+def test_the_doctor_finds_this_machine_fit(tmp_path: Path) -> None:
+    result = satchel("doctor", "--json", "--home", str(tmp_path), "--port", str(free_port()), cwd=tmp_path)
+    checks = {check["name"]: check for check in json.loads(result.stdout)}
+    assert result.returncode == 0, checks
+    assert {"python", "ray", "mlx", "mlx-lm", "mlx-vlm", "mlx device", "disk", "memory", "port"} <= checks.keys()
+    assert all(check["found"] for check in checks.values())
+    assert all(check["mend"] for check in checks.values() if check["result"] != "ok")
+
+
+def test_the_doctor_says_how_to_mend(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    check = check_home(Home(tmp_path))
+    assert check.result == "warn" and check.mend == f"chmod 700 {tmp_path}"
+    check = check_version("no-such-package")
+    assert check.result == "fail" and check.found == "not installed"
+
+
+def test_the_doctor_sees_a_busy_port(tmp_path: Path) -> None:
+    import socket
+    from dataclasses import replace
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        config = default_config()
+        config = replace(config, endpoint=replace(config.endpoint, port=server.getsockname()[1]))
+        check = check_port(config, Home(tmp_path))
+        assert check.result == "fail" and "in use" in check.found and "--port" in check.mend
+        assert any(one.result == "fail" for one in examine(config, Home(tmp_path)))

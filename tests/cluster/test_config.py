@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from satchel.cluster.config import Config, default_config, load_config, parse_config
+from satchel.cluster.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        ({}, "models"),
+        ({"models": []}, "models"),
+        ({"models": [{"name": "a"}]}, "models[0].source"),
+        ({"models": [{"name": "a", "source": "b", "replicas": 0}]}, "models[0].replicas"),
+        ({"models": [{"name": "a", "source": "b"}, {"name": "a", "source": "c"}]}, "models[1].name"),
+        ({"models": [{"name": "a", "source": "b"}], "endpoint": {"port": 70000}}, "endpoint.port"),
+        ({"models": [{"name": "a", "source": "b"}], "endpoint": {"prot": 8000}}, "endpoint.prot"),
+        ({"models": [{"name": "a", "source": "b"}], "scheduling": {"prefix_bytes_max": "2 fish"}}, "prefix_bytes_max"),
+        ({"models": [{"name": "a/b", "source": "b"}, {"name": "a-b", "source": "c"}]}, "models[1].name"),
+        ({"models": [{"name": "///", "source": "b"}]}, "models[0].name"),
+        ({"models": [{"name": "two words", "source": "b"}]}, "models[0].name"),
+        ([1], "(top level)"),
+    ],
+)
+def test_a_mistake_is_named_by_its_place(data: object, place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data, source="my.yaml")
+    assert place in caught.value.message
+    assert caught.value.message.startswith("my.yaml: ")
+    assert place in (caught.value.param or "")
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"models": [{"name": "a"}], "endpoint": {"port": "x"}})
+    assert "models[0].source" in caught.value.message and "endpoint.port" in caught.value.message
+
+
+def test_sizes_may_have_units() -> None:
+    config = parse_config({"models": [{"name": "a", "source": "b"}], "scheduling": {"prefix_bytes_max": "1.5 GiB"}})
+    assert config.scheduling.prefix_bytes_max == 3 * 2**29
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
+        load_config(tmp_path / "absent.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("models: [")
+    with pytest.raises(ConfigError, match=r"broken\.yaml: not YAML"):
+        load_config(broken)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_that_ships_is_valid(path: Path) -> None:
+    assert isinstance(load_config(path), Config)
+
+
+def test_the_built_in_config_is_the_file_for_one_mac() -> None:
+    """A wheel has no `configs/`; serving without a config must do the same from a wheel and from a checkout."""
+    assert default_config() == load_config(ROOT / "configs" / "one-mac.yaml")

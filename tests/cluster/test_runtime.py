@@ -1,0 +1,40 @@
+"""The cluster that the test session shares, from inside."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from satchel.cluster.errors import HomeInUse
+from satchel.cluster.runtime import NAMESPACE, LocalCluster, connect_ray, find_cluster
+
+
+class Probe:
+    def connect(self, cluster: LocalCluster | None = None) -> tuple[int, str]:
+        """What an actor does to find the cluster that it lives in."""
+        import ray
+
+        return os.getsid(0), ray.get_runtime_context().namespace
+
+
+def test_the_record_finds_the_cluster(cluster: LocalCluster) -> None:
+    import ray
+
+    assert find_cluster(cluster.home) == cluster.record
+    connect_ray(cluster.record)
+    sid, namespace = ray.get(ray.remote(Probe).remote().connect.remote(), timeout=60)
+    assert (sid, namespace) == (cluster.record.ray_sid, NAMESPACE)
+    assert cluster.failure() is None
+
+
+def test_an_endpoint_is_published(cluster: LocalCluster) -> None:
+    cluster.publish_endpoint("http://127.0.0.1:1")
+    assert find_cluster(cluster.home).endpoint_url == "http://127.0.0.1:1"
+
+
+def test_the_home_is_taken(cluster: LocalCluster) -> None:
+    with pytest.raises(HomeInUse):
+        LocalCluster(cluster.home).start()
+    assert find_cluster(cluster.home) == cluster.record
+    assert cluster.failure() is None

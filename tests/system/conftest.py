@@ -1,0 +1,46 @@
+"""The whole system in the shared Ray cluster: two replicas of the embedded model behind a real endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from satchel.api.client import Cluster
+from satchel.api.serve import Deployment, deploy
+from satchel.cluster.config import Config, parse_config
+from satchel.cluster.ports import free_port
+from satchel.cluster.runtime import LocalCluster
+
+ROWS_MAX = 8
+QUEUE_MAX = 12
+
+
+@pytest.fixture(scope="session")
+def config() -> Config:
+    return parse_config(
+        {
+            "models": [{"name": "satchel/recall", "source": "embedded:recall", "replicas": 2}],
+            "endpoint": {"port": free_port(), "body_bytes_max": "1 MiB"},
+            "scheduling": {"rows_max": ROWS_MAX, "queue_requests_max": QUEUE_MAX},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def deployment(cluster: LocalCluster, config: Config) -> Deployment:
+    return deploy(config, cluster.home, report=lambda what, fraction: None)
+
+
+@pytest.fixture(scope="session")
+def handles(deployment: Deployment) -> Iterator[Cluster]:
+    """The Python handles, in this process, which is a driver of the shared cluster."""
+    with Cluster() as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def http(deployment: Deployment) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=deployment.url, timeout=60, trust_env=False) as client:
+        yield client

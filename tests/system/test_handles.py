@@ -1,0 +1,123 @@
+"""Python handles: from a driver, from Ray tasks and actors, synchronous and not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import ray
+
+from satchel.api.client import Cluster
+from satchel.cluster.errors import ContextLengthExceeded, InvalidRequest
+
+
+async def test_an_agent_continues_its_own_transcript(handles: Cluster):
+    agent = handles.agent("alice")
+    assert await agent.ask("Remember: the code of dora is 7777.", temperature=0) == "Noted."
+    pieces = [piece async for piece in agent.chat("What is the code of dora?", temperature=0)]
+    assert "".join(pieces) == "The code of dora is 7777."
+    assert len(pieces) > 1, "it comes piece by piece"
+    # Another handle, and another cluster object, mean the same agent.
+    assert await Cluster().agent("alice").ask("What is the code of dora?", temperature=0) == "The code of dora is 7777."
+    roles = [message["role"] for message in await agent.transcript()]
+    assert roles == ["user", "assistant"] * 3
+    assert await handles.agent("somebody-else").ask("What is the code of dora?", temperature=0) == (
+        "I do not know the code of dora."
+    )
+
+
+def test_the_synchronous_forms_say_the_same(handles: Cluster):
+    agent = handles.agent("bob", system="You are a helpful assistant.")
+    assert agent.ask_sync("Remember: the code of emil is 1234.", temperature=0) == "Noted."
+    assert "".join(agent.chat_sync("What is the code of emil?", temperature=0)) == "The code of emil is 1234."
+    assert [message["role"] for message in agent.transcript_sync()] == ["system"] + ["user", "assistant"] * 2
+    reply = handles.generate_sync([{"role": "user", "content": "Hello."}], temperature=0)
+    assert (reply.finish_reason, str(reply)) == ("stop", reply.text)
+    assert handles.generate_sync("one, two, three,", max_tokens=3, temperature=0).completion_tokens == 3
+
+
+async def test_concurrent_turns_of_one_agent_are_all_remembered(handles: Cluster):
+    agent = handles.agent("busy")
+    told = {"fay": "1212", "gil": "3434", "hal": "5656"}
+    await asyncio.gather(
+        *(agent.ask(f"Remember: the code of {name} is {code}.", temperature=0) for name, code in told.items())
+    )
+    for name, code in told.items():
+        assert await agent.ask(f"What is the code of {name}?", temperature=0) == f"The code of {name} is {code}."
+
+
+async def test_a_turn_that_is_left_early_is_not_remembered(handles: Cluster):
+    agent = handles.agent("impatient")
+    async for _ in agent.chat("Tell me a story.", temperature=0, max_tokens=3000, ignore_eos=True):
+        break
+    await agent.ask("Hello.", temperature=0)
+    transcript = await agent.transcript()
+    assert transcript[0]["content"] == "Hello."
+
+
+async def test_whoever_gives_up_leaves_the_agent_free(handles: Cluster):
+    """A long turn runs, a second one gives up waiting for it, then the first is cancelled in mid-answer."""
+    agent = handles.agent("torn")
+
+    async def read() -> None:
+        async for _ in agent.chat("Tell me a story.", max_tokens=4000, ignore_eos=True):
+            started.set()
+
+    started = asyncio.Event()
+    reading = asyncio.create_task(read())
+    await started.wait()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(agent.ask("Hello."), 1.0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    answer = await asyncio.wait_for(agent.ask("Hello."), 30)
+    assert answer == "Hello! What shall I remember for you?"
+    assert len(await agent.transcript()) == 2
+
+
+async def test_errors_are_the_trees_own(handles: Cluster):
+    with pytest.raises(InvalidRequest):
+        handles.agent("no spaces")
+    with pytest.raises(InvalidRequest) as error:
+        await handles.agent("carl").ask("Hello.", temperature=99)
+    assert error.value.param == "temperature"
+    with pytest.raises(ContextLengthExceeded):
+        await handles.agent("carl").ask("word " * 9000)
+    assert await handles.agent("carl").ask("Hello.", temperature=0), "a failed turn leaves the agent free"
+
+
+def test_handles_work_inside_ray_tasks_and_actors(handles: Cluster):
+    """A pipeline: a task tells agents facts, an actor asks for them."""
+
+    @ray.remote(num_cpus=0)
+    def teach(name: str, code: str) -> str:
+        from satchel.api import connect
+
+        with connect() as cluster:
+            return cluster.agent(f"pipeline-{name}").ask_sync(f"Remember: the code of {name} is {code}.", temperature=0)
+
+    @ray.remote(num_cpus=0)
+    class Examiner:
+        async def ask(self, name: str) -> str:
+            from satchel.api import connect
+
+            return await connect().agent(f"pipeline-{name}").ask(f"What is the code of {name}?", temperature=0)
+
+    facts = {"ivan": "1111", "jody": "2222"}
+    assert ray.get([teach.remote(name, code) for name, code in facts.items()], timeout=120) == ["Noted."] * 2
+    examiner = Examiner.remote()
+    answers = ray.get([examiner.ask.remote(name) for name in facts], timeout=120)
+    assert answers == [f"The code of {name} is {code}." for name, code in facts.items()]
+
+
+def test_the_actors_themselves_are_handles(handles: Cluster):
+    replicas = handles.replicas()
+    assert sorted(replicas) == ["satchel-recall-0", "satchel-recall-1"]
+    assert sorted(ray.get(handles.router.alive.remote("satchel/recall"), timeout=30)) == sorted(replicas)
+    info = ray.get([handle.info.remote() for handle in replicas.values()], timeout=30)
+    assert len({entry["model_id"] for entry in info}) == 1
+    assert len({entry["pid"] for entry in info}) == 2
+    stats: Any = ray.get(replicas["satchel-recall-0"].stats.remote(), timeout=30)
+    assert stats["answers"] and stats["requests_total"] > 0

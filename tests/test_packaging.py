@@ -1,0 +1,137 @@
+"""What is installed is what is in the tree, and what is locked can be checked."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("cluster", "actors", "api")
+LOCKS = ("requirements.lock", "tests/requirements.lock")
+
+
+def files_of_the_tree() -> set[str]:
+    found: set[str] = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts and path.name != ".DS_Store":
+                found.add(f"satchel/{path.relative_to(ROOT).as_posix()}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy (setuptools writes next to its sources), without a network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == files_of_the_tree()
+
+
+def test_the_wheel_works_without_the_tree(wheel: Path, tmp_path: Path) -> None:
+    """The wheel's own files, ahead of the checkout's in the path, and far from it."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); sys.meta_path[:] = [f for f in sys.meta_path"
+        " if 'editable' not in str(getattr(f, '__name__', f)).lower()]\n"
+        "import satchel.api.cli as cli, satchel.actors.replica as replica, satchel.cluster.config as config\n"
+        "assert cli.__file__.startswith(sys.argv[1]), cli.__file__\n"
+        "assert config.default_config().models[0].source == 'embedded:recall'"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", program, str(tmp_path)], check=False, timeout=60, cwd=tmp_path)
+    assert run.returncode == 0
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_bare_name_is_refused(package: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", f"import {package}"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+    assert result.returncode == 1
+    assert f"ImportError: import this package as satchel.{package}" in result.stderr
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_locked_package_has_hashes_and_no_host(lock: str) -> None:
+    text = (ROOT / lock).read_text()
+    assert "://" not in text and "--index" not in text and "--find-links" not in text
+    for entry in re.split(r"\n(?=\S)", text):
+        if not entry.startswith("#"):
+            assert re.match(r"[a-z0-9._-]+(\[[a-z0-9,-]+\])?==\S+", entry), entry.splitlines()[0]
+            assert "--hash=sha256:" in entry, entry.splitlines()[0]
+
+
+def test_the_locks_agree() -> None:
+    """A package of both has the same version in both, or versions where they depend on the Python."""
+    runtime, tools = (
+        set(re.findall(r"^([a-z0-9._-]+)==([^\s;]+)", (ROOT / lock).read_text(), re.MULTILINE)) for lock in LOCKS
+    )
+    shared = {name for name, _ in runtime}
+    assert {pin for pin in tools if pin[0] in shared} <= runtime
+
+
+def test_the_lock_pins_what_the_project_pins() -> None:
+    pins = re.findall(r'"([a-z-]+)(?:\[\w+\])?==([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    text = (ROOT / "requirements.lock").read_text()
+    assert {name for name, _ in pins} >= {"mlx", "mlx-lm", "mlx-vlm", "ray"}
+    for name, version in pins:
+        assert re.search(rf"^{name}==", text, re.MULTILINE), name
+        assert f"\n{name}=={version} " in text, name
+    assert "\nsetuptools==" in text, "the build backend, for an installation without build isolation"
+    assert "\ntorch==" not in text
+
+
+def imported_names(path: Path) -> set[str]:
+    """The modules that a file imports, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def sources() -> list[Path]:
+    return [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+
+
+def test_one_file_knows_ray_serve() -> None:
+    """import-linter sees other people's packages as a whole, so this contract is held here."""
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in sources()
+        if any(name == "ray.serve" or name.startswith("ray.serve.") for name in imported_names(path))
+    }
+    assert users <= {"api/serve.py"}
+
+
+def test_one_file_reads_the_environment() -> None:
+    readers = {
+        path.relative_to(ROOT).as_posix()
+        for path in sources()
+        if re.search(r"\bos\.(environ|getenv|putenv)\b", path.read_text(encoding="utf-8"))
+    }
+    assert readers == {"cluster/environment.py"}
