@@ -1,12 +1,14 @@
 # Works with GNU make 3.81, which is what macOS ships.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format lock clean train-embedded eval-embedded
+.PHONY: help serve test check format lock clean train-embedded eval-embedded bench-serve bench-router
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
 PORT ?=
 OUT ?= build/recall
+BENCH ?=
+TRACES ?=
 UV_VERSION := 0.13.8
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
@@ -37,6 +39,13 @@ train-embedded: ## Train the small model anew into OUT=build/recall, with a PYTH
 
 eval-embedded: .venv/.development ## Measure the small model that ships with Satchel
 	@$(BIN)/python benchmarks/embedded/evaluate.py
+
+bench-serve: .venv/.development ## Measure serving beside other servers; BENCH="--models recall --rounds 1" for options
+	@$(BIN)/python benchmarks/serve/run.py $(BENCH)
+
+bench-router: .venv/.development ## Measure the router's decisions and rules; TRACES=folder adds recorded conversations
+	@$(BIN)/python benchmarks/router.py --policies $(if $(TRACES),--traces "$(TRACES)")
+	@$(BIN)/python benchmarks/prefix.py
 
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)

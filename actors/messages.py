@@ -12,25 +12,44 @@ from typing import Any, TypeVar
 
 import msgpack
 
-VERSION = 1
+VERSION = 2
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one row draws its tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those filters off.
+    """How one row draws its tokens, every field by the row itself and never by its batch mates.
+
+    The order: `logit_bias` (pairs of token and what is added to its logit) and the penalties change the logits,
+    `temperature` divides them, then `top_k`, `top_p` and `min_p` leave tokens out, and noise decides among the rest.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off, as are `repetition_penalty` 1 (it counts
+    prompt and answer) and `presence_penalty` and `frequency_penalty` 0 (they count the answer).
 
     `seed` is always set: the consumer draws one where the caller gave none, so that a row that moves to another
-    replica goes on with the same noise.
+    replica goes on with the same noise. `choice` tells rows of one request and seed apart.
+
+    End-of-sequence tokens and `stop_token_ids` end the row, and cannot be drawn before `min_tokens`; `ignore_eos`
+    leaves the `stop_token_ids` in force.
+
+    `logprobs` is None, or how many of the likeliest tokens are reported beside each drawn one.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[tuple[int, float]] = field(default_factory=list)
     seed: int = 0
+    choice: int = 0
     max_tokens: int = 16
+    min_tokens: int = 0
     ignore_eos: bool = False
+    stop_token_ids: list[int] = field(default_factory=list)
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +58,8 @@ class GenerateRequest:
 
     `prompt` are token ids; `block_ids` the ids of its whole blocks, in order; `root_id` the parent of the first.
     `generated` counts how many of the prompt's last tokens were generated for this same request earlier, on a replica
-    that was lost: sampling goes on at that position.
+    that was lost: sampling goes on at that position. `choices` counts the requests with this very prompt that come
+    together, as a caller's `n` does: their prompt is computed once.
     """
 
     request_id: str
@@ -53,6 +73,12 @@ class GenerateRequest:
     priority: int = 0
     deadline_s: float = 600.0
     generated: int = 0
+    choices: int = 1
+
+
+TokenLogprobs = tuple[float, list[tuple[int, float]]]
+"""The natural logarithm of a drawn token's probability, and (token, logarithm) of the likeliest ones, best first; by
+the model's own distribution, before bias, penalties, temperature and filters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +86,8 @@ class RowUpdate:
     """What one row produced since the last frame.
 
     `finish` is None while the row goes on, then `stop`, `length`, `abort` or `error`. `cached_tokens` comes with the
-    first update. `error` is `SatchelError.to_wire()` where `finish` is `error`.
+    first update. `error` is `SatchelError.to_wire()` where `finish` is `error`. `logprobs` has an entry for every token
+    where the request asked for them.
     """
 
     request_id: str
@@ -68,6 +95,7 @@ class RowUpdate:
     finish: str | None = None
     cached_tokens: int | None = None
     error: dict[str, Any] | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +107,8 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What the router needs to choose: ids and sizes, no tokens."""
+    """What the router needs to choose: ids and sizes, no tokens. `beside` is a replica that has just got a request with
+    the same prompt, "" for none."""
 
     request_id: str
     model: str
@@ -87,16 +116,22 @@ class RouteRequest:
     block_ids: list[bytes]
     prompt_tokens: int
     exclude: list[str] = field(default_factory=list)
+    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes and why. `costs_s` has the estimated seconds to first token of every candidate, by term."""
+    """Where a request goes and why.
+
+    `cached_tokens` is how much of the prompt the replica is believed to hold. `costs_s` has the estimated seconds to
+    first token by term (`total` is what was compared), each a list along `candidates`.
+    """
 
     replica: str
     why: str
     cached_tokens: int = 0
-    costs_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    candidates: list[str] = field(default_factory=list)
+    costs_s: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

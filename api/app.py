@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from importlib.metadata import PackageNotFoundError, version
@@ -17,24 +18,23 @@ from starlette.types import Receive, Scope, Send
 from ..cluster.config import Config
 from ..cluster.errors import InvalidRequest, ModelNotFound, SatchelError, Unavailable
 from .backend import Backend
-from .generation import ChatRequest, CompletionRequest, Generator, agent_key
+from .generation import Generator
 from .http import CancelOnDisconnect, RequestContext, add_error_handlers, header_text, read_body
 from .metrics import CONTENT_TYPE, Metrics
-from .openai import (
+from .openai import Body, ChatBody, CompletionBody, GenerationBody, parse_body
+from .openai_answers import (
     DONE,
-    Body,
-    ChatBody,
     ChatChunks,
-    CompletionBody,
     CompletionChunks,
-    GenerationBody,
     chat_body,
     completion_body,
     error_event,
     model_body,
-    parse_body,
 )
-from .streams import Answer, Event, Finished, TextDelta, TextStream, Usage, abort_all, collect_all, interleave
+from .pipeline import ReasoningDelta
+from .requests import ChatRequest, CompletionRequest, agent_key
+from .row_text import TextDelta
+from .streams import Answer, Event, Finished, TextStream, Usage, abort_all, collect_all, interleave
 
 _log = logging.getLogger(__name__)
 
@@ -46,19 +46,16 @@ HEADERS_WAIT_S = 5.0
 _PROBE_TIMEOUT_S = 10.0
 
 
-def create_app(
-    backend: Backend, config: Config, *, generator: Generator | None = None, server_echoes_request_id: bool = False
-) -> FastAPI:
+def create_app(backend: Backend, config: Config, *, generator: Generator | None = None) -> FastAPI:
     """The application. One an event loop.
 
     Args:
-        server_echoes_request_id: True under Ray Serve, whose proxy adds `x-request-id` to responses by itself.
         generator: to share the pipeline (and its tokenizers) with others on the same loop.
     """
     app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
     endpoint = _Endpoint(backend, config, generator or Generator(backend, config), Metrics())
     add_error_handlers(app)
-    app.add_middleware(RequestContext, metrics=endpoint.metrics, server_echoes=server_echoes_request_id)
+    app.add_middleware(RequestContext, metrics=endpoint.metrics)
 
     def route(path: str, handler: Any, method: str = "GET", body: type[GenerationBody] | None = None) -> None:
         extra = None
@@ -95,16 +92,16 @@ class _Endpoint:
     async def chat_completions(self, request: Request) -> Response:
         """The next message of a conversation."""
         body, agent = await self._read(request, ChatBody)
-        chat = body.request(agent, request.state.request_id)
+        chat = body.request(agent, request.state.request_id, _waited_s(request))
         if body.stream:
             return _EventStream(self, chat, include_usage=body.include_usage)
         streams, answers = await self._answer(request, chat)
-        return JSONResponse(chat_body(streams[0].model.name, answers[0]), headers=_headers(streams))
+        return JSONResponse(chat_body(streams[0].model.name, answers), headers=_headers(streams))
 
     async def completions(self, request: Request) -> Response:
         """The continuation of one or several texts."""
         body, agent = await self._read(request, CompletionBody)
-        completion = body.request(agent, request.state.request_id)
+        completion = body.request(agent, request.state.request_id, _waited_s(request))
         if body.stream:
             return _EventStream(self, completion, include_usage=body.include_usage)
         streams, answers = await self._answer(request, completion)
@@ -123,10 +120,9 @@ class _Endpoint:
         raise ModelNotFound(f"the model {model_id!r} does not exist", param="model")
 
     async def health(self) -> Response:
-        """200 where a replica of every configured model answers, else 503."""
-        answering = await _probe(self._backend.health())
-        models = {model.name: bool(answering.get(model.name)) for model in self._config.models}
-        if all(models.values()):
+        """200 where a replica of every served model answers, else 503."""
+        models = await _probe(self._backend.health())
+        if models and all(models.values()):
             return JSONResponse({"status": "ok", "models": models})
         body = {"status": "unavailable", "models": models}
         return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
@@ -159,7 +155,7 @@ class _Endpoint:
 
     async def start(self, work: ChatRequest | CompletionRequest) -> list[TextStream]:
         if isinstance(work, ChatRequest):
-            return [await self._generator.start_chat(work)]
+            return await self._generator.start_chats(work)
         return await self._generator.start_completion(work)
 
     def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
@@ -207,7 +203,7 @@ class _EventStream(Response):
                 headers = {**_headers(streams), "X-Accel-Buffering": "no"}
                 self.headers.update(headers)
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                async with aclosing(self._chunks(streams[0].model.name, first, events, request_id)) as chunks:
+                async with aclosing(self._chunks(streams, first, events, request_id)) as chunks:
                     async for chunk in chunks:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -219,27 +215,29 @@ class _EventStream(Response):
 
     async def _chunks(
         self,
-        model: str,
+        streams: list[TextStream],
         first: asyncio.Task[tuple[int, Event]],
         events: AsyncGenerator[tuple[int, Event], None],
         request_id: str,
     ) -> AsyncGenerator[bytes, None]:
         kind = ChatChunks if isinstance(self._work, ChatRequest) else CompletionChunks
-        chunks = kind(model, self._include_usage)
+        chunks = kind(streams[0].model.name, self._include_usage)
         total = Usage(0, 0, 0)
         try:
-            if start := chunks.start():
+            if start := chunks.start(len(streams)):
                 yield start
             item = await first
             while item is not None:
                 index, event = item
                 if isinstance(event, TextDelta):
-                    yield chunks.text(index, event.text)
+                    yield chunks.text(index, event)
                 elif isinstance(event, Finished):
                     total = total + event.usage
                     yield chunks.finish(index, event.reason)
+                elif isinstance(event, ReasoningDelta):
+                    yield chunks.reasoning(index, event.text)
                 else:
-                    yield chunks.tool_call(event)
+                    yield chunks.tool_call(index, event)
                 item = await anext(events, None)
         except SatchelError as error:
             _log.warning("request %s failed in mid-stream: %s", request_id, error.message, exc_info=error)
@@ -259,6 +257,11 @@ async def _probe(answer: Awaitable[T]) -> T:
         return await asyncio.wait_for(answer, _PROBE_TIMEOUT_S)
     except TimeoutError:
         raise Unavailable(f"the cluster did not answer within {_PROBE_TIMEOUT_S:.0f} s") from None
+
+
+def _waited_s(request: Request) -> float:
+    """Seconds since the request arrived."""
+    return time.perf_counter() - request.state.arrived
 
 
 def _agent(request: Request, given: str | None) -> str:

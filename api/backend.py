@@ -58,8 +58,12 @@ class Generation(Protocol):
 
 
 class Backend(Protocol):
+    async def names(self) -> list[str]:
+        """Every served model's name, loaded yet or not, the default first."""
+        ...
+
     async def models(self) -> list[ServedModel]:
-        """Every configured model that has been loaded at least once, the default first."""
+        """Those of them that have been loaded at least once, in the same order."""
         ...
 
     async def generate(
@@ -71,6 +75,9 @@ class Backend(Protocol):
         sampling: Sampling,
         request_id: str,
         priority: int = 0,
+        deadline_s: float | None = None,
+        choices: int = 1,
+        beside: str = "",
     ) -> Generation:
         """Route and queue one row. Returns once a replica has accepted it.
 
@@ -78,7 +85,10 @@ class Backend(Protocol):
             agent: the agent's key, or "" for none.
             prompt: token ids, at least one.
             request_id: unique among all rows.
-            priority: as the caller gave it.
+            priority: as the caller gave it; a higher number goes first.
+            deadline_s: from now to the last token; None is the configured limit, which also bounds it.
+            choices: how many rows with this very prompt come together.
+            beside: the replica that took the first of them, "" for none.
 
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.
@@ -86,7 +96,7 @@ class Backend(Protocol):
         ...
 
     async def health(self) -> dict[str, bool]:
-        """For every configured model, whether a replica of it answers now."""
+        """For every served model, whether a replica of it answers now."""
         ...
 
     async def stats(self) -> list[ReplicaStats]: ...

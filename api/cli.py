@@ -12,9 +12,10 @@ from typing import Annotated, Optional
 
 import typer
 
-from ..cluster.config import Config, Home, default_config, load_config
-from ..cluster.environment import default_home
+from ..cluster.config import Config, default_config, load_config
 from ..cluster.errors import SatchelError
+from .cli_models import HomeOption, JsonOption, chosen_home
+from .cli_models import app as models
 
 app = typer.Typer(
     name="satchel",
@@ -25,11 +26,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# typer reads these annotations at run time, where it knows `Optional` and not every form of `X | None`.
-HomeOption = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--home", metavar="DIR", help="Where the cluster keeps its state (else SATCHEL_HOME, ~/.satchel)."),
-]
+app.add_typer(models, name="models")
+
 ConfigOption = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--config", metavar="FILE", help="A YAML file; without one, the small model that ships is served."),
@@ -42,11 +40,6 @@ ListenOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--listen", metavar="ADDR", help="The endpoint's address (else the config's); 0.0.0.0 is everyone."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def _home(given: Path | None) -> Home:
-    return Home(given.expanduser().absolute()) if given is not None else default_home()
 
 
 def _config(path: Path | None, port: int | None, listen: str | None) -> Config:
@@ -85,7 +78,7 @@ def serve(
     """Serve the configured models until Ctrl-C or SIGTERM."""
     from .cli_serve import serve as run
 
-    run(_config(config, port, listen), _home(home))
+    run(_config(config, port, listen), chosen_home(home))
 
 
 @app.command()
@@ -93,15 +86,7 @@ def status(json: JsonOption = False, home: HomeOption = None) -> None:
     """Show the running server, its models and its replicas."""
     from .cli_views import show_status
 
-    show_status(_home(home), as_json=json)
-
-
-@app.command()
-def models(json: JsonOption = False, home: HomeOption = None) -> None:
-    """List the models of the running server."""
-    from .cli_views import show_models
-
-    show_models(_home(home), as_json=json)
+    show_status(chosen_home(home), as_json=json)
 
 
 @app.command()
@@ -114,7 +99,7 @@ def chat(
     """Talk to a model of the running server."""
     from .cli_chat import chat as run
 
-    run(_home(home), agent=agent, model=model, text=text)
+    run(chosen_home(home), agent=agent, model=model, text=text)
 
 
 @app.command()
@@ -128,7 +113,7 @@ def doctor(
     """Check this machine; exit code 1 where something must be mended."""
     from .cli_views import show_doctor
 
-    show_doctor(_config(config, port, listen), _home(home), as_json=json)
+    show_doctor(_config(config, port, listen), chosen_home(home), as_json=json)
 
 
 def main() -> None:

@@ -19,13 +19,18 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from ..actors.handles import KV_STORE, ROUTER, actor_handle, replica_actor_name
-from ..cluster.config import Home
+from ..actors import registry
+from ..actors.handles import KV_STORE, ROUTER, actor_handle
+from ..actors.start import Report, find_replicas, load_model, unload_model
+from ..cluster.config import Home, Model, parse_model
 from ..cluster.environment import default_home
-from ..cluster.errors import AgentBusy, from_wire
+from ..cluster.errors import AgentBusy, SlowReader, from_wire
 from ..cluster.runtime import connect_ray, connect_ray_address, find_cluster
 from .dispatch import RayBackend, cluster_config
-from .generation import ChatRequest, CompletionRequest, Generator, agent_key, make_options
+from .generation import Generator
+from .logprobs import ShownToken
+from .options import make_options
+from .requests import ChatRequest, CompletionRequest, agent_key
 from .streams import Answer, Finished, TextDelta, TextStream
 
 T = TypeVar("T")
@@ -35,7 +40,8 @@ RENEW_TURN_S = 20.0
 
 @dataclass(frozen=True)
 class Reply:
-    """A finished answer. Lengths are tokens; `cached_tokens` of the prompt were not computed again."""
+    """A finished answer. Lengths are tokens; `cached_tokens` of the prompt were not computed again. `reasoning` is what
+    a model that thinks said before; `logprobs` has an entry a token where the option asked for them."""
 
     text: str
     finish_reason: str
@@ -44,6 +50,8 @@ class Reply:
     cached_tokens: int
     replica: str
     why: str
+    reasoning: str = ""
+    logprobs: list[ShownToken] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -117,7 +125,57 @@ class Cluster:
 
     def replicas(self) -> dict[str, Any]:
         """Actor handles by replica id; their methods are those of `satchel.actors.replica.actor.ReplicaActor`."""
-        return {name: actor_handle(replica_actor_name(name)) for name in self._backend.replicas}
+        return find_replicas([entry.model for entry in registry.entries()])
+
+    async def load(
+        self,
+        source: str,
+        *,
+        name: str | None = None,
+        adapter: str | None = None,
+        replicas: int = 1,
+        context_tokens_max: int | None = None,
+        dtype: str = "auto",
+        report: Report | None = None,
+    ) -> str:
+        """Serve one more model, and return its name once it answers. It is gone when the server stops.
+
+        Args:
+            source: a Hub id (`owner/name`, `owner/name@revision`), a folder, or `embedded:NAME`.
+            name: what clients call it; by default the Hub id, or the folder's name.
+            adapter: a LoRA or DoRA adapter as mlx-lm writes them, a folder or a Hub id.
+            report: called with what is going on and the fraction done, None where unknown.
+
+        Raises:
+            ConfigError: an argument is out of range.
+            InvalidRequest: the name is taken.
+            ModelLoadError: the model cannot be loaded; nothing of it runs then.
+        """
+        model = _model(
+            source, name=name, adapter=adapter, replicas=replicas, context_tokens_max=context_tokens_max, dtype=dtype
+        )
+        return await self._loop.wait(self._load(model, report))
+
+    def load_sync(self, source: str, *, report: Report | None = None, **options: Any) -> str:
+        """`load` for code without an event loop."""
+        return self._loop.run(self._load(_model(source, **options), report))
+
+    async def _load(self, model: Model, report: Report | None) -> str:
+        await load_model(model, self.config, report or _say_nothing)
+        return model.name
+
+    async def unload(self, name: str) -> None:
+        """Serve a model no more. Its running requests have `timeouts.drain_s` to finish.
+
+        Raises:
+            ModelNotFound: no such model is served.
+            InvalidRequest: it is the only one.
+        """
+        await self._loop.wait(unload_model(name, self.config.timeouts.drain_s))
+
+    def unload_sync(self, name: str) -> None:
+        """`unload` for code without an event loop."""
+        self._loop.run(unload_model(name, self.config.timeouts.drain_s))
 
     def agent(self, agent_id: str, *, model: str = "", system: str | None = None) -> Agent:
         """The agent `agent_id`, whose transcript the cluster keeps.
@@ -136,7 +194,7 @@ class Cluster:
 
         Args:
             agent: the agent id to route and remember by; "" for none.
-            options: temperature, top_p, top_k, seed, max_tokens, stop, ignore_eos, priority.
+            options: the fields of `api.options.Options`, such as temperature, seed, max_tokens, stop, logprobs.
 
         Raises:
             RequestError: what is wrong with the request.
@@ -203,7 +261,7 @@ class Agent:
     async def chat(self, text: str, **options: Any) -> AsyncIterator[str]:
         """Say `text` and yield the answer as it comes. A turn left early is not remembered."""
         loop = self._cluster._loop
-        feed = await loop.wait(_Feed.start(self._turn(text, options)))
+        feed = await loop.wait(self._start_feed(text, options))
         try:
             while (piece := await loop.wait(feed.next())) is not None:
                 yield piece
@@ -213,12 +271,15 @@ class Agent:
     def chat_sync(self, text: str, **options: Any) -> Iterator[str]:
         """`chat` for code without an event loop."""
         loop = self._cluster._loop
-        feed = loop.run(_Feed.start(self._turn(text, options)))
+        feed = loop.run(self._start_feed(text, options))
         try:
             while (piece := loop.run(feed.next())) is not None:
                 yield piece
         finally:
             loop.run(feed.close())
+
+    async def _start_feed(self, text: str, options: dict[str, Any]) -> _Feed:
+        return _Feed(self._turn(text, options), self._cluster.config.endpoint.unread_tokens_max)
 
     async def transcript(self) -> list[dict[str, Any]]:
         """What was said so far, as OpenAI messages."""
@@ -278,21 +339,24 @@ class Agent:
 
 
 class _Feed:
-    """A turn running in a task of its own on the background loop, so that its reader may stop at any moment."""
+    """A turn running in a task of its own on the background loop, so that its reader may stop at any moment.
 
-    def __init__(self, pieces: AsyncGenerator[str, None]) -> None:
+    Of a reader that does not read, only so much is kept: past `pieces_max` the turn ends with `SlowReader`, which the
+    reader meets after what is kept.
+    """
+
+    def __init__(self, pieces: AsyncGenerator[str, None], pieces_max: int) -> None:
         self._pieces = pieces
+        self._pieces_max = pieces_max
         self._queue: asyncio.Queue[str | BaseException | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._run())
-
-    @classmethod
-    async def start(cls, pieces: AsyncGenerator[str, None]) -> _Feed:
-        return cls(pieces)
 
     async def _run(self) -> None:
         try:
             async with aclosing(self._pieces) as pieces:
                 async for piece in pieces:
+                    if self._queue.qsize() >= self._pieces_max:
+                        raise SlowReader(f"more than {self._pieces_max} pieces of the answer waited to be read")
                     self._queue.put_nowait(piece)
             self._queue.put_nowait(None)
         except Exception as error:
@@ -311,6 +375,20 @@ class _Feed:
         await asyncio.wait({self._task})
 
 
+def _model(source: str, *, name: str | None = None, **fields: Any) -> Model:
+    return parse_model(source=source, name=_default_name(source) if name is None else name, **fields)
+
+
+def _default_name(source: str) -> str:
+    """The Hub id without its revision, or the folder's name."""
+    folder = Path(source).expanduser()
+    return folder.resolve().name if folder.is_dir() else source.removeprefix("embedded:").partition("@")[0]
+
+
+def _say_nothing(what: str, fraction: float | None) -> None:
+    return None
+
+
 def _reply(stream: TextStream, answer: Answer) -> Reply:
     return Reply(
         text=answer.text,
@@ -320,6 +398,8 @@ def _reply(stream: TextStream, answer: Answer) -> Reply:
         cached_tokens=answer.usage.cached_tokens,
         replica=stream.replica,
         why=stream.why,
+        reasoning=answer.reasoning,
+        logprobs=answer.logprobs,
     )
 
 

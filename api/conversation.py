@@ -100,6 +100,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     out: dict[str, Any] = {"role": role}
     if role == "assistant" and message.get("tool_calls"):
         out["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    if role == "assistant" and message.get("reasoning_content") is not None:
+        out["reasoning_content"] = _required_string(message["reasoning_content"], f"{where}.reasoning_content")
     content = message.get("content")
     if content is None and "tool_calls" in out:
         content = ""

@@ -1,35 +1,26 @@
 """From messages to text: the pipeline that the HTTP endpoint and the Python handles share.
 
 One request goes ``check -> render -> encode`` in a worker thread, then to the backend as token ids, and comes back as
-a `TextStream`: ``tokens -> characters -> stop strings -> tool calls -> events``, on the event loop, a few microseconds
-a token. Nothing here knows HTTP or Ray.
+a `TextStream` for every choice: ``tokens -> characters -> reasoning -> stop strings -> tool calls -> events``, on the
+event loop, a few microseconds a token. Nothing here knows HTTP or Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass as validated
-
-from ..actors.messages import Sampling
 from ..cluster.config import Config
-from ..cluster.errors import (
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    InvalidRequest,
-    ModelNotFound,
-    NoReplica,
-)
+from ..cluster.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NoReplica
 from .backend import Backend, Generation, ServedModel
-from .conversation import check_messages, check_prompts, check_tools, check_vocabulary
-from .streams import RowText, TextStream, abort_all
+from .reasoning import ReasoningSplitter
+from .requests import ChatRequest, CompletionRequest, Request, agent_key, prepare_chat, prepare_completion
+from .row_text import RowText
+from .streams import TextStream, abort_all
 from .text import TextModel, load_text_model
 from .tool_calls import ToolCallSplitter, call_parser
 
@@ -37,118 +28,18 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TENANT = "default"
-"""Every agent belongs to this tenant until tenants exist."""
-
-_AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
-_STOPS_MAX = 16
-_STOP_CHARACTERS_MAX = 1024
-
-# Below this, dividing logits by the temperature overflows; the limit is greedy.
-_GREEDY_BELOW = 1e-5
-
-
-def _stop_strings(value: Any) -> Any:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("must be a string or a list of strings")
-    if len(stops) > _STOPS_MAX:
-        raise ValueError(f"has {len(stops)} strings; at most {_STOPS_MAX} are possible")
-    if not all(0 < len(stop) <= _STOP_CHARACTERS_MAX for stop in stops):
-        raise ValueError(f"every stop string must have 1 to {_STOP_CHARACTERS_MAX} characters")
-    return tuple(stops)
-
-
-_Int64 = Field(ge=-(2**63), le=2**63 - 1)
-Temperature = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
-TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-TopK = Annotated[int, Field(ge=-1, le=2**63 - 1)]
-Seed = Annotated[int, _Int64]
-Priority = Annotated[int, _Int64]
-MaxTokens = Annotated[int, Field(ge=1, le=2**63 - 1)]
-Stop = Annotated[tuple[str, ...], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str])]
-
-
-@validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class Options:
-    """How to generate. Numbers out of range raise pydantic's `ValidationError`; `make_options` an `InvalidRequest`.
-
-    Without `temperature`, `top_p` or `top_k` the model's own generation config decides, else they are 1, 1 and 0.
-    `top_k` 0 or -1 is off. Without `seed` every row draws its own. Without `max_tokens` a row may fill the context;
-    more than is left of the context means what is left.
-    """
-
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    seed: Seed | None = None
-    max_tokens: MaxTokens | None = None
-    stop: Stop = ()
-    ignore_eos: bool = False
-    priority: Priority = 0
-
-    def completed(self, own: Mapping[str, float]) -> Options:
-        """These options with nothing left open, by the model's `own` sampling."""
-        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **own}
-        chosen = {name: defaults[name] if value is None else value for name, value in given.items()}
-        return replace(
-            self,
-            temperature=float(chosen["temperature"]),
-            top_p=float(chosen["top_p"]),
-            top_k=int(chosen["top_k"]),
-        )
-
-
-def make_options(**fields: Any) -> Options:
-    """`Options` from fields of which None means the default.
-
-    Raises:
-        InvalidRequest: `param` is the field.
-    """
-    try:
-        return Options(**{name: value for name, value in fields.items() if value is not None})
-    except ValidationError as error:
-        raise invalid(error) from None
-
-
-def invalid(error: ValidationError) -> InvalidRequest:
-    """The first of pydantic's complaints as Satchel's error, with the place as `param`."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ""
-    for part in first["loc"]:
-        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
-    message = first["msg"].removeprefix("Value error, ")
-    return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)
-
 
 @dataclass(frozen=True)
-class ChatRequest:
-    """A conversation to continue.
+class _Job:
+    """A request that has been checked. `deadline` is by the event loop's clock; `row_text` makes what reads a row."""
 
-    `messages` and `tools` are in OpenAI's form, unchecked; with `use_tools` False the tools are checked and the model
-    is not told of them. `model` "" is the default model; `agent` is the agent's id or "" for none. `request_id` appears
-    in logs and need not be unique.
-    """
-
-    messages: Sequence[Any]
-    tools: Sequence[Any] = ()
-    use_tools: bool = True
-    model: str = ""
-    agent: str = ""
-    options: Options = field(default_factory=Options)
-    request_id: str = ""
-
-
-@dataclass(frozen=True)
-class CompletionRequest:
-    """Text to continue; `prompt` in any of OpenAI's four forms, unchecked. The rest as in `ChatRequest`."""
-
-    prompt: Any
-    model: str = ""
-    agent: str = ""
-    options: Options = field(default_factory=Options)
-    request_id: str = ""
+    request: Request
+    model: ServedModel
+    text: TextModel
+    agent: str
+    deadline: float
+    prompts: list[list[int]]
+    row_text: Callable[[list[int]], RowText]
 
 
 class Generator:
@@ -168,17 +59,18 @@ class Generator:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def served(self, name: str = "") -> ServedModel:
-        """The model called `name`; "" is the configured default.
+        """The model called `name`; "" is the default one.
 
         Raises:
             ModelNotFound: no such model.
-            NoReplica: it is configured and has not been loaded yet.
+            NoReplica: it is served and has not been loaded yet.
         """
-        wanted = name or self.config.models[0].name
+        names = await self.backend.names()
+        wanted = name or next(iter(names), "")
         for model in await self.backend.models():
             if model.name == wanted:
                 return model
-        if any(model.name == wanted for model in self.config.models):
+        if wanted in names:
             raise NoReplica(f"the model {wanted!r} is still loading", param="model")
         raise ModelNotFound(f"the model {wanted!r} does not exist", param="model")
 
@@ -197,91 +89,149 @@ class Generator:
         return await asyncio.shield(task)
 
     async def start_chat(self, request: ChatRequest) -> TextStream:
-        """Check, render, encode and queue a conversation. Returns once a replica has accepted it.
+        """As `start_chats`, for a request of one choice."""
+        (stream,) = await self.start_chats(request)
+        return stream
+
+    async def start_chats(self, request: ChatRequest) -> list[TextStream]:
+        """Check, render, encode and queue a conversation; a stream for every choice, in order.
+
+        Returns once replicas have accepted all rows; where one is refused, none runs.
 
         Raises:
             RequestError: what is wrong with the request.
             Unavailable: no replica takes it now.
-            DeadlineExceeded: none took it within `timeouts.request_s`.
+            DeadlineExceeded: none took it in time.
         """
 
-        async def start(deadline: float) -> TextStream:
+        async def prepare(deadline: float) -> _Job:
             agent = agent_key(request.agent)
-            model = await self.served(request.model)
-            text = await self.text_model(model)
-            prompt, tools = await asyncio.to_thread(_prepare_chat, text, model, request)
-            splitter = None
-            if tools and text.tool_parser is not None:
-                parse = call_parser(text.tool_parser, tools)
-                splitter = ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse)
-            row = RowText(text, text.detokenizer(), request.options.stop, splitter)
-            options = request.options.completed(text.sampling)
-            return await self._start(model, row, prompt, agent, options, request.request_id, deadline)
+            model, text = await self._chosen(request)
+            chat = await asyncio.to_thread(prepare_chat, text, model, request)
+            parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
 
-        return await self._within_deadline(start)
+            def row_text(prompt: list[int]) -> RowText:
+                start, end = text.think_start, text.think_end
+                return RowText(
+                    text,
+                    text.detokenizer(),
+                    reasoning=ReasoningSplitter(start, end, inside=chat.thinking) if text.has_thinking else None,
+                    stops=request.options.stop,
+                    calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse) if parse else None,
+                    stop_tokens=request.options.stop_token_ids,
+                    logprobs=request.options.logprobs is not None,
+                )
+
+            return _Job(request, model, text, agent, deadline, [chat.prompt], row_text)
+
+        return await self._run(request, prepare)
 
     async def start_completion(self, request: CompletionRequest) -> list[TextStream]:
-        """Check, encode and queue a row for every prompt; all are accepted, or none runs. Raises as `start_chat`."""
+        """Check, encode and queue the prompts; the choices of the first come first. Otherwise as `start_chats`."""
 
-        async def start(deadline: float) -> list[TextStream]:
+        async def prepare(deadline: float) -> _Job:
             agent = agent_key(request.agent)
-            model = await self.served(request.model)
-            text = await self.text_model(model)
-            prompts_max = self.config.scheduling.queue_requests_max
-            prompts = await asyncio.to_thread(_prepare_completion, text, model, request, prompts_max)
+            model, text = await self._chosen(request)
+            prompts_max = self.config.scheduling.queue_requests_max // request.choices
+            prompts = await asyncio.to_thread(prepare_completion, text, model, request, prompts_max)
 
-            def row(prompt: list[int]) -> RowText:
-                return RowText(text, text.detokenizer(prompt), request.options.stop, None)
+            def row_text(prompt: list[int]) -> RowText:
+                return RowText(
+                    text,
+                    text.detokenizer(prompt),
+                    stops=request.options.stop,
+                    stop_tokens=request.options.stop_token_ids,
+                    logprobs=request.options.logprobs is not None,
+                )
 
-            options = request.options.completed(text.sampling)
-            starts = [
-                self._start(model, row(prompt), prompt, agent, options, request.request_id, deadline)
-                for prompt in prompts
-            ]
-            return await _all_or_none(starts)
+            return _Job(request, model, text, agent, deadline, prompts, row_text)
 
-        return await self._within_deadline(start)
+        return await self._run(request, prepare)
 
-    async def _within_deadline(self, start: Callable[[float], Awaitable[T]]) -> T:
-        deadline = asyncio.get_running_loop().time() + self.config.timeouts.request_s
+    async def _run(self, request: Request, prepare: Callable[[float], Awaitable[_Job]]) -> list[TextStream]:
+        limit_s = self.config.timeouts.request_s
+        if request.options.timeout_s is not None:
+            limit_s = min(limit_s, request.options.timeout_s)
+        deadline = asyncio.get_running_loop().time() + limit_s - request.waited_s
         timeout = asyncio.timeout_at(deadline)
         try:
             async with timeout:
-                return await start(deadline)
+                return await self._start_all(await prepare(deadline))
         except TimeoutError:
             if timeout.expired():
-                raise DeadlineExceeded("no replica took the request within timeouts.request_s") from None
+                raise DeadlineExceeded(f"no replica took the request within {limit_s:g} s") from None
             raise
 
-    async def _start(
-        self,
-        model: ServedModel,
-        row: RowText,
-        prompt: list[int],
-        agent: str,
-        options: Options,
-        request_id: str,
-        deadline: float,
-    ) -> TextStream:
-        left = model.context_tokens - len(prompt)
-        temperature, top_p, top_k = options.temperature, options.top_p, options.top_k
-        assert temperature is not None and top_p is not None and top_k is not None
-        sampling = Sampling(
-            temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-            top_p=top_p,
-            top_k=min(max(top_k, 0), model.vocabulary_size),
-            seed=secrets.randbits(63) if options.seed is None else options.seed,
-            max_tokens=left if options.max_tokens is None else min(options.max_tokens, left),
-            ignore_eos=options.ignore_eos,
+    async def _chosen(self, request: Request) -> tuple[ServedModel, TextModel]:
+        """The request's model, once it is known that it can do what the options ask."""
+        model = await self.served(request.model)
+        scheduling = self.config.scheduling
+        options, limit = request.options, scheduling.max_tokens_max
+        if limit is not None and options.max_tokens is not None and options.max_tokens > limit:
+            name = request.max_tokens_field
+            raise InvalidRequest(f"{name}: at most {limit} tokens are possible (scheduling.max_tokens_max)", param=name)
+        if request.choices > scheduling.queue_requests_max:
+            raise InvalidRequest(f"n: at most {scheduling.queue_requests_max} choices are possible", param="n")
+        options.check_tokens(model.vocabulary_size)
+        return model, await self.text_model(model)
+
+    async def _start_all(self, job: _Job) -> list[TextStream]:
+        """Every prompt's first row, then the others beside it, where the prompt will be computed already."""
+        given = job.request.options.seed
+        seeds = [secrets.randbits(63) if given is None else given for _ in job.prompts]
+        starts = list(zip(job.prompts, seeds, strict=True))
+        first = await _all_or_none([self._start(job, prompt, seed) for prompt, seed in starts])
+        others = range(1, job.request.choices)
+        try:
+            rest = await _all_or_none(
+                [
+                    self._start(job, prompt, seed, choice, stream.replica)
+                    for (prompt, seed), stream in zip(starts, first, strict=True)
+                    for choice in others
+                ]
+            )
+        except BaseException:
+            await abort_all(first)
+            raise
+        size = len(others)
+        return [row for i, stream in enumerate(first) for row in (stream, *rest[i * size : (i + 1) * size])]
+
+    async def _start(self, job: _Job, prompt: list[int], seed: int, choice: int = 0, beside: str = "") -> TextStream:
+        request, model = job.request, job.model
+        sampling = request.options.sampling(
+            job.text.sampling,
+            seed=seed,
+            choice=choice,
+            max_tokens=self._max_tokens(request, model.context_tokens - len(prompt)),
+            vocabulary_size=model.vocabulary_size,
         )
         # Callers choose request ids and may repeat them; rows must differ.
-        row_id = f"{request_id or 'row'}/{secrets.token_hex(8)}"
+        row_id = f"{request.request_id or 'row'}/{secrets.token_hex(8)}"
         generation = await self.backend.generate(
-            model, agent=agent, prompt=prompt, sampling=sampling, request_id=row_id, priority=options.priority
+            model,
+            agent=job.agent,
+            prompt=prompt,
+            sampling=sampling,
+            request_id=row_id,
+            priority=request.options.priority,
+            deadline_s=max(0.001, job.deadline - asyncio.get_running_loop().time()),
+            choices=request.choices,
+            beside=beside,
         )
         return TextStream(
-            generation, row, model=model, prompt_tokens=len(prompt), deadline=deadline, abort=self._begin_abort
+            generation,
+            job.row_text(prompt),
+            model=model,
+            prompt_tokens=len(prompt),
+            choice=choice,
+            deadline=job.deadline,
+            abort=self._begin_abort,
         )
+
+    def _max_tokens(self, request: Request, left: int) -> int:
+        wanted = request.options.max_tokens
+        limits = [request.max_tokens_default, self.config.scheduling.max_tokens_max] if wanted is None else [wanted]
+        return min([left, *(limit for limit in limits if limit is not None)])
 
     def _begin_abort(self, generation: Generation) -> asyncio.Task[None]:
         # A task of its own: the caller is often being cancelled, which is when the row must be stopped.
@@ -296,19 +246,6 @@ class Generator:
             _log.warning("aborting a row failed", exc_info=error)
 
 
-def agent_key(agent: str) -> str:
-    """The key under which the backend knows an agent; "" for none.
-
-    Raises:
-        InvalidRequest: not an agent id.
-    """
-    if not agent:
-        return ""
-    if _AGENT.fullmatch(agent) is None:
-        raise InvalidRequest("agent_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ -", param="agent_id")
-    return f"{TENANT}/{agent}"
-
-
 async def _all_or_none(starts: Sequence[Coroutine[Any, Any, TextStream]]) -> list[TextStream]:
     tasks = [asyncio.create_task(start) for start in starts]
     try:
@@ -319,53 +256,3 @@ async def _all_or_none(starts: Sequence[Coroutine[Any, Any, TextStream]]) -> lis
         done = await asyncio.gather(*tasks, return_exceptions=True)
         await abort_all([stream for stream in done if isinstance(stream, TextStream)])
         raise
-
-
-def _too_long(amount: str, model: ServedModel, where: str) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"{where} has {amount} tokens; the context of {model.name!r} is {model.context_tokens} tokens, at least one of "
-        "which is for the answer",
-        param=where.partition("[")[0],
-    )
-
-
-def _check_length(prompt: list[int], model: ServedModel, where: str) -> None:
-    if len(prompt) >= model.context_tokens:
-        raise _too_long(str(len(prompt)), model, where)
-
-
-def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, special_tokens: bool) -> list[int]:
-    # Megabytes take seconds to encode, so what cannot fit is refused before.
-    if (least := text.tokens_min(string)) >= model.context_tokens:
-        raise _too_long(f"at least {least}", model, where)
-    return text.encode(string, special_tokens=special_tokens)
-
-
-def _prepare_chat(text: TextModel, model: ServedModel, request: ChatRequest) -> tuple[list[int], list[dict[str, Any]]]:
-    messages = check_messages(request.messages)
-    tools = check_tools(request.tools)
-    if not request.use_tools:
-        tools = []
-    if tools and not text.has_tool_calls:
-        raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
-    prompt = _encode(text, text.render(messages, tools), model, "messages", special_tokens=False)
-    if not prompt:
-        raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
-    _check_length(prompt, model, "messages")
-    return prompt, tools
-
-
-def _prepare_completion(
-    text: TextModel, model: ServedModel, request: CompletionRequest, prompts_max: int
-) -> list[list[int]]:
-    prompts: list[list[int]] = []
-    several = isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), None), int)
-    for index, prompt in enumerate(check_prompts(request.prompt, prompts_max=prompts_max)):
-        where = f"prompt[{index}]" if several else "prompt"
-        tokens = _encode(text, prompt, model, where, special_tokens=True) if isinstance(prompt, str) else prompt
-        check_vocabulary(tokens, model.vocabulary_size, where)
-        if not tokens:
-            raise InvalidRequest(f"{where} is empty", param="prompt")
-        _check_length(tokens, model, where)
-        prompts.append(tokens)
-    return prompts

@@ -22,12 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..cluster.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, SatchelError
 from .metrics import Metrics
-from .openai import error_body
+from .openai_answers import error_body
 
 _log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _HEADER_CHARACTERS_MAX = 1024
+STALL_S = 60.0
+
 _CLIENT_GONE = 499
 """nginx's number for it; nobody is left to read it, but the metrics are."""
 
@@ -37,27 +39,26 @@ def header_text(text: str) -> str:
     return "".join(c if " " <= c <= "~" else "?" for c in text[:_HEADER_CHARACTERS_MAX]).strip()
 
 
+class _Stalled(Exception):
+    """The client takes nothing."""
+
+
 class RequestContext:
     """Outermost middleware: gives every request an id and every response `x-request-id`, counts it, and turns an
-    unexpected exception into a 500 that shows the id and nothing else.
-
-    Args:
-        server_echoes: the server in front gives every request an `x-request-id` and repeats that in the response, as
-            Ray Serve does. Then only an id that had to be replaced is added here.
+    unexpected exception into a 500 that shows the id and nothing else. A client that takes nothing for `STALL_S` is
+    taken for gone.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, server_echoes: bool = False) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._server_echoes = server_echoes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         arrived = time.perf_counter()
-        given = _given_request_id(scope)
-        request_id = given or uuid.uuid4().hex
+        request_id = _given_request_id(scope) or uuid.uuid4().hex
         scope.setdefault("state", {}).update(request_id=request_id, arrived=arrived)
         status = _CLIENT_GONE
         started = False
@@ -66,13 +67,19 @@ class RequestContext:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                if not (given and self._server_echoes):
-                    headers = [*message.get("headers", []), (b"x-request-id", request_id.encode("ascii"))]
-                    message = {**message, "headers": headers}
-            await send(message)
+                headers = [*message.get("headers", []), (b"x-request-id", request_id.encode("ascii"))]
+                message = {**message, "headers": headers}
+            try:
+                async with asyncio.timeout(STALL_S):
+                    await send(message)
+            except TimeoutError:
+                raise _Stalled from None
 
         try:
             await self._app(scope, receive, send_with_id)
+        except _Stalled:
+            # The server closes the connection of an answer that was left unfinished.
+            _log.warning("request %s: the client took nothing for %.0f s", request_id, STALL_S)
         except Exception:
             _log.exception("request %s failed", request_id)
             if started:

@@ -2,86 +2,115 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import logging
+import socket
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import ray
-from fastapi import FastAPI
+import uvicorn
 from ray import serve
-from ray.exceptions import GetTimeoutError, RayError
-from ray.serve.config import HTTPOptions
 
-from ..actors.start import start_actors
+from ..actors import registry
+from ..actors.start import Report, drain, find_replicas, start_actors, wait_until_ready
 from ..cluster.config import Config, Home
-from ..cluster.errors import ClusterError, ModelLoadError, from_wire
+from ..cluster.errors import ClusterError
 from .app import create_app
 from .dispatch import RayBackend
+from .http import STALL_S
 
 APPLICATION = "satchel"
 POLL_S = 0.1
 ENDPOINT_START_S = 120.0
-FLUSH_S = 0.3
-"""After the last row has ended: time for its last chunk to leave."""
+LISTEN_S = 10.0
+KEEP_ALIVE_S = 60
+THREADS = 32
+HEALTH_S = 2.0
+HEALTH_TIMEOUT_S = 30.0
 
-Report = Callable[[str, float | None], None]
 
-
-@serve.ingress()
 class Endpoint:
-    """The ingress: the FastAPI application over the cluster's actors, one process on the head node."""
+    """The HTTP endpoint: one Serve replica on the head node, with the server in its event loop.
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    Clients talk to it directly. Serve watches over it and starts it again when it dies, but Serve's own proxy is left
+    out: a second Python process that every piece of every answer would pass, without backpressure.
+    """
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(RayBackend(self._config), self._config, server_echoes_request_id=True)
+    async def __init__(self, config: Config) -> None:  # type: ignore[misc]
+        settings = uvicorn.Config(
+            create_app(RayBackend(config), config),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        server = uvicorn.Server(settings)
+        # This process's signals are Ray's.
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "work"))
+        self._serving = asyncio.create_task(server.serve(sockets=[await _listener(config)]))
+        while not server.started and not self._serving.done():
+            await asyncio.sleep(0.01)
+        await self.check_health()
+
+    async def check_health(self) -> None:
+        """Asked by Serve.
+
+        Raises:
+            ClusterError: the server has ended, so that Serve starts another one.
+        """
+        if self._serving.done():
+            raise ClusterError("the HTTP server has ended") from self._serving.exception()
+
+
+async def _listener(config: Config) -> socket.socket:
+    """A socket on the configured address; waits for one that a dying predecessor still holds."""
+    host = config.endpoint.listen
+    ends = time.monotonic() + LISTEN_S
+    while True:
+        # As `check_port_free` reads the address.
+        family, _, _, _, address = socket.getaddrinfo(host, config.endpoint.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it. Without, a token may wait 40 ms for the client to acknowledge the one before.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sys.platform == "linux":
+            # Else a client that takes nothing would keep its connection, and what is written to it, for ever.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_S))
+        try:
+            listener.bind(address)
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE or time.monotonic() > ends:
+                raise
+            await asyncio.sleep(POLL_S)
+        else:
+            return listener
 
 
 class Deployment:
-    """A running endpoint. `models` are the served names, the default first."""
+    """A running endpoint. `models` are the names it was started with, the default first."""
 
-    def __init__(self, config: Config, replicas: dict[str, Any]) -> None:
+    def __init__(self, config: Config) -> None:
         host = config.endpoint.listen
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
         self.url = f"http://[{host}]:{config.endpoint.port}" if ":" in host else f"http://{host}:{config.endpoint.port}"
         self.models = [model.name for model in config.models]
-        self._replicas = replicas
 
     def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait for the running ones, at most `timeout_s`; what still runs then is ended."""
-        ends = time.monotonic() + timeout_s
-        self._call("drain")
-        while time.monotonic() < ends - FLUSH_S:
-            answers = self._call("stats")
-            # One that does not answer in time may still be busy.
-            if not any(answer is None or answer.get("running") or answer.get("waiting") for answer in answers):
-                break
-            time.sleep(POLL_S)
-        else:
-            self._call("drain", True)
-        time.sleep(FLUSH_S)
+        """Refuse new requests of every model that is served now, and wait for the running ones, at most `timeout_s`;
+        what still runs then is ended."""
+        replicas = find_replicas([entry.model for entry in registry.entries()])
+        asyncio.run(drain(replicas, timeout_s))
 
     def stop(self) -> None:
         """Nothing to give back: every process belongs to the cluster's Ray, which its owner ends."""
-
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of the replicas that live; None from one that does not answer within two seconds."""
-        references = [getattr(handle, method).remote(*arguments) for handle in self._replicas.values()]
-        ray.wait(references, num_returns=len(references), timeout=2.0)
-        answers: list[Any] = []
-        for reference in references:
-            try:
-                answers.append(ray.get(reference, timeout=0.1))
-            except GetTimeoutError:
-                answers.append(None)
-            except RayError:
-                # A replica that died has nothing left to drain.
-                continue
-        return answers
 
 
 def deploy(config: Config, home: Home, *, report: Report) -> Deployment:
@@ -97,8 +126,8 @@ def deploy(config: Config, home: Home, *, report: Report) -> Deployment:
     replicas = start_actors(config)
     report("Starting the endpoint and loading models", None)
     _start_endpoint(config)
-    _await_models(config, replicas, report)
-    deployment = Deployment(config, replicas)
+    asyncio.run(wait_until_ready(replicas, config.timeouts.model_load_s, report))
+    deployment = Deployment(config)
     report("Waiting for the endpoint", None)
     _await_health(deployment.url)
     return deployment
@@ -107,37 +136,19 @@ def deploy(config: Config, home: Home, *, report: Report) -> Deployment:
 def _start_endpoint(config: Config) -> None:
     # Serve tells every step at INFO; `report` tells the user what matters.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    options = HTTPOptions(host=config.endpoint.listen, port=config.endpoint.port, keep_alive_timeout_s=60)
-    serve.start(proxy_location="HeadOnly", http_options=options)
+    serve.start(proxy_location="Disabled")
     ingress = serve.deployment(
         Endpoint,
         name="endpoint",
         num_replicas=1,
-        # The replicas' queues are the limit, with an error that says so; Serve's own would only wait.
-        max_ongoing_requests=100_000,
+        health_check_period_s=HEALTH_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=1,
         ray_actor_options={"num_cpus": 0},
     )
     target = serve.RunTarget(ingress.bind(config), name=APPLICATION, route_prefix="/")
     # Not awaited here but by `_await_health`: it comes up while the models load.
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-
-
-def _await_models(config: Config, replicas: dict[str, Any], report: Report) -> None:
-    ends = time.monotonic() + config.timeouts.model_load_s
-    waiting = dict(replicas)
-    while waiting:
-        for name, handle in list(waiting.items()):
-            progress: dict[str, Any] = ray.get(handle.progress.remote(), timeout=60)
-            if progress["error"]:
-                raise from_wire(progress["error"])
-            if progress["ready"]:
-                del waiting[name]
-            else:
-                report(f"{name}: {progress['what']}", progress["fraction"])
-        if waiting and time.monotonic() > ends:
-            raise ModelLoadError(f"{', '.join(waiting)} did not load within {config.timeouts.model_load_s:.0f} s")
-        time.sleep(POLL_S)
 
 
 def _await_health(url: str) -> None:
@@ -148,10 +159,15 @@ def _await_health(url: str) -> None:
             try:
                 answer = client.get(f"{url}/health")
             except httpx.HTTPError as error:
-                last = str(error)
+                healthy, last = False, str(error)
             else:
-                if answer.status_code == 200:
-                    return
-                last = answer.text
+                healthy, last = answer.status_code == 200, answer.text
+            application = serve.status().applications.get(APPLICATION)
+            status = application.status if application is not None else None
+            # Somebody else may have taken the port meanwhile, and answer in our place.
+            if healthy and status == "RUNNING":
+                return
+            if application is not None and status == "DEPLOY_FAILED":
+                raise ClusterError(f"the endpoint does not start: {application.message}")
             time.sleep(POLL_S)
     raise ClusterError(f"the endpoint at {url} did not come up within {ENDPOINT_START_S:.0f} s: {last}")

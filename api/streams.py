@@ -1,7 +1,4 @@
-"""One row's tokens as a stream of text: the part of the pipeline that runs while a model generates.
-
-``tokens -> characters -> stop strings -> tool calls -> events``, on the event loop, a few microseconds a token.
-"""
+"""Running rows as streams of events: reading them, their deadlines, and stopping them."""
 
 from __future__ import annotations
 
@@ -14,8 +11,9 @@ from dataclasses import dataclass
 from ..actors.messages import RowUpdate
 from ..cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
 from .backend import Generation, ServedModel
-from .text import Detokenizer, StopMatcher, TextModel
-from .tool_calls import ToolCall, ToolCallSplitter
+from .logprobs import ShownToken
+from .pipeline import ReasoningDelta, ToolCall
+from .row_text import RowText, TextDelta
 
 _ABORT_WAIT_S = 5.0
 _INTERLEAVED_EVENTS_MAX = 256
@@ -23,25 +21,24 @@ _INTERLEAVED_EVENTS_MAX = 256
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one row, or of several added up. `cached_tokens` of the prompt were not computed again."""
+    """Tokens of one row, or of several added up.
+
+    `cached_tokens` of the prompt were not computed again; `reasoning_tokens` are those of the answer's tokens that went
+    into its block of reasoning, markers included. Of the choices of one prompt only the first counts the prompt.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """More text; never empty."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -52,98 +49,27 @@ class Finished:
     usage: Usage
 
 
-Event = TextDelta | ToolCall | Finished
+Event = TextDelta | ReasoningDelta | ToolCall | Finished
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer."""
+    """A whole answer; `text` is its content. `logprobs` is None where nobody asked for them."""
 
     text: str
     tool_calls: list[ToolCall]
     reason: str
     usage: Usage
-
-
-class RowText:
-    """Makes events of one row's tokens. `stopped` is set once a stop string was found; nothing follows then."""
-
-    def __init__(
-        self, text: TextModel, detokenizer: Detokenizer, stops: Sequence[str], splitter: ToolCallSplitter | None
-    ) -> None:
-        self._text = text
-        self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops)
-        self._splitter = splitter
-        self.stopped = False
-        self.tokens = 0
-        self.calls = 0
-
-    def add(self, tokens: list[int]) -> list[TextDelta | ToolCall]:
-        pieces: list[str | ToolCall] = []
-        for token in tokens:
-            if self.stopped:
-                break
-            self.tokens += 1
-            if not self._hidden(token):
-                self._feed(self._detokenizer.add(token), pieces)
-        if self.stopped:
-            self._end(pieces)
-        return self._events(pieces)
-
-    def finish(self) -> list[TextDelta | ToolCall]:
-        """What was held back."""
-        pieces: list[str | ToolCall] = []
-        self._feed(self._detokenizer.flush(), pieces)
-        if not self.stopped:
-            self._split(self._stops.flush(), pieces)
-        self._end(pieces)
-        return self._events(pieces)
-
-    def _hidden(self, token: int) -> bool:
-        if token not in self._text.hidden_tokens:
-            return False
-        if self._splitter is None or token in self._text.end_tokens:
-            return True
-        # Some models write a call's name and arguments between special tokens, so inside a call they count as text.
-        return not (self._splitter.inside or token in self._text.tool_call_tokens)
-
-    def _feed(self, piece: str, pieces: list[str | ToolCall]) -> None:
-        if piece:
-            shown, self.stopped = self._stops.add(piece)
-            self._split(shown, pieces)
-
-    def _split(self, shown: str, pieces: list[str | ToolCall]) -> None:
-        if self._splitter is None:
-            pieces.append(shown)
-        elif shown:
-            pieces.extend(self._splitter.add(shown))
-
-    def _end(self, pieces: list[str | ToolCall]) -> None:
-        if self._splitter is not None:
-            pieces.extend(self._splitter.flush())
-
-    def _events(self, pieces: list[str | ToolCall]) -> list[TextDelta | ToolCall]:
-        events: list[TextDelta | ToolCall] = []
-        text = ""
-        for piece in pieces:
-            if isinstance(piece, str):
-                text += piece
-                continue
-            self.calls += 1
-            if text:
-                events.append(TextDelta(text))
-                text = ""
-            events.append(piece)
-        if text:
-            events.append(TextDelta(text))
-        return events
+    reasoning: str = ""
+    logprobs: list[ShownToken] | None = None
 
 
 class TextStream:
     """One running row as text. Iterate it once, or `collect` it; then or instead `abort` it.
 
     Args:
+        prompt_tokens: length of the prompt in tokens.
+        choice: which of the prompt's choices it is.
         deadline: by the event loop's clock.
         abort: starts taking a generation out of its batch, in a task that nobody's cancellation ends.
 
@@ -161,6 +87,7 @@ class TextStream:
         *,
         model: ServedModel,
         prompt_tokens: int,
+        choice: int = 0,
         deadline: float,
         abort: Callable[[Generation], asyncio.Task[None]],
     ) -> None:
@@ -172,6 +99,7 @@ class TextStream:
         self._generation = generation
         self._updates = aiter(generation)
         self._row = row
+        self._choice = choice
         self._deadline = deadline
         self._abort = abort
         self._over = False
@@ -203,20 +131,24 @@ class TextStream:
                 self._over = finish is not None
                 if finish == "error":
                     raise from_wire(update.error or {"kind": "GenerationFailed", "message": "the row failed"})
-                for event in self._row.add(update.tokens):
+                for event in self._row.add(update.tokens, update.logprobs):
                     yield event
                 if self._row.stopped:
                     finish = "stop"
                     await self.abort()
             if finish not in ("stop", "length"):
                 raise GenerationFailed(f"the row ended with {finish!r} before its answer was complete")
-            if not self._row.stopped:
-                for event in self._row.finish():
-                    yield event
-            reason = "tool_calls" if self._row.calls and finish == "stop" else finish
-            yield Finished(reason, Usage(self.prompt_tokens, self._row.tokens, self._cached_tokens))
+            for event in self._row.finish():
+                yield event
+            yield Finished("tool_calls" if self._row.calls and finish == "stop" else finish, self._usage())
         finally:
             await self.abort()
+
+    def _usage(self) -> Usage:
+        row = self._row
+        if self._choice:
+            return Usage(0, row.tokens, 0, row.reasoning_tokens)
+        return Usage(self.prompt_tokens, row.tokens, self._cached_tokens, row.reasoning_tokens)
 
     async def _next(self) -> RowUpdate:
         timeout = asyncio.timeout_at(self._deadline)
@@ -227,7 +159,9 @@ class TextStream:
             raise GenerationFailed("the replica ended the row without an end of its answer") from None
         except TimeoutError:
             if timeout.expired():
-                raise DeadlineExceeded("the request took longer than timeouts.request_s allows") from None
+                raise DeadlineExceeded(
+                    "the request took longer than its timeout_s or timeouts.request_s allows"
+                ) from None
             raise
 
     async def collect(self) -> Answer:
@@ -237,15 +171,23 @@ class TextStream:
             SatchelError: as iterating does.
         """
         text: list[str] = []
+        reasoning: list[str] = []
         calls: list[ToolCall] = []
+        logprobs: list[ShownToken] | None = [] if self._row.follows_tokens else None
         try:
             async for event in self:
                 if isinstance(event, TextDelta):
                     text.append(event.text)
+                    if logprobs is not None:
+                        logprobs += event.logprobs or ()
+                elif isinstance(event, ReasoningDelta):
+                    reasoning.append(event.text)
                 elif isinstance(event, ToolCall):
                     calls.append(event)
                 else:
-                    return Answer("".join(text), calls, event.reason, event.usage)
+                    return Answer(
+                        "".join(text), calls, event.reason, event.usage, reasoning="".join(reasoning), logprobs=logprobs
+                    )
         finally:
             await self.abort()
         raise GenerationFailed("the row ended without an end of its answer")

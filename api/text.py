@@ -7,7 +7,9 @@ seconds and belong in a worker thread; a `Detokenizer` and a `StopMatcher` cost 
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +22,8 @@ REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so a window this long that still ends in U+FFFD holds bytes that are invalid.
 _HELD_TOKENS_MAX = 8
 _CONTEXT_TOKENS = 6
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _bytes_by_character() -> dict[str, int]:
@@ -90,33 +94,36 @@ class WindowDetokenizer:
 
 
 class StopMatcher:
-    """Finds stop strings in text that arrives in pieces, and never lets a part of one out.
+    """Finds stop strings in text that arrives in pieces, and never lets a part of one out; a stage of a `Pipeline`.
 
     The match that ends first wins, and of those that end together the longest. So the result does not depend on how
-    the text was cut into pieces.
+    the text was cut into pieces. `matched` is set by a match; no more text comes out then.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self.matched = False
 
-    def add(self, text: str) -> tuple[str, bool]:
-        """The text that can go out, and whether a stop string was found. After a match no more text comes out."""
-        if not self._stops:
-            return text, False
+    def add(self, text: str) -> list[str]:
+        """The text that can go out."""
+        if self.matched:
+            return []
         buffer = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         if found:
+            self.matched = True
+            cut = min(found)[1]
             self._held = ""
-            return buffer[: min(found)[1]], True
-        cut = len(buffer) - longest_held(buffer, self._stops)
-        self._held = buffer[cut:]
-        return buffer[:cut], False
+        else:
+            cut = len(buffer) - longest_held(buffer, self._stops)
+            self._held = buffer[cut:]
+        return [buffer[:cut]] if cut else []
 
-    def flush(self) -> str:
+    def flush(self) -> list[str]:
         """What was held back because a stop string might have begun there."""
         held, self._held = self._held, ""
-        return held
+        return [held] if held else []
 
 
 def longest_held(text: str, markers: Iterable[str]) -> int:
@@ -132,14 +139,15 @@ def longest_held(text: str, markers: Iterable[str]) -> int:
 
 
 class TextModel:
-    """The text side of one served model: its tokenizer, its chat template and its form of tool calls.
+    """The text side of one served model: its tokenizer, its chat template and its forms of tool calls and reasoning.
 
-    Thread-safe. `hidden_tokens` never become text: special tokens and every end-of-sequence token.
-    `tool_call_tokens` are those of them that mark tool calls.
+    Thread-safe. `hidden_tokens` never become text: special tokens and every end-of-sequence token. `tool_call_tokens`
+    and `think_tokens` mark tool calls and reasoning, whether they are hidden or not. `byte_level` says that a token's
+    bytes are the same wherever it stands.
 
     Args:
         wrapper: mlx-lm's `TokenizerWrapper`.
-        sampling: the model's own `temperature`, `top_p` and `top_k`, for requests that are silent about them.
+        sampling: the model's own sampling by field, for requests that are silent about it.
     """
 
     def __init__(self, wrapper: Any, *, name: str = "", sampling: Mapping[str, float] | None = None) -> None:
@@ -148,7 +156,7 @@ class TextModel:
         self._wrapper = wrapper
         self._tokenizer = wrapper._tokenizer
         self._backend = _rust_tokenizer(self._tokenizer)
-        self._byte_level = self._backend is not None and _is_byte_level(self._backend)
+        self.byte_level = self._backend is not None and _is_byte_level(self._backend)
         self._pieces: dict[int, bytes] = {}
         self._bytes = _bytes_by_character()
         # Unicode normalization makes at most a handful of characters into one.
@@ -161,27 +169,53 @@ class TextModel:
         self.tool_parser: Callable[[str, Any], Any] | None = wrapper.tool_parser
         markers = (*(wrapper.tool_call_start_tokens or ()), *(wrapper.tool_call_end_tokens or ()))
         self.tool_call_tokens = frozenset(markers) - self.end_tokens
+        self.has_thinking = bool(wrapper.has_thinking)
+        self.think_start: str = wrapper.think_start or ""
+        self.think_end: str = wrapper.think_end or ""
+        markers = (*(wrapper.think_start_tokens or ()), *(wrapper.think_end_tokens or ()))
+        self.think_tokens = frozenset(markers) - self.end_tokens
 
     def _special_added(self) -> frozenset[int]:
         added = self._tokenizer.added_tokens_decoder
         return frozenset(token for token, entry in added.items() if entry.special)
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt text of a conversation, up to where the assistant begins.
 
+        Args:
+            template_kwargs: variables for the template, such as `enable_thinking`.
+
         Raises:
-            InvalidRequest: the model has no chat template, or its template refuses these messages.
+            InvalidRequest: the model has no chat template, its template refuses these messages, or a variable has a
+                name that is taken.
         """
         if not self._wrapper.has_chat_template:
             raise InvalidRequest(f"the model {self.name!r} has no chat template; use /v1/completions", param="model")
+        extra = dict(template_kwargs or {})
+        if extra and (taken := _taken_names() & extra.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs: {min(taken)!r} is not for callers to set", param="chat_template_kwargs"
+            )
         try:
             # A template is a program that comes with the model: it may fail in any way on messages it does not expect.
             return self._wrapper.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, tokenize=False
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **extra
             )
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the model's chat template refused: {reason}", param="messages") from error
+
+    def ends_in_thought(self, prompt: str) -> bool:
+        """Whether `prompt` ends with an opened block of reasoning, so that the answer begins inside it."""
+        if not self.has_thinking:
+            return False
+        at = prompt.rfind(self.think_start)
+        return at >= 0 and not prompt[at + len(self.think_start) :].strip()
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Token ids of `text`. `special_tokens` adds those that the tokenizer puts around a text by itself.
@@ -210,9 +244,24 @@ class TextModel:
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """A fresh detokenizer for one row. `context`: the tokens that the text continues, where it continues some."""
-        if self._byte_level:
+        if self.byte_level:
             return ByteDetokenizer(self._piece)
         return WindowDetokenizer(self.decode, context)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of `token` in the middle of a text. Where not `byte_level`, its neighbours may change them."""
+        if self.byte_level:
+            return self._piece(token)
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._bytes_alone(token)
+        return piece
+
+    def _bytes_alone(self, token: int) -> bytes:
+        if self._backend is not None and (byte := _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or "")):
+            return bytes.fromhex(byte[1])
+        # Decoders may strip a leading space, but not that of a second token.
+        return self.decode([token, token])[len(self.decode([token])) :].encode()
 
     def _piece(self, token: int) -> bytes:
         piece = self._pieces.get(token)
@@ -226,6 +275,13 @@ class TextModel:
                 piece = written.encode("utf-8")
             self._pieces[token] = piece
         return piece
+
+
+def _taken_names() -> set[str]:
+    """What transformers and the code above pass to a template themselves."""
+    from transformers import PreTrainedTokenizerBase
+
+    return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages", "conversations"}
 
 
 def _rust_tokenizer(tokenizer: Any) -> Any | None:
@@ -277,8 +333,16 @@ def _own_sampling(path: Path) -> dict[str, float]:
         return {}
     if not isinstance(config, dict):
         return {}
-    if config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    limits = {"temperature": (0.0, 10.0), "top_p": (1e-9, 1.0), "top_k": (0, 2**31 - 1)}
+    limits = {
+        "temperature": (0.0, 10.0),
+        "top_p": (1e-9, 1.0),
+        "top_k": (0, 2**31 - 1),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (1e-9, 10.0),
+    }
     own = {name: config[name] for name in limits if type(config.get(name)) in (int, float)}
-    return {name: value for name, value in own.items() if limits[name][0] <= value <= limits[name][1]}
+    own = {name: value for name, value in own.items() if limits[name][0] <= value <= limits[name][1]}
+    if config.get("do_sample") is False:
+        # The filters do nothing there; the penalty does.
+        own = {"temperature": 0.0} | {name: own[name] for name in ("repetition_penalty",) if name in own}
+    return own

@@ -8,21 +8,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from .pipeline import Piece, Skipped, ToolCall
 from .text import longest_held
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One complete call. `index` counts the calls of an answer; `arguments` is JSON text."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str
-
 
 Parse = Callable[[str], list[tuple[str, str]]]
 """From the text between the markers to (name, arguments as JSON text) pairs; ValueError where it is malformed."""
@@ -60,7 +49,7 @@ def _checked(call: Any) -> tuple[str, str]:
 
 
 class ToolCallSplitter:
-    """Splits an answer into text and tool calls, whatever the pieces in which it arrives.
+    """Splits an answer into text and tool calls, whatever the pieces in which it arrives; a stage of a `Pipeline`.
 
     Text that is not a well-formed call comes out unchanged, markers included. White space that touches a call belongs
     to the call and is dropped, so it is held back until it is known what follows it.
@@ -83,16 +72,16 @@ class ToolCallSplitter:
         self.inside = False
         """Whether the text so far ends within a call."""
 
-    def add(self, text: str) -> list[str | ToolCall]:
+    def add(self, text: str) -> list[Piece]:
         self._buffer += text
-        out: list[str | ToolCall] = []
+        out: list[Piece] = []
         while self._step(out):
             pass
         return out
 
-    def flush(self) -> list[str | ToolCall]:
+    def flush(self) -> list[Piece]:
         """What is left at the end of the answer. An unfinished call comes out as text."""
-        out: list[str | ToolCall] = []
+        out: list[Piece] = []
         if self.inside and not self._end:
             self._close(self._buffer, "", out)
         elif self.inside:
@@ -100,12 +89,12 @@ class ToolCallSplitter:
         else:
             self._text(self._buffer, out)
         self._buffer = ""
-        if self._space and not self._after_call:
-            out.append(self._space)
+        if self._space:
+            out.append(Skipped(self._space) if self._after_call else self._space)
         self._space = ""
         return out
 
-    def _step(self, out: list[str | ToolCall]) -> bool:
+    def _step(self, out: list[Piece]) -> bool:
         """Consume what is decided; False once more text is needed."""
         marker = self._end if self.inside else self._start
         at = self._buffer.find(marker, self._searched) if marker else -1
@@ -126,28 +115,31 @@ class ToolCallSplitter:
             self.inside = True
         return True
 
-    def _close(self, body: str, end: str, out: list[str | ToolCall]) -> None:
+    def _close(self, body: str, end: str, out: list[Piece]) -> None:
         self.inside = False
         try:
             calls = self._parse(body)
         except ValueError:
             self._text(self._start + body + end, out)
             return
+        out.append(Skipped(self._space + self._start + body + end))
         for name, arguments in calls:
             out.append(ToolCall(self._count, f"call_{secrets.token_hex(12)}", name, arguments))
             self._count += 1
         self._space = ""
         self._after_call = True
 
-    def _text(self, text: str, out: list[str | ToolCall]) -> None:
+    def _text(self, text: str, out: list[Piece]) -> None:
         solid = text.rstrip()
         if not solid:
             self._space += text
             return
+        whole = self._space + solid
         if self._after_call:
-            whole = solid.lstrip()
-        else:
-            whole = self._space + solid
+            shown = whole.lstrip()
+            if len(shown) < len(whole):
+                out.append(Skipped(whole[: len(whole) - len(shown)]))
+            whole = shown
         self._space = text[len(solid) :]
         self._after_call = False
         out.append(whole)

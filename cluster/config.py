@@ -6,15 +6,18 @@ Units are the last word of each name: `_s` seconds, `_bytes`, `_tokens`. Sizes m
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
+
+T = TypeVar("T")
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -42,14 +45,16 @@ class Endpoint:
     listen: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     body_bytes_max: Bytes = 32 * 2**20
+    unread_tokens_max: Count = 4096
+    """A row whose client has this many tokens still to read is ended: a slow reader holds no place."""
 
 
 @validated(frozen=True, config=_STRICT)
 class Model:
     """One served model.
 
-    `source` is a Hub id (`mlx-community/Qwen3-0.6B-4bit`), a folder, or `embedded:NAME` for one that ships with
-    Satchel. The first model in the list is the default of the endpoint.
+    `source` is a Hub id (`mlx-community/Qwen3-0.6B-4bit`, with `@REVISION` a certain state of it), a folder, or
+    `embedded:NAME` for one that ships with Satchel. The first model in the list is the default of the endpoint.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
@@ -57,6 +62,10 @@ class Model:
     replicas: Count = 1
     context_tokens_max: Count | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    weights: Literal["auto", "stored", "dequantized"] = "auto"
+    """Whether quantized weights are multiplied as they are; `auto` takes what the device is faster with."""
+    adapter: Annotated[str, Field(min_length=1)] | None = None
+    """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. The model with it is another model."""
 
     @property
     def slug(self) -> str:
@@ -70,7 +79,13 @@ class Scheduling:
 
     rows_max: Count = 32
     queue_requests_max: Count = 256
-    prefill_chunk_tokens: Annotated[int, Field(ge=256, multiple_of=256)] = 512
+    prefill_chunk_tokens: Annotated[int, Field(ge=256, multiple_of=256)] = 2048
+    prefill_rows_max: Count = 8
+    """How many prompts share the prefill work of a step."""
+    prefill_pause_s: Seconds = 0.25
+    """How long running rows may wait for one prefill chunk; chunks are cut to the measured rate."""
+    max_tokens_max: Count | None = None
+    """The most tokens a request may ask for; None leaves it to the context."""
     kv_bytes_max: Bytes | None = None
     """KV memory of the running batch; None takes a quarter of the machine's memory, shared by its replicas."""
     prefix_bytes_max: Bytes = 512 * 2**20
@@ -79,11 +94,11 @@ class Scheduling:
 
 @validated(frozen=True, config=_STRICT)
 class Routing:
-    policy: Literal["satchel", "round_robin"] = "satchel"
+    policy: Literal["satchel", "prefix", "least_loaded", "round_robin"] = "satchel"
     replica_timeout_s: Seconds = 5.0
     """A replica that has not reported for this long is avoided."""
     sticky_penalty_s_max: Seconds = 2.0
-    """An agent leaves its replica when another one would answer this much sooner."""
+    """An agent leaves its replica when another one would answer sooner by this and by what it would compute again."""
 
 
 @validated(frozen=True, config=_STRICT)
@@ -161,21 +176,45 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
     Raises:
         ConfigError: naming every wrong place by its path.
     """
+    config = _validated(Config, data if data is not None else {}, source)
+    for index, model in enumerate(config.models):
+        refusal = name_refusal(model, config.models[:index])
+        if refusal is not None:
+            where = f"models[{index}].name"
+            raise ConfigError(f"{source}: {where}: {refusal}", param=where)
+    return config
+
+
+def parse_model(**fields: Any) -> Model:
+    """One model from its fields, of which None means the default.
+
+    Raises:
+        ConfigError: naming every wrong field.
+    """
+    return _validated(Model, {name: value for name, value in fields.items() if value is not None}, "model")
+
+
+def name_refusal(model: Model, others: Iterable[Model]) -> str | None:
+    """Why the model's name cannot stand beside those of `others`; None where it can.
+
+    Replicas are named by the slug, so two models must differ in it.
+    """
+    if not model.slug:
+        return "needs a letter or a digit"
+    for other in others:
+        if other.slug == model.slug:
+            return (
+                f"two models are called {other.name!r}" if other.name == model.name else f"too much like {other.name!r}"
+            )
+    return None
+
+
+def _validated(kind: type[T], data: Any, source: str) -> T:
     try:
-        config = TypeAdapter(Config).validate_python(data if data is not None else {})
+        return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         details = [f"{_where(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ConfigError(f"{source}: " + "; ".join(details), param=_where(error.errors()[0]["loc"])) from None
-    slugs = [model.slug for model in config.models]
-    for index, model in enumerate(config.models):
-        where = f"models[{index}].name"
-        if not model.slug:
-            raise ConfigError(f"{source}: {where}: needs a letter or a digit", param=where)
-        if model.slug in slugs[:index]:
-            other = config.models[slugs.index(model.slug)].name
-            what = f"two models are called {other!r}" if other == model.name else f"too much like {other!r}"
-            raise ConfigError(f"{source}: {where}: {what}", param=where)
-    return config
 
 
 def load_config(path: Path) -> Config:

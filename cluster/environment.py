@@ -34,11 +34,6 @@ def default_home() -> Home:
     return Home(Path(given).expanduser().absolute() if given else Path.home() / ".satchel")
 
 
-def is_offline() -> bool:
-    """Whether the user forbade the Hub (HF_HUB_OFFLINE)."""
-    return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in {"1", "true", "yes", "on"}
-
-
 def ray_settings(token_path: Path) -> dict[str, str]:
     """The variables by which every process of a cluster on one machine is told how to behave."""
     return {
@@ -52,6 +47,9 @@ def ray_settings(token_path: Path) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DISABLE_DASHBOARD_LOG_INFO": "1",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Ray would start an idle worker of 90 MB for every CPU.
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
         # Importing torch-like extras only to say that they are missing.
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -7,6 +7,7 @@
     │   ├── InvalidRequest          400
     │   ├── ContextLengthExceeded   400
     │   ├── ModelNotFound           404
+    │   ├── SlowReader              408  the answer was read too slowly
     │   ├── AgentBusy               409
     │   └── RequestTooLarge         413
     ├── Unavailable                 503  try again after `retry_after_s`
@@ -70,6 +71,11 @@ class ContextLengthExceeded(RequestError):
 class ModelNotFound(RequestError):
     status = 404
     code = "model_not_found"
+
+
+class SlowReader(RequestError):
+    status = 408
+    code = "slow_reader"
 
 
 class AgentBusy(RequestError):

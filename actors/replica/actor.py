@@ -1,8 +1,8 @@
 """The replica actor: one model in one process. A thin shell: Ray outside, `Engine` inside.
 
-Three threads: the engine's (all MLX work), the reporter's (heartbeats to the router), and Ray's event loop (calls).
-A *consumer* is a process that submits rows and reads one stream of frames for all of them; when it stops renewing
-its lease, its rows are taken out.
+Four threads: the engine's (all MLX work), the reporter's (heartbeats to the router), one that looks whether the replica
+is still wanted, and Ray's event loop (calls). A *consumer* is a process that submits rows and reads one stream of
+frames for all of them; when it stops renewing its lease, its rows are taken out.
 """
 
 from __future__ import annotations
@@ -10,25 +10,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from ...cluster.config import Model, Scheduling
-from ...cluster.errors import InvalidRequest, ModelLoadError, NoReplica, SatchelError
-from ..handles import ROUTER, actor_handle
+from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable
+from .. import registry
+from ..handles import ROUTER, actor_handle, replica_actor_name
 from ..messages import Frame, GenerateRequest, ReplicaReport, RowUpdate, decode, encode
-from . import models
-from .engine import Engine
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
 REPORT_S = 0.5
+SWITCH_S = 0.0005
+"""How long the engine's thread may keep the interpreter from the others. With Python's own 5 ms a call to this actor,
+which changes threads several times, takes ten times as long while the engine works."""
+
 LEASE_S = 10.0
 STUCK_S = 60.0
 """An engine whose step takes longer than this does not answer any more, for `/health`."""
@@ -55,10 +63,18 @@ class _Loading:
 class ReplicaActor:
     """Serves one model. Named `replica:<name>` in the cluster's namespace.
 
+    It lives as long as its model is served (see `registry`), or somebody loads or unloads it, which shows in calls of
+    `progress` or `stats`: so a driver that is killed in the middle of either leaves nothing behind.
+
     Args:
         name: the replica's id, unique in the cluster.
         kv_bytes_max: memory for the KV of the decoding batch.
     """
+
+    unwanted_s = 30.0
+    """How long nobody may have asked about a replica whose model is not served before it ends."""
+
+    unwanted_poll_s = 5.0
 
     def __init__(self, name: str, model: Model, scheduling: Scheduling, kv_bytes_max: int) -> None:
         self._name = name
@@ -66,17 +82,21 @@ class ReplicaActor:
         self._scheduling = scheduling
         self._kv_bytes_max = kv_bytes_max
         self._incarnation = uuid.uuid4().hex
+        sys.setswitchinterval(SWITCH_S)
         self._loading = _Loading()
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._consumers: dict[str, _Consumer] = {}
         self._reaper: asyncio.Task[None] | None = None
+        self._asked = True
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
+        threading.Thread(target=self._end_when_unwanted, name="wanted", daemon=True).start()
 
     # Documented methods, for `cluster.replicas()`.
 
     async def progress(self) -> dict[str, Any]:
         """What the replica is doing until it is ready: `what`, `fraction` (or None), `ready`, `error` (or None)."""
+        self._asked = True
         error = self._loading.error
         return {
             "what": self._loading.what,
@@ -98,12 +118,15 @@ class ReplicaActor:
             "context_tokens": loaded.context_tokens,
             "vocabulary_size": loaded.vocabulary_size,
             "dtype": loaded.dtype,
+            "weights": loaded.weights,
+            "layers": loaded.spec.describe(),
             "created": int((loaded.folder / "config.json").stat().st_mtime),
             "pid": os.getpid(),
         }
 
     async def stats(self) -> dict[str, Any]:
         """Live numbers: running and waiting rows, token totals, prefix memory."""
+        self._asked = True
         engine = self._engine
         if engine is None:
             return {"replica": self._name, "model": self._model.name, "answers": False}
@@ -130,7 +153,7 @@ class ReplicaActor:
         loop = asyncio.get_running_loop()
         consumer = self._consumer(message.consumer)
         if message.request_id in consumer.rows:
-            return InvalidRequest(f"request {message.request_id} is already running").to_wire()
+            return Unavailable(f"request {message.request_id} has not left yet").to_wire()
         consumer.rows.add(message.request_id)
         answer: asyncio.Future[SatchelError | None] = loop.create_future()
 
@@ -218,10 +241,16 @@ class ReplicaActor:
     # The engine's thread.
 
     def _run_engine(self) -> None:
+        # Here, so that whoever starts this actor need not import MLX, and the event loop answers meanwhile.
+        from . import models
+        from .engine import Engine
+
         try:
             loaded = models.load(
                 self._model.source,
                 dtype=self._model.dtype,
+                adapter=self._model.adapter,
+                weights=self._model.weights,
                 context_tokens_max=self._model.context_tokens_max,
                 progress=self._note_progress,
             )
@@ -248,14 +277,33 @@ class ReplicaActor:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._deliver, updates)
 
+    # The thread that looks whether the replica is wanted.
+
+    def _end_when_unwanted(self) -> None:
+        idle_s = 0.0
+        while idle_s < self.unwanted_s:
+            # By the polls and not by the clock: a process that stood still has heard nobody ask meanwhile.
+            time.sleep(self.unwanted_poll_s)
+            asked, self._asked = self._asked, False
+            try:
+                idle_s = 0.0 if asked or registry.holds(self._model) else idle_s + self.unwanted_poll_s
+            except Exception as error:
+                # Whatever it is: this thread must live, or the process never ends.
+                logger.warning("the control store does not answer: %s", error)
+        logger.warning("%s is not served and nobody asks about %s: it ends", self._model.name, self._name)
+        try:
+            ray.kill(actor_handle(replica_actor_name(self._name)), no_restart=True)
+        except (RayError, ValueError):
+            os._exit(0)
+
     # The reporter's thread.
 
     def _report_forever(self) -> None:
         sequence, full = 0, True
         while True:
-            report, events_taken = self._snapshot(sequence, full)
-            sequence += 1
             try:
+                report, events_taken = self._snapshot(sequence, full)
+                sequence += 1
                 router = actor_handle(ROUTER)
                 complete = ray.get(router.report.remote(encode(report)), timeout=REPORT_S * 4)
                 full = not (complete and events_taken)
@@ -304,4 +352,6 @@ def _merge(before: RowUpdate, update: RowUpdate) -> RowUpdate:
         update,
         tokens=before.tokens + update.tokens,
         cached_tokens=before.cached_tokens if update.cached_tokens is None else update.cached_tokens,
+        # An entry a token, or none at all; an update without tokens has none either way.
+        logprobs=(before.logprobs or []) + (update.logprobs or []) if before.logprobs or update.logprobs else None,
     )

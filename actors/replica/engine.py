@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +26,13 @@ from ...cluster.errors import (
     InvalidRequest,
     QueueFull,
     SatchelError,
+    Unavailable,
 )
-from ..kv_store.blocks import BLOCK_TOKENS, block_ids
+from ..kv_store.blocks import BLOCK_TOKENS
 from ..messages import GenerateRequest, RowUpdate
-from .executor import BatchExecutor
-from .kv_cache import slab_bytes
+from .executor import BatchExecutor, Ready
+from .memory import RowMemory, Sequence
 from .models import LoadedModel
-from .prefix import PrefixCache
 from .scheduler import Chunk, Limits, Row, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,18 @@ logger = logging.getLogger(__name__)
 Argument = TypeVar("Argument")
 
 RATE_SMOOTHING = 0.2
+RATE_RISE = 0.6
+"""Rates rise faster than they fall: a device's first chunk also compiles its kernels."""
+
 RATE_TOKENS_MIN = 64
 """Shorter chunks measure the cost of a call, not of a token."""
+
+FULL_CHUNK_TOKENS = 512
+FIRST_CHUNK_TOKENS = 256
+"""The prefill budget of a step before the rate is known."""
+
+IDLE_PAUSE_S = 0.5
+"""What a step's prefill may take while nothing decodes: commands are heard between two steps."""
 
 
 class Outbox(Protocol):
@@ -58,22 +69,6 @@ class Counters:
     generated_tokens: int = 0
     steps: int = 0
     prefill_tokens_per_s: float = 0.0
-
-
-@dataclass
-class _Sequence:
-    """A request with its tokens so far. `stored` counts the whole blocks already in the prefix cache."""
-
-    request: GenerateRequest
-    tokens: list[int]
-    ids: list[bytes]
-    emitted: int = 0
-    stored: int = 0
-    cached: int | None = None
-
-    @property
-    def id(self) -> str:
-        return self.request.request_id
 
 
 @dataclass(frozen=True)
@@ -103,18 +98,15 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, scheduling: Scheduling, kv_bytes_max: int, outbox: Outbox) -> None:
         self.loaded = loaded
-        self.limits = Limits(
-            rows_max=scheduling.rows_max,
-            queue_requests_max=scheduling.queue_requests_max,
-            prefill_chunk_tokens=scheduling.prefill_chunk_tokens,
-            kv_tokens_max=max(1, kv_bytes_max // loaded.spec.bytes_per_token),
-        )
+        self.limits = _limits(loaded, scheduling, kv_bytes_max)
         self.scheduler = Scheduler(self.limits)
-        self.prefixes: PrefixCache = PrefixCache(scheduling.prefix_bytes_max)
+        self._pause_s = scheduling.prefill_pause_s
         self.executor = BatchExecutor(loaded)
+        self.memory = RowMemory(loaded.spec, self.executor, scheduling.prefix_bytes_max)
+        self.prefixes = self.memory.prefixes
         self.counters = Counters()
         self.beat = time.monotonic()
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, Sequence] = {}
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Call | None] = queue.SimpleQueue()
         self._outbox = outbox
         self._out: dict[str, list[RowUpdate]] = defaultdict(list)
@@ -176,6 +168,8 @@ class Engine:
             self._end(request_id, "error", DeadlineExceeded("the request's deadline has passed"))
         for request_id in plan.cut:
             self._end(request_id, "length")
+        for request_id in plan.preempted:
+            self._remember(self.memory.keep_all, self._sequences[request_id])
         self.executor.leave(plan.preempted)
         prefilled = self._prefill()
         decoded = self._decode()
@@ -215,15 +209,21 @@ class Engine:
         if refusal is not None:
             return refusal
         room = self.loaded.context_tokens - len(tokens)
+        sequence = Sequence(request, tokens, list(request.block_ids))
+        keys = tuple(request.block_ids) if self.loaded.spec.reusable else ()
+        rest = array("I", tokens[len(keys) * BLOCK_TOKENS :]).tobytes()
         row = Row(
             request_id=request.request_id,
             prompt=len(tokens) - 1,
             max_tokens=min(request.sampling.max_tokens, room),
             priority=request.priority,
             deadline=time.monotonic() + request.deadline_s,
+            keys=keys,
+            twin=b"".join((*keys[-1:], rest)) if self.loaded.spec.reusable and request.choices > 1 else b"",
+            known=self.memory.known(sequence),
         )
         self.scheduler.add(row)
-        self._sequences[request.request_id] = _Sequence(request, tokens, list(request.block_ids))
+        self._sequences[request.request_id] = sequence
         self.counters.requests += 1
         self.counters.prompt_tokens += len(tokens)
         return None
@@ -233,7 +233,7 @@ class Engine:
         if self._draining.is_set():
             return Draining("the replica is shutting down")
         if request.request_id in self._sequences:
-            return InvalidRequest(f"request {request.request_id} is already running")
+            return Unavailable(f"request {request.request_id} has not left yet")
         if not tokens or max(tokens) >= self.loaded.vocabulary_size or min(tokens) < 0:
             return InvalidRequest("the prompt is empty or has token ids outside the vocabulary", param="prompt")
         if len(tokens) >= context:
@@ -249,21 +249,40 @@ class Engine:
         return None
 
     def _prefill(self) -> bool:
-        budget = self.limits.prefill_chunk_tokens
+        budget = self._prefill_budget()
         worked = False
         while budget > 0:
-            admitted = self.scheduler.admit()
-            if admitted is not None:
+            while (admitted := self.scheduler.admit()) is not None:
                 worked = True
                 self._attempt(admitted, self._open, admitted)
-            chunk = self.scheduler.next_chunk(budget)
-            if chunk is None and admitted is None:
+            chunks = self._next_chunks(budget)
+            if not chunks:
                 break
-            if chunk is not None:
-                worked = True
-                budget -= chunk.stop - chunk.start
-                self._attempt(chunk.request_id, self._compute, chunk)
+            worked = True
+            budget -= sum(chunk.stop - chunk.start for chunk in chunks)
+            self._compute(chunks)
         return worked
+
+    def _next_chunks(self, budget: int) -> list[Chunk]:
+        """Chunks of different rows, of at most `budget` tokens together; those of short prompts run as one."""
+        chunks: list[Chunk] = []
+        while (chunk := self.scheduler.next_chunk(budget)) is not None:
+            if any(chunk.request_id == other.request_id for other in chunks):
+                break
+            self.scheduler.prefilled(chunk)
+            chunks.append(chunk)
+            budget -= chunk.stop - chunk.start
+        return chunks
+
+    def _prefill_budget(self) -> int:
+        """How many tokens this step may prefill: as many as take `prefill_pause_s` where rows are decoding."""
+        rate = self.counters.prefill_tokens_per_s
+        if rate == 0:
+            return min(FIRST_CHUNK_TOKENS, self.limits.prefill_chunk_tokens)
+        pause_s = self._pause_s if self.scheduler.decoding() else max(IDLE_PAUSE_S, self._pause_s)
+        wanted = max(RATE_TOKENS_MIN, min(int(rate * pause_s), self.limits.prefill_chunk_tokens))
+        # A power of two: devices prepare themselves for every new shape, which takes longer than using it.
+        return 1 << (wanted.bit_length() - 1)
 
     def _attempt(self, request_id: str, action: Callable[[Argument], None], argument: Argument) -> None:
         """Do what concerns one row only; if it raises, that row ends and no other."""
@@ -279,12 +298,9 @@ class Engine:
         sequence = self._sequences[request_id]
         row = self.scheduler.row(request_id)
         assert row is not None
-        blocks, tail, tail_tokens, reused = [], None, 0, 0
-        if self.loaded.spec.reusable:
-            hit = self.prefixes.match(sequence.request.root_id, sequence.ids, sequence.tokens, row.prompt)
-            blocks, tail, tail_tokens, reused = hit.blocks, hit.tail, hit.tail_tokens, hit.tokens
-        self.executor.open(request_id, blocks, tail, tail_tokens)
-        sequence.stored = len(blocks)
+        hit = self.memory.find(sequence, row.prompt)
+        self.executor.open(request_id, hit.blocks, hit.tail, hit.tail_tokens)
+        reused = hit.tokens
         if sequence.cached is None:
             sequence.cached = reused
             self.counters.cached_tokens += reused
@@ -293,15 +309,36 @@ class Engine:
         if reused == row.prompt:
             self._start_decoding(sequence)
 
-    def _compute(self, chunk: Chunk) -> None:
-        sequence = self._sequences[chunk.request_id]
+    def _compute(self, chunks: list[Chunk]) -> None:
+        work = [
+            (chunk.request_id, self._sequences[chunk.request_id].tokens[chunk.start : chunk.stop]) for chunk in chunks
+        ]
         started = time.perf_counter()
-        self.executor.prefill(chunk.request_id, sequence.tokens[chunk.start : chunk.stop])
-        self._note_rate(chunk.stop - chunk.start, time.perf_counter() - started)
-        self.scheduler.prefilled(chunk)
-        self._remember(self._store_blocks, sequence, chunk.stop)
+        try:
+            self.executor.prefill(work)
+        except Exception:
+            if len(chunks) > 1:
+                logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
+            for chunk, part in zip(chunks, work, strict=True):
+                self._attempt(chunk.request_id, self._compute_alone, (chunk, part))
+            return
+        self._note_rate(sum(len(tokens) for _, tokens in work), time.perf_counter() - started)
+        for chunk in chunks:
+            self._attempt(chunk.request_id, self._computed, chunk)
+
+    def _compute_alone(self, chunk_and_work: tuple[Chunk, tuple[str, list[int]]]) -> None:
+        chunk, work = chunk_and_work
+        if self.executor.length(chunk.request_id) < chunk.stop:
+            self.executor.prefill([work])
+        self._computed(chunk)
+
+    def _computed(self, chunk: Chunk) -> None:
+        sequence = self._sequences[chunk.request_id]
+        self._remember(self.memory.keep_blocks, sequence, chunk.stop)
         row = self.scheduler.row(chunk.request_id)
         if row is not None and row.done == row.prompt:
+            if sequence.request.choices > 1:
+                self._remember(self.memory.keep_tail, sequence, chunk.stop)
             self._start_decoding(sequence)
 
     def _note_rate(self, tokens: int, seconds: float) -> None:
@@ -309,18 +346,14 @@ class Engine:
             return
         rate = tokens / max(1e-9, seconds)
         old = self.counters.prefill_tokens_per_s
-        self.counters.prefill_tokens_per_s = rate if old == 0 else old + RATE_SMOOTHING * (rate - old)
+        # A short chunk measures the call more than the tokens: it says little of how slow long ones are.
+        fall = RATE_SMOOTHING * min(1.0, tokens / FULL_CHUNK_TOKENS)
+        weight = 1.0 if old == 0 else RATE_RISE if rate > old else fall
+        self.counters.prefill_tokens_per_s = old + weight * (rate - old)
 
-    def _start_decoding(self, sequence: _Sequence) -> None:
+    def _start_decoding(self, sequence: Sequence) -> None:
         request = sequence.request
-        drawn = request.generated + sequence.emitted
-        try:
-            self.executor.join(sequence.id, sequence.tokens[-1], request.sampling, drawn)
-        except Exception:
-            # The batch may be half changed: its rows begin again, and this one ends.
-            self.executor.clear_batch()
-            self.scheduler.requeue_running(but=sequence.id)
-            raise
+        self.executor.join(sequence.id, sequence.tokens, request.sampling, request.generated + sequence.emitted)
 
     def _decode(self) -> bool:
         if not self.scheduler.decoding():
@@ -337,12 +370,17 @@ class Engine:
                 self._end(request_id, "error", GenerationFailed("generation failed in the model"))
             return True
         self.counters.steps += 1
-        for request_id, token in ready:
-            self._take_token(request_id, token)
+        for drawn in ready:
+            self._take_token(drawn)
         return True
 
-    def _take_token(self, request_id: str, token: int) -> None:
+    def _take_token(self, drawn: Ready) -> None:
+        request_id, token = drawn.row_id, drawn.token
         sequence = self._sequences[request_id]
+        if not drawn.sound:
+            self.scheduler.finish(request_id)
+            self._end(request_id, "error", GenerationFailed("the model's output is not a number"))
+            return
         row = self.scheduler.row(request_id)
         assert row is not None
         self.scheduler.decoded(request_id)
@@ -350,65 +388,53 @@ class Engine:
         sequence.emitted += 1
         self.counters.generated_tokens += 1
         sampling = sequence.request.sampling
-        stopped = token in self.loaded.eos_token_ids and not sampling.ignore_eos
-        if not stopped and row.generated < row.max_tokens:
-            self._emit(sequence, RowUpdate(request_id, [token]))
+        stopped = (token in self.loaded.eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        finish = "stop" if stopped else "length" if row.generated >= row.max_tokens else None
+        logprobs = None if drawn.logprobs is None else [drawn.logprobs]
+        update = RowUpdate(request_id, [token], finish, logprobs=logprobs)
+        if finish is None:
+            self._emit(sequence, update)
             return
-        self._remember(self._store_all, sequence)
+        self._remember(self.memory.keep_all, sequence)
         self.scheduler.finish(request_id)
-        self._end(request_id, "stop" if stopped else "length", last=[token])
+        self._leave(request_id, update)
 
-    def _remember(self, store: Callable[..., None], sequence: _Sequence, *arguments: int) -> None:
+    def _remember(self, store: Callable[..., None], sequence: Sequence, *arguments: int) -> None:
         """Keep KV for later. Memory only saves work, so a failure of it fails no request."""
         try:
             store(sequence, *arguments)
         except Exception:
             logger.exception("the KV of request %s is not kept", sequence.id)
 
-    def _end(
-        self, request_id: str, finish: str, error: SatchelError | None = None, last: list[int] | None = None
-    ) -> None:
-        """The last update of a row that the scheduler has let go."""
+    def _end(self, request_id: str, finish: str, error: SatchelError | None = None) -> None:
+        """The end without a token of a row that the scheduler has let go."""
+        self._leave(request_id, RowUpdate(request_id, [], finish, error=error.to_wire() if error else None))
+
+    def _leave(self, request_id: str, last: RowUpdate) -> None:
         sequence = self._sequences.pop(request_id)
         self.executor.leave([request_id])
-        self._emit(sequence, RowUpdate(request_id, last or [], finish, error=error.to_wire() if error else None))
+        self._emit(sequence, last)
 
-    def _store_blocks(self, sequence: _Sequence, computed: int) -> None:
-        """Keep the whole blocks among the first `computed` tokens; the row's caches hold at least those."""
-        if not self.loaded.spec.reusable:
-            return
-        first, last = sequence.stored, min(computed // BLOCK_TOKENS, len(sequence.ids))
-        if last <= first:
-            return
-        spans = [(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS) for index in range(first, last)]
-        wanted = [span for span in spans if sequence.ids[span[0] // BLOCK_TOKENS] not in self.prefixes]
-        slabs = self.executor.cut(sequence.id, wanted)
-        new = [
-            (start // BLOCK_TOKENS, sequence.tokens[start:stop], slab, slab_bytes(slab))
-            for (start, stop), slab in zip(wanted, slabs, strict=True)
-        ]
-        self.prefixes.put_blocks(sequence.ids[:last], new)
-        sequence.stored = last
-
-    def _store_all(self, sequence: _Sequence) -> None:
-        """Keep a finished row: its answer's whole blocks and the open tail.
-
-        The last token's KV belongs to the step in flight; `cut` waits for it.
-        """
-        if not self.loaded.spec.reusable:
-            return
-        root, tokens = sequence.request.root_id, sequence.tokens
-        sequence.ids = block_ids(root, tokens)
-        self._store_blocks(sequence, len(tokens))
-        start = len(sequence.ids) * BLOCK_TOKENS
-        if start < len(tokens):
-            (slab,) = self.executor.cut(sequence.id, [(start, len(tokens))])
-            self.prefixes.put_tail(root, sequence.ids, tokens[start:], slab, slab_bytes(slab))
-
-    def _emit(self, sequence: _Sequence, update: RowUpdate) -> None:
+    def _emit(self, sequence: Sequence, update: RowUpdate) -> None:
         self._out[sequence.request.consumer].append(update)
 
     def _flush(self) -> None:
         if self._out:
             out, self._out = self._out, defaultdict(list)
             self._outbox(out)
+
+
+def _limits(loaded: LoadedModel, scheduling: Scheduling, kv_bytes_max: int) -> Limits:
+    """The scheduler's limits in tokens. Windows and states are counted for every place, the rest is for tokens."""
+    spec = loaded.spec
+    rows_max = scheduling.rows_max
+    if spec.bytes_per_row:
+        rows_max = max(1, min(rows_max, kv_bytes_max // 2 // spec.bytes_per_row))
+    chunk = scheduling.prefill_chunk_tokens
+    return Limits(
+        rows_max=rows_max,
+        queue_requests_max=scheduling.queue_requests_max,
+        prefill_chunk_tokens=min(chunk, spec.snapshot_tokens) if spec.recurrent else chunk,
+        prefill_rows_max=scheduling.prefill_rows_max,
+        kv_tokens_max=max(1, (kv_bytes_max - rows_max * spec.bytes_per_row) // spec.bytes_per_token),
+    )

@@ -4,6 +4,7 @@ Everything here runs on one thread, because a lazy MLX array can be evaluated on
 
 A decode step is pipelined: `step` starts computing token t+1 of every row, then returns token t, which is ready. So
 the Python work between two steps overlaps with the device's. A row that joins is fed the last token of its prompt.
+Rows that join or leave between two steps move together at the next one: every move copies the whole batch.
 """
 
 from __future__ import annotations
@@ -14,117 +15,255 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..messages import Sampling
+from ..messages import Sampling, TokenLogprobs
 from . import kv_cache
-from .kv_cache import Slab
+from .kv_cache import RowView, Slab
 from .models import LoadedModel
-from .sampling import BatchSampler
+from .sampling import BatchSampler, Draw
 
 CLEAR_EVERY_STEPS = 512
+PADDING_MAX = 2.0
+"""How much larger than its tokens a batch of prompts may be."""
+
+SHAPE_TOKENS = 64
+"""Batches of prompts are padded to a multiple of this."""
+
+CLEAR_EVERY_TOKENS = 8192
+"""How often MLX's cache of freed buffers is emptied; prefill leaves many that decoding cannot use."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A row's next token; `logprobs` where the row asked for them. It means nothing unless `sound`: the model's logits
+    were not numbers."""
+
+    row_id: str
+    token: int
+    sound: bool = True
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass
+class _Prefilling:
+    """`spoiled` while the model changes the caches, and for ever if it fails at that."""
+
+    caches: list[Any]
+    length: int
+    spoiled: bool = False
 
 
 @dataclass
 class _Row:
+    """A decoding row. `length` tokens have KV once the step in flight is done; `fed` after its first step."""
+
     row_id: str
-    sampling: Sampling
-    drawn: int
+    length: int
     fed: bool = False
 
 
+@dataclass(frozen=True)
+class _Joining:
+    row: _Row
+    caches: list[Any]
+    token: int
+    sampling: Sampling
+    prompt: Sequence[int]
+    generated: Sequence[int]
+
+
 class BatchExecutor:
-    """Rows being prefilled, each alone, and the batch of rows being decoded together."""
+    """Rows being prefilled, and the batch of rows being decoded together.
+
+    With `batched_prefill` prompts go in as padded batches, if need be of one row. Short ones leave a GPU idle alone;
+    and a batch's mask is an array, where for a row's own cuDNN makes a plan for every new length. A CPU computes no
+    faster for it, and mlx-lm's Mamba layers take the padding into their state.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._model = loaded.model
-        self._prefilling: dict[str, list[Any]] = {}
-        self._rows: list[_Row] = []
-        self._caches: list[Any] = []
-        self._inputs: mx.array | None = None
-        self._sampler: BatchSampler | None = None
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        self.batched_prefill = on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
+        self._prefilling: dict[str, _Prefilling] = {}
+        self._joining: dict[str, _Joining] = {}
+        self._leaving: set[str] = set()
+        self._since_clear = 0
         self._steps = 0
+        self._forget()
 
     def open(self, row_id: str, blocks: Sequence[Slab], tail: Slab | None, tail_tokens: int) -> None:
         """Make room for a row and restore what of its prompt is known."""
         caches = self._loaded.new_caches()
-        if blocks or tail_tokens:
-            kv_cache.restore(caches, blocks, tail, tail_tokens)
-        self._prefilling[row_id] = caches
+        kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
+        self._prefilling[row_id] = _Prefilling(caches, sum(slab.tokens for slab in blocks) + tail_tokens)
 
-    def prefill(self, row_id: str, tokens: Sequence[int]) -> None:
-        """Compute the KV of the row's next `tokens`."""
-        caches = self._prefilling[row_id]
-        self._model(mx.array([list(tokens)]), cache=caches)
-        # The logits are never evaluated, so the output layer is never computed.
-        mx.eval([cache.state for cache in caches])
-        mx.clear_cache()
+    def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Compute the KV of some rows' next tokens, (row id, tokens) each.
 
-    def join(self, row_id: str, token: int, sampling: Sampling, drawn: int) -> None:
-        """Move a prefilled row into the batch.
+        Raises:
+            Exception: whatever the model raises. Rows that `length` says are done are done; any other may be tried
+                again, and fails again where its caches were being changed.
+        """
+        rows = [(self._prefilling[row_id], tokens) for row_id, tokens in work]
+        while self.batched_prefill and rows:
+            # Few different shapes: a device prepares itself for every new one.
+            count = 1 << (len(rows).bit_length() - 1) if self._is_dense(rows) else 1
+            self._prefill_together(rows[:count])
+            rows = rows[count:]
+        for row, tokens in rows:
+            if row.spoiled:
+                raise RuntimeError("the row's caches are half changed")
+            row.spoiled = True
+            self._model(mx.array([list(tokens)]), cache=row.caches)
+            # The logits are never evaluated, so the output layer is never computed.
+            mx.eval([cache.state for cache in row.caches])
+            row.spoiled = False
+            row.length += len(tokens)
+        self._since_clear += sum(len(tokens) for _, tokens in work)
+        if self._since_clear >= CLEAR_EVERY_TOKENS:
+            self._since_clear = 0
+            mx.clear_cache()
+
+    @staticmethod
+    def _is_dense(rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> bool:
+        """Whether little of one batch of these rows would be padding."""
+        lengths = [len(tokens) for _, tokens in rows]
+        held = [row.length for row, _ in rows]
+        places = len(rows) * max(lengths), len(rows) * max(held)
+        return places[0] <= PADDING_MAX * sum(lengths) and places[1] <= PADDING_MAX * (sum(held) + sum(lengths))
+
+    def _prefill_together(self, rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> None:
+        lengths = [len(tokens) for _, tokens in rows]
+        longest = -(-max(lengths) // SHAPE_TOKENS) * SHAPE_TOKENS
+        padding = [longest - length for length in lengths]
+        caches = kv_cache.merge([row.caches for row, _ in rows])
+        for cache in caches:
+            cache.prepare(lengths=lengths, right_padding=padding)
+        self._model(
+            mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(rows, padding, strict=True)]), cache=caches
+        )
+        for cache in caches:
+            cache.finalize()
+        singles = [[cache.extract(index) for cache in caches] for index in range(len(rows))]
+        mx.eval([cache.state for single in singles for cache in single])
+        for (row, tokens), single in zip(rows, singles, strict=True):
+            row.caches, row.length = single, row.length + len(tokens)
+
+    def join(self, row_id: str, tokens: Sequence[int], sampling: Sampling, drawn: int) -> None:
+        """Move a prefilled row into the batch, from the next step on.
 
         Args:
-            token: the prompt's last token, the row's first input.
-            drawn: how many tokens the row has drawn before (after preemption or on a lost replica).
+            tokens: all tokens of the row, the last of which is its first input.
+            drawn: how many of them the row has drawn itself (after preemption, or on a replica that was lost).
         """
-        caches = self._prefilling.pop(row_id)
-        self._caches = kv_cache.join(self._caches, caches)
-        first = mx.array([token], dtype=mx.uint32)
-        self._inputs = first if self._inputs is None else mx.concatenate([self._inputs, first])
-        self._rows.append(_Row(row_id, sampling, drawn))
-        self._sampler = None
+        row = self._prefilling.pop(row_id)
+        prompt = len(tokens) - drawn
+        self._joining[row_id] = _Joining(
+            _Row(row_id, row.length), row.caches, tokens[-1], sampling, tokens[:prompt], tokens[prompt:]
+        )
 
-    def step(self) -> list[tuple[str, int]]:
+    def step(self) -> list[Ready]:
         """One decode step for the whole batch.
 
         Returns:
-            (row id, token) for every row whose previous draw is ready; a row just joined has none yet.
+            The token of every row whose previous draw is ready; a row just joined has none yet.
         """
-        if not self._rows or self._inputs is None:
+        self._settle()
+        inputs, before = self._inputs, self._draw
+        if inputs is None:
             return []
-        if self._sampler is None:
-            self._sampler = BatchSampler([row.sampling for row in self._rows])
-        inputs = self._inputs
         logits = self._model(inputs[:, None], cache=self._caches)[:, -1, :]
-        self._inputs = self._sampler(logits, [row.drawn for row in self._rows]).astype(mx.uint32)
-        mx.async_eval(self._inputs)
+        draw = self._sampler(logits)
+        self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
+        mx.async_eval(self._inputs, *draw.arrays())
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
-        ready = [(row.row_id, token) for row, token in zip(self._rows, tokens, strict=True) if row.fed]
+        drawn = {} if before is None else _read(*before)
+        ready = [
+            Ready(row.row_id, token, *drawn[row.row_id])
+            for row, token in zip(self._rows, tokens, strict=True)
+            if row.fed
+        ]
         for row in self._rows:
-            row.drawn += 1
             row.fed = True
+            row.length += 1
         self._steps += 1
         if self._steps % CLEAR_EVERY_STEPS == 0:
             mx.clear_cache()
         return ready
 
+    def length(self, row_id: str) -> int:
+        """How many tokens of a row have KV, wherever it is."""
+        if row_id in self._prefilling:
+            return self._prefilling[row_id].length
+        if row_id in self._joining:
+            return self._joining[row_id].row.length
+        return self._rows[self._index(row_id)].length
+
     def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab]:
         """Copies of a row's KV for token spans [start, stop), wherever the row is."""
-        if row_id in self._prefilling:
-            return kv_cache.cut(self._prefilling[row_id], 0, spans)
-        return kv_cache.cut(self._caches, self._index(row_id), spans)
+        spec, length = self._loaded.spec, self.length(row_id)
+        single = self._prefilling.get(row_id) or self._joining.get(row_id)
+        if single is not None:
+            view = RowView(spec, single.caches, None, length)
+        else:
+            view = RowView(spec, self._caches, self._index(row_id), length)
+        slabs = [view.slab(start, stop) for start, stop in spans]
+        kv_cache.evaluate(slabs)
+        return slabs
 
     def leave(self, row_ids: Sequence[str]) -> None:
         """Take rows out; unknown ids are ignored."""
         for row_id in row_ids:
             self._prefilling.pop(row_id, None)
+            self._joining.pop(row_id, None)
         gone = set(row_ids)
-        keep = [index for index, row in enumerate(self._rows) if row.row_id not in gone]
-        if len(keep) == len(self._rows):
-            return
-        if not keep:
-            self.clear_batch()
-            return
-        indices = mx.array(keep)
-        for cache in self._caches:
-            cache.filter(indices)
-        assert self._inputs is not None
-        self._inputs = self._inputs[indices]
-        self._rows = [self._rows[index] for index in keep]
-        self._sampler = None
+        self._leaving.update(row.row_id for row in self._rows if row.row_id in gone)
+        if self._rows and len(self._leaving) == len(self._rows):
+            self._forget()
 
     def clear_batch(self) -> None:
-        """Forget every decoding row, after the last one left or a step failed."""
-        self._rows, self._caches, self._inputs, self._sampler = [], [], None, None
+        """Forget every decoding row, after a step failed."""
+        self._joining.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._leaving.clear()
+        self._rows: list[_Row] = []
+        self._caches: list[Any] = []
+        self._inputs: mx.array | None = None
+        self._draw: tuple[Draw, list[str]] | None = None
+        self._sampler = BatchSampler(self._loaded.vocabulary_size, self._loaded.eos_token_ids)
+
+    def _settle(self) -> None:
+        """Let rows leave and join."""
+        if self._leaving:
+            keep = [index for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
+            indices = mx.array(keep)
+            for cache in self._caches:
+                cache.filter(indices)
+            assert self._inputs is not None
+            self._inputs = self._inputs[indices]
+            self._sampler.keep(keep)
+            self._rows = [self._rows[index] for index in keep]
+            self._leaving.clear()
+        if self._joining:
+            joining = list(self._joining.values())
+            merged = kv_cache.merge([entry.caches for entry in joining])
+            inputs = mx.array([entry.token for entry in joining], dtype=mx.uint32)
+            if self._inputs is None:
+                self._caches, self._inputs = merged, inputs
+            else:
+                kv_cache.extend(self._caches, merged)
+                self._inputs = mx.concatenate([self._inputs, inputs])
+            for entry in joining:
+                self._sampler.add(entry.sampling, entry.prompt, entry.generated)
+                self._rows.append(entry.row)
+            self._joining.clear()
 
     def _index(self, row_id: str) -> int:
         return next(index for index, row in enumerate(self._rows) if row.row_id == row_id)
+
+
+def _read(draw: Draw, row_ids: Sequence[str]) -> dict[str, tuple[bool, TokenLogprobs | None]]:
+    sound: list[bool] = draw.sound.tolist()  # type: ignore[assignment]
+    return dict(zip(row_ids, zip(sound, draw.logprobs(), strict=True), strict=True))

@@ -1,40 +1,51 @@
-"""Models on disk: where a source lives, what identifies it, how it is loaded. mlx-lm is imported here and in kv_cache.
-
-A source is `embedded:NAME` (ships with Satchel), a folder, or a Hub id, which is downloaded once into the Hub's cache.
-"""
+"""Loading a model: its weights, an adapter on them, what identifies both. mlx-lm is imported here and in kv_cache."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from ...cluster.errors import ModelLoadError
 from .end_tokens import read_end_tokens
+from .hub import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    EMBEDDED,
+    WEIGHTS,
+    Progress,
+    first_sentence,
+    read_json,
+    resolve,
+    resolve_adapter,
+)
 from .kv_cache import ModelCacheSpec, read_spec
+from .prepare import prepare_weights
+from .weights import WeightFile, bytes_in_memory, read_weight_file
 
-EMBEDDED = Path(__file__).parent / "embedded"
-HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 KV_FORMAT = b"fp.1"
 """Names how blocks are kept; part of the model id, so blocks of another format are other blocks."""
 
-Progress = Callable[[str, float | None], None]
-"""Called with what is going on and the fraction done, None where it is unknown."""
+_ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
+_GIB = 2**30
+_LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, ImportError, RuntimeError, OSError)
+"""What mlx-lm raises where a folder does not hold what its config says."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. `context_tokens` bounds prompt and answer together."""
+    """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`."""
 
     model: Any
     folder: Path
@@ -44,91 +55,19 @@ class LoadedModel:
     vocabulary_size: int
     eos_token_ids: frozenset[int]
     dtype: str
+    weights: str
 
     def new_caches(self) -> list[Any]:
         """Empty caches for one row, one a layer."""
         return make_prompt_cache(self.model)
 
 
-def resolve(source: str, progress: Progress) -> Path:
-    """The folder of a source; a Hub id is downloaded if it is not in the Hub's cache yet.
-
-    Raises:
-        ModelLoadError: no such folder or embedded model, or the Hub cannot be reached.
-    """
-    if source.startswith("embedded:"):
-        folder = EMBEDDED / source.removeprefix("embedded:")
-        if not (folder / "config.json").is_file():
-            known = ", ".join(sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))) or "none"
-            raise ModelLoadError(f"no embedded model {folder.name!r}; there are: {known}")
-        return folder
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"{folder} has no config.json; a model folder is in the Hugging Face layout")
-        return folder
-    if source.startswith(("/", ".", "~")) or source.count("/") != 1:
-        raise ModelLoadError(f"{source!r} is neither a folder nor a Hub id of the form owner/name")
-    return _download(source, progress)
-
-
-def _download(repository: str, progress: Progress) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    from tqdm.auto import tqdm
-
-    class Bar(tqdm):
-        """Forwards the Hub's own byte counter to `progress`."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs["disable"] = False
-            kwargs["file"] = _Nowhere()
-            kwargs.pop("name", None)
-            super().__init__(*args, **kwargs)
-
-        def update(self, n: float | None = 1) -> bool | None:
-            result = super().update(n)
-            if self.total and self.unit == "B":
-                progress(f"downloading {repository}", min(1.0, self.n / self.total))
-            return result
-
-    progress(f"downloading {repository}", None)
-    try:
-        return Path(snapshot_download(repository, allow_patterns=HUB_PATTERNS, tqdm_class=Bar))
-    except LocalEntryNotFoundError:
-        raise ModelLoadError(
-            f"{repository} is not in the local Hub cache and the Hub cannot be reached: "
-            "connect once to download it, or give a folder as the model's source"
-        ) from None
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelLoadError(f"{repository} cannot be downloaded: {first_line}") from error
-
-
-class _Nowhere:
-    """A text stream that drops what is written; the bar draws itself in the command line, not here."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None
-
-
-def _weights_header(path: Path) -> bytes:
-    """The safetensors header (names, shapes, types, offsets): changes whenever the file's layout does."""
-    with path.open("rb") as file:
-        size = struct.unpack("<Q", file.read(8))[0]
-        if size > 100 * 2**20:
-            raise ModelLoadError(f"{path} is not a safetensors file")
-        return file.read(size)
-
-
-def model_id(folder: Path, dtype: str) -> bytes:
+def model_id(folder: Path, dtype: str, adapter: Path | None = None, weights: str = "stored") -> bytes:
     """32 bytes that name everything a block's content depends on besides its tokens.
 
-    Config, tokenizer, chat template, weight headers, sizes and first and last bytes of the data, compute dtype, the
-    versions of the libraries that compute, and the block format. Two nodes with equal ids may exchange blocks.
+    Config, tokenizer, chat template, weight headers, sizes and first and last bytes of the data, the whole adapter,
+    compute dtype, whether weights are multiplied as stored, the versions of the libraries that compute, and the block
+    format. Two nodes with equal ids may exchange blocks.
     """
     hasher = hashlib.sha256()
 
@@ -137,37 +76,139 @@ def model_id(folder: Path, dtype: str) -> bytes:
 
     field("dtype", dtype.encode())
     field("format", KV_FORMAT)
+    field("weights", weights.encode())
     for library in ("mlx", "mlx-lm"):
         field(library, version(library).encode())
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"):
         if (folder / name).is_file():
             field(name, (folder / name).read_bytes())
-    for path in sorted(folder.glob("model*.safetensors")):
-        header = _weights_header(path)
-        with path.open("rb") as file:
-            file.seek(8 + len(header))
-            head = file.read(65536)
-            file.seek(max(0, path.stat().st_size - 65536))
-            edges = head + file.read(65536)
-        field(path.name, header)
-        field("size", path.stat().st_size.to_bytes(8, "big"))
-        field("edges", edges)
+    for file in _weight_files(folder):
+        field(file.path.name, file.header)
+        field("size", file.size.to_bytes(8, "big"))
+        field("edges", file.edges())
+    if adapter is not None:
+        # Small enough to be read whole: training again changes only bytes in the middle.
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            with (adapter / name).open("rb") as file:
+                field(f"adapter/{name}", hashlib.file_digest(file, "sha256").digest())
     return hasher.digest()
 
 
-def _read_weights(model: Any, dtype: str, progress: Callable[[float], None]) -> None:
-    """Bring the lazy weights into memory, in the compute dtype, telling the fraction of their bytes."""
+def load(
+    source: str,
+    *,
+    dtype: str = "auto",
+    context_tokens_max: int | None,
+    progress: Progress,
+    adapter: str | None = None,
+    weights: str = "auto",
+) -> LoadedModel:
+    """Load a source and run one token through it, so that the first request meets a warm model.
+
+    Args:
+        dtype: `auto`, or the name of an MLX float type.
+        context_tokens_max: lowers the model's own context.
+        adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
+        weights: `stored`, `dequantized` or `auto`; see `prepare_weights`.
+
+    Raises:
+        ModelLoadError: with the reason in one sentence.
+    """
+    folder = resolve(source, progress)
+    adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
+    what = f"loading {source}"
+    progress(what, None)
     chosen = _pick_dtype(dtype)
-    if chosen is not None:
-        model.set_dtype(chosen)
-    if mx.default_device().type == mx.DeviceType.cpu:
-        model.apply(_column_major)
-    weights: list[Any] = [weight for _, weight in tree_flatten(model.parameters())]
-    total, done = sum(weight.nbytes for weight in weights), 0
-    for weight in weights:
-        mx.eval(weight)
-        done += weight.nbytes
-        progress(done / max(1, total))
+    _check_memory(source, _weight_files(folder), chosen)
+    try:
+        model, config = mlx_lm_load_model(folder, lazy=True)
+        if adapter_folder is not None:
+            _add_adapter(model, adapter_folder)
+        kept = prepare_weights(model, chosen, weights, lambda fraction: progress(what, fraction))
+        caches = make_prompt_cache(model)
+        logits = model(mx.array([[0, 0]]), cache=caches)
+        mx.eval(logits, [cache.state for cache in caches])
+        spec = read_spec(caches, tokens=2)
+    except _LOAD_ERRORS as error:
+        raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
+    used = str(logits.dtype).removeprefix("mlx.core.")
+    return LoadedModel(
+        model=model,
+        folder=folder,
+        model_id=model_id(folder, used, adapter_folder, kept),
+        spec=spec,
+        context_tokens=_context_tokens(config, context_tokens_max),
+        vocabulary_size=int(logits.shape[-1]),
+        eos_token_ids=_end_tokens(folder),
+        dtype=used,
+        weights=kept,
+    )
+
+
+def _weight_files(folder: Path) -> list[WeightFile]:
+    """What mlx-lm loads from the folder, every file checked to be whole.
+
+    Raises:
+        ModelLoadError: there are none, or one is damaged.
+    """
+    files = [read_weight_file(path) for path in sorted(folder.glob(WEIGHTS))]
+    if not files:
+        raise ModelLoadError(f"{folder} cannot be loaded: it has no weights ({WEIGHTS})")
+    return files
+
+
+def _check_memory(source: str, files: Sequence[WeightFile], dtype: mx.Dtype | None) -> None:
+    """Refuse weights that do not fit the memory that is free: the machine would swap, or the kernel kill somebody.
+
+    Raises:
+        ModelLoadError: with both numbers.
+    """
+    needed, free = bytes_in_memory(files, dtype.size if dtype is not None else None), _free_bytes()
+    if needed > free:
+        raise ModelLoadError(
+            f"{source} needs {needed / _GIB:.2f} GiB of memory for its weights alone, and {free / _GIB:.2f} GiB are "
+            "free: end other programs, unload another model, or take a smaller or more quantized one"
+        )
+
+
+def _free_bytes() -> int:
+    if mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available():
+        # A card with memory of its own, which MLX names by one of these.
+        info = mx.device_info()
+        for name in ("free_memory", "total_memory", "memory_size"):
+            if isinstance(size := info.get(name), int):
+                return size
+    return psutil.virtual_memory().available
+
+
+def _add_adapter(model: Any, folder: Path) -> None:
+    """Put a LoRA or DoRA adapter (or a full fine-tune) on the model, with mlx-lm's own loader.
+
+    That one refuses tensors the model has no place for. A place that stays half filled it does not see: there a random
+    matrix would meet a trained one.
+
+    Raises:
+        ModelLoadError: it is not an adapter of this model.
+    """
+    config = read_json(folder / ADAPTER_CONFIG)
+    if "peft_type" in config:
+        raise ModelLoadError(f"the adapter {folder} is PEFT's; mlx-lm reads only those it wrote itself")
+    names = read_weight_file(folder / ADAPTER_WEIGHTS).tensors.keys()
+    try:
+        mlx_lm_load_adapters(model, str(folder))
+    except _LOAD_ERRORS as error:
+        raise ModelLoadError(f"the adapter {folder} does not fit the model: {first_sentence(error)}") from error
+    # The new layers would drop some of their input at random, as in training.
+    model.eval()
+    places: list[str] = [name for name, _ in tree_flatten(model.parameters())]
+    filled = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in _ADAPTER_LEAVES}
+    missing = [
+        name
+        for name in places
+        if name.rpartition(".")[2] in _ADAPTER_LEAVES and name.rpartition(".")[0] in filled and name not in names
+    ]
+    if missing or not names:
+        raise ModelLoadError(f"the adapter {folder} is incomplete: it lacks {missing[0] if missing else 'all tensors'}")
 
 
 def _pick_dtype(wanted: str) -> mx.Dtype | None:
@@ -175,48 +216,6 @@ def _pick_dtype(wanted: str) -> mx.Dtype | None:
     if wanted != "auto":
         return getattr(mx, wanted)
     return mx.float32 if mx.default_device().type == mx.DeviceType.cpu else None
-
-
-def load(source: str, *, dtype: str = "auto", context_tokens_max: int | None, progress: Progress) -> LoadedModel:
-    """Load a source and run one token through it, so that the first request meets a warm model.
-
-    Args:
-        dtype: `auto`, or the name of an MLX float type.
-        context_tokens_max: lowers the model's own context.
-
-    Raises:
-        ModelLoadError: with the reason in one sentence.
-    """
-    folder = resolve(source, progress)
-    progress(f"loading {source}", None)
-    try:
-        model, config = mlx_lm_load_model(folder, lazy=True)
-        _read_weights(model, dtype, lambda fraction: progress(f"loading {source}", fraction))
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RuntimeError, OSError, json.JSONDecodeError) as error:
-        raise ModelLoadError(f"{source} cannot be loaded: {error}") from error
-    caches = make_prompt_cache(model)
-    logits = model(mx.array([[0, 0]]), cache=caches)
-    mx.eval(logits, [cache.state for cache in caches])
-    used = str(logits.dtype).removeprefix("mlx.core.")
-    return LoadedModel(
-        model=model,
-        folder=folder,
-        model_id=model_id(folder, used),
-        spec=read_spec(caches, tokens=2),
-        context_tokens=_context_tokens(config, context_tokens_max),
-        vocabulary_size=int(logits.shape[-1]),
-        eos_token_ids=_end_tokens(folder),
-        dtype=used,
-    )
-
-
-def _column_major(weight: mx.array) -> mx.array:
-    """The same matrix with its columns contiguous.
-
-    A layer computes x @ weight.T; MLX's CPU build multiplies about twice as fast when that transpose is contiguous
-    (256 x 3072 float32: 145 ms against 301 at 512 rows, 8.2 against 14.1 at 16).
-    """
-    return mx.contiguous(weight.T).T if weight.ndim == 2 and weight.dtype == mx.float32 else weight
 
 
 def _context_tokens(config: dict[str, Any], limit: int | None) -> int:
@@ -233,3 +232,6 @@ def _end_tokens(folder: Path) -> frozenset[int]:
 
     own = AutoTokenizer.from_pretrained(folder).eos_token_id
     return frozenset() if own is None else frozenset([own])
+
+
+__all__ = ["EMBEDDED", "LoadedModel", "Progress", "load", "model_id", "resolve", "resolve_adapter"]

@@ -2,12 +2,16 @@
 
 Whole blocks are shared by id. The open tail after a row's last whole block is kept too, under its parent block's id:
 a conversation that goes on finds it token by token, so even a short one is not prefilled twice.
+
+Not every kept prefix is enough for every layer: `ReuseRule` says what sliding-window and recurrent layers need, and
+`covers` whether some parts have it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -19,11 +23,39 @@ TAILS_PER_BLOCK = 256
 Value = TypeVar("Value")
 
 
+@dataclass(frozen=True)
+class ReuseRule:
+    """What a model's layers need besides the KV of full attention.
+
+    Attributes:
+        window: how many of the last tokens sliding-window layers must have; 0 where there are none.
+        recurrent: whether recurrent layers need a snapshot exactly at the end.
+    """
+
+    window: int = 0
+    recurrent: bool = False
+
+
+@dataclass(frozen=True)
+class Kept(Generic[Value]):
+    """The KV of consecutive tokens, `nbytes` large. Window layers lack its first `window_from` tokens; `snapshot` says
+    whether the recurrent state after its last token is in it."""
+
+    value: Value
+    nbytes: int
+    window_from: int = 0
+    snapshot: bool = False
+
+    def adds_to(self, other: Kept[Value]) -> bool:
+        """Whether it serves where `other`, of the same tokens, does not."""
+        return self.window_from < other.window_from or (self.snapshot and not other.snapshot)
+
+
 @dataclass
 class _Entry(Generic[Value]):
     tokens: list[int]
-    value: Value
-    nbytes: int
+    kept: Kept[Value]
+    age: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +71,22 @@ class Hit(Generic[Value]):
         return len(self.blocks) * BLOCK_TOKENS + self.tail_tokens
 
 
+def covers(rule: ReuseRule, parts: Sequence[tuple[Kept[Value], int]], count: int, used: int) -> bool:
+    """Whether the first `count` of `parts` (KV and its tokens), the last of them cut to `used` tokens, are enough."""
+    last, length = parts[count - 1]
+    if rule.recurrent and not (last.snapshot and used == length):
+        return False
+    wanted = rule.window
+    for index in range(count - 1, -1, -1):
+        if wanted <= 0:
+            break
+        stop = used if index == count - 1 else parts[index][1]
+        if parts[index][0].window_from > max(0, stop - wanted):
+            return False
+        wanted -= stop
+    return True
+
+
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
     count = 0
     for a, b in zip(left, right, strict=False):
@@ -51,15 +99,18 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
 class PrefixCache(Generic[Value]):
     """Least recently used blocks and tails within `bytes_max`.
 
-    `announced` and `retracted` collect block ids that came and went since `drain_events`, for the router's directory.
+    `drain_events` tells which block ids came and went, for the router's directory.
     """
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, rule: ReuseRule = ReuseRule()) -> None:
         self.bytes_max = bytes_max
+        self._rule = rule
         self.nbytes = 0
         self.blocks = 0
+        self._inserted = 0
         # A block is keyed (id, None); a tail (parent id, its tokens). One order for both, oldest first.
         self._entries: OrderedDict[tuple[bytes, tuple[int, ...] | None], _Entry[Value]] = OrderedDict()
+        # Sorted, so that the tail with the longest common beginning is a neighbour of the place it is sought at.
         self._tails: dict[bytes, list[tuple[int, ...]]] = {}
         self._announced: set[bytes] = set()
         self._retracted: set[bytes] = set()
@@ -70,54 +121,79 @@ class PrefixCache(Generic[Value]):
     def __contains__(self, block: bytes) -> bool:
         return (block, None) in self._entries
 
-    def match(self, root: bytes, block_ids: Sequence[bytes], prompt: Sequence[int], tokens_max: int) -> Hit[Value]:
+    def lacks(self, block: bytes, *, snapshot: bool) -> bool:
+        """Whether it is worth while to make the block's KV for `put_blocks`; with a snapshot or not."""
+        entry = self._entries.get((block, None))
+        if entry is None:
+            return True
+        return (snapshot and self._rule.recurrent and not entry.kept.snapshot) or entry.kept.window_from > 0
+
+    def leading(self, block_ids: Sequence[bytes]) -> int:
+        """How many of the first blocks are kept; a guess at what `match` will find, without looking at tokens."""
+        return next((index for index, block in enumerate(block_ids) if block not in self), len(block_ids))
+
+    def match(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int) -> Hit[Value]:
         """The longest reusable prefix of `prompt`, at most `tokens_max` tokens, in O(blocks) look-ups."""
-        found: list[Value] = []
-        touched: list[bytes] = []
+        parts: list[tuple[Kept[Value], int]] = []
         parent = root
         for index, block in enumerate(block_ids):
             stop = (index + 1) * BLOCK_TOKENS
             entry = self._entries.get((block, None))
-            if entry is None or stop > tokens_max or entry.tokens != list(prompt[stop - BLOCK_TOKENS : stop]):
+            if entry is None or stop > tokens_max or entry.tokens != prompt[stop - BLOCK_TOKENS : stop]:
                 break
-            found.append(entry.value)
-            touched.append(block)
+            parts.append((entry.kept, BLOCK_TOKENS))
             parent = block
-        rest = prompt[len(found) * BLOCK_TOKENS : tokens_max]
-        tail, length = self._best_tail(parent, rest)
-        self._touch(touched)
-        return Hit(found, tail, length)
+        whole, tail, used = len(parts), None, 0
+        start = whole * BLOCK_TOKENS
+        for key, used in self._candidates(parent, prompt[start : min(tokens_max, start + BLOCK_TOKENS)]):
+            entry = self._entries[(parent, key)]
+            if covers(self._rule, [*parts, (entry.kept, len(key))], whole + 1, used):
+                tail = entry.kept
+                self._entries.move_to_end((parent, key))
+                break
+        while tail is None and whole and not covers(self._rule, parts, whole, BLOCK_TOKENS):
+            whole -= 1
+        self._touch(block_ids[:whole])
+        blocks = [kept.value for kept, _ in parts[:whole]]
+        return Hit(blocks) if tail is None else Hit(blocks, tail.value, used)
 
-    def put_blocks(self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], Value, int]]) -> None:
-        """Keep whole blocks. The first copy of an id wins.
+    def put_blocks(self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], Kept[Value]]]) -> None:
+        """Keep whole blocks. The first copy of an id stays, unless a later one serves where it does not.
 
         Args:
             chain: the ids of a sequence's blocks, from its first.
-            new: (index in `chain`, tokens, value, bytes) of those that may not be kept yet.
+            new: (index in `chain`, tokens, KV) of those that may not be kept yet.
         """
-        for index, tokens, value, nbytes in new:
+        for index, tokens, kept in new:
             block = chain[index]
-            if block in self or nbytes > self.bytes_max:
+            entry = self._entries.get((block, None))
+            if kept.nbytes > self.bytes_max or (entry is not None and not kept.adds_to(entry.kept)):
                 continue
-            self._insert((block, None), _Entry(list(tokens), value, nbytes))
+            if entry is not None:
+                self._remove((block, None))
+            self._insert((block, None), _Entry(list(tokens), kept))
             self.blocks += 1
             self._announced.add(block)
             self._retracted.discard(block)
         self._touch(chain)
         self._evict()
 
-    def put_tail(self, root: bytes, chain: Sequence[bytes], tokens: Sequence[int], value: Value, nbytes: int) -> None:
-        """Keep the open tail after `chain`, unless a kept one begins with it; shorter ones that it covers go."""
+    def put_tail(self, root: bytes, chain: Sequence[bytes], tokens: Sequence[int], kept: Kept[Value]) -> None:
+        """Keep the open tail after `chain`, unless a kept one serves for it; shorter ones that it serves for go."""
         key, parent = tuple(tokens), chain[-1] if chain else root
-        siblings = list(self._tails.get(parent, ()))
-        if not key or nbytes > self.bytes_max or any(other[: len(key)] == key for other in siblings):
+        siblings = self._tails.get(parent, [])
+        if not key or kept.nbytes > self.bytes_max or key in siblings:
             return
-        covered = [other for other in siblings if key[: len(other)] == other]
-        kept = [other for other in siblings if other not in covered]
-        for other in covered + kept[: max(0, len(kept) + 1 - TAILS_PER_BLOCK)]:
-            self._remove((parent, other))
-        self._tails.setdefault(parent, []).append(key)
-        self._insert((parent, key), _Entry(list(key), value, nbytes))
+        # Where the rule asks for more, a longer tail may not serve at a shorter one's end.
+        if self._rule == ReuseRule():
+            if any(other[: len(key)] == key for other in siblings):
+                return
+            for other in [other for other in siblings if key[: len(other)] == other]:
+                self._remove((parent, other))
+        while len(siblings := self._tails.get(parent, [])) >= TAILS_PER_BLOCK:
+            self._remove((parent, min(siblings, key=lambda other: self._entries[(parent, other)].age)))
+        insort(self._tails.setdefault(parent, []), key)
+        self._insert((parent, key), _Entry(list(key), kept))
         self._touch(chain)
         self._evict()
 
@@ -134,23 +210,25 @@ class PrefixCache(Generic[Value]):
 
     def check(self) -> None:
         """Raise AssertionError where the counts and tables disagree."""
-        assert self.nbytes == sum(entry.nbytes for entry in self._entries.values()) <= self.bytes_max
+        assert self.nbytes == sum(entry.kept.nbytes for entry in self._entries.values()) <= self.bytes_max
         assert self.blocks == len(self.block_ids())
         tails = {(parent, tail) for parent, siblings in self._tails.items() for tail in siblings}
         assert tails == {key for key in self._entries if key[1] is not None}
-        assert all(self._tails.values())
+        assert all(siblings == sorted(set(siblings)) for siblings in self._tails.values()) and all(self._tails.values())
 
-    def _best_tail(self, parent: bytes, rest: Sequence[int]) -> tuple[Value | None, int]:
-        best: tuple[int, ...] | None = None
-        length = 0
-        for tail in self._tails.get(parent, ()):
-            common = _common(tail, rest)
-            if common > length:
-                best, length = tail, common
-        if best is None:
-            return None, 0
-        self._entries.move_to_end((parent, best))
-        return self._entries[(parent, best)].value, length
+    def _candidates(self, parent: bytes, rest: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Tails after `parent` and how many of their tokens `rest` begins with, the most first."""
+        siblings = self._tails.get(parent, [])
+        if not self._rule.recurrent:
+            at = bisect_left(siblings, tuple(rest))
+            near = [(_common(tail, rest), tail) for tail in siblings[max(0, at - 1) : at + 1]]
+            common, tail = max(near, default=(0, ()))
+            if common:
+                yield tail, common
+        if self._rule != ReuseRule():
+            whole = [tail for tail in siblings if len(tail) <= len(rest) and tail == tuple(rest[: len(tail)])]
+            for tail in reversed(whole):
+                yield tail, len(tail)
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         """Make a chain the most recently used, its end less than its beginning: without that, the rest is of no use."""
@@ -159,12 +237,14 @@ class PrefixCache(Generic[Value]):
                 self._entries.move_to_end((block, None))
 
     def _insert(self, key: tuple[bytes, tuple[int, ...] | None], entry: _Entry[Value]) -> None:
+        self._inserted += 1
+        entry.age = self._inserted
         self._entries[key] = entry
-        self.nbytes += entry.nbytes
+        self.nbytes += entry.kept.nbytes
 
     def _remove(self, key: tuple[bytes, tuple[int, ...] | None]) -> None:
         entry = self._entries.pop(key)
-        self.nbytes -= entry.nbytes
+        self.nbytes -= entry.kept.nbytes
         block, tail = key
         if tail is None:
             self.blocks -= 1

@@ -7,8 +7,12 @@ A row waits, is prefilled in chunks, then decodes with all others until it finis
 
 The engine's step is: `plan(now)` (who must leave), then `admit` and `next_chunk` until the step's prefill budget is
 used, then one decode of every running row; so a long prompt never stops the others. Rows are admitted first come
-first served within a priority (a higher number goes first). Dense batches cost rows x longest row, so that product,
-in tokens, is what admission and preemption bound.
+first served within a priority (a higher number goes first, and sends lower ones back to the queue where it finds no
+room). Dense batches cost rows x longest row, so that product, in tokens, is what admission and preemption bound.
+
+What two prompts have in common is computed once: a row that could reuse what an earlier one is computing waits for it,
+while others go ahead. It waits only for rows before it in rank, so a row waits for finitely many, and never for a less
+urgent one.
 
 Two kinds of "no": `refusal` says why a row can never be taken or cannot be taken now; the other methods cannot fail
 for a row they know, and raise KeyError for one they do not.
@@ -19,6 +23,9 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
+
+from ..kv_store.blocks import BLOCK_TOKENS
 
 HEADROOM_TOKENS = 256
 """Room that a row gets when it is admitted, beyond its prompt: one growth step of a dense cache."""
@@ -41,14 +48,18 @@ class Limits:
     queue_requests_max: int
     prefill_chunk_tokens: int
     kv_tokens_max: int
+    prefill_rows_max: int = 4
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One request in the scheduler. Lengths are tokens.
 
     `prompt` counts the tokens that must have KV before decoding starts, less the last one, which is the first decode
-    step's input. `done` of them have it. `generated` grows with every decode step.
+    step's input. `done` of them have it. `generated` grows with every decode step. `keys` are the ids of the prompt's
+    whole blocks, where blocks can be reused; `twin` is equal for rows whose whole prompts are, where those can; `known`
+    is how many of its tokens could be reused when it came. A `suspect` was in a batch that failed; `passed` says that a
+    shorter row had the last turn of this one, the oldest.
     """
 
     request_id: str
@@ -61,6 +72,10 @@ class Row:
     done: int = 0
     generated: int = 0
     suspect: bool = False
+    keys: tuple[bytes, ...] = ()
+    twin: bytes = b""
+    known: int = 0
+    passed: bool = False
 
     @property
     def length(self) -> int:
@@ -100,14 +115,14 @@ class Scheduler:
         self.limits = limits
         self._rows: dict[str, Row] = {}
         self._waiting: list[Row] = []
-        self._prefilling: Row | None = None
+        self._prefilling: dict[str, Row] = {}
         self._running: dict[str, Row] = {}
         self._arrivals = 0
 
     @property
     def running(self) -> int:
         """Rows that hold a place: prefilling or decoding."""
-        return len(self._running) + (self._prefilling is not None)
+        return len(self._running) + len(self._prefilling)
 
     @property
     def waiting(self) -> int:
@@ -116,8 +131,9 @@ class Scheduler:
     @property
     def pending_tokens(self) -> int:
         """Prompt tokens still to prefill, over all rows."""
-        rows = [*self._waiting, *([self._prefilling] if self._prefilling else [])]
-        return sum(row.prompt - row.done for row in rows)
+        # Copies, because others than the engine's thread ask.
+        waiting = sum(row.prompt - min(row.known, row.prompt) for row in list(self._waiting))
+        return waiting + sum(row.prompt - row.done for row in list(self._prefilling.values()))
 
     def row(self, request_id: str) -> Row | None:
         return self._rows.get(request_id)
@@ -152,7 +168,10 @@ class Scheduler:
             self._start_decoding(row)
 
     def prefilled(self, chunk: Chunk) -> None:
+        """The chunk is being computed, or was; the next one is another."""
         row = self._rows[chunk.request_id]
+        oldest = self._oldest(row.priority)
+        oldest.passed = row is not oldest
         row.done = chunk.stop
         if row.done >= row.prompt:
             self._start_decoding(row)
@@ -180,12 +199,6 @@ class Scheduler:
                 self._requeue(row)
         return [row.request_id for row in culprits]
 
-    def requeue_running(self, but: str) -> None:
-        """The batch is lost through no fault of its rows: all of them but one go back to the queue."""
-        for row in list(self._running.values()):
-            if row.request_id != but:
-                self._requeue(row)
-
     def plan(self, now: float) -> Plan:
         """Who leaves before the step at time `now` (seconds, the clock of the rows' deadlines)."""
         expired = [row.request_id for row in self._rows.values() if row.deadline <= now]
@@ -194,27 +207,33 @@ class Scheduler:
         preempted, cut = self._make_room()
         for request_id in cut:
             self.finish(request_id)
-        return Plan(expired, preempted, cut)
+        return Plan(expired, preempted + self._give_way(), cut)
 
     def admit(self) -> str | None:
         """The next row from the queue, if one may start prefilling now; `reused` must follow."""
-        if not self._waiting or self._prefilling or self.running >= self.limits.rows_max:
+        if self.running >= self.limits.rows_max or len(self._prefilling) >= self.limits.prefill_rows_max:
             return None
-        row = self._waiting[0]
-        if any(running.suspect for running in self._running.values()):
+        row = self._next_waiting()
+        if row is None or not self._may_join(row) or not self._fits(row, self._placed()):
             return None
-        if self._running and self._cost(row) > self.limits.kv_tokens_max:
-            return None
-        self._waiting.pop(0)
+        self._waiting.remove(row)
         row.state = State.PREFILLING
-        self._prefilling = row
+        self._prefilling[row.request_id] = row
         return row.request_id
 
     def next_chunk(self, budget: int) -> Chunk | None:
-        """The next prefill chunk of at most `budget` tokens; None when no row is being prefilled."""
-        row = self._prefilling
-        if row is None or budget <= 0:
+        """The next prefill chunk, of at most `budget` tokens; None when no row is being prefilled.
+
+        Among the most urgent rows it is the oldest one's turn at least every second time, and else that of the row
+        with the fewest tokens left, so a short prompt never waits for the whole of a long one.
+        """
+        if not self._prefilling or budget <= 0:
             return None
+        urgency = max(row.priority for row in self._prefilling.values())
+        row = self._oldest(urgency)
+        if not row.passed:
+            urgent = [row for row in self._prefilling.values() if row.priority == urgency]
+            row = min(urgent, key=lambda row: (row.prompt - row.done, row.order))
         size = self.limits.prefill_chunk_tokens
         border = (row.done // size + 1) * size
         return Chunk(row.request_id, row.done, min(row.prompt, border, row.done + budget))
@@ -225,20 +244,31 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError where the tables disagree: every row is in exactly one place, within the limits."""
-        places = [*self._waiting, *self._running.values(), *([self._prefilling] if self._prefilling else [])]
-        assert len(places) == len(self._rows) == len({row.request_id for row in places})
-        assert self.running <= self.limits.rows_max
-        assert self._waiting == sorted(self._waiting, key=lambda row: row.rank)
-        for row in self._rows.values():
+        tables = {
+            State.WAITING: {row.request_id: row for row in self._waiting},
+            State.PREFILLING: self._prefilling,
+            State.RUNNING: self._running,
+        }
+        assert len(self._waiting) + self.running == len(self._rows)
+        for request_id, row in self._rows.items():
+            assert row.request_id == request_id
+            assert tables[row.state].get(request_id) is row
             assert 0 <= row.done <= row.prompt
-            expected = (
-                State.RUNNING
-                if row.request_id in self._running
-                else State.PREFILLING
-                if row is self._prefilling
-                else State.WAITING
-            )
-            assert row.state is expected
+            assert row.state is not State.WAITING or row.done == 0
+            assert row.state is not State.RUNNING or row.done == row.prompt
+            assert row.state is State.RUNNING or row.generated == 0
+        assert all(before.rank < after.rank for before, after in pairwise(self._waiting))
+        assert self.running <= self.limits.rows_max
+        assert len(self._prefilling) <= self.limits.prefill_rows_max
+        suspects = [row for row in self._placed() if row.suspect]
+        assert len(suspects) <= 1, "with two in one batch nobody could say who broke it"
+
+    def _oldest(self, priority: int) -> Row:
+        """The first of the rows of a priority that are being prefilled."""
+        return min((row for row in self._prefilling.values() if row.priority == priority), key=lambda row: row.order)
+
+    def _placed(self) -> list[Row]:
+        return [*self._running.values(), *self._prefilling.values()]
 
     def _enqueue(self, row: Row) -> None:
         row.state = State.WAITING
@@ -246,40 +276,103 @@ class Scheduler:
 
     def _requeue(self, row: Row) -> None:
         self._take_out(row)
+        if row.generated:
+            row.twin = b""  # What it has said belongs to its prompt now.
         row.prompt, row.max_tokens = row.length, row.max_tokens - row.generated
         row.generated = row.done = 0
+        row.passed = False
         self._enqueue(row)
 
     def _take_out(self, row: Row) -> None:
-        if row is self._prefilling:
-            self._prefilling = None
-        elif row.request_id in self._running:
-            del self._running[row.request_id]
-        else:
+        if row.state is State.WAITING:
             self._waiting.remove(row)
+        else:
+            del (self._prefilling if row.state is State.PREFILLING else self._running)[row.request_id]
 
     def _start_decoding(self, row: Row) -> None:
         self._take_out(row)
         row.state = State.RUNNING
         self._running[row.request_id] = row
 
-    def _cost(self, extra: Row | None = None) -> int:
+    def _next_waiting(self) -> Row | None:
+        """The first row of the queue that does not wait for what an earlier one is computing.
+
+        Equal block ids mean equal histories, so two rows that agree in the block being computed agree in all before.
+        """
+        later = sorted(self._prefilling.values(), key=lambda row: row.rank, reverse=True)
+        ahead: list[tuple[bytes, int, int, bytes | None]] = []
+        for row in self._waiting:
+            while later and later[-1].rank < row.rank:
+                ahead.append(_computing(later.pop()))
+            for twin, index, end, key in ahead:
+                if twin and twin == row.twin:
+                    break
+                if key is not None and end <= row.prompt and index < len(row.keys) and key == row.keys[index]:
+                    break
+            else:
+                return row
+        return None
+
+    def _may_join(self, row: Row) -> bool:
+        """Whether a batch that fails with `row` in it would still name the culprit.
+
+        Nobody joins before a suspect is cleared, and a suspect joins only rows that a step has cleared.
+        """
+        if any(placed.suspect for placed in self._placed()):
+            return False
+        return not row.suspect or (not self._prefilling and all(other.generated for other in self._running.values()))
+
+    def _fits(self, row: Row, placed: list[Row]) -> bool:
+        """Whether `row` may be prefilled beside the rows `placed`."""
+        prefilling = sum(other.state is State.PREFILLING for other in placed)
+        if len(placed) >= self.limits.rows_max or prefilling >= self.limits.prefill_rows_max:
+            return False
+        return not placed or self._cost(placed, row) <= self.limits.kv_tokens_max
+
+    @staticmethod
+    def _cost(rows: list[Row], extra: Row | None = None) -> int:
         """Tokens of the dense batch, with room for one more step (and for `extra`, with its headroom)."""
-        lengths = [row.length + STEP_TOKENS for row in self._running.values()]
-        if self._prefilling:
-            lengths.append(self._prefilling.prompt + STEP_TOKENS)
+        lengths = [row.length + STEP_TOKENS for row in rows]
         if extra:
-            lengths.append(extra.prompt + min(extra.max_tokens, HEADROOM_TOKENS))
+            lengths.append(extra.prompt + max(STEP_TOKENS, min(extra.max_tokens, HEADROOM_TOKENS)))
         return len(lengths) * max(lengths, default=0)
 
     def _make_room(self) -> tuple[list[str], list[str]]:
         """Send the youngest, least urgent rows back until the batch fits; a row alone that does not fit is cut."""
         preempted: list[str] = []
-        while self._cost() > self.limits.kv_tokens_max:
-            if self.running == 1:
-                return preempted, [*self._running]
-            candidates = [*self._running.values(), *([self._prefilling] if self._prefilling else [])]
-            youngest = max(candidates, key=lambda row: row.rank)
+        placed = sorted(self._placed(), key=lambda row: row.rank)
+        while self._cost(placed) > self.limits.kv_tokens_max:
+            if len(placed) == 1:
+                return preempted, [placed[0].request_id]
+            youngest = placed.pop()
             self._requeue(youngest)
             preempted.append(youngest.request_id)
         return preempted, []
+
+    def _give_way(self) -> list[str]:
+        """Send back the youngest of the least urgent rows, as few as let a strictly more urgent one in."""
+        placed = self._placed()
+        if not self._waiting or all(row.priority >= self._waiting[0].priority for row in placed):
+            return []
+        urgent = self._next_waiting()
+        if urgent is None or not self._may_join(urgent) or self._fits(urgent, placed):
+            return []
+        staying = [row for row in placed if row.priority >= urgent.priority]
+        if not self._fits(urgent, staying):
+            return []
+        preempted: list[str] = []
+        for row in sorted((row for row in placed if row.priority < urgent.priority), key=lambda row: row.rank):
+            if self._fits(urgent, [*staying, row]):
+                staying.append(row)
+            else:
+                self._requeue(row)
+                preempted.append(row.request_id)
+        return preempted
+
+
+def _computing(row: Row) -> tuple[bytes, int, int, bytes | None]:
+    """What a row being prefilled computes that others may reuse: its twin, and its next whole block's index, end in
+    tokens, and key (None where no whole block is left)."""
+    index = row.done // BLOCK_TOKENS
+    end = (index + 1) * BLOCK_TOKENS
+    return row.twin, index, end, row.keys[index] if index < len(row.keys) and end <= row.prompt else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from typing import Any
@@ -29,11 +30,13 @@ class RouterActor:
             rule=routing.policy,
         )
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self._observing = asyncio.Lock()
 
     async def route(self, request: bytes) -> bytes | dict[str, Any]:
         """A `Decision` for a `RouteRequest`, reserving its load; or an error on the wire (`NoReplica`)."""
         message = decode(RouteRequest, request)
         decision = self._policy.route(message, time.monotonic())
+        asyncio.get_running_loop().call_soon(self._policy.settle)
         if decision is None:
             return NoReplica(f"no replica of {message.model} answers now", retry_after_s=2.0).to_wire()
         self._decisions[message.request_id] = decision
@@ -43,7 +46,14 @@ class RouterActor:
 
     async def report(self, report: bytes) -> bool:
         """Take a `ReplicaReport`. False asks the replica for a full one."""
-        return self._policy.observe(decode(ReplicaReport, report), time.monotonic())
+        message = decode(ReplicaReport, report)
+        async with self._observing:
+            # A replica that comes with 100,000 blocks holds nobody up: requests are routed between the parts.
+            parts = self._policy.observe_in_parts(message, time.monotonic())
+            complete = next(parts)
+            for _ in parts:
+                await asyncio.sleep(0)
+        return complete
 
     async def lose(self, replica: str) -> None:
         """Say that a call to `replica` failed: it is avoided until it reports again."""
@@ -54,7 +64,7 @@ class RouterActor:
         self._policy.release(replica, request_id)
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Why a recent request went where it did: replica, reason, and every candidate's cost terms in seconds.
+        """Why a recent request went where it did: replica, reason, and by candidate the cost terms in seconds.
 
         Args:
             request_id: the `x-request-id` of a response.
@@ -69,7 +79,10 @@ class RouterActor:
             "replica": decision.replica,
             "why": decision.why,
             "cached_tokens": decision.cached_tokens,
-            "costs_s": decision.costs_s,
+            "costs_s": {
+                name: {term: seconds[position] for term, seconds in decision.costs_s.items()}
+                for position, name in enumerate(decision.candidates)
+            },
         }
 
     async def config(self) -> Config:

@@ -30,6 +30,7 @@ class Row:
     finish: str | None = None
     cached: int | None = None
     error: dict | None = None
+    logprobs: list = dataclasses.field(default_factory=list)
 
 
 class Bench:
@@ -37,8 +38,9 @@ class Bench:
 
     def __init__(self, loaded: LoadedModel, *, kv_tokens_max: int | None = None, **scheduling: int) -> None:
         self.loaded = loaded
-        kv_bytes = (kv_tokens_max or 100_000) * loaded.spec.bytes_per_token
-        self.engine = Engine(loaded, Scheduling(**{"rows_max": 8, **scheduling}), kv_bytes, self._take)
+        spec, rows = loaded.spec, scheduling.get("rows_max", 8)
+        kv_bytes = (kv_tokens_max or 100_000) * spec.bytes_per_token + 2 * rows * spec.bytes_per_row
+        self.engine = Engine(loaded, Scheduling(**{"rows_max": rows, **scheduling}), kv_bytes, self._take)
         self.rows: dict[str, Row] = {}
         self.refused: dict[str, SatchelError] = {}
 
@@ -49,15 +51,37 @@ class Bench:
             row.tokens += update.tokens
             row.finish = update.finish
             row.error = update.error
+            row.logprobs += update.logprobs or []
             if update.cached_tokens is not None:
                 assert row.cached is None
                 row.cached = update.cached_tokens
 
-    def submit(self, name: str, prompt: list[int], *, generated: int = 0, deadline_s: float = 600.0, **sampling):
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        generated: int = 0,
+        deadline_s: float = 600.0,
+        priority: int = 0,
+        choices: int = 1,
+        **sampling,
+    ):
         root = root_id(self.loaded.model_id, "tenant:test")
         fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **sampling}
         request = GenerateRequest(
-            name, "bench", "m", "", prompt, block_ids(root, prompt), root, Sampling(**fields), 0, deadline_s, generated
+            request_id=name,
+            consumer="bench",
+            model="m",
+            agent="",
+            prompt=prompt,
+            block_ids=block_ids(root, prompt),
+            root_id=root,
+            sampling=Sampling(**fields),
+            priority=priority,
+            deadline_s=deadline_s,
+            generated=generated,
+            choices=choices,
         )
         self.engine.submit(request, lambda error: self.refused.update({name: error}) if error else None)
 

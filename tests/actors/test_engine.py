@@ -9,8 +9,11 @@ import random
 import time
 from collections.abc import Callable
 
+import mlx.core as mx
 import pytest
 
+from satchel.actors.replica import kv_cache
+from satchel.actors.replica.executor import Ready
 from satchel.actors.replica.models import LoadedModel
 
 from .conftest import Bench
@@ -80,6 +83,115 @@ def test_a_row_that_moves_to_another_replica_goes_on_as_if_nothing_had_happened(
         assert row.tokens == alone[index][5:]
 
 
+def test_a_long_prompt_lets_running_rows_go_on(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
+    """Between two tokens of a running row at most one step's prefill budget is computed."""
+    engine = bench()
+    engine.submit("runs", prompts[2], max_tokens=200)
+    for _ in range(5):
+        engine.turn()
+    executor = engine.engine.executor
+    computed: list[int] = []
+    prefill = executor.prefill
+    executor.prefill = lambda work: (computed.append(sum(len(tokens) for _, tokens in work)), prefill(work))[1]
+    engine.engine.counters.prefill_tokens_per_s = 1600.0
+    rng = random.Random(5)
+    for index in range(2):
+        engine.submit(f"long{index}", [rng.randrange(3000) for _ in range(1500)], max_tokens=2)
+    while engine.engine.scheduler.pending_tokens or not computed:
+        before, chunks = len(engine.rows["runs"].tokens), sum(computed)
+        engine.turn()
+        assert len(engine.rows["runs"].tokens) == before + 1
+        assert sum(computed) - chunks <= engine.engine.limits.prefill_chunk_tokens
+        assert sum(computed) - chunks <= 1.2 * 0.25 * max(1600.0, engine.engine.counters.prefill_tokens_per_s)
+    assert sum(computed) == 2 * 1499
+
+
+def test_the_choices_of_one_request_compute_their_prompt_once(bench: MakeBench, prompts: list[list[int]]):
+    """They differ in their noise, and each says what it says alone."""
+    for index in (2, 6):
+        engine = bench()
+        for choice in range(4):
+            engine.submit(f"c{choice}", prompts[index], temperature=1.5, seed=9, choice=choice, choices=4)
+        engine.drain()
+        assert [engine.rows[f"c{choice}"].cached for choice in range(4)] == [0] + [len(prompts[index]) - 1] * 3
+        texts = [engine.rows[f"c{choice}"].tokens for choice in range(4)]
+        assert len({tuple(text) for text in texts}) == 4
+        for choice, text in enumerate(texts):
+            assert bench().run("alone", prompts[index], temperature=1.5, seed=9, choice=choice).tokens == text
+
+
+def test_prompts_with_a_common_beginning_compute_it_once(bench: MakeBench, prompts: list[list[int]]):
+    """Two whole blocks shared by six rows that arrive together."""
+    engine = bench(prefill_rows_max=6)
+    for row in range(6):
+        engine.submit(str(row), prompts[7][:512] + [row + 1] * 30)
+    engine.drain()
+    assert sorted(engine.rows[str(row)].cached or 0 for row in range(6)) == [0] + [512] * 5
+
+
+def test_stop_tokens_end_a_row_and_min_tokens_holds_them_back(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
+):
+    """`alone[4]` is greedy, so its tokens say where a stop token comes."""
+    words = alone[4]
+    at = words.index(words[3])
+    row = bench().run("r", prompts[4], stop_token_ids=[words[3]])
+    assert (row.finish, row.tokens) == ("stop", words[: at + 1])
+    later = bench().run("r", prompts[4], stop_token_ids=[words[3]], min_tokens=8)
+    assert words[3] not in later.tokens[:8]
+    assert later.tokens[:at] == words[:at]
+
+
+def test_logprobs_come_with_every_token_and_change_none(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
+):
+    """In company of rows that ask for none, or for fewer, and that join and leave."""
+    engine = bench()
+    for index in (2, 3, 4, 6):
+        asked = {2: 3, 4: 0}.get(index)
+        engine.submit(str(index), prompts[index], logprobs=asked, **SAMPLING[index % 4])
+        engine.turn()
+    engine.drain()
+    for index in (2, 3, 4, 6):
+        row = engine.rows[str(index)]
+        assert row.tokens == alone[index]
+        if index in (3, 6):
+            assert row.logprobs == []
+            continue
+        assert len(row.logprobs) == len(row.tokens)
+        wanted = {2: 3, 4: 0}[index]
+        for token, (chosen, best) in zip(row.tokens, row.logprobs, strict=True):
+            assert chosen <= 0 and len(best) == wanted
+            assert [value for _, value in best] == sorted((value for _, value in best), reverse=True)
+            if index == 4 or not wanted:
+                continue
+            assert all(chosen <= best[0][1] for _ in best) and (token != best[0][0] or chosen == best[0][1])
+
+
+def test_a_model_that_says_nothing_sensible_ends_that_row_only(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Logits that are not numbers, for one row of a batch."""
+    engine = bench()
+    executor = engine.engine.executor
+    model = executor._model
+
+    def broken(inputs: mx.array, cache: list) -> mx.array:
+        logits = model(inputs, cache=cache)
+        names = [row.row_id for row in executor._rows]
+        if inputs.shape[1] == 1 and "bad" in names:
+            factor = mx.array([float("nan") if name == "bad" else 1.0 for name in names])
+            logits = logits * factor[:, None, None]
+        return logits
+
+    monkeypatch.setattr(executor, "_model", broken)
+    for name, index in (("2", 2), ("bad", 3), ("6", 6)):
+        engine.submit(name, prompts[index], **SAMPLING[index % 4])
+    engine.drain()
+    assert (engine.rows["bad"].finish, engine.rows["bad"].tokens) == ("error", [])
+    assert engine.rows["2"].tokens == alone[2] and engine.rows["6"].tokens == alone[6]
+
+
 def test_an_aborted_row_leaves_within_one_step(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
     engine = bench()
     for index in (2, 3, 4):
@@ -108,12 +220,12 @@ def test_a_failing_row_ends_alone(
     executor = engine.engine.executor
     prefill, step = executor.prefill, executor.step
 
-    def failing_prefill(row_id: str, tokens: list[int]) -> None:
-        if row_id == "bad":
+    def failing_prefill(work: list[tuple[str, list[int]]]) -> None:
+        if any(row_id == "bad" for row_id, _ in work):
             raise RuntimeError("injected")
-        prefill(row_id, tokens)
+        prefill(work)
 
-    def failing_step() -> list[tuple[str, int]]:
+    def failing_step() -> list[Ready]:
         if "bad" in engine.engine.scheduler.decoding():
             raise RuntimeError("injected")
         return step()
@@ -135,27 +247,60 @@ def test_a_failing_row_ends_alone(
         assert engine.rows[str(index)].tokens == alone[index]
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_prompt_that_breaks_among_others_ends_alone(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], together: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Three prompts share a step; the model fails on one of them after it has changed half of its caches."""
+    engine = bench(prefill_chunk_tokens=2048)
+    engine.engine.counters.prefill_tokens_per_s = 10_000.0
+    executor = engine.engine.executor
+    executor.batched_prefill = together
+    model, bad = executor._model, prompts[6][5:20]
+
+    def breaking(inputs: mx.array, cache: list) -> mx.array:
+        rows: list[list[int]] = inputs.tolist()  # type: ignore[assignment]
+        if inputs.shape[1] > 1 and any(row[5:20] == bad for row in rows):
+            for layer in cache[:3]:
+                heads = mx.zeros((inputs.shape[0], 2, inputs.shape[1], 64))
+                layer.update_and_fetch(heads, heads)
+            raise RuntimeError("injected")
+        return model(inputs, cache=cache)
+
+    monkeypatch.setattr(executor, "_model", breaking)
+    for name, index in (("2", 2), ("bad", 6), ("4", 4)):
+        engine.submit(name, prompts[index], **SAMPLING[index % 4])
+    engine.drain()
+    assert engine.rows["bad"].finish == "error"
+    assert engine.rows["2"].tokens == alone[2] and engine.rows["4"].tokens == alone[4]
+
+
 def test_a_batch_that_breaks_while_a_row_joins_ends_that_row_only(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
+    """Half of the layers have the row and half do not: the batch is of no use, its rows run again."""
     engine = bench()
-    join = engine.engine.executor.join
+    extend = kv_cache.extend
+    guilty = []
 
-    def breaking_join(row_id: str, *arguments: object) -> None:
-        join(row_id, *arguments)  # type: ignore[arg-type]
-        if row_id == "bad":
+    def breaking_extend(batch: list, other: list) -> None:
+        extend(batch[:3], other[:3])
+        if any("bad" in engine.engine.executor._joining for _ in batch):
+            guilty.append("bad")
             raise RuntimeError("injected")
+        extend(batch[3:], other[3:])
 
-    monkeypatch.setattr(engine.engine.executor, "join", breaking_join)
+    monkeypatch.setattr(kv_cache, "extend", breaking_extend)
     for index in (2, 3):
         engine.submit(str(index), prompts[index], **SAMPLING[index % 4])
     for _ in range(4):
         engine.turn()
     engine.submit("bad", prompts[5])
     engine.drain()
-    assert engine.rows["bad"].finish == "error"
+    assert guilty
     for index in (2, 3):
         assert engine.rows[str(index)].tokens == alone[index]
+    assert engine.rows["bad"].finish == "error"
 
 
 def test_an_answer_whose_memory_cannot_be_kept_is_an_answer(
@@ -202,7 +347,7 @@ def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
         "context": "ContextLengthExceeded",
         "memory": "ContextLengthExceeded",
         "too many": "QueueFull",
-        "runs": "InvalidRequest",
+        "runs": "Unavailable",
     }
     assert "2001" in engine.refused["memory"].message
     engine.drain()

@@ -23,7 +23,7 @@ MESSAGES = [
     Frame([RowUpdate("r", [1, 2], None, 5), RowUpdate("s", [], "error", None, {"kind": "QueueFull"})]),
     Frame([]),
     RouteRequest("r", "m", "", [b"x"], 7, ["a"]),
-    Decision("a", "prefix", 256, {"a": {"queue": 0.5}}),
+    Decision("a", "prefix", 256, ["a"], {"queue": [0.5]}),
     ReplicaReport("a", "m", "i", 1, 2, 3, 4, 5, 6.0, ["r"], [b"x"], [], True),
 ]
 

@@ -7,18 +7,29 @@ import random
 import pytest
 
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_ids, root_id
-from satchel.actors.replica.prefix import PrefixCache
+from satchel.actors.replica.prefix import Kept, PrefixCache, ReuseRule
 
 ROOT = root_id(b"m" * 32, "t")
 NBYTES = 100
 
 
-def keep(cache: PrefixCache[str], tokens: list[int]) -> None:
-    """Store a finished row the way the engine does."""
+def keep(cache: PrefixCache[str], tokens: list[int], window: int = 0) -> None:
+    """Store a finished row the way the engine does. Of window layers only the last `window` tokens are left by then,
+    and of recurrent ones the state at the end."""
     ids = block_ids(ROOT, tokens)
-    parts = [tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS] for index in range(len(ids))]
-    cache.put_blocks(ids, [(index, part, ids[index].hex()[:8], NBYTES) for index, part in enumerate(parts)])
-    cache.put_tail(ROOT, ids, tokens[len(ids) * BLOCK_TOKENS :], "tail", NBYTES)
+
+    def kept(start: int, stop: int, value: str) -> Kept[str]:
+        window_from = min(stop - start, max(0, len(tokens) - window - start)) if window else 0
+        return Kept(value, NBYTES, window_from, snapshot=stop == len(tokens))
+
+    borders = [(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS) for index in range(len(ids))]
+    new = [
+        (index, tokens[start:stop], kept(start, stop, ids[index].hex()[:8]))
+        for index, (start, stop) in enumerate(borders)
+    ]
+    cache.put_blocks(ids, new)
+    end = len(ids) * BLOCK_TOKENS
+    cache.put_tail(ROOT, ids, tokens[end:], kept(end, len(tokens), "tail"))
 
 
 def reusable(cache: PrefixCache[str], prompt: list[int]) -> int:
@@ -112,3 +123,77 @@ def test_random_use_never_breaks_the_counts_or_finds_what_was_not_kept(seed: int
 def common(left: list[int], right: list[int]) -> list[int]:
     length = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     return left[:length]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "rule", [ReuseRule(100), ReuseRule(256), ReuseRule(700), ReuseRule(0, True), ReuseRule(300, True)]
+)
+def test_windows_and_states_are_there_wherever_a_prefix_is_found(rule: ReuseRule, seed: int):
+    """What is found ends where some kept row had all that window and recurrent layers need; a row that goes on where it
+    ended finds all of itself."""
+    rng = random.Random(seed)
+    cache: PrefixCache[str] = PrefixCache(1_000_000, rule)
+    kept: list[list[int]] = []
+    for _ in range(40):
+        base = rng.choice([*kept, []])[: rng.choice([100, 256, 300, 512, 2000])]
+        tokens = base + [rng.randrange(50_000) for _ in range(rng.randrange(1, 900))]
+        found = reusable(cache, tokens)
+        if found:
+            assert served(rule, kept, tokens, found), f"seed {seed}: {found} tokens found that no kept rows can give"
+        keep(cache, tokens, rule.window)
+        kept.append(tokens)
+        cache.check()
+        assert reusable(cache, [*tokens, 1, 2]) == len(tokens)
+
+
+def served(rule: ReuseRule, rows: list[list[int]], tokens: list[int], cut: int) -> bool:
+    """Whether what finished rows left is enough to go on after the first `cut` tokens."""
+    shared = [(len(common(row, tokens)), len(row)) for row in rows]
+    if rule.recurrent and not any(same >= cut == length for same, length in shared):
+        return False
+    needed = range(max(0, cut - rule.window), cut) if rule.window else range(cut)
+    return all(any(same > at >= length - (rule.window or length) for same, length in shared) for at in needed)
+
+
+def test_a_copy_that_serves_where_the_first_does_not_takes_its_place():
+    """A block computed while decoding lacks its state and part of its window; prefilled again, it has them."""
+    rule = ReuseRule(300, True)
+    cache: PrefixCache[str] = PrefixCache(10_000, rule)
+    tokens = list(range(600))
+    keep(cache, tokens, rule.window)
+    ids = block_ids(ROOT, tokens)
+    assert reusable(cache, [*tokens[:512], 7, 8]) == 0
+    assert cache.lacks(ids[1], snapshot=True) and cache.lacks(ids[0], snapshot=False)
+    full = [(index, tokens[index * 256 : index * 256 + 256], Kept(f"new{index}", NBYTES, 0, True)) for index in (0, 1)]
+    cache.put_blocks(ids, full)
+    cache.put_blocks(ids, [(0, tokens[:256], Kept("late", NBYTES, 0, True))])
+    hit = cache.match(ROOT, ids, [*tokens[:512], 7, 8], 513)
+    assert hit.blocks == ["new0", "new1"]
+    assert not cache.lacks(ids[1], snapshot=True)
+    cache.check()
+
+
+def test_a_hundred_thousand_blocks_cost_no_more_than_ten():
+    """A look-up touches the prompt's own blocks only, however many there are; so does the search among tails."""
+
+    class Counting(dict):
+        reads = 0
+
+        def get(self, *arguments):
+            Counting.reads += 1
+            return super().get(*arguments)
+
+    def reads(blocks: int) -> int:
+        cache: PrefixCache[str] = PrefixCache(10**9)
+        for first in range(0, blocks, 100):
+            keep(cache, [first * 1000 + index for index in range(min(blocks, 100) * BLOCK_TOKENS)])
+        tokens = list(range(10 * BLOCK_TOKENS))
+        entries = cache._entries
+        cache._entries = Counting(entries)  # type: ignore[assignment]
+        cache._touch = lambda chain: None  # type: ignore[method-assign]
+        Counting.reads = 0
+        assert reusable(cache, tokens) == 9 * BLOCK_TOKENS
+        return Counting.reads
+
+    assert reads(10_000) == reads(10)

@@ -7,6 +7,7 @@ import json
 import socket
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from satchel.actors.messages import RowUpdate, Sampling
+from satchel.actors.messages import RowUpdate, Sampling, TokenLogprobs
 from satchel.api.app import create_app
 from satchel.api.backend import ReplicaStats, ServedModel
 from satchel.api.text import TextModel, load_text_model
@@ -38,11 +39,24 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif -%}
 """
 
+THINKING_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif -%}
+{{- message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if reasoning_effort %}{{- 'effort: ' + reasoning_effort + '\\n' }}{% endif -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if open_thought %}{{- '<think>\\n' }}{% elif not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif -%}
+{#- <tool_call> tool_call.name -#}
+"""
+
 CORPUS = ["the quick brown fox jumps over the lazy dog", "héllo wörld, 日本語 текст 😀 emoji", '{"name": "f"}'] * 8
 
 
-def write_tokenizer(folder: Path, *, markers: str) -> Path:
-    """A byte-level BPE model folder. `markers` of tool calls: `added` as plain added tokens, `special`, or `none`."""
+def write_tokenizer(folder: Path, *, markers: str, thinking: bool = False) -> Path:
+    """A byte-level BPE model folder. `markers` of tool calls and, where it knows `thinking`, of reasoning: `added` as
+    plain added tokens, `special`, or `none`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,13 +65,29 @@ def write_tokenizer(folder: Path, *, markers: str) -> Path:
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     if markers != "none":
         special = markers == "special"
-        entries = [AddedToken(t, special=special, normalized=False) for t in ("<tool_call>", "</tool_call>")]
+        names = ["<tool_call>", "</tool_call>", *(["<think>", "</think>"] if thinking else [])]
+        entries = [AddedToken(t, special=special, normalized=False) for t in names]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(entries)
+    return write_folder(folder, tokenizer, THINKING_TEMPLATE if thinking else TEMPLATE)
+
+
+def write_sentencepiece(folder: Path) -> Path:
+    """A SentencePiece-like model folder: `▁` for spaces, `<0x..>` for bytes, the first space stripped."""
+    words = ["<unk>", "▁Hello", "▁world", "▁", *"!abc", "<|endoftext|>", "<|im_end|>"]
+    vocabulary = {word: index for index, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_end|>")])
+    return write_folder(folder, tokenizer, TEMPLATE)
+
+
+def write_folder(folder: Path, tokenizer: Tokenizer, template: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     eos = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": eos}))
     return folder
@@ -70,8 +100,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def thinking_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("thinking")
+    return {m: write_tokenizer(root / m, markers=m, thinking=True) for m in ("added", "special")}
+
+
+@pytest.fixture(scope="session")
 def texts(folders: dict[str, Path]) -> dict[str, TextModel]:
     return {markers: load_text_model(folder, name=markers) for markers, folder in folders.items()}
+
+
+@pytest.fixture(scope="session")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return load_text_model(write_sentencepiece(tmp_path_factory.mktemp("sentencepiece")))
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +123,8 @@ def text(texts: dict[str, TextModel]) -> TextModel:
 class FakeGeneration:
     """Plays a script: updates are yielded, exceptions raised, events waited for, numbers slept."""
 
-    def __init__(self, request_id: str, script: list[Any], replica: str) -> None:
+    def __init__(self, request_id: str, script: list[Any], replica: str, sampling: Sampling) -> None:
+        self.sampling = sampling
         self.replica = replica
         self.why = "test: scripted"
         self.request_id = request_id
@@ -98,6 +140,9 @@ class FakeGeneration:
                 await item.wait()
             elif isinstance(item, float):
                 await asyncio.sleep(item)
+            elif self.sampling.logprobs is not None and item.logprobs is None:
+                top = self.sampling.logprobs
+                yield replace(item, logprobs=[FakeBackend.logprobs_of(token, top) for token in item.tokens])
             else:
                 yield item
 
@@ -114,6 +159,7 @@ class FakeBackend:
     def __init__(self, text: TextModel, served: list[ServedModel]) -> None:
         self.text = text
         self.served = served
+        self.configured = [model.name for model in served]
         self.requests: list[dict[str, Any]] = []
         self.generations: list[FakeGeneration] = []
         self.scripts: deque[list[Any]] = deque()
@@ -134,6 +180,15 @@ class FakeBackend:
     def play(self, *items: Any) -> None:
         self.scripts = deque([list(items)])
 
+    @staticmethod
+    def logprobs_of(token: int, top: int) -> TokenLogprobs:
+        """What the replica says of a token where the request asks; different for different tokens."""
+        drawn = -0.25 - token / 1024
+        return drawn, [(token + i, drawn - i) for i in range(top)]
+
+    async def names(self) -> list[str]:
+        return self.configured
+
     async def models(self) -> list[ServedModel]:
         return self.served
 
@@ -146,6 +201,9 @@ class FakeBackend:
         sampling: Sampling,
         request_id: str,
         priority: int = 0,
+        deadline_s: float | None = None,
+        choices: int = 1,
+        beside: str = "",
     ) -> FakeGeneration:
         self.requests.append(
             {
@@ -155,12 +213,15 @@ class FakeBackend:
                 "sampling": sampling,
                 "request_id": request_id,
                 "priority": priority,
+                "deadline_s": deadline_s,
+                "choices": choices,
+                "beside": beside,
             }
         )
         if self.refusal is not None:
             raise self.refusal
         script = self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]
-        generation = FakeGeneration(request_id, script, f"{model.name}#{len(self.generations) % 2}")
+        generation = FakeGeneration(request_id, script, f"{model.name}#{len(self.generations) % 2}", sampling)
         self.generations.append(generation)
         return generation
 
@@ -198,6 +259,15 @@ def backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
         ServedModel("other", b"2" * 32, str(folders["none"]), CONTEXT_TOKENS, size, 1_700_000_001),
     ]
     return FakeBackend(text, served)
+
+
+@pytest.fixture(params=["added", "special"])
+def thinker(request: pytest.FixtureRequest, backend: FakeBackend, thinking_folders: dict[str, Path]) -> FakeBackend:
+    """The backend with a default model that knows reasoning, its markers plain or special tokens."""
+    folder = thinking_folders[request.param]
+    backend.text = load_text_model(folder)
+    backend.served[0] = ServedModel("satchel/tiny", b"3" * 32, str(folder), CONTEXT_TOKENS, 512, 1_700_000_000)
+    return backend
 
 
 @pytest.fixture

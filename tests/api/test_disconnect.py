@@ -11,9 +11,11 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from satchel.actors.messages import RowUpdate
+from satchel.api import http
 from satchel.api.app import create_app
-from satchel.api.generation import ChatRequest, Generator
+from satchel.api.generation import Generator
 from satchel.api.http import CancelOnDisconnect
+from satchel.api.requests import ChatRequest
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -262,3 +264,35 @@ async def test_watching_ends_quietly_when_the_block_ends_first():
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
+
+
+async def test_a_client_that_takes_nothing_is_taken_for_gone(backend, config, monkeypatch):
+    """The socket is full and stays so: the request ends, and its row leaves."""
+    monkeypatch.setattr(http, "STALL_S", 0.05)
+    backend.say("a long answer " * 50)
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "http_version": "1.1",
+    }
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    taken = []
+
+    async def receive():
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def send(message):
+        taken.append(message)
+        if len(taken) > 3:
+            await asyncio.Event().wait()
+
+    await asyncio.wait_for(create_app(backend, config)(scope, receive, send), 10)
+    assert len(taken) == 4
+    assert backend.generations[-1].aborted.is_set()

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from satchel.actors.messages import Decision, GenerateRequest, RowUpdate, Sampling, decode
-from satchel.api import dispatch
-from satchel.api.dispatch import RayGeneration
-from satchel.cluster.errors import NoReplica, QueueFull, ReplicaLost, SatchelError
+from satchel.actors.replica.actor import _merge
+from satchel.api import rows
+from satchel.api.rows import RayGeneration
+from satchel.cluster.config import parse_config
+from satchel.cluster.errors import NoReplica, QueueFull, ReplicaLost, SatchelError, SlowReader
 
-REQUEST = GenerateRequest("r", "c", "m", "", [1, 2, 3], [], b"r" * 32, Sampling(max_tokens=6))
+SAMPLING = Sampling(max_tokens=6, min_tokens=3, logprobs=1)
+REQUEST = GenerateRequest("r", "c", "m", "", [1, 2, 3], [], b"r" * 32, SAMPLING, choices=4)
+UNREAD_MAX = 100
 
 
 class Lost(ValueError):
@@ -32,6 +36,7 @@ class FakeLink:
 
     def __init__(self, backend: FakeBackend, name: str, *script: Any) -> None:
         self.backend, self.name, self.script = backend, name, list(script)
+        self.consumer = f"consumer of {name}"
         self.rows: dict[str, Any] = {}
         self.taken: list[GenerateRequest] = []
         self.aborted: list[str] = []
@@ -56,7 +61,10 @@ class FakeLink:
 
     def say(self, *tokens: int, finish: str | None = None) -> None:
         for row, placement in list(self.rows.values()):
-            row.put(placement, RowUpdate("r", list(tokens), finish, cached_tokens=len(self.taken)))
+            logprobs = [(-float(token), [(token, -float(token))]) for token in tokens]
+            if finish is not None:
+                del self.rows["r"]
+            row.put(placement, RowUpdate("r", list(tokens), finish, len(self.taken), logprobs=logprobs))
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
@@ -69,8 +77,16 @@ class FakeBackend:
         self.links = {name: FakeLink(self, name, *script) for name, script in scripts.items()}
         self.loads: dict[str, int] = dict.fromkeys(scripts, 0)
         self.away = 0
+        self.beside: list[str] = []
+        self.tasks: set[asyncio.Task[Any]] = set()
+        endpoint = {"unread_tokens_max": UNREAD_MAX}
+        self.config = parse_config({"models": [{"name": "m", "source": "s"}], "endpoint": endpoint})
 
-    async def route(self, request: GenerateRequest, exclude: Any) -> Decision:
+    def background(self, work: Any) -> None:
+        self.tasks.add(asyncio.ensure_future(work))
+
+    async def route(self, request: GenerateRequest, exclude: Any, beside: str) -> Decision:
+        self.beside.append(beside)
         if self.away:
             self.away -= 1
             raise NoReplica("none")
@@ -88,8 +104,8 @@ class FakeBackend:
         self.loads[name] = 0
 
 
-def generation(backend: FakeBackend) -> RayGeneration:
-    return RayGeneration(backend, REQUEST)  # type: ignore[arg-type]
+def generation(backend: FakeBackend, beside: str = "") -> RayGeneration:
+    return RayGeneration(backend, REQUEST, beside)  # type: ignore[arg-type]
 
 
 async def said(row: RayGeneration) -> list[int]:
@@ -111,7 +127,7 @@ async def test_a_replica_lost_while_it_was_asked_is_counted_once():
 
 async def test_a_row_goes_on_with_what_it_has_said_so_far():
     backend = FakeBackend(a=[], b=[])
-    row = generation(backend)
+    row = generation(backend, beside="a")
     await row.start()
     backend.links["a"].say(7, 8)
 
@@ -127,12 +143,16 @@ async def test_a_row_goes_on_with_what_it_has_said_so_far():
     await helper
     assert [token for update in updates for token in update.tokens] == [7, 8, 9]
     assert [update.cached_tokens for update in updates] == [1, None], "the client hears of the first reuse only"
+    said = [entry for update in updates for entry in update.logprobs or []]
+    assert said == [(-7.0, [(7, -7.0)]), (-8.0, [(8, -8.0)]), (-9.0, [(9, -9.0)])]
     (second,) = backend.links["b"].taken
-    assert (second.prompt, second.generated, second.sampling.max_tokens) == ([1, 2, 3, 7, 8], 2, 4)
+    assert (second.prompt, second.generated) == ([1, 2, 3, 7, 8], 2)
+    assert (second.sampling.max_tokens, second.sampling.min_tokens, second.choices) == (4, 3, 1)
+    assert backend.beside == ["a", ""], "the companions' replica is the one that was lost"
 
 
 async def test_a_row_waits_for_a_lone_replica_to_come_back(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dispatch, "RECOVERY_POLL_S", 0.01)
+    monkeypatch.setattr(rows, "RECOVERY_POLL_S", 0.01)
     backend = FakeBackend(a=[])
     row = generation(backend)
     await row.start()
@@ -168,3 +188,55 @@ async def test_an_abort_reaches_the_replica_once_and_a_finished_row_needs_none()
     await row.abort()
     assert backend.links["a"].aborted == ["r"]
     assert backend.loads == {"a": 0}
+
+
+async def test_a_reader_that_does_not_read_loses_its_row():
+    """The replica is told at once, what waited is dropped, and the reader hears why when it comes back."""
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    for token in range(UNREAD_MAX + 1):
+        backend.links["a"].say(token)
+    assert not backend.links["a"].aborted
+    for token in range(50):
+        backend.links["a"].say(token)
+    await asyncio.gather(*backend.tasks)
+    assert backend.links["a"].aborted == ["r"]
+    assert (backend.links["a"].rows, backend.loads, row._updates.qsize()) == ({}, {"a": 0}, 1)
+    with pytest.raises(SlowReader, match="more than 100 tokens"):
+        await said(row)
+    assert backend.links["a"].aborted == ["r"]
+
+
+async def test_much_at_once_makes_no_slow_reader():
+    """A stalled event loop hands over what came meanwhile in one piece, and an answer that is over holds no place."""
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    backend.links["a"].say(*range(5 * UNREAD_MAX))
+    backend.links["a"].say(1, finish="length")
+    assert len(await said(row)) == 5 * UNREAD_MAX + 1
+    assert not backend.links["a"].aborted
+
+
+async def test_a_reader_that_reads_may_read_any_amount():
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    updates = aiter(row)
+    for token in range(10 * UNREAD_MAX):
+        backend.links["a"].say(token)
+        assert (await anext(updates)).tokens == [token]
+    await row.abort()
+
+
+def test_merged_updates_keep_every_tokens_logprobs():
+    """An update without tokens has none, whichever comes first."""
+    entries = [(-0.5, [(7, -0.5)]), (-1.0, [(8, -1.0)]), (-2.0, [(9, -2.0)])]
+    first = RowUpdate("r", [], cached_tokens=5)
+    merged = first
+    for token, entry in zip([7, 8, 9], entries, strict=True):
+        merged = _merge(merged, RowUpdate("r", [token], logprobs=[entry]))
+    merged = _merge(merged, RowUpdate("r", [], "stop"))
+    assert merged == RowUpdate("r", [7, 8, 9], "stop", 5, None, entries)
+    assert _merge(first, RowUpdate("r", [7])).logprobs is None

@@ -69,6 +69,42 @@ async def test_tool_calls(client, backend):
     assert final.choices[0].finish_reason == "tool_calls"
 
 
+async def test_choices_and_logprobs(client, backend):
+    backend.say("Hello wörld 😀", "other")
+    asked: Any = {"model": "satchel/tiny", "messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 2}
+    answer = await client.chat.completions.create(**asked, logit_bias={"5": -100}, presence_penalty=0.5)
+    assert [choice.message.content for choice in answer.choices] == ["Hello wörld 😀", "other"]
+    for choice in answer.choices:
+        given = choice.logprobs.content
+        assert bytes(byte for token in given for byte in token.bytes).decode() == choice.message.content
+        assert all(len(token.top_logprobs) == 2 for token in given)
+    assert (backend.sampling.logit_bias, backend.sampling.presence_penalty) == ([(5, -100.0)], 0.5)
+
+    backend.say("Hello wörld 😀", "other")
+    async with client.chat.completions.stream(**asked) as stream:
+        final = await stream.get_final_completion()
+    assert [choice.message.content for choice in final.choices] == ["Hello wörld 😀", "other"]
+    assert [choice.logprobs.content for choice in final.choices] == [c.logprobs.content for c in answer.choices]
+
+    text = await client.completions.create(model="satchel/tiny", prompt="a", logprobs=3)
+    assert "".join(text.choices[0].logprobs.tokens) == text.choices[0].text
+    assert text.choices[0].logprobs.text_offset[0] == 0
+
+
+async def test_reasoning_goes_back_in_as_history(client, thinker):
+    thinker.say("<think>\nHe greets.\n</think>\n\nHello")
+    asked: Any = {"model": "satchel/tiny", "reasoning_effort": "high"}
+    answer = await client.chat.completions.create(**asked, messages=MESSAGES)
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.content) == ("He greets.", "Hello")
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+    await client.chat.completions.create(**asked, messages=[*MESSAGES, message.model_dump(), *MESSAGES])
+    assert "<think>\nHe greets.\n</think>\n\nHello<|im_end|>" in thinker.prompt
+    stream = await client.chat.completions.create(**asked, messages=MESSAGES, stream=True)
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "He greets."
+
+
 async def test_errors_arrive_as_the_clients_exceptions(client, backend):
     with pytest.raises(openai.BadRequestError) as bad:
         await client.chat.completions.create(model="satchel/tiny", messages=MESSAGES, temperature=-1)

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.api.app import create_app
 from satchel.cluster.errors import NoReplica
 
 USER = {"role": "user", "content": "Hi"}
@@ -48,15 +47,28 @@ FIELDS = [
     ("tools", ["x", {}, 5]),
     ("tool_choice", ["required", "all", {"type": "function", "function": {"name": "f"}}, True]),
     ("parallel_tool_calls", ["x", 1]),
-    ("n", [2, 0, True, "1"]),
-    ("best_of", [2]),
-    ("logprobs", [True, 1, 0]),
-    ("top_logprobs", [5]),
+    ("n", [17, 0, -1, True, 1.0, "1"]),
+    ("best_of", [2, 0, "1", True]),
+    ("min_p", [-0.1, 1.1, "0", True, 1e999]),
+    ("repetition_penalty", [0, -1, 10.1, "1", True]),
+    ("min_tokens", [-1, 1.0, "1", True]),
+    ("stop_token_ids", [5, "5", [1.0], ["5"], [True], [-1], [10**6], [1] * 65, {}]),
+    ("timeout_s", [0, -1, "5", True, 1e999]),
+    ("logprobs", [1, 0, "true", []]),
+    ("top_logprobs", [5, 21, -1, 1.0, "1", True]),
+    ("reasoning_effort", ["much", 5, True]),
+    ("chat_template_kwargs", ["x", [], 5, {"tokenize": True}, {"chat_template": "x"}, {"messages": []}]),
     ("echo", [True, 1]),
     ("suffix", ["end"]),
-    ("presence_penalty", [0.5, "0"]),
-    ("frequency_penalty", [-1]),
-    ("logit_bias", [{"5": 1}]),
+    ("presence_penalty", [2.1, -2.1, "0", True]),
+    ("frequency_penalty", [2.1, -2.1, "0", True]),
+    (
+        "logit_bias",
+        [
+            *([], "5", {"x": 1}, {"-1": 1}, {"05": 1}, {"5.0": 1}, {"": 1}, {"1000000": 1}, {"9" * 20: 1}),
+            *({"5": 101}, {"5": -100.5}, {"5": "1"}, {"5": True}, {"5": None}, {str(i): 1 for i in range(1025)}),
+        ],
+    ),
     ("response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text"]),
     ("functions", [[{"name": "f"}]]),
     ("agent_continue", [True]),
@@ -72,6 +84,25 @@ async def test_a_wrong_field_is_named(api, backend, field, value):
     assert backend.requests == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+    ],
+)
+async def test_fields_that_do_not_go_together_are_named(api, backend, fields, param):
+    error = check(await api.chat(**fields), 400, param)
+    assert param in error["message"]
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize("logprobs", [True, False, 21, -1, "5", 1.0])
+async def test_a_completions_logprobs_are_a_small_number(api, logprobs):
+    check(await api.complete("x", logprobs=logprobs), 400, "logprobs")
+
+
 async def test_include_usage_must_be_a_boolean(api):
     response = await api.chat(stream=True, stream_options={"include_usage": "yes"})
     check(response, 400, "stream_options.include_usage")
@@ -82,7 +113,14 @@ async def test_neutral_values_and_unknown_fields_are_accepted(api, backend):
         n=1,
         best_of=1,
         logprobs=False,
-        top_logprobs=None,
+        top_logprobs=0,
+        min_p=0,
+        repetition_penalty=1,
+        min_tokens=0,
+        stop_token_ids=[],
+        reasoning_effort=None,
+        chat_template_kwargs={},
+        timeout_s=None,
         echo=False,
         suffix=None,
         presence_penalty=0,
@@ -122,6 +160,7 @@ MESSAGES = [
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
         "messages[0].tool_calls[0].function.arguments",
     ),
+    ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "messages[0].reasoning_content"),
     ([{"role": "user", "content": "refuse me"}], "messages"),
 ]
 
@@ -253,11 +292,3 @@ async def test_an_invalid_request_id_is_replaced(api, given):
     response = await api.client.get("/v1/models", headers={"X-Request-ID": given})
     assert len(response.headers.get_list("x-request-id")) == 1
     assert response.headers["x-request-id"] not in (given, "")
-
-
-async def test_behind_a_server_that_echoes_request_ids_there_is_one_header(backend, config):
-    app = create_app(backend, config, server_echoes_request_id=True)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://satchel") as client:
-        valid = await client.get("/v1/models", headers={"X-Request-ID": "from-the-server"})
-        assert "x-request-id" not in valid.headers
-        assert (await client.get("/v1/models", headers={"X-Request-ID": "a b"})).headers["x-request-id"]

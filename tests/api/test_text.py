@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer
 
-from satchel.api.text import StopMatcher, TextModel, WindowDetokenizer, load_text_model
+from satchel.api.text import StopMatcher, TextModel, load_text_model
 from satchel.cluster.errors import InvalidRequest, ModelLoadError
 
 quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -58,37 +58,44 @@ def test_ids_past_the_tokenizers_end_have_no_text(text: TextModel):
     assert "".join(pieces(text.detokenizer(), [every_token(text) + 7])) == ""
 
 
-def byte_fallback() -> Tokenizer:
-    """A SentencePiece-like tokenizer: `▁` for spaces, `<0x..>` for bytes, the first space stripped."""
-    vocabulary = {"<unk>": 0, "▁Hello": 1, "▁world": 2, "!": 3, "▁": 4}
-    vocabulary |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer
-
-
 @quick
-@given(words=st.lists(st.sampled_from(["hello", "world", "!", "space", "é", "日", "😀"]), max_size=12))
-def test_the_window_detokenizer_equals_one_shot_decoding_of_valid_text(words: list[str]):
-    tokenizer = byte_fallback()
-    known = {"hello": [1], "world": [2], "!": [3], "space": [4]}
-    tokens = [t for word in words for t in known.get(word, [5 + byte for byte in word.encode()])]
-    shown = pieces(WindowDetokenizer(tokenizer.decode), tokens)
-    assert "".join(shown) == tokenizer.decode(tokens)
+@given(words=st.lists(st.sampled_from(["Hello", "world", "!", "a", " ", "é", "日", "😀"]), max_size=12))
+def test_the_window_detokenizer_equals_one_shot_decoding_of_valid_text(words: list[str], sentencepiece: TextModel):
+    tokens = [token for word in words for token in spell(sentencepiece, word)]
+    shown = pieces(sentencepiece.detokenizer(), tokens)
+    assert "".join(shown) == sentencepiece.decode(tokens)
     assert not any("\ufffd" in piece for piece in shown)
 
 
-def test_a_continued_text_keeps_its_first_space():
-    tokenizer = byte_fallback()
-    assert "".join(pieces(WindowDetokenizer(tokenizer.decode), [2])) == "world"
-    assert "".join(pieces(WindowDetokenizer(tokenizer.decode, context=[1]), [2])) == " world"
+def spell(text: TextModel, word: str) -> list[int]:
+    """The tokens of a word of the SentencePiece-like vocabulary; what it has not is spelled in bytes."""
+    assert text._backend is not None
+    whole = text._backend.token_to_id({"Hello": "▁Hello", "world": "▁world", " ": "▁"}.get(word, word))
+    return [whole] if whole is not None else [byte_token(text, byte) for byte in word.encode()]
 
 
-def test_a_long_run_of_invalid_bytes_is_not_held_for_ever():
-    detokenizer = WindowDetokenizer(byte_fallback().decode)
-    shown = [detokenizer.add(5 + 0xFF) for _ in range(100)]
+def byte_token(text: TextModel, byte: int) -> int:
+    assert text._backend is not None
+    return text._backend.token_to_id(f"<0x{byte:02X}>")
+
+
+def test_a_continued_text_keeps_its_first_space(sentencepiece: TextModel):
+    hello, world = spell(sentencepiece, "Hello"), spell(sentencepiece, "world")
+    assert "".join(pieces(sentencepiece.detokenizer(), world)) == "world"
+    assert "".join(pieces(sentencepiece.detokenizer(hello), world)) == " world"
+
+
+def test_a_long_run_of_invalid_bytes_is_not_held_for_ever(sentencepiece: TextModel):
+    detokenizer = sentencepiece.detokenizer()
+    shown = [detokenizer.add(byte_token(sentencepiece, 0xFF)) for _ in range(100)]
     assert len("".join(shown)) >= 90
+
+
+def test_a_token_has_the_bytes_that_it_has_inside_a_text(text: TextModel, sentencepiece: TextModel):
+    (first, *rest) = text.encode("語")
+    assert b"".join(text.token_bytes(token) for token in [first, *rest]) == "語".encode()
+    assert sentencepiece.token_bytes(*spell(sentencepiece, "world")) == b" world"
+    assert sentencepiece.token_bytes(byte_token(sentencepiece, 0xE8)) == b"\xe8"
 
 
 def first_match(text: str, stops: list[str]) -> str | None:
@@ -109,22 +116,20 @@ def first_match(text: str, stops: list[str]) -> str | None:
 def test_stop_strings_are_found_across_any_cut_and_never_leak(text: str, stops: list[str], cuts: list[int]):
     expected = first_match(text, stops)
     edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
-    matcher, shown, matched = StopMatcher(stops), "", False
+    matcher, shown = StopMatcher(stops), ""
     for start, end in pairwise(edges):
-        piece, matched = matcher.add(text[start:end])
-        shown += piece
+        shown += "".join(matcher.add(text[start:end]))
         # Nothing goes out that a later match would have to take back.
         assert (text if expected is None else expected).startswith(shown)
-        if matched:
-            break
-    assert matched == (expected is not None)
-    assert (shown if matched else shown + matcher.flush()) == (text if expected is None else expected)
+    assert matcher.matched == (expected is not None)
+    assert shown + "".join(matcher.flush()) == (text if expected is None else expected)
 
 
 def test_only_what_could_begin_a_stop_string_is_held_back():
     matcher = StopMatcher(["</s>"])
-    assert matcher.add("one </") == ("one ", False)
-    assert matcher.add("b>") == ("</b>", False)
+    assert matcher.add("one </") == ["one "]
+    assert matcher.add("b>") == ["</b>"]
+    assert not matcher.matched
 
 
 def test_special_tokens_are_hidden_and_tool_markers_known(texts: dict[str, TextModel]):

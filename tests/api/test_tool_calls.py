@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from satchel.api.tool_calls import ToolCall, ToolCallSplitter, call_parser
+from satchel.api.pipeline import Piece, ToolCall, text_of
+from satchel.api.tool_calls import ToolCallSplitter, call_parser
 
 START, END = "<tool_call>", "</tool_call>"
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -18,9 +19,13 @@ BAD = '<tool_call>\n{"name": }\n</tool_call>'
 parse = call_parser(lambda text, tools: json.loads(text), [])
 
 
-def split(pieces: list[str], *, end: str = END) -> tuple[str, list[tuple[int, str, str]]]:
+def run(pieces: list[str], *, end: str = END) -> list[Piece]:
     splitter = ToolCallSplitter(START, end, parse)
-    out = [item for piece in pieces for item in splitter.add(piece)] + splitter.flush()
+    return [item for piece in pieces if piece for item in splitter.add(piece)] + splitter.flush()
+
+
+def split(pieces: list[str], *, end: str = END) -> tuple[str, list[tuple[int, str, str]]]:
+    out = run(pieces, end=end)
     text = "".join(item for item in out if isinstance(item, str))
     return text, [(item.index, item.name, item.arguments) for item in out if isinstance(item, ToolCall)]
 
@@ -43,6 +48,16 @@ def test_text_without_a_whole_call_comes_out_unchanged(text: str):
     shown, calls = split(list(text))
     assert shown == text
     assert calls == []
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(text=fragments, cuts=st.lists(st.integers(0, 200), max_size=10))
+def test_shown_and_skipped_text_together_are_the_text(text: str, cuts: list[int]):
+    """Every character comes out once and in order, and no piece is empty."""
+    edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
+    out = [item for item in run([text[a:b] for a, b in pairwise(edges)]) if not isinstance(item, ToolCall)]
+    assert "".join(map(text_of, out)) == text
+    assert all(map(text_of, out))
 
 
 def test_calls_are_numbered_and_the_white_space_around_them_is_theirs():

@@ -24,7 +24,17 @@ def test_version_and_help(tmp_path: Path) -> None:
     assert all(command in help_text for command in ("serve", "status", "models", "chat", "doctor"))
 
 
-@pytest.mark.parametrize("command", [["status"], ["models"], ["chat", "hello"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"],
+        ["models"],
+        ["models", "list"],
+        ["models", "load", "owner/name"],
+        ["models", "unload", "name"],
+        ["chat", "hello"],
+    ],
+)
 def test_without_a_server_there_is_a_sentence(command: list[str], tmp_path: Path) -> None:
     result = satchel(*command, "--home", str(tmp_path / "home"), cwd=tmp_path)
     assert result.returncode == 1 and result.stdout == ""
@@ -34,6 +44,13 @@ def test_without_a_server_there_is_a_sentence(command: list[str], tmp_path: Path
 def test_a_wrong_command_line_is_a_usage_error(tmp_path: Path) -> None:
     assert satchel("serve", "--port", "0", cwd=tmp_path).returncode == 2
     assert satchel("dance", cwd=tmp_path).returncode == 2
+    assert satchel("models", "load", "owner/name", "--dtype", "int8", cwd=tmp_path).returncode == 2
+    assert satchel("models", "unload", cwd=tmp_path).returncode == 2
+
+
+def test_options_of_the_group_reach_its_commands(tmp_path: Path) -> None:
+    result = satchel("models", "--home", str(tmp_path / "home"), "list", cwd=tmp_path)
+    assert result.stderr.startswith(f"satchel: no server runs on {tmp_path}/home")
 
 
 def test_a_wrong_config_names_its_place(tmp_path: Path) -> None:
@@ -48,6 +65,7 @@ def test_a_wrong_config_names_its_place(tmp_path: Path) -> None:
 def test_the_command_line_starts_quickly() -> None:
     """`satchel status` must not wait for Ray or MLX to be imported."""
     program = "import sys, satchel.api.cli, satchel.api.cli_views, satchel.api.cli_serve, satchel.api.cli_chat\n"
+    program += "import satchel.api.cli_models, satchel.api.cli_progress\n"
     program += "print(*sorted({'ray', 'mlx', 'transformers', 'mlx_lm'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == ""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from satchel.cluster.config import Config, default_config, load_config, parse_config
+from satchel.cluster.config import Config, Model, default_config, load_config, name_refusal, parse_config, parse_model
 from satchel.cluster.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
         ({"models": [{"name": "a/b", "source": "b"}, {"name": "a-b", "source": "c"}]}, "models[1].name"),
         ({"models": [{"name": "///", "source": "b"}]}, "models[0].name"),
         ({"models": [{"name": "two words", "source": "b"}]}, "models[0].name"),
+        ({"models": [{"name": "a", "source": "b", "adapter": ""}]}, "models[0].adapter"),
         ([1], "(top level)"),
     ],
 )
@@ -39,6 +40,22 @@ def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"models": [{"name": "a"}], "endpoint": {"port": "x"}})
     assert "models[0].source" in caught.value.message and "endpoint.port" in caught.value.message
+
+
+def test_one_model_is_checked_as_in_a_file() -> None:
+    """What is loaded into a running cluster obeys the same rules, and None means the default."""
+    model = parse_model(name="a", source="b", adapter=None, context_tokens_max=None, replicas=2)
+    assert model == Model(name="a", source="b", replicas=2)
+    with pytest.raises(ConfigError) as caught:
+        parse_model(name="two words", source="b", replicas=0)
+    assert "model: name: " in caught.value.message and "replicas: " in caught.value.message
+
+
+def test_names_must_differ_in_what_their_replicas_are_called() -> None:
+    served = [Model(name="a/b", source="s"), Model(name="c", source="s")]
+    assert name_refusal(Model(name="d", source="s"), served) is None
+    assert name_refusal(Model(name="c", source="s"), served) == "two models are called 'c'"
+    assert name_refusal(Model(name="a:b", source="s"), served) == "too much like 'a/b'"
 
 
 def test_sizes_may_have_units() -> None:

@@ -1,0 +1,264 @@
+"""Where a source lives: what ships with Satchel, folders, and the Hub's cache, which is filled from the Hub if need be.
+
+A source is `embedded:NAME`, a folder, or a Hub id: `owner/name`, or `owner/name@revision` for a branch, tag or commit.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from ...cluster.errors import ModelLoadError
+
+EMBEDDED = Path(__file__).parent / "embedded"
+WEIGHTS = "model*.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapters.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+HUB_PATTERNS = ["*.json", WEIGHTS, "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
+
+Progress = Callable[[str, float | None], None]
+"""Called with what is going on and the fraction done, None where it is unknown."""
+
+_GB = 1e9
+
+
+def resolve(source: str, progress: Progress) -> Path:
+    """The folder of a model; a Hub id is downloaded if it is not in the Hub's cache yet.
+
+    Raises:
+        ModelLoadError: no such folder or embedded model, or the Hub does not give it; says which and what to do.
+    """
+    if source.startswith("embedded:"):
+        folder = EMBEDDED / source.removeprefix("embedded:")
+        if not (folder / "config.json").is_file():
+            known = ", ".join(sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))) or "none"
+            raise ModelLoadError(f"no embedded model {folder.name!r}; there are: {known}")
+        return folder
+    return _find(source, ("config.json",), HUB_PATTERNS, progress)
+
+
+def resolve_adapter(source: str, progress: Progress) -> Path:
+    """The folder of an adapter, as `resolve` finds that of a model."""
+    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    return _find(source, files, files, progress)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ModelLoadError: the file cannot be read or holds something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ModelLoadError(f"{path} holds no JSON object")
+    return data
+
+
+def _find(source: str, needed: Sequence[str], patterns: Sequence[str], progress: Progress) -> Path:
+    try:
+        folder = Path(source).expanduser()
+    except RuntimeError:
+        raise ModelLoadError(f"{source!r} names the home of a user who does not exist") from None
+    if folder.is_dir():
+        for name in needed:
+            if not (folder / name).is_file():
+                raise ModelLoadError(f"{folder} has no {name}; it must be a folder as the Hub or mlx-lm lay it out")
+        return folder
+    repository, at, revision = source.partition("@")
+    if source.startswith(("/", ".", "~")) or repository.count("/") != 1 or (at and not revision):
+        raise ModelLoadError(
+            f"{source!r} is neither a folder nor a Hub id of the form owner/name or owner/name@revision"
+        )
+    wanted = _Download(source, repository, revision or None, needed, patterns, progress)
+    try:
+        return wanted.run()
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        # The Hub's client lets the errors of three HTTP stacks through.
+        raise ModelLoadError(_sentence(wanted, error)) from error
+
+
+@dataclass(frozen=True)
+class _Download:
+    """One snapshot of a repository, brought into the Hub's cache.
+
+    The files are chosen before the first byte is fetched, so that what cannot work (no room, not a model) fails at
+    once, and the progress knows its end.
+    """
+
+    source: str
+    repository: str
+    revision: str | None
+    needed: Sequence[str]
+    patterns: Sequence[str]
+    progress: Progress
+
+    def run(self) -> Path:
+        from huggingface_hub.errors import DryRunError
+
+        self.progress(f"downloading {self.source}", None)
+        try:
+            files = {file.filename: file for file in self._snapshot(allow_patterns=list(self.patterns), dry_run=True)}
+        except DryRunError as error:
+            return self._from_cache(error.__cause__ or error)
+        for name in self.needed:
+            if name not in files:
+                raise ModelLoadError(f"{self.source} on the Hub has no {name}")
+        wanted = self._without_other_weights(files)
+        missing_bytes = sum(files[name].file_size or 0 for name in wanted if files[name].will_download)
+        self._check_room(missing_bytes)
+        return Path(
+            self._snapshot(allow_patterns=[escape(name) for name in wanted], tqdm_class=self._bar(missing_bytes))
+        )
+
+    def _snapshot(self, **options: Any) -> Any:
+        from huggingface_hub import snapshot_download
+
+        # Files in folders of a repository belong to other formats.
+        return snapshot_download(self.repository, revision=self.revision, ignore_patterns=["*/*"], **options)
+
+    def _without_other_weights(self, files: dict[str, Any]) -> list[str]:
+        """The files, without weights that the index does not name: some repositories hold the same ones twice."""
+        if INDEX not in files:
+            return list(files)
+        from huggingface_hub import hf_hub_download
+
+        index = hf_hub_download(self.repository, INDEX, revision=files[INDEX].commit_hash)
+        named = _named_by_index(Path(index))
+        # An index that names what is not there was left over from another layout: mlx-lm does not look at it.
+        if not named or not named <= files.keys():
+            return list(files)
+        return [name for name in files if name in named or not fnmatch(name, WEIGHTS)]
+
+    def _check_room(self, needed_bytes: int) -> None:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        folder = Path(HF_HUB_CACHE)
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+        if needed_bytes > free:
+            raise ModelLoadError(
+                f"{self.source} takes {needed_bytes / _GB:.2f} GB more on the disk, of which {free / _GB:.2f} GB are "
+                f"free at {folder}; make room, or set HF_HOME to a folder on another disk"
+            )
+
+    def _from_cache(self, cause: BaseException) -> Path:
+        """The snapshot as an earlier download left it, where the Hub does not answer; `cause` is why."""
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
+
+        patterns = list(self.patterns)
+        index = try_to_load_from_cache(self.repository, INDEX, revision=self.revision)
+        if WEIGHTS in patterns and isinstance(index, str):
+            named = _named_by_index(Path(index))
+            if named and all((Path(index).parent / name).is_file() for name in named):
+                patterns = [pattern for pattern in patterns if pattern != WEIGHTS] + [escape(name) for name in named]
+        try:
+            return Path(self._snapshot(allow_patterns=patterns, local_files_only=True))
+        except IncompleteSnapshotError:
+            there = "only in part in the local Hub cache"
+        except LocalEntryNotFoundError:
+            there = "not in the local Hub cache"
+        raise ModelLoadError(_unreachable(self, there, cause)) from cause
+
+    def _bar(self, total: int) -> type:
+        """A progress bar class that forwards the Hub's byte counters to `progress`."""
+        from tqdm.auto import tqdm
+
+        progress, what = self.progress, f"downloading {self.source}"
+        # The Hub counts what it received and what it wrote, and which of the two runs ahead depends on the storage.
+        most = [0.0]
+
+        class Bar(tqdm):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                kwargs["disable"] = False
+                kwargs["file"] = _Nowhere()
+                kwargs.pop("name", None)
+                super().__init__(*args, **kwargs)
+
+            def update(self, n: float | None = 1) -> bool | None:
+                result = super().update(n)
+                if self.unit == "B" and total and self.n > most[0]:
+                    most[0] = self.n
+                    progress(what, min(1.0, self.n / total))
+                return result
+
+        return Bar
+
+
+class _Nowhere:
+    """A text stream that drops what is written; the bar draws itself in the command line, not here."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return None
+
+
+def _named_by_index(path: Path) -> set[str]:
+    weight_map = read_json(path).get("weight_map")
+    return {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+
+
+def _unreachable(wanted: _Download, there: str, cause: BaseException) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(cause, OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE keeps it from being downloaded: start the server without it once"
+    elif isinstance(cause, HfHubHTTPError):
+        return _sentence(wanted, cause)
+    else:
+        why = "the Hub cannot be reached: connect once to download it"
+    return f"{wanted.source} is {there}, and {why}, or give a folder as the source"
+
+
+def _no_source(source: str) -> str:
+    return f"{source!r} is neither a folder nor a Hub id of the form owner/name or owner/name@revision"
+
+
+def _sentence(wanted: _Download, error: BaseException) -> str:
+    """What went wrong with a download, and what to do about it."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        # A file's own refusal, told as "not in the cache either".
+        error = error.__cause__
+    if isinstance(error, errors.GatedRepoError):
+        page = f"{constants.ENDPOINT}/{wanted.repository}"
+        return f"{wanted.source} is gated: accept its terms at {page}, then log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{wanted.repository} has no revision {wanted.revision!r} on the Hub"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"the Hub has no {wanted.repository}, or it is private: check the name, or log in with `hf auth login` or "
+            "set HF_TOKEN"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return _no_source(wanted.source)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{wanted.source} cannot be downloaded: no space is left on the disk of {constants.HF_HUB_CACHE}"
+    return f"{wanted.source} cannot be downloaded: {first_sentence(error)}"
+
+
+def first_sentence(error: BaseException) -> str:
+    """What an error of somebody else's says, on one line of at most 300 characters; never empty."""
+    # KeyError shows its message quoted.
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    shown = " ".join(lines[:2]) if lines else type(error).__name__
+    return shown if len(shown) <= 300 else f"{shown[:299]}…"

@@ -1,0 +1,99 @@
+"""What a replica remembers of its rows: the executor has their KV, and the prefix cache keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..kv_store.blocks import BLOCK_TOKENS, block_ids
+from ..messages import GenerateRequest
+from .executor import BatchExecutor
+from .kv_cache import ModelCacheSpec, Slab
+from .prefix import Hit, Kept, PrefixCache
+
+
+@dataclass
+class Sequence:
+    """A request with its tokens so far, `emitted` of which were drawn here.
+
+    `ids` are the block ids of its first tokens; `kept` counts those whose KV has been offered to the prefix cache.
+    `cached` is how many tokens its first admission reused.
+    """
+
+    request: GenerateRequest
+    tokens: list[int]
+    ids: list[bytes]
+    emitted: int = 0
+    kept: int = 0
+    cached: int | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+
+class RowMemory:
+    """Finds what of a row is known, and keeps what it leaves. Does nothing for a model whose KV cannot be cut."""
+
+    def __init__(self, spec: ModelCacheSpec, executor: BatchExecutor, bytes_max: int) -> None:
+        self.prefixes: PrefixCache[Slab] = PrefixCache(bytes_max, spec.rule)
+        self._spec = spec
+        self._executor = executor
+
+    def find(self, sequence: Sequence, tokens_max: int) -> Hit[Slab]:
+        """What is known of the first `tokens_max` tokens."""
+        if not self._spec.reusable:
+            return Hit()
+        root = sequence.request.root_id
+        if sequence.emitted:
+            # It was sent back: its answer is a part of its prompt now.
+            sequence.ids = block_ids(root, sequence.tokens)
+        hit = self.prefixes.match(root, sequence.ids, sequence.tokens, tokens_max)
+        sequence.kept = len(hit.blocks)
+        return hit
+
+    def known(self, sequence: Sequence) -> int:
+        """About how many of its first tokens `find` would find now."""
+        return self.prefixes.leading(sequence.ids) * BLOCK_TOKENS if self._spec.reusable else 0
+
+    def keep_blocks(self, sequence: Sequence, computed: int) -> None:
+        """Keep the whole blocks among the first `computed` tokens, which are all that the row's caches hold."""
+        first, last = sequence.kept, min(computed // BLOCK_TOKENS, len(sequence.ids))
+        if not self._spec.reusable or last <= first:
+            return
+        ends = last * BLOCK_TOKENS == computed
+        wanted = [
+            index
+            for index in range(first, last)
+            if self.prefixes.lacks(sequence.ids[index], snapshot=ends and index == last - 1)
+        ]
+        spans = [(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS) for index in wanted]
+        slabs = self._executor.cut(sequence.id, spans)
+        new = [
+            (index, sequence.tokens[start:stop], _kept(slab))
+            for index, (start, stop), slab in zip(wanted, spans, slabs, strict=True)
+        ]
+        self.prefixes.put_blocks(sequence.ids[:last], new)
+        sequence.kept = last
+
+    def keep_tail(self, sequence: Sequence, computed: int) -> None:
+        """Keep the open tail of the first `computed` tokens, which are all that the row's caches hold."""
+        whole = computed // BLOCK_TOKENS
+        start = whole * BLOCK_TOKENS
+        if not self._spec.reusable or start == computed:
+            return
+        (slab,) = self._executor.cut(sequence.id, [(start, computed)])
+        chain, tokens = sequence.ids[:whole], sequence.tokens[start:computed]
+        self.prefixes.put_tail(sequence.request.root_id, chain, tokens, _kept(slab))
+
+    def keep_all(self, sequence: Sequence) -> None:
+        """Keep all that the row's caches hold: its answer's whole blocks and the open tail."""
+        if not self._spec.reusable:
+            return
+        computed = self._executor.length(sequence.id)
+        sequence.ids = block_ids(sequence.request.root_id, sequence.tokens)
+        self.keep_blocks(sequence, computed)
+        self.keep_tail(sequence, computed)
+
+
+def _kept(slab: Slab) -> Kept[Slab]:
+    return Kept(slab, slab.nbytes, slab.window_from, slab.states is not None)

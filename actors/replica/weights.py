@@ -1,0 +1,95 @@
+"""Weight files: whether they are whole, what they take in memory, and what identifies them. Only headers are read.
+
+The format: eight bytes with the length of a JSON header (little-endian), the header, which gives every tensor's type,
+shape and place, and the data (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...cluster.errors import ModelLoadError
+
+_HEADER_BYTES_MAX = 100 * 2**20
+_EDGE_BYTES = 65536
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One entry of a header. `dtype` is the format's name for it, such as `BF16`; `nbytes` is its size in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file that is whole: all the data its header promises is there."""
+
+    path: Path
+    header: bytes
+    tensors: dict[str, Tensor]
+    size: int
+
+    def edges(self) -> bytes:
+        """The first and the last 64 KiB of the data."""
+        with self.path.open("rb") as file:
+            file.seek(8 + len(self.header))
+            head = file.read(_EDGE_BYTES)
+            file.seek(max(0, self.size - _EDGE_BYTES))
+            return head + file.read(_EDGE_BYTES)
+
+
+def read_weight_file(path: Path) -> WeightFile:
+    """The file's header, once everything it says about the file is known to be true.
+
+    Raises:
+        ModelLoadError: the file cannot be read, is cut off, or is something else.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if not 0 < length <= min(_HEADER_BYTES_MAX, size - 8):
+                raise ModelLoadError(f"{path} ({size} bytes) is no safetensors file or only the beginning of one")
+            header = file.read(length)
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        tensors = {
+            name: Tensor(
+                str(entry["dtype"]),
+                tuple(int(extent) for extent in entry["shape"]),
+                int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
+            )
+            for name, entry in entries.items()
+        }
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise ModelLoadError(f"{path} is not a safetensors file: its header makes no sense") from None
+    there = size - 8 - length
+    if end > there:
+        raise ModelLoadError(f"{path} is cut off: {there} of its {end} bytes of weights are there; fetch it again")
+    return WeightFile(path, header, tensors, size)
+
+
+def bytes_in_memory(files: Iterable[WeightFile], float_bytes: int | None) -> int:
+    """What the tensors take once loaded.
+
+    Args:
+        float_bytes: size of the float type that all floats are converted to; None where they stay as they are.
+    """
+    return sum(
+        math.prod(tensor.shape) * float_bytes if float_bytes and tensor.dtype in _FLOATS else tensor.nbytes
+        for file in files
+        for tensor in file.tensors.values()
+    )

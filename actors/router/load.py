@@ -1,0 +1,114 @@
+"""What each replica has to do, counted by the router. Pure: `now` is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+"""Assumed until a replica has measured its own rate."""
+
+DECODE_ROW_TOKENS = 64
+"""What each row that decodes beside a request costs, in tokens of prefill: a replica that prefills slowly also decodes
+slowly, the longer its steps the more rows they have."""
+
+ROW_WAIT_S = 1.0
+"""What each row beyond the batch's places adds: it waits for another to finish."""
+
+RESERVATION_S = 5.0
+"""A routed request that no report has mentioned for this long has not arrived."""
+
+
+@dataclass(slots=True)
+class Load:
+    """A request on a replica.
+
+    `tokens` were to be prefilled when it was routed. Once a report has `seen` it, they are the most that is left.
+    """
+
+    since: float
+    tokens: int
+    seen: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaState:
+    """A replica as its last report describes it, and the requests that it has now.
+
+    Requests are counted from the moment they are routed until their consumer says that they ended: a report is old
+    when it arrives. Reports only drop those that never arrived, or whose consumer died.
+    """
+
+    name: str
+    model: str
+    incarnation: str
+    former: tuple[str, ...] = ()
+    """Earlier processes of the replica, the last one last."""
+    sequence: int = -1
+    seen: float = 0.0
+    rows_max: int = 1
+    pending_tokens: int = 0
+    token_s: float = 1.0 / DEFAULT_PREFILL_TOKENS_PER_S
+    """Seconds to prefill a token."""
+    requests: dict[str, Load] = field(default_factory=dict)
+    last_assigned: int = 0
+    lost: bool = False
+    queue_s: float = 0.0
+    decode_s: float = 0.0
+    _reserved_tokens: int = 0
+    """The sum of `tokens` over the requests that no report has seen."""
+    _seen_tokens: int = 0
+    """The sum of `tokens` over those that one has."""
+    _strangers: bool = False
+    """Whether the last report named requests that are not counted here."""
+
+    def add(self, request_id: str, load: Load) -> None:
+        """Count a request that is not counted yet."""
+        self.requests[request_id] = load
+        self._shift(load, 1)
+        self._price()
+
+    def remove(self, request_id: str) -> None:
+        """Count a request no more."""
+        self._shift(self.requests.pop(request_id), -1)
+        self._price()
+
+    def correct(self, active: set[str], now: float) -> list[str]:
+        """Set the counts right by a report's `active` requests; those that are dropped."""
+        dropped = []
+        for request_id, load in list(self.requests.items()):
+            if request_id in active:
+                self._shift(load, -1)
+                load.seen = True
+                self._shift(load, 1)
+            elif load.seen or now - load.since > RESERVATION_S:
+                self._shift(self.requests.pop(request_id), -1)
+                dropped.append(request_id)
+        self._strangers = not active <= self.requests.keys()
+        self._price()
+        return dropped
+
+    def check(self) -> None:
+        """Raise AssertionError where sums and terms are not those of the requests."""
+        loads = self.requests.values()
+        assert all(load.tokens >= 0 for load in loads)
+        assert self._reserved_tokens == sum(load.tokens for load in loads if not load.seen)
+        assert self._seen_tokens == sum(load.tokens for load in loads if load.seen)
+        terms = self.queue_s, self.decode_s
+        assert min(terms) >= 0.0
+        self._price()
+        assert terms == (self.queue_s, self.decode_s)
+
+    def _shift(self, load: Load, sign: int) -> None:
+        if load.seen:
+            self._seen_tokens += sign * load.tokens
+        else:
+            self._reserved_tokens += sign * load.tokens
+
+    def _price(self) -> None:
+        """Compute the terms of the cost that are the same for every request."""
+        rows, pending = len(self.requests), self.pending_tokens
+        if not self._strangers:
+            # The replica counts all of a waiting prompt, also what it will find that it holds.
+            pending = min(pending, self._seen_tokens)
+        self.queue_s = (pending + self._reserved_tokens) * self.token_s + max(0, rows + 1 - self.rows_max) * ROW_WAIT_S
+        self.decode_s = min(rows, self.rows_max) * DECODE_ROW_TOKENS * self.token_s

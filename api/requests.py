@@ -1,0 +1,133 @@
+"""What callers ask for, and its way to token ids: ``check -> render -> encode``, in a worker thread."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cluster.errors import ContextLengthExceeded, InvalidRequest
+from .backend import ServedModel
+from .conversation import check_messages, check_prompts, check_tools, check_vocabulary
+from .options import Options
+from .text import TextModel
+
+TENANT = "default"
+"""Every agent belongs to this tenant until tenants exist."""
+
+_AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What every request has.
+
+    `model` "" is the default model; `agent` is the agent's id or "" for none. `request_id` appears in logs and need not
+    be unique. `choices` is how many answers every prompt gets. Where `options` are silent about it a row generates at
+    most `max_tokens_default`; `max_tokens_field` is the caller's name for what they say. `waited_s` have passed since
+    the request arrived.
+    """
+
+    model: str = ""
+    agent: str = ""
+    options: Options = field(default_factory=Options)
+    request_id: str = ""
+    choices: int = 1
+    max_tokens_default: int | None = None
+    max_tokens_field: str = "max_tokens"
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ChatRequest(Request):
+    """A conversation to continue.
+
+    `messages` and `tools` are in OpenAI's form, unchecked; with `use_tools` False the tools are checked and the model
+    is not told of them. `template_kwargs` are variables for the chat template.
+    """
+
+    messages: Sequence[Any]
+    tools: Sequence[Any] = ()
+    use_tools: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CompletionRequest(Request):
+    """Text to continue; `prompt` in any of OpenAI's four forms, unchecked."""
+
+    prompt: Any
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A rendered conversation. `thinking` says that the prompt ends inside a block of reasoning."""
+
+    prompt: list[int]
+    tools: list[dict[str, Any]]
+    thinking: bool
+
+
+def agent_key(agent: str) -> str:
+    """The key under which the backend knows an agent; "" for none.
+
+    Raises:
+        InvalidRequest: not an agent id.
+    """
+    if not agent:
+        return ""
+    if _AGENT.fullmatch(agent) is None:
+        raise InvalidRequest("agent_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ -", param="agent_id")
+    return f"{TENANT}/{agent}"
+
+
+def _too_long(amount: str, model: ServedModel, where: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"{where} has {amount} tokens; the context of {model.name!r} is {model.context_tokens} tokens, at least one of "
+        "which is for the answer",
+        param=where.partition("[")[0],
+    )
+
+
+def _check_length(prompt: list[int], model: ServedModel, where: str) -> None:
+    if len(prompt) >= model.context_tokens:
+        raise _too_long(str(len(prompt)), model, where)
+
+
+def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, special_tokens: bool) -> list[int]:
+    # Megabytes take seconds to encode, so what cannot fit is refused before.
+    if (least := text.tokens_min(string)) >= model.context_tokens:
+        raise _too_long(f"at least {least}", model, where)
+    return text.encode(string, special_tokens=special_tokens)
+
+
+def prepare_chat(text: TextModel, model: ServedModel, request: ChatRequest) -> Chat:
+    messages = check_messages(request.messages)
+    tools = check_tools(request.tools)
+    if not request.use_tools:
+        tools = []
+    if tools and not text.has_tool_calls:
+        raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
+    rendered = text.render(messages, tools, request.template_kwargs)
+    prompt = _encode(text, rendered, model, "messages", special_tokens=False)
+    if not prompt:
+        raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
+    _check_length(prompt, model, "messages")
+    return Chat(prompt, tools, text.ends_in_thought(rendered))
+
+
+def prepare_completion(
+    text: TextModel, model: ServedModel, request: CompletionRequest, prompts_max: int
+) -> list[list[int]]:
+    prompts: list[list[int]] = []
+    several = isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), None), int)
+    for index, prompt in enumerate(check_prompts(request.prompt, prompts_max=prompts_max)):
+        where = f"prompt[{index}]" if several else "prompt"
+        tokens = _encode(text, prompt, model, where, special_tokens=True) if isinstance(prompt, str) else prompt
+        check_vocabulary(tokens, model.vocabulary_size, where)
+        if not tokens:
+            raise InvalidRequest(f"{where} is empty", param="prompt")
+        _check_length(tokens, model, where)
+        prompts.append(tokens)
+    return prompts

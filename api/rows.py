@@ -1,0 +1,205 @@
+"""One row's way from replica to replica: placed, followed, and placed again where its replica is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayError
+
+from ..actors.kv_store.blocks import block_ids
+from ..actors.messages import Decision, GenerateRequest, RowUpdate, encode
+from ..cluster.errors import ReplicaLost, SatchelError, SlowReader, Unavailable, from_wire
+
+if TYPE_CHECKING:
+    from .dispatch import Link, RayBackend
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 4
+"""How many replicas a row is offered to before its refusal is final, and how many it may lose."""
+
+RECOVERY_S = 20.0
+"""How long a row whose replica was lost waits for one to go on with; a lone replica restarts in this time."""
+
+RECOVERY_POLL_S = 0.25
+
+
+class RayGeneration:
+    """One row, followed from replica to replica. Implements `backend.Generation`.
+
+    Every submission is a new *placement*; what an earlier one still says is not heard. What waits for the reader is
+    bounded: past `endpoint.unread_tokens_max` tokens the row is taken out and the iteration ends with `SlowReader`.
+
+    Args:
+        beside: a replica that has just taken a request with the same prompt, "" for none.
+    """
+
+    def __init__(self, backend: RayBackend, request: GenerateRequest, beside: str = "") -> None:
+        self.replica = ""
+        self.why = ""
+        self._backend = backend
+        self._request = request
+        self._beside = beside
+        self._started = time.monotonic()
+        self._updates: asyncio.Queue[tuple[int, RowUpdate | SatchelError]] = asyncio.Queue()
+        self._unread = 0
+        self._tokens: list[int] = []
+        self._placement = 0
+        self._losses = 0
+        self._link: Link | None = None
+        self._over = False
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
+        """Take what a link heard of the row's placement."""
+        if isinstance(update, RowUpdate):
+            unread_max = self._backend.config.endpoint.unread_tokens_max
+            # Not by what comes now: a stalled event loop gets much at once and is no slow reader.
+            if self._unread > unread_max and update.finish is None:
+                self._give_up(unread_max)
+                return
+            self._unread += len(update.tokens)
+        self._updates.put_nowait((placement, update))
+
+    def _give_up(self, unread_max: int) -> None:
+        """The reader is too slow: what waits for it goes, and the row leaves its replica."""
+        while not self._updates.empty():
+            self._updates.get_nowait()
+        self._unread = 0
+        error = SlowReader(f"more than {unread_max} tokens of the answer waited to be read")
+        self._updates.put_nowait((self._placement, error))
+        if (leaving := self._leave()) is not None:
+            self._backend.background(leaving)
+
+    async def start(self, exclude: Sequence[str] = ()) -> None:
+        """Find a replica that takes the row.
+
+        Args:
+            exclude: replicas to turn to last.
+
+        Raises:
+            SatchelError: the last refusal, when none does.
+        """
+        tried = list(exclude)
+        refusal: SatchelError | None = None
+        for _ in range(ATTEMPTS):
+            decision = await self._backend.route(self._request, tried, self._beside)
+            if refusal is not None and decision.replica in tried:
+                self._backend.release(decision.replica, self.request_id)
+                break
+            refusal = await self._offer(decision)
+            if refusal is None:
+                return
+            if not isinstance(refusal, Unavailable):
+                break
+            tried.append(decision.replica)
+        assert refusal is not None
+        raise refusal
+
+    async def _offer(self, decision: Decision) -> SatchelError | None:
+        """None where the replica took the row, else why not."""
+        self.replica, self.why = decision.replica, decision.why
+        self._placement += 1
+        try:
+            self._link = link = await self._backend.link(decision.replica)
+            link.rows[self.request_id] = (self, self._placement)
+            refusal = await link.handle.submit.remote(encode(replace(self._request, consumer=link.consumer)))
+        except asyncio.CancelledError:
+            await asyncio.shield(self.abort())
+            raise
+        except (RayError, ValueError) as error:
+            logger.warning("replica %s is lost: %s", decision.replica, type(error).__name__)
+            self._unlink()
+            self._backend.lose(decision.replica)
+            return ReplicaLost(f"replica {decision.replica} was lost")
+        if refusal is None:
+            return None
+        self._unlink()
+        self._backend.release(decision.replica, self.request_id)
+        return from_wire(refusal)
+
+    def _unlink(self) -> bool:
+        """Expect no more updates. False where none were expected."""
+        link, self._link = self._link, None
+        return link is not None and link.rows.pop(self.request_id, None) is not None
+
+    def __aiter__(self) -> AsyncIterator[RowUpdate]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[RowUpdate]:
+        try:
+            while not self._over:
+                placement, update = await self._updates.get()
+                if isinstance(update, RowUpdate):
+                    self._unread -= len(update.tokens)
+                if placement != self._placement:
+                    continue
+                if isinstance(update, SlowReader):
+                    raise update
+                if isinstance(update, SatchelError):
+                    await self._go_on(update)
+                    continue
+                self._tokens.extend(update.tokens)
+                if self._request.generated:
+                    # A second replica: the client was told what the first one reused.
+                    update = replace(update, cached_tokens=None)
+                self._over = update.finish is not None
+                yield update
+        finally:
+            await self.abort()
+
+    async def _go_on(self, loss: SatchelError) -> None:
+        """Submit the row to another replica, or to the same one restarted, with the tokens so far in its prompt.
+
+        The noise of sampling is a function of seed and position, so the text goes on as if nothing had happened.
+        """
+        self._unlink()
+        self._losses += 1
+        done = len(self._tokens)
+        first = self._request
+        left = first.sampling.max_tokens - done
+        if self._losses > ATTEMPTS or left <= 0:
+            raise loss
+        prompt = first.prompt + self._tokens
+        now = time.monotonic()
+        self._request = replace(
+            first,
+            prompt=prompt,
+            block_ids=await asyncio.to_thread(block_ids, first.root_id, prompt),
+            sampling=replace(first.sampling, max_tokens=left),
+            generated=first.generated + done,
+            # Its companions have said something else by now.
+            choices=1,
+            deadline_s=max(0.1, first.deadline_s - (now - self._started)),
+        )
+        self._tokens, self._started, self._beside = [], now, ""
+        lost = self.replica
+        while True:
+            try:
+                return await self.start([lost])
+            except Unavailable:
+                if time.monotonic() - now > RECOVERY_S:
+                    raise
+            await asyncio.sleep(RECOVERY_POLL_S)
+
+    async def abort(self) -> None:
+        """Take the row out wherever it runs. Does nothing for a row that has ended."""
+        self._over = True
+        if (leaving := self._leave()) is not None:
+            await leaving
+
+    def _leave(self) -> Coroutine[Any, Any, None] | None:
+        """Expect nothing more; the call that takes the row out, None where it runs nowhere."""
+        link = self._link
+        if not self._unlink() or link is None:
+            return None
+        self._backend.release(self.replica, self.request_id)
+        return link.abort([self.request_id])

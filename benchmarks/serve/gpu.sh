@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The serving benchmark on a machine with an NVIDIA GPU and no network, in about six minutes.
+#
+#   SITE=$HOME/site benchmarks/serve/gpu.sh OUT [options of run.py]
+#
+# SITE: a folder with Satchel's dependencies, mlx[cuda13] among them (pip install --target), and py-spy.
+# PYTHON: the interpreter they are for; python3 where it is not set.
+# VLLM_MLX_WHEELS: a folder with the wheels of vllm-mlx 0.6.0 and mlx-lm 0.31.3, which go into a folder of their own,
+# because Satchel has a newer mlx-lm; without it vllm-mlx is left out. What else it needs is in SITE. To get them:
+#   pip download --no-deps -d wheels vllm-mlx==0.6.0 mlx-lm==0.31.3
+#
+# OUT gets serve-<gpu>.json and .md, written anew after every measurement, and log.txt.
+set -uo pipefail
+out=${1:?where to write the results}; shift
+here=$(cd "$(dirname "$0")" && pwd)
+site=${SITE:-$HOME/site}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH" PYTHONDONTWRITEBYTECODE=1
+targets="satchel,satchel (weights stored),satchel engine,BatchGenerator,mlx_lm.server,mlx_vlm.server"
+vllm=()
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+# 20 s: the GPU computes at all, and this is what it is.
+timeout 20 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+timeout 60 "$python" -c 'import mlx.core as mx; x = mx.ones((64, 64)); mx.eval(x @ x); print(mx.default_device())' || exit 1
+
+# 30 s: vllm-mlx.
+if [ -n "${VLLM_MLX_WHEELS:-}" ]; then
+	if timeout 30 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
+		--target "$scratch/vllm-mlx" "$VLLM_MLX_WHEELS"/*.whl; then
+		targets="$targets,vllm-mlx"
+		vllm=(--vllm-mlx-site "$scratch/vllm-mlx")
+	fi
+fi
+
+# 330 s: everything. No measurement is begun after 230 s, which leaves time for the profile; a run that hangs is ended,
+# with its servers, and what was measured until then is in OUT.
+timeout --kill-after=30 "${LIMIT_S:-330}" "$python" "$here/run.py" --models qwen3-0.6b-4bit --streams 1,4,16,32 \
+	--tokens 128 --prompt-tokens 128 --rounds 3 --together --profile --budget-s "${BUDGET_S:-230}" --only "$targets" \
+	--start-timeout-s 100 --answer-timeout-s 40 \
+	--out "$out" ${vllm[@]+"${vllm[@]}"} "$@" 2>&1 | tee "$out/log.txt"

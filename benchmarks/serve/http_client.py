@@ -1,0 +1,190 @@
+"""The HTTP client that makes load: many streamed chat completions at once, on bare sockets.
+
+    python benchmarks/serve/http_client.py PORT MODEL
+
+While answers arrive it does nothing but note the time of every piece of data; it reads what was in them afterwards. So
+it takes little of the machine away from the server beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from protocol import Burst, Mix, Stream, Trace, answer_commands
+
+
+class Exchange(asyncio.Protocol):
+    """One request and the pieces of its response, on a connection of its own."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._transport: asyncio.Transport | None = None
+        self.sent = time.perf_counter()
+        self.pieces: list[tuple[float, bytes]] = []
+        self.ended = asyncio.get_running_loop().create_future()
+        self.enough = asyncio.Event()
+        self.enough_pieces = 0
+        self.dropped = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((time.perf_counter(), data))
+        if len(self.pieces) >= self.enough_pieces:
+            self.enough.set()
+        if b"data: [DONE]" in data:
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.enough.set()
+        if not self.ended.done():
+            self.ended.set_result(time.perf_counter())
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def request_bytes(port: int, model: str, prompt: str, max_tokens: int) -> bytes:
+    body = json.dumps(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        f"Accept: text/event-stream\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class _Body:
+    """Takes a response apart: status, headers, and the body's bytes out of the chunked coding, if it is in one."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.chunked = False
+        self._buffer = b""
+        self._in_body = False
+        self._left = 0
+
+    def feed(self, data: bytes) -> bytes:
+        self._buffer += data
+        if not self._in_body:
+            head, separator, rest = self._buffer.partition(b"\r\n\r\n")
+            if not separator:
+                return b""
+            self.status = int(head.split(b" ", 2)[1])
+            self.chunked = b"transfer-encoding: chunked" in head.lower()
+            self._in_body, self._buffer = True, rest
+        if not self.chunked:
+            body, self._buffer = self._buffer, b""
+            return body
+        return b"".join(self._chunks())
+
+    def _chunks(self) -> Iterator[bytes]:
+        while self._buffer:
+            if self._left > 2:
+                piece = self._buffer[: self._left - 2]
+                self._buffer, self._left = self._buffer[len(piece) :], self._left - len(piece)
+                yield piece
+            elif self._left:  # The line end after a chunk.
+                skipped = min(self._left, len(self._buffer))
+                self._buffer, self._left = self._buffer[skipped:], self._left - skipped
+            else:
+                size, separator, rest = self._buffer.partition(b"\r\n")
+                if not separator:
+                    return
+                self._left, self._buffer = int(size.split(b";")[0], 16) + 2, rest
+
+
+def read_exchange(exchange: Exchange) -> Stream:
+    """What a finished exchange said: a time for every event with text in it, and the server's count of tokens."""
+    stream = Stream(sent=exchange.sent, ended=exchange.ended.result() if exchange.ended.done() else time.perf_counter())
+    body, waiting, finished = _Body(), b"", False
+    for moment, data in exchange.pieces:
+        waiting = (waiting + body.feed(data)).replace(b"\r\n", b"\n")
+        *events, waiting = waiting.split(b"\n\n")
+        for event in events:
+            line = event.strip()
+            if line == b"data: [DONE]":
+                finished, stream.ended = True, moment
+            elif line.startswith(b"data: "):
+                _note_event(stream, json.loads(line.removeprefix(b"data: ")), moment)
+    if body.status != 200:
+        stream.error = f"HTTP {body.status}: {waiting[:300].decode(errors='replace')}"
+    elif not finished and not exchange.dropped and stream.error is None:
+        stream.error = "the stream broke off"
+    return stream
+
+
+def _note_event(stream: Stream, event: dict[str, Any], moment: float) -> None:
+    if event.get("error"):
+        stream.error = json.dumps(event["error"])[:300]
+    for choice in event.get("choices") or []:
+        delta = choice.get("delta") or {}
+        if delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):
+            stream.times.append(moment)
+    usage = event.get("usage")
+    if usage and usage.get("completion_tokens"):
+        stream.tokens, stream.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens")
+
+
+class Client:
+    """Runs commands against one server."""
+
+    def __init__(self, port: int, model: str) -> None:
+        self._port, self._model = port, model
+
+    def run(self, command: Burst | Mix) -> Trace:
+        return asyncio.run(self._run(command))
+
+    async def _run(self, command: Burst | Mix) -> Trace:
+        wall, cpu = time.perf_counter(), time.process_time()
+        exchanges = await (self._burst(command) if isinstance(command, Burst) else self._mix(command))
+        share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+        for exchange in exchanges:
+            exchange.close()
+        await asyncio.wait([exchange.ended for exchange in exchanges])
+        return Trace([read_exchange(exchange) for exchange in exchanges], share)
+
+    async def _send(self, prompt: str, max_tokens: int, enough_pieces: int = 0) -> Exchange:
+        exchange = Exchange(request_bytes(self._port, self._model, prompt, max_tokens))
+        exchange.enough_pieces = enough_pieces
+        await asyncio.get_running_loop().create_connection(lambda: exchange, "127.0.0.1", self._port)
+        return exchange
+
+    async def _burst(self, command: Burst) -> list[Exchange]:
+        exchanges = await asyncio.gather(*(self._send(prompt, command.max_tokens) for prompt in command.prompts))
+        await asyncio.wait([exchange.ended for exchange in exchanges], timeout=command.timeout_s)
+        return exchanges
+
+    async def _mix(self, command: Mix) -> list[Exchange]:
+        # The first piece is the response's head.
+        sends = (self._send(prompt, command.max_tokens, command.after + 1) for prompt in command.running)
+        running = await asyncio.gather(*sends)
+        async with asyncio.timeout(command.timeout_s):
+            for exchange in running:
+                await exchange.enough.wait()
+        long = await self._send(command.long, command.long_tokens)
+        await asyncio.wait([long.ended], timeout=command.timeout_s)
+        for exchange in running:
+            exchange.dropped = True
+        return [*running, long]
+
+
+if __name__ == "__main__":
+    answer_commands(Client(int(sys.argv[1]), sys.argv[2]).run)

@@ -1,0 +1,230 @@
+"""Results on paper: JSON with everything, and Markdown with the medians and the ratios of one run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+SUBJECT = "satchel"
+ROWS = 10
+"""Of a table of hot spots."""
+
+
+class Said(Protocol):
+    """The part of a session that is told while it runs."""
+
+    levels: list[Any]
+    interference: Any
+    start_s: float
+    rss_mb: float
+    pss_mb: float | None
+
+
+def describe(machine: dict[str, Any]) -> str:
+    """The machine in a line."""
+    chip = f"{machine['gpu']}, " if machine["gpu"] else ""
+    return (
+        f"{chip}{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['system']}, "
+        f"Python {machine['python']}, load {machine['load_before']} before"
+    )
+
+
+def say_session(session: Said, say: Callable[[str], None]) -> None:
+    for row in session.levels:
+        client = "" if row.client_cpu_share is None else f", client {row.client_cpu_share:.0%} of a core"
+        say(
+            f"    {row.streams:3d} streams {row.tokens_per_s:8.1f} tok/s, TTFT {row.ttft_p50_ms:.0f}/"
+            f"{row.ttft_p99_ms:.0f} ms, gaps {row.gap_p50_ms:.1f}/{row.gap_p99_ms:.1f} ms{client}"
+        )
+    if session.interference is not None:
+        long = session.interference
+        say(
+            f"    long prompt of {long.long_tokens}: TTFT {long.long_ttft_ms:.0f} ms; running stream's gaps "
+            f"{long.gap_p50_ms:.0f}/{long.gap_p99_ms:.0f} ms, alone {long.gap_alone_p50_ms:.1f} ms"
+        )
+    pss = "" if session.pss_mb is None else f", {session.pss_mb:.0f} MB proportional"
+    say(f"    started in {session.start_s:.1f} s; {session.rss_mb:.0f} MB resident{pss}")
+
+
+class _Model:
+    """One model's sessions, looked up by target."""
+
+    def __init__(self, entry: dict[str, Any], targets: list[str]) -> None:
+        self.failures: dict[str, str] = entry["failures"]
+        self._rounds = entry["rounds"]
+        self.targets = [name for name in targets if self.sessions(name)]
+
+    def sessions(self, target: str) -> list[dict[str, Any]]:
+        return [row for row in self._rounds if row["target"] == target]
+
+    def values(self, target: str, streams: int, name: str) -> list[float]:
+        """A round's median of a level's field, for every round that has one."""
+        found = []
+        for session in self.sessions(target):
+            rows = [row[name] for row in session["levels"] if row["streams"] == streams and row[name] is not None]
+            if rows:
+                found.append(statistics.median(rows))
+        return found
+
+    def ratios(self, target: str, streams: int) -> list[float]:
+        """Satchel's tokens/s over the target's, in every round that has both."""
+        found = []
+        for session in self.sessions(target):
+            mine = [row for row in self.sessions(SUBJECT) if row["round"] == session["round"]]
+            pairs = [
+                [row["tokens_per_s"] for row in side["levels"] if row["streams"] == streams]
+                for side in (*mine, session)
+            ]
+            if len(pairs) == 2 and all(pairs):
+                found.append(statistics.median(pairs[0]) / statistics.median(pairs[1]))
+        return found
+
+    def interference(self, target: str, name: str) -> list[float]:
+        return [row["interference"][name] for row in self.sessions(target) if row["interference"]]
+
+
+def _number(values: list[float], digits: int = 0) -> str:
+    return f"{statistics.median(values):,.{digits}f}" if values else "–"
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return "–"
+    middle = f"{statistics.median(values):.2f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.2f}–{max(values):.2f})"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    head = list(head)
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" + " ---: |" * (len(head) - 1)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def _levels(model: _Model, streams: list[int]) -> list[str]:
+    def pair(target: str, count: int, name: str, digits: int) -> str:
+        low, high = (model.values(target, count, f"{name}_{share}_ms") for share in ("p50", "p99"))
+        return f"{_number(low, digits)} / {_number(high, digits)}"
+
+    columns = [f"{count} stream{'s' if count > 1 else ''}" for count in streams]
+    lines = ["Tokens a second:", ""]
+    rows = [[name, *(_number(model.values(name, n, "tokens_per_s"), 1) for n in streams)] for name in model.targets]
+    lines += _table(["", *columns], rows)
+    if SUBJECT in model.targets:
+        lines += ["Satchel's tokens a second over the other's (median and range of the rounds):", ""]
+        others = [name for name in model.targets if name != SUBJECT]
+        lines += _table(["", *columns], [[name, *(_spread(model.ratios(name, n)) for n in streams)] for name in others])
+    lines += ["Time to first token, p50 / p99 in ms:", ""]
+    lines += _table(["", *columns], [[name, *(pair(name, n, "ttft", 0) for n in streams)] for name in model.targets])
+    lines += ["Between two pieces of a stream, p50 / p99 in ms (and tokens a piece, where it is not one):", ""]
+    rows = []
+    for name in model.targets:
+        cells = []
+        for count in streams:
+            tokens = model.values(name, count, "tokens_per_piece")
+            merged = f" ({statistics.median(tokens):.1f})" if tokens and statistics.median(tokens) > 1.05 else ""
+            cells.append(pair(name, count, "gap", 1) + merged)
+        rows.append([name, *cells])
+    lines += _table(["", *columns], rows)
+    lines += ["CPU time of all of the server's processes, ms a token; the client's share of a core:", ""]
+    rows = []
+    for name in model.targets:
+        cells = []
+        for count in streams:
+            share = model.values(name, count, "client_cpu_share")
+            client = f"; {statistics.median(share):.0%}" if share else ""
+            cells.append(_number(model.values(name, count, "server_cpu_ms_per_token"), 2) + client)
+        rows.append([name, *cells])
+    return lines + _table(["", *columns], rows)
+
+
+def _rest(model: _Model, long_prompt_tokens: int) -> list[str]:
+    lines: list[str] = []
+    if long_prompt_tokens:
+        lines += [f"A running stream while a prompt of {long_prompt_tokens:,} tokens prefills, in ms:", ""]
+        names = ("gap_alone_p50_ms", "gap_p50_ms", "gap_p99_ms", "gap_max_ms", "long_ttft_ms")
+        head = ["", "gap before, p50", "gap meanwhile, p50", "p99", "longest", "the long prompt's first token"]
+        rows = [[name, *(_number(model.interference(name, field), 1) for field in names)] for name in model.targets]
+        lines += _table(head, rows)
+    lines += ["Memory of all processes after the bursts, in MB, and the seconds to start:", ""]
+    rows = []
+    for name in model.targets:
+        found = model.sessions(name)
+        pss = [row["pss_mb"] for row in found if row["pss_mb"] is not None]
+        rss, start, count = ([row[key] for row in found] for key in ("rss_mb", "start_s", "processes"))
+        rows.append([name, _number(rss), _number(pss), _number(count), _number(start, 1)])
+    lines += _table(["", "resident", "proportional", "processes", "start, s"], rows)
+    if SUBJECT in model.targets:
+        parts = model.sessions(SUBJECT)[-1]["memory_by_process"]
+        lines += ["Satchel's processes, in MB (last round):", ""]
+        rows = [[name, f"{row['processes']:.0f}", f"{row['rss_mb']:.0f}", f"{row['pss_mb']:.0f}"]
+                for name, row in parts.items()]  # fmt: skip
+        lines += _table(["", "processes", "resident", "proportional"], rows)
+    return lines
+
+
+def _profile(found: dict[str, Any] | None) -> list[str]:
+    if not found:
+        return []
+    if "error" in found:
+        return [f"Satchel's time was not looked into: {found['error']}", ""]
+    rate = found["tokens_per_s"]
+    tables = {name: table for name, table in found["processes"].items() if "error" not in table}
+    lines = [
+        f"Satchel's processes at {found['streams']} streams and {rate:,.0f} tokens a second:",
+        "",
+    ]
+    shares = {name: share for name, share in found["cpu_share"].items() if share >= 0.002}
+    rows = [[name, f"{share:.1%}", f"{share / rate * 1e6:,.0f}"] for name, share in shares.items()]
+    lines += _table(["", "CPU, of a core", "CPU, µs a token"], rows)
+    lines += ["The interpreter's lock, which a process has only once, and who held it, as py-spy saw it:", ""]
+    lines += [f"- {name}: {table['error']}" for name, table in found["processes"].items() if "error" in table]
+    rows = [
+        [name, f"{table['gil_share']:.1%}", f"{table['gil_share'] / rate * 1e6:,.0f}"] for name, table in tables.items()
+    ]
+    lines += _table(["", "held, of the time", "held, µs a token"], rows)
+    for name, table in tables.items():
+        for title, part in (
+            ("by package of the innermost function", "by_package"),
+            ("under Satchel's functions, with all they call", "under_ours"),
+        ):
+            held = [[what, f"{share:.0%}"] for what, share in list(table[part].items())[:ROWS]]
+            lines += _table([f"{name}, {title}", "of the lock"], held) if held else []
+    return lines
+
+
+def markdown(result: dict[str, Any]) -> str:
+    options, versions = result["options"], result["versions"]
+    lines = [
+        "# Serving, measured",
+        "",
+        f"{describe(result['machine'])}.",
+        "",
+        *(f"- {name}: " + ", ".join(f"{key} {value}" for key, value in found.items())
+          for name, found in versions.items()),
+        "",
+        f"{options['prompt_tokens']} tokens in, {options['tokens']} out, streamed over HTTP on loopback; "
+        f"medians of at most {options['rounds']} rounds in one run"
+        f"{', all servers started once' if options['together'] else ', every server started anew in each'}. "
+        "Bare engines have no HTTP. Ratios hold for this machine and this run only.",
+        "",
+    ]  # fmt: skip
+    for name, entry in result["models"].items():
+        model = _Model(entry, options["only"])
+        lines += [f"## {name}", ""]
+        lines += [f"- {target} was not measured: {why}" for target, why in model.failures.items()]
+        errors = sorted({f"{row['target']}: {error}" for row in entry["rounds"] for error in row["errors"]})
+        lines += [*(f"- {error}" for error in errors), *([""] if model.failures or errors else [])]
+        if model.targets:
+            lines += _levels(model, options["streams"]) + _rest(model, options["long_prompt_tokens"])
+        lines += _profile(entry["profile"])
+    return "\n".join(lines)
+
+
+def write(result: dict[str, Any], stem: Path) -> None:
+    """Write both files; what is there after every session is what is known so far."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(markdown(result))

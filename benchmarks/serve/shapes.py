@@ -1,0 +1,50 @@
+"""The models that are measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen3 of random weights."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    bits: int | None = None
+    context: int = 8192
+
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "hidden_act": "silu",
+        }
+        if self.bits:
+            config["quantization"] = config["quantization_config"] = {"group_size": 64, "bits": self.bits}
+        return config
+
+
+SHAPES: dict[str, Shape | None] = {
+    "recall": None,  # The model that ships with Satchel.
+    "random-30m": Shape(512, 8, 8, 4, 64, 1792, 3072),
+    "qwen3-0.6b-4bit": Shape(1024, 28, 16, 8, 128, 3072, 151936, bits=4),
+}

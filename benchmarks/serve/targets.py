@@ -1,0 +1,263 @@
+"""What is measured: Satchel, its engine, and the peers; how each is started, and when it is ready."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from processes import Group
+from protocol import Burst, Mix, Trace, to_line, trace_of
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+VLLM_MLX = "vllm-mlx==0.6.0"
+MLX_OF_PEERS = ("mlx[cpu]==0.32.4; sys_platform == 'linux'", "mlx==0.32.4; sys_platform != 'linux'")
+NOT_NEEDED = ("torch", "torchvision", "gradio")
+"""vllm-mlx wants them for pictures and for its own web page: some gigabytes that no text passes through."""
+
+REPLY_SLACK_S = 30.0
+"""A driver's own limit comes first; it answers that the time was up."""
+
+
+class TargetFailed(Exception):
+    """A target did not do what it was asked for; the message says why."""
+
+
+class CannotStart(TargetFailed):
+    """It does not run on this machine at all."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run keeps its things, and what its processes find in their environment."""
+
+    work: Path
+    environment: dict[str, str]
+    vllm_mlx_site: Path | None
+    start_timeout_s: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A server's command, the name under which it serves the model, and a path that answers 200 once it can."""
+
+    command: list[str]
+    environment: dict[str, str]
+    model: str
+    ready: str = "/v1/models"
+
+
+def make_place(work: Path, vllm_mlx_site: Path | None, start_timeout_s: float) -> Place:
+    """Makes `satchel` importable where it is not installed: a folder of links, with the version that it asks for."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    probe = [sys.executable, "-c", "import satchel.api, importlib.metadata as m; m.version('satchel')"]
+    if subprocess.run(probe, cwd=work, capture_output=True).returncode != 0:
+        links = work / "links"
+        (links / "satchel").mkdir(parents=True)
+        for room in ("cluster", "actors", "api"):
+            (links / "satchel" / room).symlink_to(ROOT / room)
+        version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        metadata = links / f"satchel-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: satchel\nVersion: {version}\n")
+        environment = with_path(environment, links)
+    return Place(work, environment, vllm_mlx_site, start_timeout_s)
+
+
+def with_path(environment: dict[str, str], first: Path) -> dict[str, str]:
+    """The environment in which Python looks into that folder first."""
+    path = os.pathsep.join([str(first), *filter(None, [environment.get("PYTHONPATH")])])
+    return {**environment, "PYTHONPATH": path}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# How each server is started: folder, port and place in, launch out.
+
+
+def _satchel(folder: Path, port: int, place: Place, weights: str = "auto") -> Launch:
+    home = place.work / f"home-{port}"
+    home.mkdir(mode=0o700)
+    config = home / "config.yaml"
+    # JSON is YAML.
+    model = {"name": "bench", "source": str(folder), "weights": weights}
+    config.write_text(json.dumps({"models": [model], "endpoint": {"port": port}}))
+    command = [sys.executable, "-m", "satchel.api.cli", "serve", "--config", str(config), "--home", str(home)]
+    return Launch(command, place.environment, "bench", "/health")
+
+
+def _mlx_lm(folder: Path, port: int, place: Place) -> Launch:
+    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(folder), "--host", "127.0.0.1"]
+    return Launch([*command, "--port", str(port), "--log-level", "WARNING"], place.environment, "default_model")
+
+
+def _mlx_vlm(folder: Path, port: int, place: Place) -> Launch:
+    command = [sys.executable, "-m", "mlx_vlm.server", "--model", str(folder), "--host", "127.0.0.1"]
+    return Launch([*command, "--port", str(port), "--log-level", "WARNING"], place.environment, str(folder))
+
+
+def _vllm_mlx(folder: Path, port: int, place: Place) -> Launch:
+    environment = place.environment
+    if place.vllm_mlx_site is not None:
+        python, environment = sys.executable, with_path(environment, place.vllm_mlx_site)
+    else:
+        python = str(vllm_mlx_python())
+        environment = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    command = [python, "-m", "vllm_mlx.cli", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    return Launch([*command, "--continuous-batching", "--served-model-name", "bench"], environment, "bench")
+
+
+SERVERS: dict[str, Callable[[Path, int, Place], Launch]] = {
+    "satchel": _satchel,
+    "satchel (weights stored)": partial(_satchel, weights="stored"),
+    "mlx_lm.server": _mlx_lm,
+    "mlx_vlm.server": _mlx_vlm,
+    "vllm-mlx": _vllm_mlx,
+}
+ENGINES = {"satchel engine": "engine_driver.py", "BatchGenerator": "batch_driver.py"}
+NAMES = (*SERVERS, *ENGINES)
+"""In the order of the tables. The second is Satchel without its choice of kernels, for quantized models."""
+
+
+def vllm_mlx_python() -> Path:
+    """The interpreter of vllm-mlx's own environment, made in the user's cache folder if it is not there yet: it needs
+    an older mlx-lm than Satchel.
+
+    Raises:
+        CannotStart: it does not install.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    version = f"py{sys.version_info[0]}{sys.version_info[1]}"
+    folder = cache / "satchel-benchmarks" / f"{VLLM_MLX.replace('==', '-')}-{version}"
+    python, done = folder / "bin" / "python", folder / "complete"
+    if done.exists():
+        return python
+    uv = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    overrides = folder.parent / "not-needed.txt"
+    overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in NOT_NEEDED))
+    install = ["pip", "install", "--quiet", "--python", str(python), "--override", str(overrides)]
+    for arguments in (
+        ["venv", "--quiet", "--python", sys.executable, str(folder)],
+        [*install, VLLM_MLX, *MLX_OF_PEERS],
+    ):
+        try:
+            subprocess.run([uv, *arguments], check=True, capture_output=True, text=True, timeout=900)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+            raise CannotStart(f"{VLLM_MLX} does not install: {' '.join(said[-4:])}") from None
+    done.touch()
+    return python
+
+
+class Target:
+    """A running server with its client, or a running engine. `server` is what memory and CPU are counted of."""
+
+    def __init__(self, name: str, folder: Path, place: Place) -> None:
+        self.name = name
+        self.is_engine = name in ENGINES
+        self.server: Group | None = None
+        self.driver: Group | None = None
+        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._is_behind = False
+        self._log = place.work / f"{name.replace(' ', '-')}-{time.monotonic_ns()}"
+        began = time.perf_counter()
+        try:
+            self._start(folder, place)
+        except TargetFailed as error:
+            self.stop()
+            raise CannotStart(str(error)) from error
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.perf_counter() - began
+
+    def _start(self, folder: Path, place: Place) -> None:
+        if self.is_engine:
+            driver = [sys.executable, str(HERE / ENGINES[self.name]), str(folder)]
+        else:
+            port = free_port()
+            launch = SERVERS[self.name](folder, port, place)
+            self.server = Group(launch.command, launch.environment, self._log.with_suffix(".log"))
+            self._await_answer(port, launch.ready, place.start_timeout_s)
+            driver = [sys.executable, str(HERE / "http_client.py"), str(port), launch.model]
+        self.driver = Group(driver, place.environment, self._log.with_suffix(".driver.log"), talks=True)
+        if self.is_engine:
+            self.server = self.driver
+        threading.Thread(target=self._read_replies, name=f"replies of {self.name}", daemon=True).start()
+        if self._reply(place.start_timeout_s) != "ready\n":
+            raise CannotStart(f"no sign of readiness: {self.driver.tail()}")
+
+    def _await_answer(self, port: int, path: str, timeout_s: float) -> None:
+        """Until it says that it is healthy, or lists models, which the peers do once theirs is loaded or can be."""
+        assert self.server is not None
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends:
+            if self.server.process.poll() is not None:
+                raise CannotStart(f"it ended with code {self.server.process.returncode}: {self.server.tail()}")
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            try:
+                connection.request("GET", path)
+                if connection.getresponse().status == 200:
+                    return
+            except (OSError, http.client.HTTPException):
+                pass
+            finally:
+                connection.close()
+            time.sleep(0.1)
+        raise CannotStart(f"no answer within {timeout_s:.0f} s: {self.server.tail()}")
+
+    def _read_replies(self) -> None:
+        assert self.driver is not None and self.driver.process.stdout is not None
+        for line in self.driver.process.stdout:
+            self._replies.put(line)
+        self._replies.put("")
+
+    def _reply(self, timeout_s: float) -> str:
+        assert self.driver is not None
+        try:
+            line = self._replies.get(timeout=timeout_s)
+        except queue.Empty:
+            self._is_behind = True
+            raise TargetFailed(f"no reply within {timeout_s:.0f} s") from None
+        if not line:
+            raise TargetFailed(f"the driver ended: {self.driver.tail()}")
+        return line
+
+    def run(self, command: Burst | Mix) -> Trace:
+        """
+        Raises:
+            TargetFailed: the command failed, or the target has failed before and cannot be asked any more.
+        """
+        assert self.driver is not None and self.driver.process.stdin is not None
+        if self._is_behind:
+            raise TargetFailed("it still owes an earlier reply")
+        try:
+            self.driver.process.stdin.write(to_line(command))
+            self.driver.process.stdin.flush()
+            return trace_of(self._reply(command.timeout_s + REPLY_SLACK_S))
+        except (OSError, RuntimeError) as error:
+            raise TargetFailed(str(error)) from error
+
+    def stop(self) -> None:
+        for group in (self.driver, self.server):
+            if group is not None:
+                group.stop()

@@ -1,0 +1,389 @@
+"""The scheduler in worlds drawn from a seed, with an engine that computes nothing: laws that hold at every step.
+
+The engine here behaves as the real one: a decode step is launched before the last one is read, blocks and whole
+prompts that were computed can be reused, rows fail when they are opened, prefilled, joined or decoded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+import pytest
+
+from satchel.actors.replica.scheduler import HEADROOM_TOKENS, STEP_TOKENS, Chunk, Limits, Row, Scheduler, State
+
+BLOCK = 256
+PATIENCE = 20
+
+
+@dataclass(frozen=True)
+class World:
+    """What may happen. `calm` means that no row is lost, late or sent back, so nothing is computed twice."""
+
+    seed: int
+    limits: Limits
+    steps: int = 500
+    bursts: float = 0.12
+    """How often requests come, per step."""
+    priorities: int = 1
+    aborts: float = 0.0
+    deadlines: bool = False
+    poisoned: float = 0.0
+    """Share of rows that break every decode step they are in."""
+    failures: float = 0.0
+    """Share of all calls that fail by chance."""
+    forgetful: bool = False
+    """Computed blocks are soon gone."""
+
+    @property
+    def calm(self) -> bool:
+        even = self.priorities == 1 and not self.forgetful and self.limits.kv_tokens_max > 10**6
+        return even and not (self.aborts or self.deadlines or self.poisoned or self.failures)
+
+    @property
+    def fair(self) -> bool:
+        return self.priorities == 1 and not (self.poisoned or self.failures)
+
+
+def make_world(seed: int) -> World:
+    rng = random.Random(seed)
+    kind = seed % 5
+    limits = Limits(
+        rows_max=rng.randint(1, 8),
+        queue_requests_max=rng.randint(4, 24),
+        prefill_chunk_tokens=rng.choice([256, 512]),
+        kv_tokens_max=10**7 if kind == 0 else rng.choice([700, 1500, 2500, 8000, 30_000]),
+        prefill_rows_max=rng.randint(1, 4),
+    )
+    world = World(seed, limits, bursts=rng.choice([0.03, 0.1, 0.4]))
+    if kind == 1:
+        return replace(world, forgetful=True)
+    if kind == 2:
+        return replace(world, priorities=3, aborts=0.03, forgetful=rng.random() < 0.5)
+    if kind == 3:
+        roomy = replace(limits, kv_tokens_max=10**7)
+        return replace(world, limits=roomy, bursts=0.2, priorities=3, poisoned=0.1, aborts=0.02)
+    if kind == 4:
+        return replace(world, priorities=2, aborts=0.03, deadlines=True, failures=0.02, poisoned=0.03)
+    return world
+
+
+@dataclass
+class Request:
+    prompt: int
+    max_tokens: int
+    deadline: float
+    poisoned: bool
+    keys: tuple[bytes, ...]
+    twin: bytes
+    patience: int = 0
+    """The step by which it has ended, if the world is fair."""
+    emitted: int = 0
+    ending: str | None = None
+
+
+@dataclass
+class Simulation:
+    world: World
+    now: int = 0
+    requests: dict[str, Request] = field(default_factory=dict)
+    alive: list[str] = field(default_factory=list)
+    fed: set[str] = field(default_factory=set)
+    cached: set[bytes] = field(default_factory=set)
+    blocks_computed: Counter[bytes] = field(default_factory=Counter)
+    tokens_computed: int = 0
+    passed: set[str] = field(default_factory=set)
+    """Rows that were the oldest when another one had their turn."""
+    sent_back: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.world.seed + 10**6)
+        self.scheduler = Scheduler(self.world.limits)
+
+    def say(self, what: str) -> str:
+        return f"seed {self.world.seed}, step {self.now}: {what}"
+
+    def row(self, name: str) -> Row:
+        row = self.scheduler.row(name)
+        assert row is not None, self.say(f"{name} is lost")
+        return row
+
+    def rows(self, *states: State) -> list[Row]:
+        return [row for row in map(self.row, self.alive) if row.state in states]
+
+    def chance(self, share: float) -> bool:
+        return share > 0 and self.rng.random() < share
+
+    def check(self) -> None:
+        """The scheduler's tables agree with themselves and with what the engine knows."""
+        self.scheduler.check()
+        prefilling, running = self.rows(State.PREFILLING), self.rows(State.RUNNING)
+        assert len(prefilling) <= self.world.limits.prefill_rows_max, self.say("too many prompts at once")
+        assert self.scheduler.running == len(prefilling) + len(running) <= self.world.limits.rows_max
+        assert self.scheduler.waiting == len(self.alive) - self.scheduler.running
+        assert self.scheduler.pending_tokens == sum(
+            row.prompt - row.done for row in self.rows(State.WAITING, State.PREFILLING)
+        )
+
+    def run(self) -> None:
+        while self.alive or self.now < self.world.steps:
+            self.now += 1
+            assert self.now < 20 * self.world.steps, self.say(f"starved: {self.alive}")
+            if self.now < self.world.steps and self.rng.random() < self.world.bursts:
+                for _ in range(self.rng.choice([1, 1, 2, 8])):
+                    self.arrive()
+            if self.alive and self.chance(self.world.aborts):
+                self.leave(self.rng.choice(self.alive), "abort")
+            if self.world.forgetful and self.cached:
+                self.cached -= set(self.rng.sample(sorted(self.cached), len(self.cached) // 4))
+            self.plan()
+            self.prefill()
+            self.decode()
+        assert all(request.ending for request in self.requests.values())
+        assert self.scheduler.running == self.scheduler.waiting == self.scheduler.pending_tokens == 0
+
+    # What the world does.
+
+    def arrive(self) -> None:
+        """A request, or several with one prompt; most prompts begin as others do."""
+        rng, name = self.rng, f"r{len(self.requests)}"
+        length = min(int(150 * rng.paretovariate(0.9)), 24 * BLOCK)
+        if rng.random() < 0.2:
+            length += -length % BLOCK
+        elif rng.random() < 0.05:
+            length = max(1, min(24 * BLOCK, self.world.limits.kv_tokens_max) - rng.randrange(30))
+        family, shared = rng.randrange(2), rng.choice([0, 1, 3, 9, 9])
+        keys = tuple(
+            f"{f'family{family}' if index < shared else name}:{index}".encode() for index in range(length // BLOCK)
+        )
+        copies = rng.choice([1, 1, 1, 2, 5])
+        for copy in range(copies):
+            limits, free = self.world.limits, self.world.limits.rows_max - self.scheduler.running
+            reason = self.scheduler.refusal(length - 1)
+            if length - 1 + STEP_TOKENS > limits.kv_tokens_max:
+                assert reason == "too_long"
+            else:
+                assert (reason == "full") == (self.scheduler.waiting >= limits.queue_requests_max + free)
+            if reason is not None:
+                return
+            request = Request(
+                length - 1,
+                max_tokens=min(int(3 * rng.paretovariate(0.7)) - 2, 300),
+                deadline=self.now + rng.choice([3, 200, 1000]) if self.world.deadlines else float("inf"),
+                poisoned=self.chance(self.world.poisoned),
+                keys=keys,
+                twin=name.encode() if copies > 1 else b"",
+            )
+            member = f"{name}.{copy}"
+            request.patience = self.patience(request)
+            self.requests[member] = request
+            self.alive.append(member)
+            row = Row(member, request.prompt, request.max_tokens, rng.randrange(self.world.priorities))
+            row.deadline, row.keys, row.twin = request.deadline, keys, request.twin
+            self.scheduler.add(row)
+            self.check()
+
+    def patience(self, request: Request) -> int:
+        """When the request has ended at the latest: everything before it could go one by one, and of what comes after
+        it every second chunk, and as much as joined while it waited for a shared block."""
+        chunks = sum(row.prompt // BLOCK + 1 for row in map(self.row, self.alive)) + request.prompt // BLOCK + 1
+        tokens = sum(row.max_tokens - row.generated + 2 for row in map(self.row, self.alive)) + request.max_tokens
+        return self.now + 2 * chunks + tokens + PATIENCE
+
+    def leave(self, name: str, why: str) -> None:
+        self.scheduler.finish(name)
+        self.ended(name, why)
+        self.check()
+
+    def ended(self, name: str, why: str) -> None:
+        request = self.requests[name]
+        assert request.ending is None, self.say(f"{name} ends twice")
+        assert why != "length" or request.emitted == request.max_tokens, self.say(f"{name} has too few tokens")
+        assert request.emitted <= request.max_tokens
+        assert not self.world.fair or self.now <= request.patience, self.say(f"{name} waited too long")
+        request.ending = why
+        self.alive.remove(name)
+        self.forget([name])
+
+    def forget(self, names: list[str]) -> None:
+        """The engine's caches of rows that left the batch or the prefill."""
+        self.fed -= set(names)
+        self.passed -= set(names)
+
+    # The engine's step.
+
+    def plan(self) -> None:
+        late = {name for name in self.alive if self.requests[name].deadline <= self.now}
+        placed = [row for row in self.rows(State.PREFILLING, State.RUNNING) if row.request_id not in late]
+        before = {row.request_id: (row.rank, row.state) for row in placed}
+        crowded = self.crowd(placed) > self.world.limits.kv_tokens_max
+        plan = self.scheduler.plan(self.now)
+        assert set(plan.expired) == late
+        for name in (*plan.expired, *plan.cut):
+            self.ended(name, "cut" if name in plan.cut else "expired")
+        assert not plan.cut or len(before) - len(plan.preempted) == 1, self.say("only a row alone is cut")
+        self.forget(plan.preempted)
+        self.sent_back.update(plan.preempted)
+        self.check()
+        for name in plan.preempted:
+            rank, state = before[name]
+            kept = [row for row in self.rows(state) if row.request_id in before]
+            assert all(row.rank < rank for row in kept), self.say(f"{name} should have kept its place")
+        if plan.preempted and not crowded:
+            urgency = max(-before[name][0][0] for name in plan.preempted)
+            admitted = self.admit()
+            assert admitted is not None, self.say("sent back in vain")
+            assert admitted.priority > urgency, self.say("equals send nobody back")
+
+    def crowd(self, rows: list[Row]) -> int:
+        """Tokens of the batch when the next step has been launched."""
+        return len(rows) * max((row.length + STEP_TOKENS for row in rows), default=0)
+
+    def waits_for(self, row: Row, other: Row) -> bool:
+        """Whether `row` gains by waiting for `other`, which is being prefilled, by comparing all of their blocks."""
+        blocks = zip(row.keys[: row.prompt // BLOCK], other.keys[: other.prompt // BLOCK], strict=False)
+        common = sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], blocks))
+        return common > other.done // BLOCK or (row.twin != b"" and row.twin == other.twin)
+
+    def kept_out(self, row: Row) -> bool:
+        """Whether a limit, or the search for a row that broke a step, is a reason for `row` to wait."""
+        placed, limits = self.rows(State.PREFILLING, State.RUNNING), self.world.limits
+        prefilling = sum(other.state is State.PREFILLING for other in placed)
+        need = row.prompt + max(STEP_TOKENS, min(row.max_tokens, HEADROOM_TOKENS))
+        longest = max(need, *(other.length + STEP_TOKENS for other in placed)) if placed else 0
+        return (
+            len(placed) == limits.rows_max
+            or prefilling == limits.prefill_rows_max
+            or (len(placed) + 1) * longest > limits.kv_tokens_max
+            or any(other.suspect for other in [row, *placed])
+        )
+
+    def admit(self) -> Row | None:
+        prefilling = self.rows(State.PREFILLING)
+        free = [
+            row
+            for row in self.rows(State.WAITING)
+            if not any(ahead.rank < row.rank and self.waits_for(row, ahead) for ahead in prefilling)
+        ]
+        first = min(free, key=lambda row: row.rank, default=None)
+        name = self.scheduler.admit()
+        if name is None:
+            assert first is None or self.kept_out(first), self.say(f"{first.request_id} waits for nothing")
+            return None
+        row = self.row(name)
+        assert row is first, self.say(f"{name} goes before {first.request_id if first else 'those it waits for'}")
+        if self.chance(self.world.failures):
+            self.leave(name, "error")
+            return row
+        request, known = self.requests[name], 0
+        while known < row.prompt // BLOCK and known < len(row.keys) and row.keys[known] in self.cached:
+            known += 1
+        assert row.twin == (request.twin if row.prompt == request.prompt else b"")
+        self.scheduler.reused(name, row.prompt if row.twin in self.cached else known * BLOCK)
+        self.check()
+        return row
+
+    def prefill(self) -> None:
+        budget = self.rng.choice([90, BLOCK, 2 * BLOCK, 2 * BLOCK + 77])
+        while True:
+            while self.admit() is not None:
+                pass
+            chunk = self.scheduler.next_chunk(budget)
+            if chunk is None:
+                assert budget == 0 or not self.rows(State.PREFILLING)
+                return
+            assert 0 < chunk.stop - chunk.start <= budget
+            assert self.scheduler.next_chunk(budget) == chunk, self.say("a question changes nothing")
+            budget -= chunk.stop - chunk.start
+            if self.chance(self.world.failures):
+                self.leave(chunk.request_id, "error")
+                continue
+            self.take_turns(chunk.request_id)
+            self.compute(chunk)
+            self.check()
+
+    def take_turns(self, name: str) -> None:
+        """The oldest of the most urgent has every second chunk, and the shortest of them the others."""
+        urgency = max(row.priority for row in self.rows(State.PREFILLING))
+        rivals = [row for row in self.rows(State.PREFILLING) if row.priority == urgency]
+        oldest, shortest = min(row.order for row in rivals), min(row.prompt - row.done for row in rivals)
+        row = self.row(name)
+        assert row.priority == urgency, self.say("a less urgent prompt goes first")
+        first = next(rival.request_id for rival in rivals if rival.order == oldest)
+        if row.order == oldest:
+            assert row.prompt - row.done == shortest or first in self.passed, self.say("a short prompt waits")
+            self.passed.discard(first)
+        else:
+            assert row.prompt - row.done == shortest and first not in self.passed, self.say("the oldest waits")
+            self.passed.add(first)
+
+    def compute(self, chunk: Chunk) -> None:
+        row = self.row(chunk.request_id)
+        assert chunk.start == row.done
+        self.scheduler.prefilled(chunk)
+        self.tokens_computed += chunk.stop - chunk.start
+        for index in range(chunk.start // BLOCK, min(chunk.stop // BLOCK, len(row.keys))):
+            self.blocks_computed[row.keys[index]] += 1
+            self.cached.add(row.keys[index])
+        if row.state is State.RUNNING and row.twin:
+            self.cached.add(row.twin)
+
+    def decode(self) -> None:
+        assert self.crowd(self.rows(State.PREFILLING, State.RUNNING)) <= self.world.limits.kv_tokens_max, self.say(
+            "memory is full"
+        )
+        batch = self.scheduler.decoding()
+        assert set(batch) == {row.request_id for row in self.rows(State.RUNNING)}
+        if not batch:
+            return
+        broken = any(self.requests[name].poisoned for name in batch)
+        if broken or self.chance(self.world.failures):
+            self.forget(batch)
+            for name in self.scheduler.batch_failed():
+                assert self.requests[name].poisoned or self.world.failures, self.say(f"{name} is innocent")
+                self.leave(name, "error")
+            self.check()
+            return
+        for name in batch:
+            if name not in self.fed:
+                self.fed.add(name)
+                continue
+            self.scheduler.decoded(name)
+            self.requests[name].emitted += 1
+            row = self.row(name)
+            if row.generated == row.max_tokens:
+                self.leave(name, "length")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_laws(seed: int):
+    """Every row ends once, with its tokens, in time; limits hold at every step; nothing is done twice for nothing."""
+    world = make_world(seed)
+    simulation = Simulation(world)
+    simulation.run()
+    endings = Counter(request.ending for request in simulation.requests.values())
+    if not (world.failures or world.poisoned):
+        assert endings["error"] == 0
+    if not world.failures:
+        poisoned = {name for name, request in simulation.requests.items() if request.poisoned}
+        failed = {name for name, request in simulation.requests.items() if request.ending == "error"}
+        assert failed <= poisoned
+    if world.calm:
+        assert set(endings) == {"length"}
+        assert simulation.sent_back.total() == 0
+        check_computed_once(simulation)
+
+
+def check_computed_once(simulation: Simulation) -> None:
+    """Every block once, and what is left of a prompt after its last whole block once for all rows of that prompt."""
+    say = f"seed {simulation.world.seed}"
+    assert max(simulation.blocks_computed.values(), default=1) == 1, say
+    blocks: set[bytes] = set()
+    rests: dict[bytes, int] = {}
+    for name, request in simulation.requests.items():
+        blocks.update(request.keys[: request.prompt // BLOCK])
+        rests[request.twin or name.encode()] = request.prompt % BLOCK
+    assert simulation.tokens_computed == len(blocks) * BLOCK + sum(rests.values()), say

@@ -1,0 +1,293 @@
+"""Several models behind one endpoint: from the config, loaded and unloaded while others answer, and slow clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import save_file
+
+from satchel.cluster.ports import free_port
+from satchel.cluster.processes import session_members
+
+COMMAND = [sys.executable, "-m", "satchel.api.cli"]
+UNREAD_MAX = 64
+ADAPTED = "adapted-" + "x" * 190
+"""As long as a name may be: every piece of a streamed answer repeats it, and so fills a socket sooner."""
+
+STORY = {"messages": [{"role": "user", "content": "Tell me a story."}], "temperature": 0}
+CONFIG = """
+models:
+  - {{name: plain, source: "embedded:recall"}}
+  - {{name: {adapted}, source: "embedded:recall", adapter: "{adapter}"}}
+endpoint: {{port: {port}, unread_tokens_max: {unread}}}
+"""
+
+
+def write_adapter(folder: Path) -> Path:
+    """A random LoRA adapter of the last layer that leaves nothing of what the model has learned."""
+    rng = np.random.default_rng(1)
+    folder.mkdir()
+    tensors = {
+        "model.layers.5.mlp.up_proj.lora_a": rng.normal(size=(256, 4)).astype(np.float32),
+        "model.layers.5.mlp.up_proj.lora_b": rng.normal(size=(4, 768)).astype(np.float32),
+    }
+    save_file(tensors, folder / "adapters.safetensors")
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["mlp.up_proj"]}
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@dataclass
+class Server:
+    """A running `satchel serve`."""
+
+    process: subprocess.Popen[bytes]
+    home: Path
+    port: int
+    http: httpx.Client
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*COMMAND, *arguments, "--home", str(self.home)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    def python(self, script: str) -> subprocess.CompletedProcess[str]:
+        """A driver with handles in a process of its own, `cluster` its connection."""
+        script = f"from satchel.api import connect\ncluster = connect({str(self.home)!r})\n{script}"
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+
+    def models(self) -> list[str]:
+        return [model["id"] for model in json.loads(self.command("models", "--json").stdout)]
+
+    def replica_processes(self) -> int:
+        session = json.loads((self.home / "run" / "cluster.json").read_text())["ray_sid"]
+        names = [process_name(pid) for pid in session_members(session)]
+        return sum(name.startswith(("ray::ReplicaActor", "ray::Hasty")) for name in names)
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def process_name(pid: int) -> str:
+    try:
+        return next(iter(psutil.Process(pid).cmdline()), "")
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def wait_until(what: Callable[[], object], timeout_s: float = 30.0) -> None:
+    ends = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < ends, "it did not come true in time"
+        time.sleep(0.1)
+
+
+def said(server: Server, model: str, **fields: Any) -> str:
+    answer = server.http.post("/v1/chat/completions", json={**STORY, "model": model, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home, port = tmp_path_factory.mktemp("home"), free_port()
+    adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "wild")
+    (home / "config.yaml").write_text(CONFIG.format(adapted=ADAPTED, adapter=adapter, port=port, unread=UNREAD_MAX))
+    output = (home / "output").open("w")
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--home", str(home), "--config", str(home / "config.yaml")],
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        ends = time.monotonic() + 120
+        while "Ready" not in (home / "output").read_text():
+            assert process.poll() is None and time.monotonic() < ends, (home / "output").read_text()
+            time.sleep(0.1)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:
+            yield Server(process, home, port, http)
+    finally:
+        output.close()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=30)
+
+
+def test_two_models_of_one_config_answer_each_in_its_own_way(server: Server):
+    """And what one has read is nothing to the other, though their weights are the same file."""
+    assert server.models() == ["plain", ADAPTED]
+    plain, adapted = (said(server, model, max_tokens=20) for model in ("plain", ADAPTED))
+    assert plain != adapted
+    unnamed = server.http.post("/v1/chat/completions", json={**STORY, "max_tokens": 20}).json()
+    assert (unnamed["model"], unnamed["choices"][0]["message"]["content"]) == ("plain", plain)
+    usage = {}
+    for model in ("plain", ADAPTED, ADAPTED):
+        body = {**STORY, "model": model, "max_tokens": 1, "agent_id": "reader"}
+        body["messages"] = [{"role": "user", "content": "Remember: the code of dora is 7777."}]
+        answer = server.http.post("/v1/chat/completions", json=body).json()
+        usage.setdefault(model, []).append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert usage[ADAPTED][0] == usage["plain"][0] < 10 < usage[ADAPTED][1], "but for the template's first words"
+
+
+def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
+    """Its running answer is finished, its replicas are gone afterwards, and its name is free again."""
+    arguments = ("embedded:recall", "--name", "extra/one", "--context-tokens-max", "512", "--replicas", "2")
+    before = said(server, "plain", max_tokens=20)
+    loaded = server.command("models", "load", *arguments)
+    assert (loaded.returncode, loaded.stdout.splitlines()[-1]) == (0, "Loaded extra/one"), loaded.stderr
+    assert server.models() == ["plain", ADAPTED, "extra/one"], "the default stays the default"
+    assert {"extra-one-0", "extra-one-1"} <= json.loads(server.command("status", "--json").stdout)["replicas"].keys()
+    assert said(server, "extra/one", max_tokens=20) == before
+    long = [{"role": "user", "content": "word " * 600}]
+    refused = server.http.post("/v1/chat/completions", json={"model": "extra/one", "messages": long})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    for taken in ("extra/one", "extra-one"):
+        again = server.command("models", "load", "embedded:recall", "--name", taken)
+        assert again.returncode == 1 and "'extra/one'" in again.stderr and "Traceback" not in again.stderr
+
+    body = {**STORY, "model": "extra/one", "stream": True, "ignore_eos": True, "max_tokens": 300}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        unloading = subprocess.Popen([*COMMAND, "models", "unload", "extra/one", "--home", str(server.home)])
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert unloading.wait(timeout=60) == 0
+    gone = server.http.post("/v1/chat/completions", json={**STORY, "model": "extra/one"})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+    assert server.models() == ["plain", ADAPTED]
+    wait_until(lambda: server.replica_processes() == 2)
+    unknown = server.command("models", "unload", "extra/one")
+    assert unknown.returncode == 1
+    assert unknown.stderr == f"satchel: the model 'extra/one' is not served; there are: plain, {ADAPTED}\n"
+    assert server.command("models", "load", *arguments).returncode == 0
+    assert said(server, "extra/one", max_tokens=20) == before
+    assert server.command("models", "unload", "extra/one").returncode == 0
+
+
+def test_a_load_that_fails_leaves_nothing_behind(server: Server, tmp_path: Path):
+    for arguments, says in [
+        (["/no/such/folder"], "satchel: '/no/such/folder' is neither a folder nor a Hub id"),
+        (["embedded:recall", "--name", "x", "--adapter", str(tmp_path)], f"satchel: {tmp_path} has no adapter_config"),
+        (["embedded:recall", "--name", "two words"], "satchel: model: name: "),
+    ]:
+        failed = server.command("models", "load", *arguments)
+        assert failed.returncode == 1 and failed.stderr.startswith(says), failed.stderr
+    wait_until(lambda: server.replica_processes() == 2)
+    assert server.models() == ["plain", ADAPTED]
+
+
+def test_a_load_whose_driver_is_killed_leaves_nothing_behind(server: Server):
+    """Nobody serves the replica and nobody asks about it any more, so it ends by itself and its name is free."""
+    script = """
+import asyncio, os, signal
+from satchel.actors import start
+class Hasty(start.ReplicaActor):
+    unwanted_s, unwanted_poll_s = 2.0, 0.2
+start.ReplicaActor = Hasty
+def die(what, fraction):
+    os.kill(os.getpid(), signal.SIGKILL)
+cluster.load_sync("embedded:recall", name="orphan", report=die)
+"""
+    killed = server.python(script)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    wait_until(lambda: server.replica_processes() == 2)
+    assert server.command("models", "load", "embedded:recall", "--name", "orphan").returncode == 0
+    assert server.command("models", "unload", "orphan").returncode == 0
+
+
+def test_python_handles_load_and_unload_too(server: Server):
+    script = """
+import asyncio
+from satchel.cluster.errors import InvalidRequest, ModelNotFound
+seen = []
+print(cluster.load_sync("embedded:recall", report=lambda what, fraction: seen.append(what)), bool(seen))
+print(cluster.generate_sync("one, two,", model="recall", max_tokens=3, temperature=0).completion_tokens)
+print(sorted(cluster.replicas()))
+async def main():
+    for work in (cluster.load("embedded:recall"), cluster.unload("nothing")):
+        try:
+            await work
+        except (InvalidRequest, ModelNotFound) as error:
+            print(type(error).__name__)
+    await cluster.unload("recall")
+    loading = asyncio.create_task(cluster.load("embedded:recall", name="cancelled"))
+    await asyncio.sleep(1.0)
+    loading.cancel()
+    print((await asyncio.gather(loading, return_exceptions=True))[0].__class__.__name__)
+asyncio.run(main())
+print(sorted(cluster.replicas()))
+"""
+    done = server.python(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "recall True",
+        "3",
+        f"['{ADAPTED}-0', 'plain-0', 'recall-0']",
+        "InvalidRequest",
+        "ModelNotFound",
+        "CancelledError",
+        f"['{ADAPTED}-0', 'plain-0']",
+    ]
+    wait_until(lambda: server.replica_processes() == 2)
+
+
+def test_a_client_that_never_reads_holds_no_row(server: Server):
+    """Only so many tokens wait for it in the server; what the system's socket buffers take is on top. All rows leave
+    long before they have said what they were asked for, and nobody else is disturbed."""
+    wait_until(lambda: server.metric("satchel_requests_running") == 0)
+    before = server.metric("satchel_generated_tokens_total")
+    prompts, each = 16, 8000
+    body = json.dumps(
+        {
+            "model": ADAPTED,
+            "prompt": ["Once upon a time"] * prompts,
+            "max_tokens": each,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    ).encode()
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+    )
+    head = "\r\n".join([*lines, "", ""])
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(head.encode() + body)
+        wait_until(lambda: server.metric("satchel_requests_running") == prompts)
+        wait_until(lambda: server.metric("satchel_requests_running") == 0, timeout_s=120)
+        taken = server.metric("satchel_generated_tokens_total") - before
+        assert taken < prompts * each / 2, "they were not simply finished"
+        assert said(server, "plain", max_tokens=3)
+
+
+def test_stopping_the_server_finishes_the_answers_of_loaded_models_too(server: Server):
+    assert server.command("models", "load", "embedded:recall", "--name", "late").returncode == 0
+    session = json.loads((server.home / "run" / "cluster.json").read_text())["ray_sid"]
+    body = {**STORY, "model": "late", "stream": True, "ignore_eos": True, "max_tokens": 200}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.process.wait(timeout=30) == 0
+    assert session_members(session) == []
