@@ -20,7 +20,6 @@ READ_S = 0.5
 
 _NAMESPACE = "satchel"
 _MODEL = "model:"
-_CONFIG = "config"
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,20 @@ def entries() -> tuple[Entry, ...]:
     return tuple(sorted(found, key=lambda entry: (entry.order, entry.model.name)))
 
 
-def check_name(model: Model) -> None:
+def check_name(model: Model) -> tuple[Entry, ...]:
     """Refuse a model that could not be added.
+
+    Returns:
+        What is served, which was read for that.
 
     Raises:
         InvalidRequest: its name is taken, or its replicas would be called like another model's.
     """
-    refusal = name_refusal(model, (entry.model for entry in entries()))
+    served = entries()
+    refusal = name_refusal(model, (entry.model for entry in served))
     if refusal is not None:
         raise InvalidRequest(f"the name {model.name!r}: {refusal}; choose another", param="name")
+    return served
 
 
 def add(model: Model) -> None:
@@ -60,9 +64,9 @@ def add(model: Model) -> None:
     Raises:
         InvalidRequest: as `check_name`.
     """
-    check_name(model)
+    served = check_name(model)
     # By the clock, so that a model that is loaded again differs from what it was; after all others whatever it says.
-    order = max([time.time_ns(), *(entry.order + 1 for entry in entries())])
+    order = max([time.time_ns(), *(entry.order + 1 for entry in served)])
     value = json.dumps({"order": order, "model": asdict(model)})
     if internal_kv._internal_kv_put(_key(model), value, overwrite=False, namespace=_NAMESPACE):
         raise InvalidRequest(f"the name {model.name!r} has just been taken; choose another", param="name")

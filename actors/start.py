@@ -141,8 +141,7 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
         ModelLoadError: the model cannot be loaded, or not within `timeouts.model_load_s`.
     """
     model = located(model)
-    await asyncio.to_thread(registry.check_name, model)
-    running = sum(entry.model.replicas for entry in await asyncio.to_thread(registry.entries))
+    running = sum(entry.model.replicas for entry in await asyncio.to_thread(registry.check_name, model))
     kv_bytes = kv_bytes_max(config.scheduling, running + model.replicas)
     replicas = await asyncio.to_thread(start_replicas, model, config.scheduling, kv_bytes)
     try:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from ..cluster.config import Home
 from ..cluster.environment import default_home
 from ..cluster.runtime import find_cluster
+
+if TYPE_CHECKING:
+    from .cli_progress import Progress
+    from .client import Cluster
 
 app = typer.Typer(
     help="List the models of the running server, load another one, or unload one.", invoke_without_command=True
@@ -73,27 +79,16 @@ def load(
     home: HomeOption = None,
 ) -> None:
     """Serve one more model, until it is unloaded or the server stops. It is downloaded if need be."""
-    from .cli_progress import Progress
-
-    found = chosen_home(home or context.obj)
-    # Before Ray is imported, which takes seconds.
-    find_cluster(found)
-    from .client import connect
-
-    progress = Progress()
-    try:
-        with connect(found.root) as cluster:
-            loaded = cluster.load_sync(
-                source,
-                name=name,
-                adapter=adapter,
-                replicas=replicas,
-                context_tokens_max=context_tokens_max,
-                dtype=dtype.value,
-                report=progress.report,
-            )
-    finally:
-        progress.close()
+    with _connected(home or context.obj) as (cluster, progress):
+        loaded = cluster.load_sync(
+            source,
+            name=name,
+            adapter=adapter,
+            replicas=replicas,
+            context_tokens_max=context_tokens_max,
+            dtype=dtype.value,
+            report=progress.report,
+        )
     progress.say(f"Loaded {loaded}")
 
 
@@ -104,21 +99,28 @@ def unload(
     home: HomeOption = None,
 ) -> None:
     """Serve a model no more. Its running requests are finished first."""
+    with _connected(home or context.obj) as (cluster, progress):
+        progress.report(f"Finishing what runs on {name}", None)
+        cluster.unload_sync(name)
+    progress.say(f"Unloaded {name}")
+
+
+@contextmanager
+def _connected(given: Path | None) -> Iterator[tuple[Cluster, Progress]]:
+    """Handles of the running server, and a progress bar that is gone afterwards."""
     from .cli_progress import Progress
 
-    found = chosen_home(home or context.obj)
+    home = chosen_home(given)
     # Before Ray is imported, which takes seconds.
-    find_cluster(found)
+    find_cluster(home)
     from .client import connect
 
     progress = Progress()
     try:
-        with connect(found.root) as cluster:
-            progress.report(f"Finishing what runs on {name}", None)
-            cluster.unload_sync(name)
+        with connect(home.root) as cluster:
+            yield cluster, progress
     finally:
         progress.close()
-    progress.say(f"Unloaded {name}")
 
 
 def _list(home: Path | None, as_json: bool) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,9 @@ from ..actors.handles import KV_STORE, ROUTER, actor_handle
 from ..actors.start import Report, find_replicas, load_model, unload_model
 from ..cluster.config import Home, Model, parse_model
 from ..cluster.environment import default_home
-from ..cluster.errors import AgentBusy, SlowReader, from_wire
+from ..cluster.errors import AgentBusy, from_wire
 from ..cluster.runtime import connect_ray, connect_ray_address, find_cluster
+from .background import BackgroundLoop, Feed
 from .dispatch import RayBackend, cluster_config
 from .generation import Generator
 from .logprobs import ShownToken
@@ -77,32 +77,6 @@ def connect(home: str | os.PathLike[str] | None = None, address: str | None = No
     return Cluster()
 
 
-class _Loop:
-    """A background thread with an event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="satchel", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end and return the result; not from an event loop's thread."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """As `run`, from another event loop. Cancelling the caller cancels the work."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
-
-
 class Cluster:
     """A running cluster. Get one from `connect`; close it, or use it as a context manager.
 
@@ -112,7 +86,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.config = cluster_config()
-        self._loop = _Loop()
+        self._loop = BackgroundLoop()
         self._generator = self._loop.run(self._make_generator())
 
     async def _make_generator(self) -> Generator:
@@ -278,8 +252,8 @@ class Agent:
         finally:
             loop.run(feed.close())
 
-    async def _start_feed(self, text: str, options: dict[str, Any]) -> _Feed:
-        return _Feed(self._turn(text, options), self._cluster.config.endpoint.unread_tokens_max)
+    async def _start_feed(self, text: str, options: dict[str, Any]) -> Feed:
+        return Feed(self._turn(text, options), self._cluster.config.endpoint.unread_tokens_max)
 
     async def transcript(self) -> list[dict[str, Any]]:
         """What was said so far, as OpenAI messages."""
@@ -336,43 +310,6 @@ class Agent:
             except RayError:
                 # The store restarts; the commit will tell.
                 continue
-
-
-class _Feed:
-    """A turn running in a task of its own on the background loop, so that its reader may stop at any moment.
-
-    Of a reader that does not read, only so much is kept: past `pieces_max` the turn ends with `SlowReader`, which the
-    reader meets after what is kept.
-    """
-
-    def __init__(self, pieces: AsyncGenerator[str, None], pieces_max: int) -> None:
-        self._pieces = pieces
-        self._pieces_max = pieces_max
-        self._queue: asyncio.Queue[str | BaseException | None] = asyncio.Queue()
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        try:
-            async with aclosing(self._pieces) as pieces:
-                async for piece in pieces:
-                    if self._queue.qsize() >= self._pieces_max:
-                        raise SlowReader(f"more than {self._pieces_max} pieces of the answer waited to be read")
-                    self._queue.put_nowait(piece)
-            self._queue.put_nowait(None)
-        except Exception as error:
-            self._queue.put_nowait(error)
-
-    async def next(self) -> str | None:
-        """The next piece; None after the last. Raises what the turn raised."""
-        item = await self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    async def close(self) -> None:
-        """End the turn, if it has not ended, and wait for that."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
 
 
 def _model(source: str, *, name: str | None = None, **fields: Any) -> Model:

@@ -338,7 +338,7 @@ class ReplicaActor:
             waiting=engine.scheduler.waiting,
             pending_tokens=engine.scheduler.pending_tokens,
             rows_max=engine.limits.rows_max,
-            prefill_tokens_per_s=engine.counters.prefill_tokens_per_s,
+            prefill_tokens_per_s=engine.pace.tokens_per_s,
             active=engine.active,
             announced=announced,
             retracted=retracted,

@@ -11,11 +11,10 @@ import logging
 import queue
 import threading
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from ...cluster.config import Scheduling
 from ...cluster.errors import (
@@ -28,30 +27,14 @@ from ...cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from ..kv_store.blocks import BLOCK_TOKENS
 from ..messages import GenerateRequest, RowUpdate
 from .executor import BatchExecutor, Ready
 from .memory import RowMemory, Sequence
 from .models import LoadedModel
+from .pace import PrefillPace
 from .scheduler import Chunk, Limits, Row, Scheduler
 
 logger = logging.getLogger(__name__)
-
-Argument = TypeVar("Argument")
-
-RATE_SMOOTHING = 0.2
-RATE_RISE = 0.6
-"""Rates rise faster than they fall: a device's first chunk also compiles its kernels."""
-
-RATE_TOKENS_MIN = 64
-"""Shorter chunks measure the cost of a call, not of a token."""
-
-FULL_CHUNK_TOKENS = 512
-FIRST_CHUNK_TOKENS = 256
-"""The prefill budget of a step before the rate is known."""
-
-IDLE_PAUSE_S = 0.5
-"""What a step's prefill may take while nothing decodes: commands are heard between two steps."""
 
 
 class Outbox(Protocol):
@@ -61,14 +44,13 @@ class Outbox(Protocol):
 
 @dataclass
 class Counters:
-    """Totals since the engine started, and the measured prefill rate."""
+    """Totals since the engine started."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
-    prefill_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +82,7 @@ class Engine:
         self.loaded = loaded
         self.limits = _limits(loaded, scheduling, kv_bytes_max)
         self.scheduler = Scheduler(self.limits)
-        self._pause_s = scheduling.prefill_pause_s
+        self.pace = PrefillPace(self.limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.executor = BatchExecutor(loaded)
         self.memory = RowMemory(loaded.spec, self.executor, scheduling.prefix_bytes_max)
         self.prefixes = self.memory.prefixes
@@ -210,16 +192,14 @@ class Engine:
             return refusal
         room = self.loaded.context_tokens - len(tokens)
         sequence = Sequence(request, tokens, list(request.block_ids))
-        keys = tuple(request.block_ids) if self.loaded.spec.reusable else ()
-        rest = array("I", tokens[len(keys) * BLOCK_TOKENS :]).tobytes()
         row = Row(
             request_id=request.request_id,
             prompt=len(tokens) - 1,
             max_tokens=min(request.sampling.max_tokens, room),
             priority=request.priority,
             deadline=time.monotonic() + request.deadline_s,
-            keys=keys,
-            twin=b"".join((*keys[-1:], rest)) if self.loaded.spec.reusable and request.choices > 1 else b"",
+            keys=self.memory.keys(sequence),
+            twin=self.memory.twin(sequence),
             known=self.memory.known(sequence),
         )
         self.scheduler.add(row)
@@ -249,7 +229,7 @@ class Engine:
         return None
 
     def _prefill(self) -> bool:
-        budget = self._prefill_budget()
+        budget = self.pace.budget(bool(self.scheduler.decoding()))
         worked = False
         while budget > 0:
             while (admitted := self.scheduler.admit()) is not None:
@@ -274,20 +254,10 @@ class Engine:
             budget -= chunk.stop - chunk.start
         return chunks
 
-    def _prefill_budget(self) -> int:
-        """How many tokens this step may prefill: as many as take `prefill_pause_s` where rows are decoding."""
-        rate = self.counters.prefill_tokens_per_s
-        if rate == 0:
-            return min(FIRST_CHUNK_TOKENS, self.limits.prefill_chunk_tokens)
-        pause_s = self._pause_s if self.scheduler.decoding() else max(IDLE_PAUSE_S, self._pause_s)
-        wanted = max(RATE_TOKENS_MIN, min(int(rate * pause_s), self.limits.prefill_chunk_tokens))
-        # A power of two: devices prepare themselves for every new shape, which takes longer than using it.
-        return 1 << (wanted.bit_length() - 1)
-
-    def _attempt(self, request_id: str, action: Callable[[Argument], None], argument: Argument) -> None:
+    def _attempt(self, request_id: str, action: Callable[..., None], *arguments: Any) -> None:
         """Do what concerns one row only; if it raises, that row ends and no other."""
         try:
-            action(argument)
+            action(*arguments)
         except Exception as error:
             logger.exception("request %s failed", request_id)
             if self.scheduler.row(request_id) is not None:
@@ -320,16 +290,15 @@ class Engine:
             if len(chunks) > 1:
                 logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
             for chunk, part in zip(chunks, work, strict=True):
-                self._attempt(chunk.request_id, self._compute_alone, (chunk, part))
+                self._attempt(chunk.request_id, self._compute_alone, chunk, part)
             return
-        self._note_rate(sum(len(tokens) for _, tokens in work), time.perf_counter() - started)
+        self.pace.note(sum(len(tokens) for _, tokens in work), time.perf_counter() - started)
         for chunk in chunks:
             self._attempt(chunk.request_id, self._computed, chunk)
 
-    def _compute_alone(self, chunk_and_work: tuple[Chunk, tuple[str, list[int]]]) -> None:
-        chunk, work = chunk_and_work
+    def _compute_alone(self, chunk: Chunk, part: tuple[str, list[int]]) -> None:
         if self.executor.length(chunk.request_id) < chunk.stop:
-            self.executor.prefill([work])
+            self.executor.prefill([part])
         self._computed(chunk)
 
     def _computed(self, chunk: Chunk) -> None:
@@ -340,16 +309,6 @@ class Engine:
             if sequence.request.choices > 1:
                 self._remember(self.memory.keep_tail, sequence, chunk.stop)
             self._start_decoding(sequence)
-
-    def _note_rate(self, tokens: int, seconds: float) -> None:
-        if tokens < RATE_TOKENS_MIN:
-            return
-        rate = tokens / max(1e-9, seconds)
-        old = self.counters.prefill_tokens_per_s
-        # A short chunk measures the call more than the tokens: it says little of how slow long ones are.
-        fall = RATE_SMOOTHING * min(1.0, tokens / FULL_CHUNK_TOKENS)
-        weight = 1.0 if old == 0 else RATE_RISE if rate > old else fall
-        self.counters.prefill_tokens_per_s = old + weight * (rate - old)
 
     def _start_decoding(self, sequence: Sequence) -> None:
         request = sequence.request

@@ -63,12 +63,13 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Joining:
+    """A row on its way into the batch; the last `drawn` of its `tokens` are its own, the very last its first input."""
+
     row: _Row
     caches: list[Any]
-    token: int
+    tokens: Sequence[int]
     sampling: Sampling
-    prompt: Sequence[int]
-    generated: Sequence[int]
+    drawn: int
 
 
 class BatchExecutor:
@@ -157,10 +158,7 @@ class BatchExecutor:
             drawn: how many of them the row has drawn itself (after preemption, or on a replica that was lost).
         """
         row = self._prefilling.pop(row_id)
-        prompt = len(tokens) - drawn
-        self._joining[row_id] = _Joining(
-            _Row(row_id, row.length), row.caches, tokens[-1], sampling, tokens[:prompt], tokens[prompt:]
-        )
+        self._joining[row_id] = _Joining(_Row(row_id, row.length), row.caches, tokens, sampling, drawn)
 
     def step(self) -> list[Ready]:
         """One decode step for the whole batch.
@@ -249,14 +247,15 @@ class BatchExecutor:
         if self._joining:
             joining = list(self._joining.values())
             merged = kv_cache.merge([entry.caches for entry in joining])
-            inputs = mx.array([entry.token for entry in joining], dtype=mx.uint32)
+            inputs = mx.array([entry.tokens[-1] for entry in joining], dtype=mx.uint32)
             if self._inputs is None:
                 self._caches, self._inputs = merged, inputs
             else:
                 kv_cache.extend(self._caches, merged)
                 self._inputs = mx.concatenate([self._inputs, inputs])
             for entry in joining:
-                self._sampler.add(entry.sampling, entry.prompt, entry.generated)
+                prompt = len(entry.tokens) - entry.drawn
+                self._sampler.add(entry.sampling, entry.tokens[:prompt], entry.tokens[prompt:])
                 self._rows.append(entry.row)
             self._joining.clear()
 

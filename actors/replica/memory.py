@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from ..kv_store.blocks import BLOCK_TOKENS, block_ids
@@ -50,6 +51,17 @@ class RowMemory:
         hit = self.prefixes.match(root, sequence.ids, sequence.tokens, tokens_max)
         sequence.kept = len(hit.blocks)
         return hit
+
+    def keys(self, sequence: Sequence) -> tuple[bytes, ...]:
+        """What the scheduler knows equal beginnings by: the ids of the prompt's whole blocks."""
+        return tuple(sequence.ids) if self._spec.reusable else ()
+
+    def twin(self, sequence: Sequence) -> bytes:
+        """A key that the choices of one request have in common; b"" where there is one, or nothing can be shared."""
+        if not self._spec.reusable or sequence.request.choices == 1:
+            return b""
+        rest = array("I", sequence.tokens[len(sequence.ids) * BLOCK_TOKENS :]).tobytes()
+        return b"".join((*sequence.ids[-1:], rest))
 
     def known(self, sequence: Sequence) -> int:
         """About how many of its first tokens `find` would find now."""

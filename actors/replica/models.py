@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
@@ -31,7 +30,7 @@ from .hub import (
     resolve_adapter,
 )
 from .kv_cache import ModelCacheSpec, read_spec
-from .prepare import prepare_weights
+from .prepare import device_bytes, prepare_weights
 from .weights import WeightFile, bytes_in_memory, read_weight_file
 
 KV_FORMAT = b"fp.1"
@@ -163,22 +162,12 @@ def _check_memory(source: str, files: Sequence[WeightFile], dtype: mx.Dtype | No
     Raises:
         ModelLoadError: with both numbers.
     """
-    needed, free = bytes_in_memory(files, dtype.size if dtype is not None else None), _free_bytes()
+    needed, free = bytes_in_memory(files, dtype.size if dtype is not None else None), device_bytes(free=True)
     if needed > free:
         raise ModelLoadError(
             f"{source} needs {needed / _GIB:.2f} GiB of memory for its weights alone, and {free / _GIB:.2f} GiB are "
             "free: end other programs, unload another model, or take a smaller or more quantized one"
         )
-
-
-def _free_bytes() -> int:
-    if mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available():
-        # A card with memory of its own, which MLX names by one of these.
-        info = mx.device_info()
-        for name in ("free_memory", "total_memory", "memory_size"):
-            if isinstance(size := info.get(name), int):
-                return size
-    return psutil.virtual_memory().available
 
 
 def _add_adapter(model: Any, folder: Path) -> None:

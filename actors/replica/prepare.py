@@ -62,16 +62,19 @@ def _pays(quantized: dict[str, Any]) -> bool:
     if mx.metal.is_available() or not quantized:
         return False
     needed = sum(module.weight.size * 32 // module.bits * module.scales.itemsize for module in quantized.values())
-    return needed <= DEQUANTIZED_FRACTION * _memory_bytes()
+    return needed <= DEQUANTIZED_FRACTION * device_bytes()
 
 
-def _memory_bytes() -> int:
-    if mx.default_device().type == mx.DeviceType.gpu:
+def device_bytes(*, free: bool = False) -> int:
+    """The memory of the device that computes: all of it, or what is free now."""
+    if mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available():
+        # A card with memory of its own, which MLX names by one of these.
         info = mx.device_info()
-        for name in ("total_memory", "memory_size"):
-            if name in info:
-                return int(info[name])
-    return psutil.virtual_memory().total
+        for name in (*(["free_memory"] if free else []), "total_memory", "memory_size"):
+            if isinstance(size := info.get(name), int):
+                return size
+    memory = psutil.virtual_memory()
+    return memory.available if free else memory.total
 
 
 def _dequantized(module: Any) -> nn.Module:

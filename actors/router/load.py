@@ -108,7 +108,7 @@ class ReplicaState:
         """Compute the terms of the cost that are the same for every request."""
         rows, pending = len(self.requests), self.pending_tokens
         if not self._strangers:
-            # The replica counts all of a waiting prompt, also what it will find that it holds.
+            # The report is old when it arrives: no more can be left than was routed there.
             pending = min(pending, self._seen_tokens)
         self.queue_s = (pending + self._reserved_tokens) * self.token_s + max(0, rows + 1 - self.rows_max) * ROW_WAIT_S
         self.decode_s = min(rows, self.rows_max) * DECODE_ROW_TOKENS * self.token_s

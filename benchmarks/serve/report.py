@@ -108,6 +108,16 @@ def _levels(model: _Model, streams: list[int]) -> list[str]:
         low, high = (model.values(target, count, f"{name}_{share}_ms") for share in ("p50", "p99"))
         return f"{_number(low, digits)} / {_number(high, digits)}"
 
+    def gap(target: str, count: int) -> str:
+        tokens = model.values(target, count, "tokens_per_piece")
+        merged = f" ({statistics.median(tokens):.1f})" if tokens and statistics.median(tokens) > 1.05 else ""
+        return pair(target, count, "gap", 1) + merged
+
+    def cpu(target: str, count: int) -> str:
+        share = model.values(target, count, "client_cpu_share")
+        client = f"; {statistics.median(share):.0%}" if share else ""
+        return _number(model.values(target, count, "server_cpu_ms_per_token"), 2) + client
+
     columns = [f"{count} stream{'s' if count > 1 else ''}" for count in streams]
     lines = ["Tokens a second:", ""]
     rows = [[name, *(_number(model.values(name, n, "tokens_per_s"), 1) for n in streams)] for name in model.targets]
@@ -119,25 +129,9 @@ def _levels(model: _Model, streams: list[int]) -> list[str]:
     lines += ["Time to first token, p50 / p99 in ms:", ""]
     lines += _table(["", *columns], [[name, *(pair(name, n, "ttft", 0) for n in streams)] for name in model.targets])
     lines += ["Between two pieces of a stream, p50 / p99 in ms (and tokens a piece, where it is not one):", ""]
-    rows = []
-    for name in model.targets:
-        cells = []
-        for count in streams:
-            tokens = model.values(name, count, "tokens_per_piece")
-            merged = f" ({statistics.median(tokens):.1f})" if tokens and statistics.median(tokens) > 1.05 else ""
-            cells.append(pair(name, count, "gap", 1) + merged)
-        rows.append([name, *cells])
-    lines += _table(["", *columns], rows)
+    lines += _table(["", *columns], [[name, *(gap(name, n) for n in streams)] for name in model.targets])
     lines += ["CPU time of all of the server's processes, ms a token; the client's share of a core:", ""]
-    rows = []
-    for name in model.targets:
-        cells = []
-        for count in streams:
-            share = model.values(name, count, "client_cpu_share")
-            client = f"; {statistics.median(share):.0%}" if share else ""
-            cells.append(_number(model.values(name, count, "server_cpu_ms_per_token"), 2) + client)
-        rows.append([name, *cells])
-    return lines + _table(["", *columns], rows)
+    return lines + _table(["", *columns], [[name, *(cpu(name, n) for n in streams)] for name in model.targets])
 
 
 def _rest(model: _Model, long_prompt_tokens: int) -> list[str]:

@@ -93,7 +93,7 @@ def test_a_long_prompt_lets_running_rows_go_on(bench: MakeBench, prompts: list[l
     computed: list[int] = []
     prefill = executor.prefill
     executor.prefill = lambda work: (computed.append(sum(len(tokens) for _, tokens in work)), prefill(work))[1]
-    engine.engine.counters.prefill_tokens_per_s = 1600.0
+    engine.engine.pace.tokens_per_s = 1600.0
     rng = random.Random(5)
     for index in range(2):
         engine.submit(f"long{index}", [rng.randrange(3000) for _ in range(1500)], max_tokens=2)
@@ -102,7 +102,7 @@ def test_a_long_prompt_lets_running_rows_go_on(bench: MakeBench, prompts: list[l
         engine.turn()
         assert len(engine.rows["runs"].tokens) == before + 1
         assert sum(computed) - chunks <= engine.engine.limits.prefill_chunk_tokens
-        assert sum(computed) - chunks <= 1.2 * 0.25 * max(1600.0, engine.engine.counters.prefill_tokens_per_s)
+        assert sum(computed) - chunks <= 1.2 * 0.25 * max(1600.0, engine.engine.pace.tokens_per_s)
     assert sum(computed) == 2 * 1499
 
 
@@ -253,7 +253,7 @@ def test_a_prompt_that_breaks_among_others_ends_alone(
 ):
     """Three prompts share a step; the model fails on one of them after it has changed half of its caches."""
     engine = bench(prefill_chunk_tokens=2048)
-    engine.engine.counters.prefill_tokens_per_s = 10_000.0
+    engine.engine.pace.tokens_per_s = 10_000.0
     executor = engine.engine.executor
     executor.batched_prefill = together
     model, bad = executor._model, prompts[6][5:20]

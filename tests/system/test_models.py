@@ -22,8 +22,8 @@ from safetensors.numpy import save_file
 
 from satchel.cluster.ports import free_port
 from satchel.cluster.processes import session_members
+from tests.system.serving import COMMAND, serving
 
-COMMAND = [sys.executable, "-m", "satchel.api.cli"]
 UNREAD_MAX = 64
 ADAPTED = "adapted-" + "x" * 190
 """As long as a name may be: every piece of a streamed answer repeats it, and so fills a socket sooner."""
@@ -108,25 +108,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home, port = tmp_path_factory.mktemp("home"), free_port()
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "wild")
     (home / "config.yaml").write_text(CONFIG.format(adapted=ADAPTED, adapter=adapter, port=port, unread=UNREAD_MAX))
-    output = (home / "output").open("w")
-    process = subprocess.Popen(
-        [*COMMAND, "serve", "--home", str(home), "--config", str(home / "config.yaml")],
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        ends = time.monotonic() + 120
-        while "Ready" not in (home / "output").read_text():
-            assert process.poll() is None and time.monotonic() < ends, (home / "output").read_text()
-            time.sleep(0.1)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:
-            yield Server(process, home, port, http)
-    finally:
-        output.close()
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=30)
+    with (
+        serving(home, "--config", str(home / "config.yaml")) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http,
+    ):
+        yield Server(process, home, port, http)
 
 
 def test_two_models_of_one_config_answer_each_in_its_own_way(server: Server):

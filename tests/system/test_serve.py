@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,31 +17,14 @@ import pytest
 
 from satchel.cluster.ports import free_port
 from satchel.cluster.processes import session_members
-
-COMMAND = [sys.executable, "-m", "satchel.api.cli"]
+from tests.system.serving import COMMAND, serving
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, Path, int]]:
     home, port = tmp_path_factory.mktemp("home"), free_port()
-    output = (home / "output").open("w")
-    process = subprocess.Popen(
-        [*COMMAND, "serve", "--home", str(home), "--port", str(port)],
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        ends = time.monotonic() + 120
-        while "Ready" not in (home / "output").read_text():
-            assert process.poll() is None and time.monotonic() < ends, (home / "output").read_text()
-            time.sleep(0.1)
+    with serving(home, "--port", str(port)) as process:
         yield process, home, port
-    finally:
-        output.close()
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=30)
 
 
 def test_a_client_that_hangs_up_disturbs_no_other(server: tuple[subprocess.Popen, Path, int]):
