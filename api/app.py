@@ -19,7 +19,7 @@ from ..cluster.config import Config
 from ..cluster.errors import InvalidRequest, ModelNotFound, SatchelError, Unavailable
 from .backend import Backend
 from .generation import Generator
-from .http import CancelOnDisconnect, RequestContext, add_error_handlers, header_text, read_body
+from .http import BodyReader, CancelOnDisconnect, RequestContext, add_error_handlers, header_text
 from .metrics import CONTENT_TYPE, Metrics
 from .openai import Body, ChatBody, CompletionBody, GenerationBody, parse_body
 from .openai_answers import (
@@ -88,6 +88,11 @@ class _Endpoint:
         self._config = config
         self._generator = generator
         self.metrics = metrics
+        self._bodies = BodyReader(
+            bytes_max=config.endpoint.body_bytes_max,
+            together_bytes_max=config.endpoint.bodies_bytes_max,
+            timeout_s=config.timeouts.request_s,
+        )
 
     async def chat_completions(self, request: Request) -> Response:
         """The next message of a conversation."""
@@ -136,12 +141,8 @@ class _Endpoint:
         """The body and the agent's id."""
         if request.headers.get("x-agent-continue", "0").lower() not in ("0", "false"):
             raise InvalidRequest("X-Agent-Continue is not supported yet", param="X-Agent-Continue")
-        data = await read_body(
-            request,
-            bytes_max=self._config.endpoint.body_bytes_max,
-            timeout_s=self._config.timeouts.request_s,
-        )
-        body = await asyncio.to_thread(parse_body, kind, data)
+        async with self._bodies.reading(request) as data:
+            body = await asyncio.to_thread(parse_body, kind, data)
         return body, _agent(request, body.agent_id)
 
     async def _answer(

@@ -5,38 +5,85 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from ..cluster.errors import SlowReader
+from ..cluster.errors import NotRunning, SlowReader
 
 T = TypeVar("T")
 
+_END_S = 3.0
+
 
 class BackgroundLoop:
-    """A background thread with an event loop."""
+    """A background thread with an event loop. Whoever waits on it when it is closed gets an error, and so does whoever
+    comes later."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="satchel", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end and return the result; not from an event loop's thread."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run to the end and return the result; not from an event loop's thread.
+
+        Raises:
+            NotRunning: the loop is closed, or closes meanwhile.
+        """
+        future = self._submit(work)
         try:
             return future.result()
+        except CancelledError:
+            raise _closed() from None
         except BaseException:
             future.cancel()
             raise
 
     async def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """As `run`, from another event loop. Cancelling the caller cancels the work."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        future = self._submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if self._closed and not _is_cancelled():
+                raise _closed() from None
+            raise
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(timeout=5)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise _closed()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=_END_S)
+        self._loop.stop()
+
+
+def _closed() -> NotRunning:
+    return NotRunning("the cluster's handle is closed")
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task itself was cancelled, and not what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class Feed:

@@ -26,7 +26,9 @@ from .cli_progress import Progress
 
 _POLL_S = 0.1
 _NOTE_PROCESSES_S = 15.0
-_DEPLOYMENT_STOP_S = 3.0
+_READ_S = 3.0
+"""How long a stopping server lets clients read the rest of their answers."""
+
 _SAME_SIGNAL_S = 0.4
 """A terminal's Ctrl-C under `make` arrives twice: from the terminal, and handed on by make."""
 
@@ -39,7 +41,7 @@ class Deployment(Protocol):
 
     def drain(self, timeout_s: float) -> None: ...
 
-    def stop(self) -> None: ...
+    def stop(self, timeout_s: float) -> None: ...
 
 
 class StopSignals:
@@ -199,7 +201,7 @@ def _shut_down(deployment: Deployment, config: Config, signals: StopSignals, pro
     drain_s = config.timeouts.drain_s
     progress.say(f"Finishing running requests, for at most {drain_s:g} s; once more Ctrl-C stops at once")
     _bounded(lambda: deployment.drain(drain_s), drain_s + 0.5, signals, progress)
-    _bounded(deployment.stop, _DEPLOYMENT_STOP_S, signals, progress)
+    _bounded(lambda: deployment.stop(_READ_S), _READ_S + 2.5, signals, progress)
 
 
 def _bounded(work: Callable[[], None], timeout_s: float, signals: StopSignals, progress: Progress) -> None:

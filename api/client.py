@@ -10,7 +10,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from ..actors.handles import KV_STORE, ROUTER, actor_handle
 from ..actors.start import Report, find_replicas, load_model, unload_model
 from ..cluster.config import Home, Model, parse_model
 from ..cluster.environment import default_home
-from ..cluster.errors import AgentBusy, from_wire
+from ..cluster.errors import AgentBusy, NotRunning, from_wire
 from ..cluster.runtime import connect_ray, connect_ray_address, find_cluster
 from .background import BackgroundLoop, Feed
 from .dispatch import RayBackend, cluster_config
@@ -196,8 +196,10 @@ class Cluster:
         return backend
 
     def close(self) -> None:
-        """Stop reading; rows still running for this handle end. Ray stays connected."""
-        self._loop.run(self._backend.close())
+        """Stop reading; rows still running for this handle end, and whoever waits for one gets `NotRunning`. Ray stays
+        connected."""
+        with suppress(NotRunning):
+            self._loop.run(self._backend.close())
         self._loop.close()
 
     def __enter__(self) -> Cluster:

@@ -11,6 +11,8 @@ import math
 import re
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 
 from fastapi import FastAPI, Request
@@ -20,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..cluster.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, SatchelError
+from ..cluster.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, SatchelError, Unavailable
 from .metrics import Metrics
 from .openai_answers import error_body
 
@@ -144,31 +146,50 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
 
 
-async def read_body(request: Request, *, bytes_max: int, timeout_s: float) -> bytes:
-    """The whole body.
+class BodyReader:
+    """Reads requests' bodies, at most `bytes_max` each and `together_bytes_max` of all at a time."""
 
-    Raises:
-        RequestTooLarge: more than `bytes_max`, announced or found while reading.
-        DeadlineExceeded: it did not arrive within `timeout_s`.
-        ClientDisconnect: the client went away first.
-    """
-    too_large = RequestTooLarge(f"the body is larger than {bytes_max} bytes (endpoint.body_bytes_max)")
-    announced = request.headers.get("content-length")
-    if announced is not None:
-        if not (announced.isascii() and announced.isdigit()):
-            raise InvalidRequest("Content-Length is not a number")
-        if len(announced) > 18 or int(announced) > bytes_max:
-            raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > bytes_max:
-                    raise too_large
-    except TimeoutError:
-        raise DeadlineExceeded("the body did not arrive within timeouts.request_s") from None
-    return bytes(body)
+    def __init__(self, *, bytes_max: int, together_bytes_max: int, timeout_s: float) -> None:
+        self._bytes_max = bytes_max
+        self._together_bytes_max = together_bytes_max
+        self._timeout_s = timeout_s
+        self._held = 0
+
+    @asynccontextmanager
+    async def reading(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body, counted until the block ends.
+
+        Raises:
+            RequestTooLarge: more than `bytes_max`, announced or found while reading.
+            Unavailable: more than `together_bytes_max` with what others hold.
+            DeadlineExceeded: it did not arrive within `timeout_s`.
+            ClientDisconnect: the client went away first.
+        """
+        too_large = RequestTooLarge(f"the body is larger than {self._bytes_max} bytes (endpoint.body_bytes_max)")
+        announced = request.headers.get("content-length")
+        if announced is not None:
+            if not (announced.isascii() and announced.isdigit()):
+                raise InvalidRequest("Content-Length is not a number")
+            if len(announced) > 18 or int(announced) > self._bytes_max:
+                raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    self._held += len(chunk)
+                    if len(body) > self._bytes_max:
+                        raise too_large
+                    if self._held > self._together_bytes_max:
+                        raise Unavailable(
+                            "the requests that are being read are too large together (endpoint.bodies_bytes_max)",
+                            retry_after_s=1.0,
+                        )
+            yield bytes(body)
+        except TimeoutError:
+            raise DeadlineExceeded("the body did not arrive within timeouts.request_s") from None
+        finally:
+            self._held -= len(body)
 
 
 class CancelOnDisconnect:

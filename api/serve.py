@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import logging
-import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import uvicorn
 from ray import serve
 
 from ..actors import registry
@@ -21,13 +16,12 @@ from ..cluster.config import Config, Home
 from ..cluster.errors import ClusterError
 from .app import create_app
 from .dispatch import RayBackend
-from .http import STALL_S
+from .server import HttpServer
 
 APPLICATION = "satchel"
 POLL_S = 0.1
+ANSWER_S = 2.0
 ENDPOINT_START_S = 120.0
-LISTEN_S = 10.0
-KEEP_ALIVE_S = 60
 THREADS = 32
 HEALTH_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
@@ -41,21 +35,11 @@ class Endpoint:
     """
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
-        settings = uvicorn.Config(
-            create_app(RayBackend(config), config),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        server = uvicorn.Server(settings)
-        # This process's signals are Ray's.
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "work"))
-        self._serving = asyncio.create_task(server.serve(sockets=[await _listener(config)]))
-        while not server.started and not self._serving.done():
-            await asyncio.sleep(0.01)
+        app = create_app(RayBackend(config), config)
+        self._server = HttpServer(app, config.endpoint.listen, config.endpoint.port)
+        await self._server.start()
         await self.check_health()
 
     async def check_health(self) -> None:
@@ -64,33 +48,12 @@ class Endpoint:
         Raises:
             ClusterError: the server has ended, so that Serve starts another one.
         """
-        if self._serving.done():
-            raise ClusterError("the HTTP server has ended") from self._serving.exception()
+        if (failure := self._server.failure) is not None:
+            raise ClusterError("the HTTP server has ended") from failure
 
-
-async def _listener(config: Config) -> socket.socket:
-    """A socket on the configured address; waits for one that a dying predecessor still holds."""
-    host = config.endpoint.listen
-    ends = time.monotonic() + LISTEN_S
-    while True:
-        # As `check_port_free` reads the address.
-        family, _, _, _, address = socket.getaddrinfo(host, config.endpoint.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Without, a token may wait 40 ms for the client to acknowledge the one before.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if sys.platform == "linux":
-            # Else a client that takes nothing would keep its connection, and what is written to it, for ever.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_S))
-        try:
-            listener.bind(address)
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE or time.monotonic() > ends:
-                raise
-            await asyncio.sleep(POLL_S)
-        else:
-            return listener
+    async def close(self, timeout_s: float) -> None:
+        """Take no more connections, and let clients read the rest of their answers for at most `timeout_s`."""
+        await self._server.close(timeout_s)
 
 
 class Deployment:
@@ -109,8 +72,11 @@ class Deployment:
         replicas = find_replicas([entry.model for entry in registry.entries()])
         asyncio.run(drain(replicas, timeout_s))
 
-    def stop(self) -> None:
-        """Nothing to give back: every process belongs to the cluster's Ray, which its owner ends."""
+    def stop(self, timeout_s: float) -> None:
+        """Take no more connections, and let clients read what has been answered, at most `timeout_s`. The processes
+        belong to the cluster's Ray, which its owner ends."""
+        endpoint = serve.get_app_handle(APPLICATION)
+        endpoint.close.remote(timeout_s).result(timeout_s=timeout_s + ANSWER_S)
 
 
 def deploy(config: Config, home: Home, *, report: Report) -> Deployment:

@@ -45,6 +45,8 @@ class Endpoint:
     listen: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     body_bytes_max: Bytes = 32 * 2**20
+    bodies_bytes_max: Bytes = 256 * 2**20
+    """Of all requests that are being read at a time."""
     unread_tokens_max: Count = 4096
     """A row whose client has this many tokens still to read is ended: a slow reader holds no place."""
 
@@ -62,7 +64,7 @@ class Model:
     replicas: Count = 1
     context_tokens_max: Count | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    weights: Literal["auto", "stored", "dequantized"] = "auto"
+    weights: Literal["auto", "stored", "dequantized", "both"] = "auto"
     """Whether quantized weights are multiplied as they are; `auto` takes what the device is faster with."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. The model with it is another model."""

@@ -39,6 +39,8 @@ class RowMemory:
         self.prefixes: PrefixCache[Slab] = PrefixCache(bytes_max, spec.rule)
         self._spec = spec
         self._executor = executor
+        # With less than a block there is nothing to find, and what is kept would push out what was kept before.
+        self._keeps = spec.reusable and bytes_max >= spec.bytes_per_token * BLOCK_TOKENS
 
     def find(self, sequence: Sequence, tokens_max: int) -> Hit[Slab]:
         """What is known of the first `tokens_max` tokens."""
@@ -70,7 +72,7 @@ class RowMemory:
     def keep_blocks(self, sequence: Sequence, computed: int) -> None:
         """Keep the whole blocks among the first `computed` tokens, which are all that the row's caches hold."""
         first, last = sequence.kept, min(computed // BLOCK_TOKENS, len(sequence.ids))
-        if not self._spec.reusable or last <= first:
+        if not self._keeps or last <= first:
             return
         ends = last * BLOCK_TOKENS == computed
         wanted = [
@@ -91,7 +93,7 @@ class RowMemory:
         """Keep the open tail of the first `computed` tokens, which are all that the row's caches hold."""
         whole = computed // BLOCK_TOKENS
         start = whole * BLOCK_TOKENS
-        if not self._spec.reusable or start == computed:
+        if not self._keeps or start == computed:
             return
         (slab,) = self._executor.cut(sequence.id, [(start, computed)])
         chain, tokens = sequence.ids[:whole], sequence.tokens[start:computed]
@@ -99,7 +101,7 @@ class RowMemory:
 
     def keep_all(self, sequence: Sequence) -> None:
         """Keep all that the row's caches hold: its answer's whole blocks and the open tail."""
-        if not self._spec.reusable:
+        if not self._keeps:
             return
         computed = self._executor.length(sequence.id)
         sequence.ids = block_ids(sequence.request.root_id, sequence.tokens)

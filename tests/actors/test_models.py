@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
-from satchel.actors.replica import models
+from satchel.actors.replica import models, prepare
 from satchel.actors.replica.models import LoadedModel
 from satchel.cluster.errors import ModelLoadError
 from tests.families import write_model
@@ -281,12 +281,28 @@ def test_dequantized_weights_say_the_same_and_are_another_model(tmp_path: Path):
     folder = str(write_model(tmp_path / "m", "qwen3", bits=4))
     kept = {
         weights: models.load(folder, context_tokens_max=None, progress=lambda *_: None, weights=weights)
-        for weights in ("stored", "dequantized", "auto")
+        for weights in ("stored", "dequantized", "both", "auto")
     }
-    prompt = mx.array([[5, 6, 7, 8]])
+    prompt = mx.array([[5, 6, 7, 8, 9]])
     logits = {weights: np.array(loaded.model(prompt)) for weights, loaded in kept.items()}
     scale = np.abs(logits["stored"]).max()
-    assert np.abs(logits["stored"] - logits["dequantized"]).max() < 1e-4 * scale
-    assert kept["stored"].model_id != kept["dequantized"].model_id
+    for weights in kept:
+        assert np.abs(logits["stored"] - logits[weights]).max() < 1e-4 * scale
+    assert len({kept[weights].model_id for weights in ("stored", "dequantized", "both")}) == 3
     assert kept["auto"].weights == "dequantized", "on a CPU it is faster"
     assert kept["auto"].model_id == kept["dequantized"].model_id
+
+
+def test_both_forms_of_weights_serve_the_products_that_each_is_good_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The two forms hardly differ, so the stored one is spoiled to see who uses it."""
+    folder = str(write_model(tmp_path / "m", "qwen3", bits=4))
+    model = models.load(folder, context_tokens_max=None, progress=lambda *_: None, weights="both").model
+    layer = model.layers[0].mlp.down_proj
+    monkeypatch.setattr(prepare, "STORED_PRODUCTS_MAX", 4 * layer.weight.size)
+    prompts = [mx.array([[7] * rows]) for rows in (4, 5)]
+    before = [np.array(model(prompt)) for prompt in prompts]
+    layer.stored.scales = layer.stored.scales * 2
+    few, many = (np.array(model(prompt)) for prompt in prompts)
+    assert not np.array_equal(few, before[0]) and np.array_equal(many, before[1])

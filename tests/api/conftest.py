@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,14 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from satchel.actors.messages import RowUpdate, Sampling, TokenLogprobs
 from satchel.api.app import create_app
 from satchel.api.backend import ReplicaStats, ServedModel
+from satchel.api.server import HttpServer
 from satchel.api.text import TextModel, load_text_model
 from satchel.cluster.config import Config, parse_config
+from satchel.cluster.ports import free_port
 
 CONTEXT_TOKENS = 1000
 
@@ -245,7 +245,7 @@ def config() -> Config:
     return parse_config(
         {
             "models": [{"name": "satchel/tiny", "source": "x"}, {"name": "other", "source": "y"}],
-            "endpoint": {"body_bytes_max": "1 MiB"},
+            "endpoint": {"body_bytes_max": "1 MiB", "bodies_bytes_max": "2 MiB"},
             "timeouts": {"request_s": 20},
         }
     )
@@ -280,16 +280,11 @@ async def client(backend: FakeBackend, config: Config) -> AsyncIterator[httpx.As
 @pytest.fixture
 async def server(backend: FakeBackend, config: Config) -> AsyncIterator[str]:
     """The base URL of a real server on a free port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        server = uvicorn.Server(uvicorn.Config(create_app(backend, config), log_level="warning", lifespan="off"))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started:
-            await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        await task
+    port = free_port()
+    server = HttpServer(create_app(backend, config), "127.0.0.1", port)
+    await server.start()
+    yield f"http://127.0.0.1:{port}"
+    await server.close(10)
 
 
 def events_of(body: str) -> list[Any]:

@@ -62,7 +62,7 @@ class Deployment:
     def drain(self, timeout_s: float) -> None:
         print("drained", flush=True)
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float) -> None:
         self._server.shutdown()
 
 
