@@ -1,7 +1,7 @@
 # Works with GNU make 3.81, which is what macOS ships.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format lock clean train-embedded eval-embedded bench-serve bench-router
+.PHONY: help serve test check format lock clean train-embedded eval-embedded bench-serve bench-router bench-memory
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
@@ -20,7 +20,7 @@ serve: .venv/.runtime ## Serve the models of CONFIG=configs/one-mac.yaml, on POR
 	@exec $(BIN)/satchel serve --config "$(CONFIG)" $(if $(PORT),--port "$(PORT)")
 
 test: .venv/.development ## Run all tests
-	@$(BIN)/python -m pytest tests
+	@$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 check: .venv/.development ## Lint, formatting, types, and who imports whom
 	@$(BIN)/ruff check .
@@ -46,6 +46,9 @@ bench-serve: .venv/.development ## Measure serving beside other servers; BENCH="
 bench-router: .venv/.development ## Measure the router's decisions and rules; TRACES=folder adds recorded conversations
 	@$(BIN)/python benchmarks/router.py --policies $(if $(TRACES),--traces "$(TRACES)")
 	@$(BIN)/python benchmarks/prefix.py
+
+bench-memory: .venv/.development ## Measure the KV memory; TRACES=folder adds recorded conversations, BENCH="--parts sizes" options
+	@$(BIN)/python benchmarks/memory/run.py $(if $(TRACES),--traces "$(TRACES)/whowhen_conversations.jsonl") $(BENCH)
 
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)

@@ -14,7 +14,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from ..cluster.config import Config, Model, Scheduling
+from ..cluster.config import Config, Home, Model, Scheduling
 from ..cluster.errors import InvalidRequest, ModelLoadError, from_wire
 from ..cluster.runtime import NAMESPACE
 from . import registry
@@ -38,18 +38,21 @@ NAME_FREE_S = 10.0
 Report = Callable[[str, float | None], None]
 Handles = Mapping[str, Any]
 
+_AT_WORK = ("running", "waiting", "unwritten_bytes")
+"""What a replica's stats say of work that is not done."""
+
 _OPTIONS = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "lifetime": "detached"}
 """Actors restart by themselves for ever, but a call to one is never repeated by Ray: a generation that was lost is
 taken up by whoever asked for it."""
 
 
-def start_actors(config: Config) -> dict[str, Any]:
-    """Start the router, the store and every replica, and return the replicas' handles by id.
+def start_actors(config: Config, home: Home) -> dict[str, Any]:
+    """Start the router, the store of this node and every replica, and return the replicas' handles by id.
 
     Replicas load in the background; see `wait_until_ready`.
     """
     ray.remote(RouterActor).options(name=ROUTER, **_OPTIONS).remote(config)
-    ray.remote(KVStoreActor).options(name=KV_STORE, **_OPTIONS).remote(config)
+    ray.remote(KVStoreActor).options(name=KV_STORE, **_OPTIONS).remote(config, str(home.kv))
     kv_bytes = kv_bytes_max(config.scheduling, sum(model.replicas for model in config.models))
     replicas: dict[str, Any] = {}
     for model in map(located, config.models):
@@ -189,7 +192,7 @@ async def drain(replicas: Handles, timeout_s: float) -> None:
     while time.monotonic() < ends - FLUSH_S:
         answers = await _call_each(replicas, "stats")
         # One that does not answer in time may still be busy.
-        if not any(answer is None or answer.get("running") or answer.get("waiting") for answer in answers):
+        if not any(answer is None or any(map(answer.get, _AT_WORK)) for answer in answers):
             break
         await asyncio.sleep(POLL_S)
     else:

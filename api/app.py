@@ -12,16 +12,20 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ..cluster.config import Config
 from ..cluster.errors import InvalidRequest, ModelNotFound, SatchelError, Unavailable
+from .agent_metrics import AgentMetrics
+from .agent_routes import AgentRoutes
+from .agents import AgentMemory
 from .backend import Backend
 from .generation import Generator
 from .http import BodyReader, CancelOnDisconnect, RequestContext, add_error_handlers, header_text
 from .metrics import CONTENT_TYPE, Metrics
-from .openai import Body, ChatBody, CompletionBody, GenerationBody, parse_body
+from .openai import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody, parse_body
 from .openai_answers import (
     DONE,
     ChatChunks,
@@ -39,6 +43,7 @@ from .streams import Answer, Event, Finished, TextStream, Usage, abort_all, coll
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Body = TypeVar("Body", bound=GenerationBody)
 
 HEADERS_WAIT_S = 5.0
 """How long a stream's headers wait for its first event, so that a row which fails early is an HTTP error."""
@@ -46,18 +51,21 @@ HEADERS_WAIT_S = 5.0
 _PROBE_TIMEOUT_S = 10.0
 
 
-def create_app(backend: Backend, config: Config, *, generator: Generator | None = None) -> FastAPI:
+def create_app(
+    backend: Backend, config: Config, *, generator: Generator | None = None, memory: AgentMemory | None = None
+) -> FastAPI:
     """The application. One an event loop.
 
     Args:
-        generator: to share the pipeline (and its tokenizers) with others on the same loop.
+        generator: to share the pipeline (its tokenizers, its memory of agents) with others on the same loop.
+        memory: what agents remember, where no `generator` is given; None for nothing.
     """
     app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
-    endpoint = _Endpoint(backend, config, generator or Generator(backend, config), Metrics())
+    endpoint = _Endpoint(backend, config, generator or Generator(backend, config, memory=memory), Metrics())
     add_error_handlers(app)
     app.add_middleware(RequestContext, metrics=endpoint.metrics)
 
-    def route(path: str, handler: Any, method: str = "GET", body: type[GenerationBody] | None = None) -> None:
+    def route(path: str, handler: Any, method: str = "GET", body: type[BaseModel] | None = None) -> None:
         extra = None
         if body is not None:
             schema = body.model_json_schema()
@@ -70,6 +78,15 @@ def create_app(backend: Backend, config: Config, *, generator: Generator | None 
     route("/v1/models/{model_id:path}", endpoint.get_model)
     route("/health", endpoint.health)
     route("/metrics", endpoint.show_metrics)
+    agents = AgentRoutes(endpoint.generator, endpoint.bodies)
+    route("/v1/agents", agents.list_agents)
+    route("/v1/agents/{agent_id}", agents.get_agent)
+    route("/v1/agents/{agent_id}", agents.forget, "DELETE")
+    route("/v1/agents/{agent_id}/inject", agents.inject, "POST", InjectBody)
+    route("/v1/agents/{agent_id}/fork", agents.fork, "POST", ForkBody)
+    route("/v1/agents/{agent_id}/release", agents.release, "POST")
+    route("/v1/cache", agents.clear_cache, "DELETE")
+    route("/v1/cache/stats", agents.cache_stats)
     return app
 
 
@@ -86,9 +103,11 @@ class _Endpoint:
     def __init__(self, backend: Backend, config: Config, generator: Generator, metrics: Metrics) -> None:
         self._backend = backend
         self._config = config
-        self._generator = generator
+        self.generator = generator
         self.metrics = metrics
-        self._bodies = BodyReader(
+        if generator.memory is not None:
+            metrics.registry.register(AgentMetrics(generator.memory))
+        self.bodies = BodyReader(
             bytes_max=config.endpoint.body_bytes_max,
             together_bytes_max=config.endpoint.bodies_bytes_max,
             timeout_s=config.timeouts.request_s,
@@ -139,10 +158,12 @@ class _Endpoint:
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
         """The body and the agent's id."""
-        if request.headers.get("x-agent-continue", "0").lower() not in ("0", "false"):
-            raise InvalidRequest("X-Agent-Continue is not supported yet", param="X-Agent-Continue")
-        async with self._bodies.reading(request) as data:
+        continues = _continues(request)
+        async with self.bodies.reading(request) as data:
             body = await asyncio.to_thread(parse_body, kind, data)
+        if continues:
+            body.agent_continue = True
+            body.check()
         return body, _agent(request, body.agent_id)
 
     async def _answer(
@@ -156,8 +177,8 @@ class _Endpoint:
 
     async def start(self, work: ChatRequest | CompletionRequest) -> list[TextStream]:
         if isinstance(work, ChatRequest):
-            return await self._generator.start_chats(work)
-        return await self._generator.start_completion(work)
+            return await self.generator.start_chats(work)
+        return await self.generator.start_completion(work)
 
     def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
         """Record times to first token; `arrived` is by `time.perf_counter`."""
@@ -263,6 +284,14 @@ async def _probe(answer: Awaitable[T]) -> T:
 def _waited_s(request: Request) -> float:
     """Seconds since the request arrived."""
     return time.perf_counter() - request.state.arrived
+
+
+def _continues(request: Request) -> bool:
+    """Whether the header asks to append to the agent's transcript."""
+    given = request.headers.get("x-agent-continue", "0").lower()
+    if given not in ("0", "1", "false", "true"):
+        raise InvalidRequest("X-Agent-Continue must be 0 or 1", param="X-Agent-Continue")
+    return given in ("1", "true")
 
 
 def _agent(request: Request, given: str | None) -> str:

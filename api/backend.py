@@ -40,6 +40,14 @@ class ReplicaStats:
     requests_total: int = 0
     prefix_blocks: int = 0
     prefix_bytes: int = 0
+    prefix_hits_total: int = 0
+    prefix_misses_total: int = 0
+    unwritten_bytes: int = 0
+    written_blocks_total: int = 0
+    written_bytes_total: int = 0
+    unwritten_turns_total: int = 0
+    restored_tokens_total: int = 0
+    blocks_corrupt_total: int = 0
 
 
 class Generation(Protocol):

@@ -1,4 +1,4 @@
-"""The command line: `satchel serve | status | models | chat | doctor`.
+"""The command line: `satchel serve | status | models | chat | probe | doctor`.
 
 A mistake or a failure is one sentence on standard error and exit code 1 (2 for a wrong command line), never a
 traceback. Nothing heavy is imported until a command needs it.
@@ -16,6 +16,7 @@ from ..cluster.config import Config, default_config, load_config
 from ..cluster.errors import SatchelError
 from .cli_models import HomeOption, JsonOption, chosen_home
 from .cli_models import app as models
+from .cli_probe import probe
 
 app = typer.Typer(
     name="satchel",
@@ -100,6 +101,9 @@ def chat(
     from .cli_chat import chat as run
 
     run(chosen_home(home), agent=agent, model=model, text=text)
+
+
+app.command()(probe)
 
 
 @app.command()

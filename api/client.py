@@ -6,36 +6,35 @@ loops, and the synchronous forms work without one.
 
 from __future__ import annotations
 
-import asyncio
 import os
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
 
 from ..actors import registry
-from ..actors.handles import KV_STORE, ROUTER, actor_handle
+from ..actors.handles import ROUTER, actor_handle
 from ..actors.start import Report, find_replicas, load_model, unload_model
 from ..cluster.config import Home, Model, parse_model
 from ..cluster.environment import default_home
-from ..cluster.errors import AgentBusy, NotRunning, from_wire
+from ..cluster.errors import NotRunning
 from ..cluster.runtime import connect_ray, connect_ray_address, find_cluster
-from .background import BackgroundLoop, Feed
+from .agent_views import agent_page
+from .agents import AgentMemory
+from .background import BackgroundLoop
+from .client_agent import Agent
 from .dispatch import RayBackend, cluster_config
 from .generation import Generator
 from .logprobs import ShownToken
 from .options import make_options
-from .requests import ChatRequest, CompletionRequest, agent_key
-from .streams import Answer, Finished, TextDelta, TextStream
+from .ray_store import RayStore
+from .requests import TENANT, ChatRequest, CompletionRequest
+from .streams import Answer, TextStream
 
 T = TypeVar("T")
-
-RENEW_TURN_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Cluster:
         self._generator = self._loop.run(self._make_generator())
 
     async def _make_generator(self) -> Generator:
-        return Generator(RayBackend(self.config), self.config)
+        return Generator(RayBackend(self.config), self.config, memory=AgentMemory(RayStore()))
 
     @property
     def router(self) -> Any:
@@ -161,7 +160,25 @@ class Cluster:
         Raises:
             InvalidRequest: not an agent id (1 to 128 of `A-Z a-z 0-9 . _ : @ -`).
         """
-        return Agent(self, agent_id, model, system)
+        return Agent(self._generator, self._loop, agent_id, model, system)
+
+    async def agents(self, *, limit: int = 20, after: str = "") -> list[dict[str, Any]]:
+        """What the cluster remembers of its agents, by their ids: see `Agent.info`.
+
+        Args:
+            limit: how many, at most 100.
+            after: the id after which the list goes on.
+        """
+        return await self._loop.wait(self._agents(limit, after))
+
+    def agents_sync(self, *, limit: int = 20, after: str = "") -> list[dict[str, Any]]:
+        """`agents` for code without an event loop."""
+        return self._loop.run(self._agents(limit, after))
+
+    async def _agents(self, limit: int, after: str) -> list[dict[str, Any]]:
+        assert self._generator.memory is not None
+        page = await agent_page(self._generator.memory.store, self._generator.backend, TENANT, limit, after)
+        return page["data"]
 
     async def generate(self, prompt: str | Sequence[Any], *, model: str = "", agent: str = "", **options: Any) -> Reply:
         """Answer one prompt: a string is continued as it stands, a list of messages is a conversation.
@@ -207,111 +224,6 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Agent:
-    """One agent: each turn continues its transcript, which lives in the cluster and outlives this handle.
-
-    Turns of one agent run one after the other, whoever asks.
-    """
-
-    def __init__(self, cluster: Cluster, agent_id: str, model: str, system: str | None) -> None:
-        self.agent_id = agent_id
-        self._cluster = cluster
-        self._key = agent_key(agent_id)
-        self._model = model
-        self._system = system
-
-    async def ask(self, text: str, **options: Any) -> str:
-        """Say `text` and return the whole answer. Options as in `Cluster.generate`.
-
-        Raises:
-            AgentBusy: an earlier turn of this agent takes longer than `timeouts.turn_wait_s`.
-        """
-        return await self._cluster._loop.wait(self._ask(text, options))
-
-    def ask_sync(self, text: str, **options: Any) -> str:
-        """`ask` for code without an event loop."""
-        return self._cluster._loop.run(self._ask(text, options))
-
-    async def chat(self, text: str, **options: Any) -> AsyncIterator[str]:
-        """Say `text` and yield the answer as it comes. A turn left early is not remembered."""
-        loop = self._cluster._loop
-        feed = await loop.wait(self._start_feed(text, options))
-        try:
-            while (piece := await loop.wait(feed.next())) is not None:
-                yield piece
-        finally:
-            await loop.wait(feed.close())
-
-    def chat_sync(self, text: str, **options: Any) -> Iterator[str]:
-        """`chat` for code without an event loop."""
-        loop = self._cluster._loop
-        feed = loop.run(self._start_feed(text, options))
-        try:
-            while (piece := loop.run(feed.next())) is not None:
-                yield piece
-        finally:
-            loop.run(feed.close())
-
-    async def _start_feed(self, text: str, options: dict[str, Any]) -> Feed:
-        return Feed(self._turn(text, options), self._cluster.config.endpoint.unread_tokens_max)
-
-    async def transcript(self) -> list[dict[str, Any]]:
-        """What was said so far, as OpenAI messages."""
-        return await self._cluster._loop.wait(self._call("messages"))
-
-    def transcript_sync(self) -> list[dict[str, Any]]:
-        return self._cluster._loop.run(self._call("messages"))
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        store = await asyncio.to_thread(actor_handle, KV_STORE)
-        return await getattr(store, method).remote(self._key, *arguments)
-
-    async def _ask(self, text: str, options: dict[str, Any]) -> str:
-        async with aclosing(self._turn(text, options)) as pieces:
-            return "".join([piece async for piece in pieces])
-
-    async def _turn(self, text: str, options: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """Take the agent's turn, answer, commit both messages. Any other way out leaves the transcript as it was."""
-        turn = uuid.uuid4().hex
-        renewing = asyncio.create_task(self._renew(turn))
-        committed = False
-        try:
-            begun = await self._call("begin", turn)
-            if "kind" in begun:
-                raise from_wire(begun)
-            new = [{"role": "user", "content": text}]
-            if self._system is not None and not begun["messages"]:
-                new.insert(0, {"role": "system", "content": self._system})
-            request = ChatRequest(
-                [*begun["messages"], *new], model=self._model, agent=self.agent_id, options=make_options(**options)
-            )
-            stream = await self._cluster._generator.start_chat(request)
-            answer = ""
-            async with aclosing(aiter(stream)) as events:
-                async for event in events:
-                    if isinstance(event, TextDelta):
-                        answer += event.text
-                        yield event.text
-                    elif isinstance(event, Finished):
-                        new.append({"role": "assistant", "content": answer})
-            committed = await self._call("commit", turn, begun["epoch"], new)
-            if not committed:
-                raise AgentBusy(f"agent {self.agent_id} was changed by somebody else during this turn")
-        finally:
-            renewing.cancel()
-            if not committed:
-                await self._call("abandon", turn)
-
-    async def _renew(self, turn: str) -> None:
-        while True:
-            await asyncio.sleep(RENEW_TURN_S)
-            try:
-                await self._call("renew", turn)
-            except RayError:
-                # The store restarts; the commit will tell.
-                continue
 
 
 def _model(source: str, *, name: str | None = None, **fields: Any) -> Model:

@@ -10,17 +10,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ..cluster.config import Config
 from ..cluster.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NoReplica
+from .agent_streams import TurnStream, keeping
+from .agents import AgentMemory, Kept, Turn
 from .backend import Backend, Generation, ServedModel
+from .options import Options
 from .reasoning import ReasoningSplitter
-from .requests import ChatRequest, CompletionRequest, Request, agent_key, prepare_chat, prepare_completion
+from .requests import (
+    Chat,
+    ChatRequest,
+    CompletionRequest,
+    Past,
+    Request,
+    agent_key,
+    prepare_chat,
+    prepare_completion,
+)
 from .row_text import RowText
-from .streams import TextStream, abort_all
+from .streams import TextStream, Usage, abort_all
 from .text import TextModel, load_text_model
 from .tool_calls import ToolCallSplitter, call_parser
 
@@ -31,7 +44,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Job:
-    """A request that has been checked. `deadline` is by the event loop's clock; `row_text` makes what reads a row."""
+    """A request that has been checked. `deadline` is by the event loop's clock; `row_text` makes what reads a row. The
+    first choice of a `chat` is remembered by the agent whose `turn` this is."""
 
     request: Request
     model: ServedModel
@@ -40,20 +54,29 @@ class _Job:
     deadline: float
     prompts: list[list[int]]
     row_text: Callable[[list[int]], RowText]
+    turn: Turn | None = None
+    chat: Chat | None = None
 
 
 class Generator:
     """Starts rows on a backend. One an event loop; it loads each model's tokenizer once.
 
     Args:
+        memory: what agents remember; None for nothing.
         load_text: for tests.
     """
 
     def __init__(
-        self, backend: Backend, config: Config, *, load_text: Callable[..., TextModel] = load_text_model
+        self,
+        backend: Backend,
+        config: Config,
+        *,
+        memory: AgentMemory | None = None,
+        load_text: Callable[..., TextModel] = load_text_model,
     ) -> None:
         self.backend = backend
         self.config = config
+        self.memory = memory
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -99,35 +122,89 @@ class Generator:
     async def start_chats(self, request: ChatRequest) -> list[TextStream]:
         """Check, render, encode and queue a conversation; a stream for every choice, in order.
 
-        Returns once replicas have accepted all rows; where one is refused, none runs.
+        Returns once replicas have accepted all rows; where one is refused, none runs. What an agent is told and its
+        first answer are remembered. A request with `agent_continue` waits for the agent's turn.
 
         Raises:
             RequestError: what is wrong with the request.
+            AgentBusy: another turn of the agent takes too long.
             Unavailable: no replica takes it now.
             DeadlineExceeded: none took it in time.
         """
+        async with self._turn() as turns:
 
-        async def prepare(deadline: float) -> _Job:
-            agent = agent_key(request.agent)
-            model, text = await self._chosen(request)
-            chat = await asyncio.to_thread(prepare_chat, text, model, request)
-            parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
+            async def prepare(deadline: float) -> _Job:
+                return await self._prepare_chat(request, deadline, turns)
 
-            def row_text(prompt: list[int]) -> RowText:
-                start, end = text.think_start, text.think_end
-                return RowText(
-                    text,
-                    text.detokenizer(),
-                    reasoning=ReasoningSplitter(start, end, inside=chat.thinking) if text.has_thinking else None,
-                    stops=request.options.stop,
-                    calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse) if parse else None,
-                    stop_tokens=request.options.stop_token_ids,
-                    logprobs=request.options.logprobs is not None,
-                )
+            return await self._run(request, prepare)
 
-            return _Job(request, model, text, agent, deadline, [chat.prompt], row_text)
+    async def inject(self, request: ChatRequest) -> Usage:
+        """Put messages at the end of an agent's transcript and compute them, without a reply. What that took.
 
-        return await self._run(request, prepare)
+        Raises:
+            RequestError, AgentBusy, Unavailable, DeadlineExceeded: as `start_chats` does.
+        """
+        # Without a token to draw no row runs; this one is drawn for nothing and nobody remembers it.
+        silent = replace(request, options=Options(max_tokens=1, temperature=0.0), agent_continue=True, choices=1)
+        async with self._turn() as turns:
+            jobs: list[_Job] = []
+
+            async def prepare(deadline: float) -> _Job:
+                job = await self._prepare_chat(silent, deadline, turns, reply=False)
+                jobs.append(job)
+                return replace(job, turn=None)
+
+            (stream,) = await self._run(silent, prepare)
+            usage = (await stream.collect()).usage
+            chat, turn = jobs[0].chat, jobs[0].turn
+            assert chat is not None and turn is not None
+            await turn.commit(Kept(chat.prompt, chat.text, chat.messages, chat.continuation, injected=True))
+            return usage
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[list[Turn]]:
+        """A place for the turn of a request; it is given back where the request fails."""
+        turns: list[Turn] = []
+        try:
+            yield turns
+        except BaseException:
+            for turn in turns:
+                turn.leave()
+            raise
+
+    async def _prepare_chat(
+        self, request: ChatRequest, deadline: float, turns: list[Turn], *, reply: bool = True
+    ) -> _Job:
+        agent = agent_key(request.agent)
+        if request.agent_continue and not agent:
+            raise InvalidRequest("agent_continue needs an agent: X-Agent-ID or agent_id", param="agent_continue")
+        if request.agent_continue and self.memory is None:
+            raise InvalidRequest("agent_continue: this endpoint keeps no agents' memory", param="agent_continue")
+        model, text = await self._chosen(request)
+        turn, past = None, None
+        if agent and self.memory is not None:
+            turn = self.memory.turn(agent, model.model_id, text, continues=request.agent_continue)
+            turns.append(turn)
+            await turn.open()
+            past = Past(turn.messages, [known.line for known in turn.lines])
+        chat = await asyncio.to_thread(prepare_chat, text, model, request, past, reply=reply)
+        if turn is not None and self.memory is not None:
+            self.memory.count(chat.continuation, turn.lines)
+        parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
+
+        def row_text(prompt: list[int]) -> RowText:
+            start, end = text.think_start, text.think_end
+            return RowText(
+                text,
+                text.detokenizer(),
+                reasoning=ReasoningSplitter(start, end, inside=chat.thinking) if text.has_thinking else None,
+                stops=request.options.stop,
+                calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse) if parse else None,
+                stop_tokens=request.options.stop_token_ids,
+                logprobs=request.options.logprobs is not None,
+            )
+
+        return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat)
 
     async def start_completion(self, request: CompletionRequest) -> list[TextStream]:
         """Check, encode and queue the prompts; the choices of the first come first. Otherwise as `start_chats`."""
@@ -221,15 +298,17 @@ class Generator:
             choices=request.choices,
             beside=beside,
         )
-        return TextStream(
-            generation,
-            job.row_text(prompt),
-            model=model,
-            prompt_tokens=len(prompt),
-            choice=choice,
-            deadline=job.deadline,
-            abort=self._begin_abort,
-        )
+        how: dict[str, Any] = {
+            "model": model,
+            "prompt_tokens": len(prompt),
+            "choice": choice,
+            "deadline": job.deadline,
+            "abort": self._begin_abort,
+        }
+        if job.turn is None or job.chat is None or choice:
+            return TextStream(generation, job.row_text(prompt), **how)
+        keep = keeping(job.turn, job.chat, job.text)
+        return TurnStream(generation, job.row_text(prompt), turn=job.turn, keep=keep, **how)
 
     def _max_tokens(self, request: Request, left: int) -> int:
         wanted = request.options.max_tokens

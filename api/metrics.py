@@ -39,6 +39,10 @@ class _Replicas(Collector):
         yield self._counter("satchel_prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens_total")
         yield self._counter("satchel_cached_tokens", "Prompt tokens not computed again.", "cached_tokens_total")
         yield self._counter("satchel_generated_tokens", "Tokens generated.", "generated_tokens_total")
+        yield self._counter("satchel_restored_tokens", "Tokens whose KV came back from disk.", "restored_tokens_total")
+        yield self._counter("satchel_written_bytes", "Bytes of KV written to disk.", "written_bytes_total")
+        yield self._counter("satchel_unwritten_turns", "Turns whose KV could not be written.", "unwritten_turns_total")
+        yield self._counter("satchel_blocks_corrupt", "Entries on disk that were damaged.", "blocks_corrupt_total")
 
     def _gauge(self, name: str, help_text: str, field: str) -> Metric:
         family = GaugeMetricFamily(name, help_text, labels=["replica"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from ..cluster.errors import InvalidRequest
@@ -48,7 +48,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "web_search_options": (),
-    "agent_continue": (False,),
 }
 
 
@@ -80,6 +79,7 @@ class GenerationBody(BaseModel):
     timeout_s: TimeoutS | None = None
     user: str | None = None
     agent_id: str | None = None
+    agent_continue: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -140,6 +140,7 @@ class ChatBody(GenerationBody):
             template_kwargs=effort | (self.chat_template_kwargs or {}),
             model=self.model or "",
             agent=agent,
+            agent_continue=bool(self.agent_continue),
             options=self.options(
                 max_tokens=self.max_completion_tokens if newer else self.max_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -157,6 +158,11 @@ class CompletionBody(GenerationBody):
     prompt: Any
     logprobs: TopLogprobs | None = None
 
+    def check(self) -> None:
+        super().check()
+        if self.agent_continue:
+            raise InvalidRequest("agent_continue: only chat completions continue a transcript", param="agent_continue")
+
     def request(self, agent: str, request_id: str, waited_s: float) -> CompletionRequest:
         return CompletionRequest(
             prompt=self.prompt,
@@ -170,7 +176,24 @@ class CompletionBody(GenerationBody):
         )
 
 
-Body = TypeVar("Body", bound=GenerationBody)
+class InjectBody(BaseModel):
+    """The body of `/v1/agents/{id}/inject`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    messages: list[Any]
+    model: str | None = None
+
+
+class ForkBody(BaseModel):
+    """The body of `/v1/agents/{id}/fork`; `as` is the new agent's id."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    target: str = Field(alias="as")
+
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], data: bytes) -> Body:
@@ -186,12 +209,14 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
-    _refuse_unsupported(fields)
+    if issubclass(kind, GenerationBody):
+        _refuse_unsupported(fields)
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
         raise invalid(error) from None
-    body.check()
+    if isinstance(body, GenerationBody):
+        body.check()
     return body
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from ..cluster.errors import ContextLengthExceeded, InvalidRequest
 from .backend import ServedModel
+from .continuation import Continuation, Line, continue_text
 from .conversation import check_messages, check_prompts, check_tools, check_vocabulary
+from .history import Message, openai_form
 from .options import Options
 from .text import TextModel
 
@@ -45,12 +47,17 @@ class ChatRequest(Request):
 
     `messages` and `tools` are in OpenAI's form, unchecked; with `use_tools` False the tools are checked and the model
     is not told of them. `template_kwargs` are variables for the chat template.
+
+    With `agent_continue` the messages are appended to the agent's stored transcript, which `opening` comes before where
+    there is none yet.
     """
 
     messages: Sequence[Any]
     tools: Sequence[Any] = ()
     use_tools: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    agent_continue: bool = False
+    opening: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,27 @@ class CompletionRequest(Request):
 
 @dataclass(frozen=True)
 class Chat:
-    """A rendered conversation. `thinking` says that the prompt ends inside a block of reasoning."""
+    """A rendered conversation.
+
+    `thinking` says that the prompt ends inside a block of reasoning. `text` is what `prompt` spells, `messages` the
+    whole conversation in OpenAI's form, and `continuation` how the prompt continues what an agent remembers, None where
+    there is nothing to continue.
+    """
 
     prompt: list[int]
     tools: list[dict[str, Any]]
     thinking: bool
+    text: str
+    messages: list[Message]
+    continuation: Continuation | None = None
+
+
+@dataclass(frozen=True)
+class Past:
+    """What an agent remembers: the transcript that a request is appended to, and lines that its prompt may continue."""
+
+    messages: Sequence[Message] = ()
+    lines: Sequence[Line] = ()
 
 
 def agent_key(agent: str) -> str:
@@ -95,26 +118,64 @@ def _check_length(prompt: list[int], model: ServedModel, where: str) -> None:
         raise _too_long(str(len(prompt)), model, where)
 
 
-def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, special_tokens: bool) -> list[int]:
+def _check_least(text: TextModel, string: str, model: ServedModel, where: str) -> None:
     # Megabytes take seconds to encode, so what cannot fit is refused before.
     if (least := text.tokens_min(string)) >= model.context_tokens:
         raise _too_long(f"at least {least}", model, where)
+
+
+def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, special_tokens: bool) -> list[int]:
+    _check_least(text, string, model, where)
     return text.encode(string, special_tokens=special_tokens)
 
 
-def prepare_chat(text: TextModel, model: ServedModel, request: ChatRequest) -> Chat:
+def _closed(
+    text: TextModel, opened: str, messages: list[Message], tools: list[Any], template_kwargs: Mapping[str, Any]
+) -> str:
+    """The conversation up to the end of its last message; `opened` is how it reads up to where the assistant begins."""
+    # To become a parameter of `TextModel.render`, which has checked all this for `opened`.
+    closed = text._wrapper.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=False, tokenize=False, **template_kwargs
+    )
+    return closed if closed and opened.startswith(closed) else opened
+
+
+def prepare_chat(
+    text: TextModel, model: ServedModel, request: ChatRequest, past: Past | None = None, *, reply: bool = True
+) -> Chat:
+    """Check, render and encode a conversation.
+
+    Args:
+        past: what the agent remembers.
+        reply: whether the prompt ends where the assistant begins, or with the last message.
+
+    Raises:
+        InvalidRequest: messages or tools are wrong, or the model's template refuses them.
+        ContextLengthExceeded: they do not fit.
+    """
+    past = past or Past()
     messages = check_messages(request.messages)
+    if request.agent_continue and (before := past.messages or request.opening):
+        messages = [*check_messages(before), *messages]
     tools = check_tools(request.tools)
     if not request.use_tools:
         tools = []
     if tools and not text.has_tool_calls:
         raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
     rendered = text.render(messages, tools, request.template_kwargs)
-    prompt = _encode(text, rendered, model, "messages", special_tokens=False)
+    if not reply:
+        rendered = _closed(text, rendered, messages, tools, request.template_kwargs)
+    continuation = None
+    if past.lines:
+        _check_least(text, rendered, model, "messages")
+        continuation = continue_text(rendered, past.lines, text)
+        prompt = continuation.tokens
+    else:
+        prompt = _encode(text, rendered, model, "messages", special_tokens=False)
     if not prompt:
         raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
     _check_length(prompt, model, "messages")
-    return Chat(prompt, tools, text.ends_in_thought(rendered))
+    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, openai_form(messages), continuation)
 
 
 def prepare_completion(

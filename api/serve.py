@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 from ray import serve
@@ -13,9 +14,12 @@ from ray import serve
 from ..actors import registry
 from ..actors.start import Report, drain, find_replicas, start_actors, wait_until_ready
 from ..cluster.config import Config, Home
-from ..cluster.errors import ClusterError
+from ..cluster.errors import ClusterError, SatchelError, from_wire
+from .agents import AgentMemory
 from .app import create_app
 from .dispatch import RayBackend
+from .generation import Generator
+from .ray_store import RayStore
 from .server import HttpServer
 
 APPLICATION = "satchel"
@@ -37,7 +41,8 @@ class Endpoint:
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "work"))
-        app = create_app(RayBackend(config), config)
+        self._generator = Generator(RayBackend(config), config, memory=AgentMemory(RayStore()))
+        app = create_app(self._generator.backend, config, generator=self._generator)
         self._server = HttpServer(app, config.endpoint.listen, config.endpoint.port)
         await self._server.start()
         await self.check_health()
@@ -50,6 +55,15 @@ class Endpoint:
         """
         if (failure := self._server.failure) is not None:
             raise ClusterError("the HTTP server has ended") from failure
+
+    async def warm(self) -> dict[str, Any] | None:
+        """Load the tokenizers of all models, which the first requests would wait for. An error on the wire, or None."""
+        try:
+            for model in await self._generator.backend.models():
+                await self._generator.text_model(model)
+        except SatchelError as error:
+            return error.to_wire()
+        return None
 
     async def close(self, timeout_s: float) -> None:
         """Take no more connections, and let clients read the rest of their answers for at most `timeout_s`."""
@@ -89,13 +103,16 @@ def deploy(config: Config, home: Home, *, report: Report) -> Deployment:
         ModelLoadError: a model cannot be loaded, or not within `timeouts.model_load_s`.
         ClusterError: the endpoint does not come up.
     """
-    replicas = start_actors(config)
+    replicas = start_actors(config, home)
     report("Starting the endpoint and loading models", None)
     _start_endpoint(config)
     asyncio.run(wait_until_ready(replicas, config.timeouts.model_load_s, report))
     deployment = Deployment(config)
     report("Waiting for the endpoint", None)
     _await_health(deployment.url)
+    error = serve.get_app_handle(APPLICATION).warm.remote().result(timeout_s=config.timeouts.model_load_s)
+    if error is not None:
+        raise from_wire(error)
     return deployment
 
 

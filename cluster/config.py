@@ -66,6 +66,10 @@ class Model:
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     weights: Literal["auto", "stored", "dequantized", "both"] = "auto"
     """Whether quantized weights are multiplied as they are; `auto` takes what the device is faster with."""
+    kv: Literal["q4", "k8v4", "fp16"] = "q4"
+    """How KV is kept: 4-bit blocks, 8-bit keys and 4-bit values, or as it is computed. Another one is another model."""
+    numerics: Literal["fast", "reproducible"] = "fast"
+    """`reproducible`: decoding and prefill give equal bits on a CPU; `fast`: equal within rounding."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. The model with it is another model."""
 
@@ -124,7 +128,11 @@ class Config:
     routing: Routing = field(default_factory=Routing)
     timeouts: Timeouts = field(default_factory=Timeouts)
     transcripts_bytes_max: Bytes = 256 * 2**20
-    """Memory for the transcripts of agents that handles talk to; the least recently used agents are forgotten first."""
+    """What agents' transcripts and manifests may take on disk; the least recently used agents are forgotten first."""
+    branches_max: Count = 8
+    """Lines of conversation that one agent remembers; of further ones the least recently used goes."""
+    disk_bytes_max: Bytes = 20 * 2**30
+    """Agents' KV on each node's disk; the least recently used goes first."""
     share: Literal["tenant", "agent", "none"] = "tenant"
     """Who may reuse equal prefixes: everyone of a tenant, only the same agent, or nobody."""
 
@@ -158,6 +166,16 @@ class Home:
     def token_file(self) -> Path:
         """The secret that Ray's processes show each other."""
         return self.run / "ray_token"
+
+    @property
+    def kv(self) -> Path:
+        """Agents' memory: transcripts, manifests, and blocks of KV."""
+        return self.root / "kv"
+
+    @property
+    def kernels_file(self) -> Path:
+        """Which kernels this machine is fast with, as measured."""
+        return self.root / "kernels.json"
 
     @property
     def log_file(self) -> Path:

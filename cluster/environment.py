@@ -56,10 +56,10 @@ def ray_settings(token_path: Path) -> dict[str, str]:
     }
 
 
-def child_environment(token_path: Path) -> dict[str, str]:
-    """A whole environment for starting Ray in a process of its own."""
+def child_environment(home: Home, token_path: Path) -> dict[str, str]:
+    """A whole environment for starting Ray in a process of its own; its actors find `home` by `default_home`."""
     kept = {name: value for name, value in os.environ.items() if name not in _FORBIDDEN_TO_RAY}
-    return {**kept, **ray_settings(token_path)}
+    return {**kept, **ray_settings(token_path), "SATCHEL_HOME": str(home.root)}
 
 
 def enter_ray_environment(token_path: Path) -> None:

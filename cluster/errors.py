@@ -7,8 +7,10 @@
     │   ├── InvalidRequest          400
     │   ├── ContextLengthExceeded   400
     │   ├── ModelNotFound           404
+    │   ├── AgentNotFound           404
     │   ├── SlowReader              408  the answer was read too slowly
     │   ├── AgentBusy               409
+    │   ├── AgentExists             409
     │   └── RequestTooLarge         413
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
@@ -18,6 +20,13 @@
     ├── DeadlineExceeded            504
     ├── GenerationFailed            500  one row failed inside the model; its neighbours did not
     ├── ModelLoadError              500
+    ├── DiskError                   500  a call to the disk tier failed; it goes on
+    │   ├── DiskFull                507
+    │   ├── StoreInUse              500  another process has the folder
+    │   ├── StaleEpoch              409  the writer has not seen that the store was opened anew
+    │   ├── InvalidRecord           500  what a writer says that cannot be right
+    │   ├── CorruptSegment          500  a file that is not what was written
+    │   └── DamagedIndex            500  the index must be built anew
     └── ClusterError                500  bringing the cluster up, finding it, taking it down
         ├── ConfigError             500  `path` is the place in the config file
         ├── NotRunning              500
@@ -73,6 +82,11 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class AgentNotFound(RequestError):
+    status = 404
+    code = "agent_not_found"
+
+
 class SlowReader(RequestError):
     status = 408
     code = "slow_reader"
@@ -81,6 +95,11 @@ class SlowReader(RequestError):
 class AgentBusy(RequestError):
     status = 409
     code = "agent_busy"
+
+
+class AgentExists(RequestError):
+    status = 409
+    code = "agent_exists"
 
 
 class RequestTooLarge(RequestError):
@@ -123,6 +142,36 @@ class GenerationFailed(SatchelError):
 
 class ModelLoadError(SatchelError):
     code = "model_load_error"
+
+
+class DiskError(SatchelError):
+    code = "disk_error"
+
+
+class DiskFull(DiskError):
+    status = 507
+    code = "disk_full"
+
+
+class StoreInUse(DiskError):
+    code = "store_in_use"
+
+
+class StaleEpoch(DiskError):
+    status = 409
+    code = "stale_epoch"
+
+
+class InvalidRecord(DiskError):
+    code = "invalid_record"
+
+
+class CorruptSegment(DiskError):
+    code = "corrupt_segment"
+
+
+class DamagedIndex(DiskError):
+    code = "damaged_index"
 
 
 class ClusterError(SatchelError):

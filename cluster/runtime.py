@@ -271,7 +271,7 @@ class LocalCluster:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     cwd=self._private_dir,
-                    env=environment.child_environment(token),
+                    env=environment.child_environment(self._home, token),
                     start_new_session=True,
                 )
             finally:

@@ -1,79 +1,394 @@
-"""The store actor of a cluster: agents' transcripts, in memory for now."""
+"""The store actor of a node: agents' memory, on disk. A thin shell: Ray outside, `Agents` over `AgentDatabase` inside.
+
+All work on the database is done by one thread, so the event loop answers meanwhile and no two changes meet. Every
+answer is `{"result": ...}` or `{"error": ...}` with an error on the wire.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from typing import Any
+import uuid
+from array import array
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from ...cluster.config import Config
-from ...cluster.errors import AgentBusy
-from .transcripts import Message, Transcripts
+from ...cluster.errors import AgentBusy, AgentNotFound, SatchelError
+from .agent_db import AgentDatabase
+from .agents import Agents
+from .blocks import block_ids, root_id, scope_of
+from .branches import AgentLimits, Commit, Content, Head, main_branch
+from .disk import DiskStore
+from .disk_calls import DiskCalls
+from .shelf import DiskLimits
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LEASE_S = 60.0
 """How long a turn may go without a sign of life."""
 
+WAITING_MAX = 64
+"""How many turns of one agent may wait for the one before them."""
 
-class KVStoreActor:
-    """Keeps what agents said and heard. Named `kv_store` in the cluster's namespace."""
+TOGETHER_MAX = 64
+"""How many turns may share one transaction."""
 
-    def __init__(self, config: Config) -> None:
-        self._transcripts = Transcripts(config.transcripts_bytes_max)
+LOCK_WAIT_S = 10.0
+"""How long a dying predecessor may still hold the folder of KV."""
+
+ERASE_TRIES = 10
+ERASE_RETRY_S = 5.0
+
+Answer = dict[str, Any]
+
+
+class KVDisk(Protocol):
+    """What agents' memory asks of the KV blocks on this node's disk. Called from a worker thread."""
+
+    def forget(self, owner: str) -> Any:
+        """Erase the blocks that nobody but `owner`, an agent's key, has. Doing it twice does no harm."""
+        ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+@dataclass
+class _Waiting:
+    """Somebody in line for an agent's turn. A caller that gives up cannot cancel its call, but abandons the turn."""
+
+    turn: str
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: bool = False
+
+
+@dataclass
+class _Ending:
+    """A turn that waits to be committed."""
+
+    agent: str
+    commit: Commit
+    outcome: Answer | None = None
+    failure: Exception | None = None
+
+
+class KVStoreActor(DiskCalls):
+    """Keeps what agents said and heard. Named `kv_store` in the cluster's namespace.
+
+    Args:
+        folder: where it is kept (`<home>/kv`); None keeps it in memory, for as long as this process lives.
+        disk: the node's KV blocks.
+
+    Raises:
+        ClusterError: the folder cannot be used, or belongs to a newer version.
+    """
+
+    def __init__(self, config: Config, folder: str | Path | None = None, disk: KVDisk | None = None) -> None:
         self._turn_wait_s = config.timeouts.turn_wait_s
-        self._changed = asyncio.Condition()
-        # Who waits for a turn. A caller that gives up cannot cancel its call here, but abandons the turn.
-        self._waiting: set[str] = set()
+        store = None
+        session = f"s{uuid.uuid4().hex}"
+        if folder is not None and disk is None:
+            disk = store = _open_disk(Path(folder), session, config.disk_bytes_max)
+        self.open_disk(store, session)
+        self._disk = disk
+        self._database = AgentDatabase(Path(folder) if folder is not None else None)
 
-    async def begin(self, agent: str, turn: str) -> dict[str, Any]:
-        """Take the agent's turn, waiting for the one before it.
+        def root_of(agent: str, model: bytes) -> bytes:
+            tenant, _, name = agent.partition("/")
+            # A scope of one request is shared with nobody, so no later turn finds its blocks.
+            scope = scope_of(config.share, tenant, name, "")
+            return b"" if scope.startswith("request:") else root_id(model, scope)
+
+        self._agents = Agents(
+            self._database,
+            AgentLimits(branches_max=config.branches_max, bytes_max=config.transcripts_bytes_max),
+            root_of,
+            # A million changes a second behind the clock, however often the file begins anew.
+            start=int(time.time()) << 20,
+        )
+        self._worker = ThreadPoolExecutor(1, "agents")
+        self._endings: deque[_Ending] = deque()
+        self._lines: dict[str, deque[_Waiting]] = {}
+        self._erasing: set[asyncio.Task[None]] = set()
+        self._begun = False
+
+    async def recall(self, agent: str, model: bytes, known: dict[int, int]) -> Answer:
+        """What a stateless turn begins with.
+
+        Args:
+            known: epochs by branch of what the caller has.
 
         Returns:
-            `{"messages": [...], "epoch": n}`, or an error on the wire (`AgentBusy`) after `turn_wait_s`.
+            `{"since": n, "branches": [...]}`, each branch the fields of `Head` and, where it is not known, `token_ids`,
+            `text` and `transcript` (JSON).
         """
+
+        def work() -> Answer:
+            since, found = self._agents.recall(agent, model, known)
+            return {"since": since, "branches": [_branch(head, content) for head, content in found]}
+
+        return await self._answer(work)
+
+    async def begin(self, agent: str, turn: str, model: bytes, known: dict[int, int]) -> Answer:
+        """Take the agent's turn, in the order of asking.
+
+        Returns:
+            `{"since": n, "branch": {...} | None}`: the main branch as `recall` has it, its tokens only if they are of
+            `model`, its transcript always; or an error (`AgentBusy`) after `turn_wait_s`.
+        """
+        line = self._lines.setdefault(agent, deque())
+        busy = {"error": AgentBusy(f"agent {_id(agent)!r} is still busy with another turn").to_wire()}
+        if len(line) >= WAITING_MAX:
+            return busy
+        waiting = _Waiting(turn)
+        line.append(waiting)
         ends = time.monotonic() + self._turn_wait_s
-        self._waiting.add(turn)
         try:
-            async with self._changed:
-                while turn in self._waiting:
-                    now = time.monotonic()
-                    taken = self._transcripts.begin(agent, turn, now, LEASE_S)
-                    if taken is not None:
-                        return {"messages": taken[0], "epoch": taken[1]}
-                    if now >= ends:
-                        break
-                    try:
-                        await asyncio.wait_for(self._changed.wait(), min(1.0, ends - now))
-                    except TimeoutError:
-                        continue
+            while not waiting.gone:
+                if line[0] is waiting:
+                    answer = await self._answer(lambda: self._begin(agent, turn, model, known))
+                    if answer.get("result", True) is not None:
+                        return answer
+                left = ends - time.monotonic()
+                if left <= 0:
+                    break
+                # Woken when the turn before it ends; a lease that runs out wakes nobody.
+                try:
+                    await asyncio.wait_for(waiting.woken.wait(), min(1.0, left))
+                except TimeoutError:
+                    continue
+                waiting.woken.clear()
+            return busy
         finally:
-            self._waiting.discard(turn)
-        return AgentBusy(f"agent {agent} is still busy with another turn").to_wire()
+            line.remove(waiting)
+            self._wake(agent)
 
-    async def renew(self, agent: str, turn: str) -> bool:
+    def _begin(self, agent: str, turn: str, model: bytes, known: dict[int, int]) -> Answer | None:
+        begun = self._agents.begin(agent, turn, time.monotonic(), LEASE_S)
+        if begun is None:
+            return None
+        since, main = begun
+        if main is None:
+            return {"since": since, "branch": None}
+        head, content = main
+        if head.model == model and known.get(head.branch) != head.epoch:
+            return {"since": since, "branch": _branch(head, content)}
+        return {"since": since, "branch": _branch(head, None) | {"transcript": content.messages}}
+
+    async def renew(self, agent: str, turn: str) -> Answer:
         """A sign of life of a long turn. False when the turn was lost."""
-        return self._transcripts.renew(agent, turn, time.monotonic(), LEASE_S)
+        return await self._answer(lambda: self._agents.renew(agent, turn, time.monotonic(), LEASE_S))
 
-    async def commit(self, agent: str, turn: str, epoch: int, messages: list[Message]) -> bool:
-        """Append the turn's messages; False if the agent was forgotten or the turn lost meanwhile."""
-        async with self._changed:
-            committed = self._transcripts.commit(agent, turn, epoch, messages)
-            self._changed.notify_all()
-            return committed
+    async def commit(self, agent: str, *, token_ids: bytes, text: str, transcript: bytes, **fields: Any) -> Answer:
+        """End a turn; it is on the disk when this returns.
 
-    async def abandon(self, agent: str, turn: str) -> None:
+        Args:
+            transcript: the messages as JSON.
+            fields: those of `Commit`, except its content.
+
+        Returns:
+            The fields of `Outcome`.
+        """
+        ending = _Ending(agent, Commit(content=Content(token_ids, text, transcript), **fields))
+        self._endings.append(ending)
+        try:
+            # Whoever comes first takes all that wait with it: one sync of the disk ends many turns.
+            await self._answer(self._end_turns)
+            if ending.failure is not None:
+                raise ending.failure
+            assert ending.outcome is not None
+            return ending.outcome
+        finally:
+            self._wake(agent)
+
+    def _end_turns(self) -> None:
+        endings: list[_Ending] = []
+        while self._endings and len(endings) < TOGETHER_MAX:
+            endings.append(self._endings.popleft())
+        if not endings:
+            return
+        try:
+            with self._database.transaction():
+                for ending in endings:
+                    self._end_turn(ending)
+        except SatchelError as error:
+            for ending in endings:
+                ending.outcome = {"error": error.to_wire()}
+                if ending.commit.turn:
+                    self._agents.retake(ending.agent, ending.commit.turn, time.monotonic(), LEASE_S)
+
+    def _end_turn(self, ending: _Ending) -> None:
+        try:
+            outcome = self._agents.commit(ending.agent, ending.commit, time.monotonic(), time.time())
+            ending.outcome = {"result": asdict(outcome)}
+        except SatchelError:
+            raise
+        except Exception as error:
+            # What nobody can write is its caller's own trouble, and not that of the others.
+            ending.failure = error
+
+    async def abandon(self, agent: str, turn: str) -> Answer:
         """End the turn without a word, or stop waiting for it."""
-        self._waiting.discard(turn)
-        async with self._changed:
-            self._transcripts.abandon(agent, turn)
-            self._changed.notify_all()
+        for waiting in self._lines.get(agent, ()):
+            if waiting.turn == turn:
+                waiting.gone = True
+                waiting.woken.set()
+        # After a `begin` that is under way: the worker takes both in order.
+        answer = await self._answer(lambda: self._agents.abandon(agent, turn))
+        self._wake(agent)
+        return answer
 
-    async def messages(self, agent: str) -> list[Message]:
-        """What the agent said and heard so far."""
-        return self._transcripts.messages(agent)
+    async def transcript(self, agent: str) -> Answer:
+        """What the agent said and heard on its main branch: OpenAI messages as JSON."""
+        return await self._answer(lambda: self._agents.transcript(agent))
 
-    async def forget(self, agent: str) -> bool:
-        """Erase the agent's transcript. Returns whether there was one."""
-        async with self._changed:
-            forgotten = self._transcripts.forget(agent)
-            self._changed.notify_all()
-            return forgotten
+    async def info(self, agent: str) -> Answer:
+        """The agent's branches (see `agents`), or an error (`AgentNotFound`)."""
+
+        def work() -> Answer:
+            heads = self._agents.heads(agent)
+            if not heads:
+                raise AgentNotFound(f"there is no agent {_id(agent)!r}", param="id")
+            return _described(agent, heads)
+
+        return await self._answer(work)
+
+    async def agents(self, tenant: str, after: str, limit: int) -> Answer:
+        """Agents of the tenant in the order of their keys, those after the key `after`.
+
+        Returns:
+            `{"agent": key, "main": branch | None, "branches": [fields of Head, ...]}` each.
+        """
+
+        def work() -> Any:
+            return [_described(agent, heads) for agent, heads in self._agents.list(f"{tenant}/", after, limit)]
+
+        return await self._answer(work)
+
+    async def blocks(self, agent: str, roots: bool = False) -> Answer:
+        """The ids of the KV blocks that the agent's branches stand on: `[[model id, [block ids]], ...]`.
+
+        Args:
+            roots: with the roots too: after them come the tails of short conversations, other agents' as well.
+        """
+
+        def contents() -> list[tuple[Head, Content]]:
+            heads = [head for head in self._agents.heads(agent) if head.root]
+            return [(head, content) for head in heads if (content := self._agents.content(head)) is not None]
+
+        def hashed(found: list[tuple[Head, Content]]) -> Any:
+            by_model: dict[bytes, dict[bytes, None]] = {}
+            for head, content in found:
+                ids = [head.root] if roots else []
+                ids += block_ids(head.root, array("I", content.tokens))
+                by_model.setdefault(head.model, {}).update(dict.fromkeys(ids))
+            return [[model, [*ids]] for model, ids in by_model.items()]
+
+        answer = await self._answer(contents)
+        # Not by the worker: hashing takes a while, and commits wait for it.
+        return answer if "error" in answer else {"result": await asyncio.to_thread(hashed, answer["result"])}
+
+    async def fork(self, source: str, target: str) -> Answer:
+        """Copy an agent; an error (`AgentNotFound`, `AgentExists`) where that cannot be. The number of branches."""
+        return await self._answer(lambda: self._agents.fork(source, target, time.monotonic(), time.time()))
+
+    async def forget(self, agent: str) -> Answer:
+        """Erase the agent's memory; turns under way cannot commit. Returns whether there was any.
+
+        The transcript is off the disk when this returns, and KV blocks soon after.
+        """
+
+        def work() -> bool:
+            known = self._agents.forget(agent, time.time())
+            self._database.scrub()
+            return known
+
+        answer = await self._answer(work)
+        self._wake(agent)
+        self._erase_blocks([agent])
+        return answer
+
+    async def stats(self) -> Answer:
+        """Bytes and counts of the memory on this node."""
+
+        def work() -> Answer:
+            return {
+                "agents_bytes": self._agents.nbytes,
+                "agents_evicted_total": self._agents.evicted,
+                "rows_damaged_total": self._database.damaged_total,
+                "files_set_aside_total": self._database.set_aside_total,
+                "disk": self._disk.stats() if self._disk is not None else {},
+            }
+
+        return await self._answer(work)
+
+    async def _answer(self, work: Callable[[], Any]) -> Answer:
+        if not self._begun:
+            self._begun = True
+            if self._disk is not None:
+                # Whoever was forgotten just before this process died.
+                erased = await asyncio.get_running_loop().run_in_executor(self._worker, self._agents.erased)
+                self._erase_blocks(erased)
+        try:
+            return {"result": await asyncio.get_running_loop().run_in_executor(self._worker, work)}
+        except SatchelError as error:
+            return {"error": error.to_wire()}
+
+    def _wake(self, agent: str) -> None:
+        line = self._lines.get(agent)
+        if line:
+            line[0].woken.set()
+        elif line is not None:
+            del self._lines[agent]
+
+    def _erase_blocks(self, agents: list[str]) -> None:
+        disk = self._disk
+        if disk is None or not agents:
+            return
+
+        async def erase() -> None:
+            for agent in agents:
+                for _ in range(ERASE_TRIES):
+                    try:
+                        await asyncio.to_thread(disk.forget, agent)
+                        break
+                    except (SatchelError, OSError) as error:
+                        logger.error("the KV of agent %s cannot be erased now: %s", agent, error)
+                        await asyncio.sleep(ERASE_RETRY_S)
+
+        task = asyncio.create_task(erase())
+        self._erasing.add(task)
+        task.add_done_callback(self._erasing.discard)
+
+
+def _open_disk(folder: Path, session: str, bytes_max: int) -> DiskStore | None:
+    """The disk tier, or None where the disk does not allow one: agents' words are kept all the same."""
+    try:
+        limits = DiskLimits(bytes_max=bytes_max)
+        return DiskStore(folder / "blocks", session=session, limits=limits, lock_wait_s=LOCK_WAIT_S)
+    except SatchelError as error:
+        logger.error("no KV is kept on disk: %s", error.message)
+        return None
+
+
+def _branch(head: Head, content: Content | None) -> Answer:
+    fields = asdict(head)
+    if content is not None:
+        fields |= {"token_ids": content.tokens, "text": content.text, "transcript": content.messages}
+    return fields
+
+
+def _described(agent: str, heads: list[Head]) -> Answer:
+    main = main_branch(heads)
+    return {"agent": agent, "main": main.branch if main else None, "branches": [asdict(head) for head in heads]}
+
+
+def _id(agent: str) -> str:
+    return agent.partition("/")[2]

@@ -1,8 +1,7 @@
 """The replica actor: one model in one process. A thin shell: Ray outside, `Engine` inside.
 
-Four threads: the engine's (all MLX work), the reporter's (heartbeats to the router), one that looks whether the replica
-is still wanted, and Ray's event loop (calls). A *consumer* is a process that submits rows and reads one stream of
-frames for all of them; when it stops renewing its lease, its rows are taken out.
+Five threads: the engine's (all MLX work), the reporter's (heartbeats to the router), the disk's (what rows leave), one
+that looks whether the replica is still wanted, and Ray's event loop (calls).
 """
 
 from __future__ import annotations
@@ -14,21 +13,25 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
 from ...cluster.config import Model, Scheduling
-from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable
+from ...cluster.environment import default_home
+from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable, from_wire
 from .. import registry
-from ..handles import ROUTER, actor_handle, replica_actor_name
+from ..handles import KV_STORE, ROUTER, actor_handle, replica_actor_name
 from ..messages import Frame, GenerateRequest, ReplicaReport, RowUpdate, decode, encode
+from .consumers import Consumers
 
 if TYPE_CHECKING:
+    from .disk_tier import DiskTier
     from .engine import Engine
+    from .memory import Restored
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +40,11 @@ SWITCH_S = 0.0005
 """How long the engine's thread may keep the interpreter from the others. With Python's own 5 ms a call to this actor,
 which changes threads several times, takes ten times as long while the engine works."""
 
-LEASE_S = 10.0
+STORE_S = 5.0
+"""How long the store may take to answer; what it has is computed again then."""
+
 STUCK_S = 60.0
 """An engine whose step takes longer than this does not answer any more, for `/health`."""
-
-
-@dataclass
-class _Consumer:
-    """One reader of frames. `updates` hold what it has not taken yet, bounded by its rows' `max_tokens`."""
-
-    seen: float
-    updates: dict[str, RowUpdate] = field(default_factory=dict)
-    rows: set[str] = field(default_factory=set)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    stream: int = 0
 
 
 @dataclass
@@ -85,9 +79,10 @@ class ReplicaActor:
         sys.setswitchinterval(SWITCH_S)
         self._loading = _Loading()
         self._engine: Engine | None = None
+        self._disk: DiskTier | None = None
+        self._reading: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._consumers: dict[str, _Consumer] = {}
-        self._reaper: asyncio.Task[None] | None = None
+        self._consumers: Consumers | None = None
         self._asked = True
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
         threading.Thread(target=self._end_when_unwanted, name="wanted", daemon=True).start()
@@ -119,6 +114,7 @@ class ReplicaActor:
             "vocabulary_size": loaded.vocabulary_size,
             "dtype": loaded.dtype,
             "weights": loaded.weights,
+            "kv": loaded.kv,
             "layers": loaded.spec.describe(),
             "created": int((loaded.folder / "config.json").stat().st_mtime),
             "pid": os.getpid(),
@@ -143,6 +139,22 @@ class ReplicaActor:
             "generated_tokens_total": counters.generated_tokens,
             "prefix_blocks": engine.prefixes.blocks,
             "prefix_bytes": engine.prefixes.nbytes,
+            "prefix_hits_total": counters.prefix_hits,
+            "prefix_misses_total": counters.prefix_misses,
+            **self._disk_stats(),
+        }
+
+    def _disk_stats(self) -> dict[str, int]:
+        if self._disk is None:
+            return {}
+        counters = self._disk.counters
+        return {
+            "unwritten_bytes": self._disk.waiting_bytes,
+            "written_blocks_total": counters.written_blocks,
+            "written_bytes_total": counters.written_bytes,
+            "unwritten_turns_total": counters.unwritten_turns,
+            "restored_tokens_total": counters.restored_tokens,
+            "blocks_corrupt_total": counters.corrupt_blocks,
         }
 
     async def submit(self, request: bytes) -> dict[str, Any] | None:
@@ -151,20 +163,23 @@ class ReplicaActor:
         if self._engine is None:
             return NoReplica(f"{self._model.name} is still loading").to_wire()
         loop = asyncio.get_running_loop()
-        consumer = self._consumer(message.consumer)
-        if message.request_id in consumer.rows:
+        rows = self._known().rows(message.consumer)
+        if message.request_id in rows:
             return Unavailable(f"request {message.request_id} has not left yet").to_wire()
-        consumer.rows.add(message.request_id)
+        rows.add(message.request_id)
+        restored = await self._read_back(message)
+        if message.request_id not in rows:
+            return Unavailable(f"request {message.request_id} was taken out").to_wire()
         answer: asyncio.Future[SatchelError | None] = loop.create_future()
 
         def reply(refusal: SatchelError | None) -> None:
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(refusal))
 
-        self._engine.submit(message, reply)
+        self._engine.submit(message, reply, restored)
         refusal = await answer
         if refusal is None:
             return None
-        consumer.rows.discard(message.request_id)
+        rows.discard(message.request_id)
         return refusal.to_wire()
 
     async def stream(self, consumer: str) -> AsyncIterator[bytes]:
@@ -172,31 +187,63 @@ class ReplicaActor:
 
         A later call for the same consumer takes over, and this one ends.
         """
-        state = self._consumer(consumer)
-        state.stream += 1
-        mine = state.stream
-        state.ready.set()
-        while state.stream == mine and self._consumers.get(consumer) is state:
-            await state.ready.wait()
-            state.ready.clear()
-            if state.updates and state.stream == mine:
-                updates, state.updates = state.updates, {}
-                yield encode(Frame(list(updates.values())))
-        # The signal may have been meant for the stream that took over.
-        state.ready.set()
+        async for updates in self._known().stream(consumer):
+            yield encode(Frame(updates))
 
     async def renew(self, consumer: str) -> bool:
         """A consumer's sign of life. False when the replica does not know it (any more)."""
-        state = self._consumers.get(consumer)
-        if state is None:
-            return False
-        state.seen = time.monotonic()
-        return True
+        return self._known().renew(consumer)
+
+    async def _read_back(self, request: GenerateRequest) -> Restored | None:
+        """What the disk has of the prompt that memory has not."""
+        if self._disk is None or self._engine is None or not (request.agent or request.block_ids):
+            return None
+        hot = self._engine.prefixes.peek(request.root_id, request.block_ids, request.prompt)
+        self._reading.add(request.request_id)
+        try:
+            return await asyncio.to_thread(self._disk.load, request, hot)
+        finally:
+            self._reading.discard(request.request_id)
 
     async def abort(self, request_ids: list[str]) -> None:
         """Take rows out of the queue or the batch, within one step. Unknown ids are ignored."""
+        # Those that are still being read back are not known to the engine.
+        self._known().forget_rows(self._reading.intersection(request_ids))
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
+
+    async def release(self, block_ids: list[bytes]) -> int:
+        """Let go of blocks in memory, and of the tails after them; what is on the disk stays. Returns the bytes."""
+        return await self._on_engine(lambda engine: engine.prefixes.drop(block_ids))
+
+    async def held(self, block_ids: list[bytes]) -> int:
+        """How many of these blocks are in memory, up to the first that is not."""
+        return self._engine.prefixes.leading(block_ids) if self._engine is not None else 0
+
+    async def clear_cache(self) -> int:
+        """Let go of everything that is kept in memory for later. Returns the bytes."""
+
+        def clear(engine: Engine) -> int:
+            held = engine.prefixes.nbytes
+            engine.prefixes.clear()
+            return held
+
+        return await self._on_engine(clear)
+
+    async def _on_engine(self, action: Callable[[Engine], int]) -> int:
+        """Run `action` between two steps; 0 where there is no engine yet."""
+        engine = self._engine
+        if engine is None:
+            return 0
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[int] = loop.create_future()
+
+        def run() -> None:
+            result = action(engine)
+            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(result))
+
+        engine.call(run)
+        return await done
 
     async def drain(self, end_rows: bool = False) -> None:
         """Refuse new rows from now on; running ones finish, or with `end_rows` end with an error that says so."""
@@ -205,44 +252,22 @@ class ReplicaActor:
             if end_rows:
                 self._engine.end_all()
 
-    # Consumers, on the event loop.
-
-    def _consumer(self, name: str) -> _Consumer:
-        if self._reaper is None:
-            self._loop = asyncio.get_running_loop()
-            self._reaper = self._loop.create_task(self._reap())
-        state = self._consumers.get(name)
-        if state is None:
-            state = self._consumers[name] = _Consumer(time.monotonic())
-        return state
-
     def _deliver(self, updates: dict[str, list[RowUpdate]]) -> None:
-        for name, rows in updates.items():
-            consumer = self._consumers.get(name)
-            if consumer is None:
-                continue
-            for update in rows:
-                before = consumer.updates.get(update.request_id)
-                consumer.updates[update.request_id] = update if before is None else _merge(before, update)
-                if update.finish is not None:
-                    consumer.rows.discard(update.request_id)
-            consumer.ready.set()
+        self._known().deliver(updates)
 
-    async def _reap(self) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            now = time.monotonic()
-            for name in [name for name, state in self._consumers.items() if now - state.seen > LEASE_S]:
-                state = self._consumers.pop(name)
-                logger.warning("consumer %s is gone; its %d rows end", name, len(state.rows))
-                await self.abort(list(state.rows))
-                state.ready.set()
+    def _known(self) -> Consumers:
+        """Made on the event loop, which begins after this object."""
+        if self._consumers is None:
+            self._loop = asyncio.get_running_loop()
+            self._consumers = Consumers(self.abort)
+        return self._consumers
 
     # The engine's thread.
 
     def _run_engine(self) -> None:
         # Here, so that whoever starts this actor need not import MLX, and the event loop answers meanwhile.
         from . import models
+        from .disk_tier import DiskTier
         from .engine import Engine
 
         try:
@@ -251,6 +276,9 @@ class ReplicaActor:
                 dtype=self._model.dtype,
                 adapter=self._model.adapter,
                 weights=self._model.weights,
+                kv=self._model.kv,
+                numerics=self._model.numerics,
+                kernels=default_home().kernels_file,
                 context_tokens_max=self._model.context_tokens_max,
                 progress=self._note_progress,
             )
@@ -261,7 +289,8 @@ class ReplicaActor:
             logger.exception("loading %s failed", self._model.source)
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        self._engine = Engine(loaded, self._scheduling, self._kv_bytes_max, self._send)
+        self._disk = DiskTier(loaded.spec, loaded.model_id, _NodeStore()) if loaded.spec.reusable else None
+        self._engine = Engine(loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk)
         threading.Thread(target=self._report_forever, name="reporter", daemon=True).start()
         try:
             self._engine.run()
@@ -347,11 +376,14 @@ class ReplicaActor:
         return report, events_taken
 
 
-def _merge(before: RowUpdate, update: RowUpdate) -> RowUpdate:
-    return replace(
-        update,
-        tokens=before.tokens + update.tokens,
-        cached_tokens=before.cached_tokens if update.cached_tokens is None else update.cached_tokens,
-        # An entry a token, or none at all; an update without tokens has none either way.
-        logprobs=(before.logprobs or []) + (update.logprobs or []) if before.logprobs or update.logprobs else None,
-    )
+class _NodeStore:
+    """The store actor of this node, as `disk_tier.Store`."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        try:
+            answer: Any = ray.get(getattr(actor_handle(KV_STORE), method).remote(*arguments), timeout=STORE_S)
+        except (RayError, ValueError, TimeoutError) as error:
+            raise Unavailable(f"the store does not answer: {type(error).__name__}") from error
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer["result"]

@@ -18,21 +18,20 @@ from typing import Any, Protocol
 
 from ...cluster.config import Scheduling
 from ...cluster.errors import (
-    ContextLengthExceeded,
     DeadlineExceeded,
     Draining,
     GenerationFailed,
-    InvalidRequest,
-    QueueFull,
     SatchelError,
     Unavailable,
 )
 from ..messages import GenerateRequest, RowUpdate
+from .admission import limits_of, refusal
+from .disk_tier import DiskTier, Turn
 from .executor import BatchExecutor, Ready
-from .memory import RowMemory, Sequence
+from .memory import Restored, RowMemory, Sequence
 from .models import LoadedModel
 from .pace import PrefillPace
-from .scheduler import Chunk, Limits, Row, Scheduler
+from .scheduler import Chunk, Row, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +50,15 @@ class Counters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    prefix_hits: int = 0
+    prefix_misses: int = 0
 
 
 @dataclass(frozen=True)
 class _Submit:
     request: GenerateRequest
     reply: Callable[[SatchelError | None], None]
+    restored: Restored | None
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,19 @@ class Engine:
         loaded: the model; its arrays belong to the calling thread.
         outbox: where tokens go, once a step.
         kv_bytes_max: memory for the decoding batch.
+        disk: where what agents' rows leave is written; None for nowhere.
     """
 
-    def __init__(self, loaded: LoadedModel, scheduling: Scheduling, kv_bytes_max: int, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        scheduling: Scheduling,
+        kv_bytes_max: int,
+        outbox: Outbox,
+        disk: DiskTier | None = None,
+    ) -> None:
         self.loaded = loaded
-        self.limits = _limits(loaded, scheduling, kv_bytes_max)
+        self.limits = limits_of(loaded.spec, scheduling, kv_bytes_max)
         self.scheduler = Scheduler(self.limits)
         self.pace = PrefillPace(self.limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.executor = BatchExecutor(loaded)
@@ -88,6 +98,9 @@ class Engine:
         self.prefixes = self.memory.prefixes
         self.counters = Counters()
         self.beat = time.monotonic()
+        self._disk = disk
+        # Of rows that have just ended; their copies are computed with the next step.
+        self._turns: list[Turn] = []
         self._sequences: dict[str, Sequence] = {}
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Call | None] = queue.SimpleQueue()
         self._outbox = outbox
@@ -97,9 +110,18 @@ class Engine:
 
     # Called from any thread.
 
-    def submit(self, request: GenerateRequest, reply: Callable[[SatchelError | None], None]) -> None:
-        """Queue a request. `reply` gets None once it is accepted, or why not; it is called on the engine's thread."""
-        self._inbox.put(_Submit(request, reply))
+    def submit(
+        self,
+        request: GenerateRequest,
+        reply: Callable[[SatchelError | None], None],
+        restored: Restored | None = None,
+    ) -> None:
+        """Queue a request. `reply` gets None once it is accepted, or why not; it is called on the engine's thread.
+
+        Args:
+            restored: what was read back of its prompt.
+        """
+        self._inbox.put(_Submit(request, reply, restored))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Take requests out before the next step. Unknown ids are ignored."""
@@ -144,6 +166,7 @@ class Engine:
 
     def turn(self) -> bool:
         """One turn of the loop. Returns False when there was nothing to do."""
+        self._hand_over()
         self._take_commands()
         plan = self.scheduler.plan(time.monotonic())
         for request_id in plan.expired:
@@ -175,8 +198,7 @@ class Engine:
 
     def _handle(self, command: _Submit | _Abort | _Call | None) -> None:
         if isinstance(command, _Submit):
-            refusal = self._accept(command.request)
-            command.reply(refusal)
+            command.reply(self._accept(command.request, command.restored))
         elif isinstance(command, _Abort):
             for request_id in command.request_ids:
                 if request_id in self._sequences:
@@ -185,13 +207,15 @@ class Engine:
         elif isinstance(command, _Call):
             command.action()
 
-    def _accept(self, request: GenerateRequest) -> SatchelError | None:
+    def _accept(self, request: GenerateRequest, restored: Restored | None) -> SatchelError | None:
         tokens = list(request.prompt)
-        refusal = self._refusal(request, tokens)
-        if refusal is not None:
-            return refusal
+        refused = self._refusal(request, tokens)
+        if refused is not None:
+            return refused
         room = self.loaded.context_tokens - len(tokens)
         sequence = Sequence(request, tokens, list(request.block_ids))
+        if restored is not None:
+            self._remember(self.memory.put_back, sequence, restored)
         row = Row(
             request_id=request.request_id,
             prompt=len(tokens) - 1,
@@ -209,24 +233,11 @@ class Engine:
         return None
 
     def _refusal(self, request: GenerateRequest, tokens: list[int]) -> SatchelError | None:
-        context = self.loaded.context_tokens
         if self._draining.is_set():
             return Draining("the replica is shutting down")
         if request.request_id in self._sequences:
             return Unavailable(f"request {request.request_id} has not left yet")
-        if not tokens or max(tokens) >= self.loaded.vocabulary_size or min(tokens) < 0:
-            return InvalidRequest("the prompt is empty or has token ids outside the vocabulary", param="prompt")
-        if len(tokens) >= context:
-            return ContextLengthExceeded(
-                f"the prompt has {len(tokens)} tokens; the model's context is {context} tokens with the answer"
-            )
-        reason = self.scheduler.refusal(len(tokens) - 1)
-        if reason == "too_long":
-            most = self.limits.kv_tokens_max
-            return ContextLengthExceeded(f"the prompt has {len(tokens)} tokens; memory holds {most} on this machine")
-        if reason == "full":
-            return QueueFull(f"the queue is full ({self.limits.queue_requests_max} requests wait)")
-        return None
+        return refusal(tokens, self.loaded, self.scheduler)
 
     def _prefill(self) -> bool:
         budget = self.pace.budget(bool(self.scheduler.decoding()))
@@ -274,6 +285,8 @@ class Engine:
         if sequence.cached is None:
             sequence.cached = reused
             self.counters.cached_tokens += reused
+            self.counters.prefix_hits += reused > 0
+            self.counters.prefix_misses += reused == 0
             self._emit(sequence, RowUpdate(request_id, [], cached_tokens=reused))
         self.scheduler.reused(request_id, reused)
         if reused == row.prompt:
@@ -355,10 +368,24 @@ class Engine:
             self._emit(sequence, update)
             return
         self._remember(self.memory.keep_all, sequence)
+        self._remember(self._note_turn, sequence)
         self.scheduler.finish(request_id)
         self._leave(request_id, update)
 
-    def _remember(self, store: Callable[..., None], sequence: Sequence, *arguments: int) -> None:
+    def _note_turn(self, sequence: Sequence) -> None:
+        """Of an agent's answer; of several choices only the first is its memory."""
+        agent = sequence.request.agent
+        if self._disk is not None and agent and sequence.request.sampling.choice == 0:
+            self._turns.append(Turn(agent, sequence.ids, self.memory.unsaved(sequence, self._disk.saved)))
+
+    def _hand_over(self) -> None:
+        """What the rows of the step before left, to the disk."""
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            assert self._disk is not None
+            self._disk.offer(turn)
+
+    def _remember(self, store: Callable[..., None], sequence: Sequence, *arguments: Any) -> None:
         """Keep KV for later. Memory only saves work, so a failure of it fails no request."""
         try:
             store(sequence, *arguments)
@@ -372,6 +399,7 @@ class Engine:
     def _leave(self, request_id: str, last: RowUpdate) -> None:
         sequence = self._sequences.pop(request_id)
         self.executor.leave([request_id])
+        self.memory.leave(sequence)
         self._emit(sequence, last)
 
     def _emit(self, sequence: Sequence, update: RowUpdate) -> None:
@@ -381,19 +409,3 @@ class Engine:
         if self._out:
             out, self._out = self._out, defaultdict(list)
             self._outbox(out)
-
-
-def _limits(loaded: LoadedModel, scheduling: Scheduling, kv_bytes_max: int) -> Limits:
-    """The scheduler's limits in tokens. Windows and states are counted for every place, the rest is for tokens."""
-    spec = loaded.spec
-    rows_max = scheduling.rows_max
-    if spec.bytes_per_row:
-        rows_max = max(1, min(rows_max, kv_bytes_max // 2 // spec.bytes_per_row))
-    chunk = scheduling.prefill_chunk_tokens
-    return Limits(
-        rows_max=rows_max,
-        queue_requests_max=scheduling.queue_requests_max,
-        prefill_chunk_tokens=min(chunk, spec.snapshot_tokens) if spec.recurrent else chunk,
-        prefill_rows_max=scheduling.prefill_rows_max,
-        kv_tokens_max=max(1, (kv_bytes_max - rows_max * spec.bytes_per_row) // spec.bytes_per_token),
-    )

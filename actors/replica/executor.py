@@ -145,7 +145,7 @@ class BatchExecutor:
         )
         for cache in caches:
             cache.finalize()
-        singles = [[cache.extract(index) for cache in caches] for index in range(len(rows))]
+        singles = [kv_cache.extract(caches, index) for index in range(len(rows))]
         mx.eval([cache.state for single in singles for cache in single])
         for (row, tokens), single in zip(rows, singles, strict=True):
             row.caches, row.length = single, row.length + len(tokens)
@@ -236,11 +236,9 @@ class BatchExecutor:
         """Let rows leave and join."""
         if self._leaving:
             keep = [index for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
-            indices = mx.array(keep)
-            for cache in self._caches:
-                cache.filter(indices)
+            kv_cache.keep(self._caches, keep)
             assert self._inputs is not None
-            self._inputs = self._inputs[indices]
+            self._inputs = self._inputs[mx.array(keep)]
             self._sampler.keep(keep)
             self._rows = [self._rows[index] for index in keep]
             self._leaving.clear()

@@ -2,9 +2,10 @@
 
 `ModelCacheSpec` is read from a model's own caches; nothing else knows architectures. Three kinds of layers are kept
 for reuse. A *full* layer has KV for every token, a *window* layer for the last ones, and a *recurrent* layer has one
-state that stands for all tokens so far; a copy of it is a *snapshot*.
+state that stands for all tokens so far; a copy of it is a *snapshot*. Under a sealing policy full and window layers
+have whole blocks sealed and the open one in full precision, else everything in full precision.
 
-Shapes: keys and values of one layer are (1, kv_heads, tokens, head_dim).
+Shapes: keys and values of one layer are (1, kv_heads, tokens, head_dim); `sealing.py` says those of sealed ones.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from ..kv_store.blocks import BLOCK_TOKENS
+from . import sealing
 from .prefix import ReuseRule
+from .sealed_cache import Choose, SealedKVCache, Shared
+from .sealing import Sealed, SealPolicy, sealed_token_bytes
 
 SNAPSHOT_TOKENS_MAX = 4096
 
@@ -33,12 +37,14 @@ class LayerKind(Enum):
 @dataclass(frozen=True)
 class LayerSpec:
     """One layer. A token costs `token_bytes` in a full or window layer, the latter for at most `window` tokens; a
-    recurrent layer costs `state_bytes`."""
+    recurrent layer costs `state_bytes`. Where the layer is `sealed` its open block costs `open_bytes` besides."""
 
     kind: LayerKind
     window: int = 0
     token_bytes: int = 0
     state_bytes: int = 0
+    open_bytes: int = 0
+    sealed: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,14 @@ class ModelCacheSpec:
 
     Attributes:
         bytes_per_token: of the layers that grow with every token; at least 1.
-        bytes_per_row: of the windows and states that a row has whatever its length.
+        bytes_per_row: of the windows, states and open blocks that a row has whatever its length.
+        policy: how full and window layers are sealed; None where they are not.
     """
 
     layers: tuple[LayerSpec, ...]
     bytes_per_token: int
     bytes_per_row: int
+    policy: SealPolicy | None = None
 
     @property
     def reusable(self) -> bool:
@@ -76,24 +84,40 @@ class ModelCacheSpec:
         return min(max(2, blocks) * BLOCK_TOKENS, SNAPSHOT_TOKENS_MAX)
 
     def describe(self) -> str:
-        """The layers in words, such as `4 full, 20 window of 512`."""
+        """The layers in words, such as `4 full, 20 window of 512; q4`."""
         names = [f"window of {layer.window}" if layer.window else layer.kind.value for layer in self.layers]
-        return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+        kinds = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+        return f"{kinds}; {self.policy.name if self.policy is not None else 'fp16'}"
 
 
-def _read_layer(cache: Any, tokens: int) -> LayerSpec:
+def _read_layer(cache: Any, tokens: int, policy: SealPolicy | None) -> LayerSpec:
     if type(cache) is ArraysCache:
         return LayerSpec(LayerKind.RECURRENT, state_bytes=cache.nbytes)
-    if type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0):
-        assert cache.keys is not None and cache.values is not None
-        per_token = sum(array.shape[1] * array.shape[3] * array.itemsize for array in (cache.keys, cache.values))
-        window = cache.max_size if isinstance(cache, RotatingKVCache) else 0
-        return LayerSpec(LayerKind.WINDOW if window else LayerKind.FULL, window, per_token)
-    return LayerSpec(LayerKind.OTHER, token_bytes=cache.nbytes // max(tokens, 256))
+    if not _has_kv(cache):
+        return LayerSpec(LayerKind.OTHER, token_bytes=cache.nbytes // max(tokens, 256))
+    window: int = getattr(cache, "max_size", 0)
+    kind = LayerKind.WINDOW if window else LayerKind.FULL
+    per_token = sum(array.shape[1] * array.shape[3] * array.itemsize for array in (cache.keys, cache.values))
+    if policy is None:
+        return LayerSpec(kind, window, per_token)
+    sealed = sealed_token_bytes(cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3], policy)
+    return LayerSpec(kind, window, sealed, open_bytes=BLOCK_TOKENS * per_token, sealed=True)
 
 
-def read_spec(caches: Sequence[Any], tokens: int) -> ModelCacheSpec:
+def _has_kv(cache: Any) -> bool:
+    return type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
+
+
+def _is_latent(cache: Any) -> bool:
+    """Whether the layer keeps one head whose keys are values too, as DeepSeek V3's; nobody has measured that sealed."""
+    return cache.keys.shape[1] == 1 and cache.values.shape[1] == 1 and cache.keys.shape[3] != cache.values.shape[3]
+
+
+def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = None) -> ModelCacheSpec:
     """The spec of a model from caches that hold `tokens` tokens.
+
+    Args:
+        policy: how to seal. The masks of a model are for all of its layers, so it is all of them or none.
 
     Raises:
         ValueError: rows of such caches cannot be decoded together.
@@ -101,10 +125,29 @@ def read_spec(caches: Sequence[Any], tokens: int) -> ModelCacheSpec:
     for cache in caches:
         if not hasattr(cache, "merge") or getattr(cache, "keep", 0):
             raise ValueError(f"its layers keep a {type(cache).__name__}, of which there is no batch")
-    layers = tuple(_read_layer(cache, tokens) for cache in caches)
+    kv = [cache for cache in caches if _has_kv(cache)]
+    others = [cache for cache in caches if not _has_kv(cache) and type(cache) is not ArraysCache]
+    if not kv or others or any(map(_is_latent, kv)):
+        policy = None
+    layers = tuple(_read_layer(cache, tokens, policy) for cache in caches)
     per_token = sum(layer.token_bytes for layer in layers if not layer.window)
-    per_row = sum(layer.token_bytes * layer.window + layer.state_bytes for layer in layers)
-    return ModelCacheSpec(layers, max(1, per_token), per_row)
+    per_row = sum(layer.token_bytes * layer.window + layer.state_bytes + layer.open_bytes for layer in layers)
+    return ModelCacheSpec(layers, max(1, per_token), per_row, policy)
+
+
+def new_caches(spec: ModelCacheSpec, own: Sequence[Any], direct: Choose | None) -> list[Any]:
+    """Empty caches for one row, where the model would take its `own`."""
+    if spec.policy is None:
+        return list(own)
+    shared = Shared(direct)
+    return [
+        SealedKVCache(spec.policy, layer.window, shared=shared) if layer.sealed else cache
+        for layer, cache in zip(spec.layers, own, strict=True)
+    ]
+
+
+Entry = Sealed | tuple[mx.array, mx.array]
+"""A layer's KV in a slab: a sealed block, or keys and values."""
 
 
 @dataclass(frozen=True)
@@ -112,21 +155,24 @@ class Slab:
     """The KV of some consecutive tokens.
 
     Attributes:
-        layers: (keys, values) of every layer; None for a recurrent one. Those of window layers lack the first
-            `window_from` tokens, and are None where that is all of them.
+        layers: keys and values of every layer, or the block sealed; None for a recurrent one. Those of window layers
+            lack the first `window_from` tokens, and are None where that is all of them.
         tokens: how many.
         states: the recurrent layers' arrays after the last token, or None where nobody took a snapshot there.
     """
 
-    layers: list[tuple[mx.array, mx.array] | None]
+    layers: list[Entry | None]
     tokens: int
     window_from: int = 0
     states: list[list[mx.array]] | None = None
 
     @property
     def nbytes(self) -> int:
-        pairs = sum(pair[0].nbytes + pair[1].nbytes for pair in self.layers if pair is not None)
-        return pairs + sum(array.nbytes for state in self.states or () for array in state)
+        return sum(array.nbytes for array in self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        kv = [array for entry in self.layers if entry is not None for array in entry]
+        return kv + [array for state in self.states or () for array in state]
 
 
 def restore(spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], tail: Slab | None, used: int) -> None:
@@ -139,12 +185,22 @@ def restore(spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], 
         if layer.kind is LayerKind.RECURRENT:
             cache.cache = list(next(states))
             continue
+        if layer.sealed:
+            _restore_sealed(layer, cache, [slab.layers[index] for slab in slabs], tail and tail.layers[index], used)
+            continue
         wanted = min(total, layer.window) if layer.window else total
         keys, values = _last_tokens(index, slabs, tail, used, wanted)
         if layer.window:
             cache.state = (keys, values, total, 0, layer.window, keys.shape[2])
         else:
             cache.state = (keys, values, total)
+
+
+def _restore_sealed(layer: LayerSpec, cache: SealedKVCache, blocks: Sequence[Any], tail: Any | None, used: int) -> None:
+    total = len(blocks) * BLOCK_TOKENS + used
+    first = max(0, total - layer.window + 1) // BLOCK_TOKENS if layer.window else 0
+    opened = (tail[0][:, :, :used], tail[1][:, :, :used]) if tail is not None and used else None
+    cache.restore(sealing.join_tokens(blocks[first:]) if blocks[first:] else None, opened, total)
 
 
 def _last_tokens(
@@ -158,7 +214,7 @@ def _last_tokens(
         if wanted <= 0:
             break
         pair = slab.layers[layer]
-        assert pair is not None, "the rule promised this layer's KV"
+        assert pair is not None and not isinstance(pair, Sealed), "the rule promised this layer's KV"
         # A window layer's arrays begin later than the slab.
         missing = slab.tokens - pair[0].shape[2]
         start = max(0, stop - wanted)
@@ -171,13 +227,35 @@ def _last_tokens(
 
 def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
     """Rows' caches (one a layer) as the caches of one batch, in order."""
-    return [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
+    direct = next((cache.shared.direct for cache in rows[0] if isinstance(cache, SealedKVCache)), None)
+    shared = Shared(direct)
+    return [
+        SealedKVCache.merge(caches, shared) if isinstance(caches[0], SealedKVCache) else caches[0].merge(list(caches))
+        for caches in zip(*rows, strict=True)
+    ]
 
 
 def extend(batch: Sequence[Any], other: Sequence[Any]) -> None:
     """Append the rows of another batch."""
     for cache, more in zip(batch, other, strict=True):
         cache.extend(more)
+
+
+def keep(batch: Sequence[Any], rows: Sequence[int]) -> None:
+    """Keep only these rows."""
+    indices = mx.array(list(rows))
+    for cache in batch:
+        cache.filter(rows if isinstance(cache, SealedKVCache) else indices)
+
+
+def extract(batch: Sequence[Any], row: int) -> list[Any]:
+    """A row's own caches."""
+    caches = [cache.extract(row) for cache in batch]
+    shared = Shared()
+    for cache, source in zip(caches, batch, strict=True):
+        if isinstance(cache, SealedKVCache):
+            shared.direct, cache.shared = source.shared.direct, shared
+    return caches
 
 
 def _copy(array: mx.array) -> mx.array:
@@ -198,13 +276,15 @@ class RowView:
         self._length = length
         self._rows = slice(row or 0, (row or 0) + 1)
         self._states: list[list[mx.array]] = []
-        # Per layer: keys and values, of this row or of all, and the position of their first token.
-        self._layers: list[tuple[mx.array, mx.array, int] | None] = []
+        # Per layer: a sealed cache, or keys and values, of this row or of all, and the position of their first token.
+        self._layers: list[SealedKVCache | tuple[mx.array, mx.array, int] | None] = []
         padding: int | None = 0 if row is None else None
         for layer, cache in zip(spec.layers, caches, strict=True):
             if layer.kind is LayerKind.RECURRENT:
                 self._layers.append(None)
                 self._states.append([array[self._rows] for array in cache.cache if array is not None])
+            elif layer.sealed:
+                self._layers.append(cache)
             elif layer.window:
                 single = cache if row is None else cache.extract(row)
                 keys, values = single._temporal_order(single.keys), single._temporal_order(single.values)
@@ -216,29 +296,45 @@ class RowView:
                 self._layers.append((cache.keys, cache.values, -padding))
 
     def slab(self, start: int, stop: int) -> Slab:
-        """A copy of the tokens [start, stop), not evaluated. It has a snapshot if they end where the row does."""
+        """A copy of the tokens [start, stop), not evaluated. It has a snapshot if they end where the row does.
+
+        Where layers are sealed that is one whole block, or a part of the open one from its beginning.
+        """
         window_from = 0
         for layer, held in zip(self._spec.layers, self._layers, strict=True):
-            if layer.window and held is not None:
+            if layer.window and isinstance(held, tuple):
                 window_from = max(window_from, min(stop, held[2]) - start)
-        pairs: list[tuple[mx.array, mx.array] | None] = []
+        entries: list[Entry | None] = []
         for layer, held in zip(self._spec.layers, self._layers, strict=True):
+            if isinstance(held, SealedKVCache):
+                entry = self._sealed_entry(held, start, stop)
+                if entry is None:
+                    window_from = stop - start
+                entries.append(entry)
+                continue
             first = start + window_from if layer.window else start
             if held is None or first >= stop:
-                pairs.append(None)
+                entries.append(None)
                 continue
             keys, values, origin = held
             rows = slice(0, 1) if layer.window else self._rows
             span = (rows, slice(None), slice(first - origin, stop - origin))
-            pairs.append((_copy(keys[span]), _copy(values[span])))
+            entries.append((_copy(keys[span]), _copy(values[span])))
         states = None
         if self._states and stop == self._length:
             states = [[array + mx.zeros((), dtype=array.dtype) for array in state] for state in self._states]
-        return Slab(pairs, stop - start, window_from, states)
+        return Slab(entries, stop - start, window_from, states)
+
+    def _sealed_entry(self, cache: SealedKVCache, start: int, stop: int) -> Entry | None:
+        block, row = start // BLOCK_TOKENS, self._rows.start
+        if stop - start == BLOCK_TOKENS:
+            sealed = cache.blocks(row, block, block + 1)
+            return None if sealed is None else sealing.copy(sealed)
+        assert start % BLOCK_TOKENS == 0 and block == self._length // BLOCK_TOKENS, "only the open block can be cut"
+        keys, values = cache.tail(row, stop - start)
+        return _copy(keys), _copy(values)
 
 
 def evaluate(slabs: Sequence[Slab]) -> None:
     """Begin computing the slabs' copies, so that they do not hold on to what they were cut from."""
-    arrays = [array for slab in slabs for pair in slab.layers if pair is not None for array in pair]
-    arrays += [array for slab in slabs for state in slab.states or () for array in state]
-    mx.async_eval(arrays)
+    mx.async_eval([array for slab in slabs for array in slab.arrays()])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Container
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from ..kv_store.blocks import BLOCK_TOKENS, block_ids
@@ -17,7 +19,8 @@ class Sequence:
     """A request with its tokens so far, `emitted` of which were drawn here.
 
     `ids` are the block ids of its first tokens; `kept` counts those whose KV has been offered to the prefix cache.
-    `cached` is how many tokens its first admission reused.
+    `cached` is how many tokens its first admission reused; of them `restored` came from the disk.
+    `tail` is the open end that was kept last.
     """
 
     request: GenerateRequest
@@ -26,10 +29,33 @@ class Sequence:
     emitted: int = 0
     kept: int = 0
     cached: int | None = None
+    restored: int = 0
+    tail: tuple[list[int], Kept[Slab]] | None = None
 
     @property
     def id(self) -> str:
         return self.request.request_id
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was read back for a request: KV of consecutive blocks of its prompt, and of tails after the last of them.
+
+    `blocks` are (index in the prompt, tokens, KV); `tails` are (tokens, KV).
+    """
+
+    blocks: list[tuple[int, Tokens[int], Kept[Slab]]]
+    tails: list[tuple[Tokens[int], Kept[Slab]]]
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """KV that is worth writing down: a block, or the open tail after `parent`."""
+
+    id: bytes | None
+    parent: bytes
+    tokens: Tokens[int]
+    kept: Kept[Slab]
 
 
 class RowMemory:
@@ -51,8 +77,38 @@ class RowMemory:
             # It was sent back: its answer is a part of its prompt now.
             sequence.ids = block_ids(root, sequence.tokens)
         hit = self.prefixes.match(root, sequence.ids, sequence.tokens, tokens_max)
+        self.prefixes.unpin(sequence.id)
         sequence.kept = len(hit.blocks)
         return hit
+
+    def put_back(self, sequence: Sequence, restored: Restored) -> None:
+        """Take what was read back, and keep it until the row is opened or leaves."""
+        root = sequence.request.root_id
+        last = restored.blocks[-1][0] + 1 if restored.blocks else 0
+        chain = sequence.ids[:last]
+        self.prefixes.pin(sequence.id, root, chain, [tokens for tokens, _ in restored.tails])
+        self.prefixes.put_blocks(chain, restored.blocks)
+        for tokens, kept in restored.tails:
+            self.prefixes.put_tail(root, chain, tokens, kept)
+        sequence.restored = sum(len(tokens) for _, tokens, _ in restored.blocks)
+
+    def leave(self, sequence: Sequence) -> None:
+        """The row is over."""
+        self.prefixes.unpin(sequence.id)
+
+    def unsaved(self, sequence: Sequence, saved: Container[bytes]) -> list[Unsaved]:
+        """What `keep_all` has kept of the row and is not in `saved`, in order."""
+        found: list[Unsaved] = []
+        parent = sequence.request.root_id
+        for index, block in enumerate(sequence.ids):
+            kept = self.prefixes.take(block) if block not in saved else None
+            if kept is not None:
+                start = index * BLOCK_TOKENS
+                found.append(Unsaved(block, parent, sequence.tokens[start : start + BLOCK_TOKENS], kept))
+            parent = block
+        if sequence.tail is not None:
+            found.append(Unsaved(None, parent, *sequence.tail))
+        return found
 
     def keys(self, sequence: Sequence) -> tuple[bytes, ...]:
         """What the scheduler knows equal beginnings by: the ids of the prompt's whole blocks."""
@@ -97,13 +153,15 @@ class RowMemory:
             return
         (slab,) = self._executor.cut(sequence.id, [(start, computed)])
         chain, tokens = sequence.ids[:whole], sequence.tokens[start:computed]
-        self.prefixes.put_tail(sequence.request.root_id, chain, tokens, _kept(slab))
+        sequence.tail = (tokens, _kept(slab))
+        self.prefixes.put_tail(sequence.request.root_id, chain, *sequence.tail)
 
     def keep_all(self, sequence: Sequence) -> None:
         """Keep all that the row's caches hold: its answer's whole blocks and the open tail."""
         if not self._keeps:
             return
         computed = self._executor.length(sequence.id)
+        sequence.tail = None
         sequence.ids = block_ids(sequence.request.root_id, sequence.tokens)
         self.keep_blocks(sequence, computed)
         self.keep_tail(sequence, computed)

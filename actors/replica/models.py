@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from ...cluster.errors import ModelLoadError
+from . import attention
 from .end_tokens import read_end_tokens
 from .hub import (
     ADAPTER_CONFIG,
@@ -29,12 +31,17 @@ from .hub import (
     resolve,
     resolve_adapter,
 )
-from .kv_cache import ModelCacheSpec, read_spec
+from .kernels import measured_choice
+from .kv_cache import ModelCacheSpec, new_caches, read_spec
 from .prepare import device_bytes, prepare_weights
+from .sealed_cache import Choose
+from .sealing import FORMAT_VERSION, POLICIES
 from .weights import WeightFile, bytes_in_memory, read_weight_file
 
-KV_FORMAT = b"fp.1"
-"""Names how blocks are kept; part of the model id, so blocks of another format are other blocks."""
+FULL_PRECISION = "fp16"
+"""The name of keeping KV as it is computed; `sealing.POLICIES` has the others."""
+
+logger = logging.getLogger(__name__)
 
 _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _GIB = 2**30
@@ -44,7 +51,8 @@ _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Imp
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`."""
+    """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
+    `direct` says where a decode step multiplies sealed codes as they are, None for nowhere."""
 
     model: Any
     folder: Path
@@ -55,18 +63,30 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     dtype: str
     weights: str
+    direct: Choose | None = None
+
+    @property
+    def kv(self) -> str:
+        """How KV is kept, `q4`, `k8v4` or `fp16`; what was asked for where the model's layers allow it."""
+        return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
 
     def new_caches(self) -> list[Any]:
         """Empty caches for one row, one a layer."""
-        return make_prompt_cache(self.model)
+        return new_caches(self.spec, make_prompt_cache(self.model), self.direct)
 
 
-def model_id(folder: Path, dtype: str, adapter: Path | None = None, weights: str = "stored") -> bytes:
+def model_id(
+    folder: Path,
+    dtype: str,
+    adapter: Path | None = None,
+    weights: str = "stored",
+    kv: str = FULL_PRECISION,
+) -> bytes:
     """32 bytes that name everything a block's content depends on besides its tokens.
 
     Config, tokenizer, chat template, weight headers, sizes and first and last bytes of the data, the whole adapter,
-    compute dtype, whether weights are multiplied as stored, the versions of the libraries that compute, and the block
-    format. Two nodes with equal ids may exchange blocks.
+    compute dtype, whether weights are multiplied as stored, the versions of the libraries that compute, and how blocks
+    are kept. Two nodes with equal ids may exchange blocks.
     """
     hasher = hashlib.sha256()
 
@@ -74,7 +94,7 @@ def model_id(folder: Path, dtype: str, adapter: Path | None = None, weights: str
         hasher.update(struct.pack(">I", len(name)) + name.encode() + struct.pack(">Q", len(value)) + value)
 
     field("dtype", dtype.encode())
-    field("format", KV_FORMAT)
+    field("kv", f"{kv}.{FORMAT_VERSION}".encode())
     field("weights", weights.encode())
     for library in ("mlx", "mlx-lm"):
         field(library, version(library).encode())
@@ -101,6 +121,9 @@ def load(
     progress: Progress,
     adapter: str | None = None,
     weights: str = "auto",
+    kv: str = "q4",
+    numerics: str = "fast",
+    kernels: Path | None = None,
 ) -> LoadedModel:
     """Load a source and run one token through it, so that the first request meets a warm model.
 
@@ -108,7 +131,11 @@ def load(
         dtype: `auto`, or the name of an MLX float type.
         context_tokens_max: lowers the model's own context.
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
-        weights: `stored`, `dequantized` or `auto`; see `prepare_weights`.
+        weights: see `prepare_weights`.
+        kv: how KV is kept, `q4`, `k8v4` or `fp16`.
+        numerics: with `fast` a decode step reads sealed blocks the way that is measured to be faster here, with
+            `reproducible` the way that prefill does, to the same bits.
+        kernels: a file to keep the measurements in.
 
     Raises:
         ModelLoadError: with the reason in one sentence.
@@ -127,21 +154,39 @@ def load(
         caches = make_prompt_cache(model)
         logits = model(mx.array([[0, 0]]), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
-        spec = read_spec(caches, tokens=2)
+        spec = read_spec(caches, 2, POLICIES.get(kv))
     except _LOAD_ERRORS as error:
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
+    direct = None
+    if spec.policy is not None:
+        if attention.install(model) and numerics == "fast":
+            direct = _measured_choice(spec, caches, config, logits.dtype, kernels)
+    elif kv != FULL_PRECISION:
+        logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     used = str(logits.dtype).removeprefix("mlx.core.")
     return LoadedModel(
         model=model,
         folder=folder,
-        model_id=model_id(folder, used, adapter_folder, kept),
+        model_id=model_id(folder, used, adapter_folder, kept, spec.policy.name if spec.policy else FULL_PRECISION),
         spec=spec,
         context_tokens=_context_tokens(config, context_tokens_max),
         vocabulary_size=int(logits.shape[-1]),
         eos_token_ids=_end_tokens(folder),
         dtype=used,
         weights=kept,
+        direct=direct,
     )
+
+
+def _measured_choice(
+    spec: ModelCacheSpec, caches: Sequence[Any], config: dict[str, Any], dtype: mx.Dtype, kernels: Path | None
+) -> Choose:
+    """By the model's first layer with KV."""
+    cache: Any = next(cache for layer, cache in zip(spec.layers, caches, strict=True) if layer.sealed)
+    kv_heads, key_dim, value_dim = cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3]
+    heads = config.get("num_attention_heads") or config.get("text_config", {}).get("num_attention_heads") or kv_heads
+    assert spec.policy is not None
+    return measured_choice(kernels, (int(heads), kv_heads, key_dim, value_dim), spec.policy, dtype)
 
 
 def _weight_files(folder: Path) -> list[WeightFile]:

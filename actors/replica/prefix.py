@@ -97,7 +97,7 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class PrefixCache(Generic[Value]):
-    """Least recently used blocks and tails within `bytes_max`.
+    """Least recently used blocks and tails within `bytes_max`, and whatever is pinned.
 
     `drain_events` tells which block ids came and went, for the router's directory.
     """
@@ -112,6 +112,8 @@ class PrefixCache(Generic[Value]):
         self._entries: OrderedDict[tuple[bytes, tuple[int, ...] | None], _Entry[Value]] = OrderedDict()
         # Sorted, so that the tail with the longest common beginning is a neighbour of the place it is sought at.
         self._tails: dict[bytes, list[tuple[int, ...]]] = {}
+        # What nobody may evict, by who wants it.
+        self._pins: dict[str, set[tuple[bytes, tuple[int, ...] | None]]] = {}
         self._announced: set[bytes] = set()
         self._retracted: set[bytes] = set()
 
@@ -131,6 +133,39 @@ class PrefixCache(Generic[Value]):
     def leading(self, block_ids: Sequence[bytes]) -> int:
         """How many of the first blocks are kept; a guess at what `match` will find, without looking at tokens."""
         return next((index for index, block in enumerate(block_ids) if block not in self), len(block_ids))
+
+    def peek(self, root: bytes, block_ids: Sequence[bytes], prompt: Sequence[int]) -> int:
+        """About how many of the prompt's first tokens `match` would find; from any thread."""
+        whole = self.leading(block_ids)
+        rest = prompt[whole * BLOCK_TOKENS : (whole + 1) * BLOCK_TOKENS]
+        tails = self._candidates(block_ids[whole - 1] if whole else root, rest)
+        return whole * BLOCK_TOKENS + max((used for _, used in tails), default=0)
+
+    def take(self, block: bytes) -> Kept[Value] | None:
+        """A kept block, without using it."""
+        entry = self._entries.get((block, None))
+        return None if entry is None else entry.kept
+
+    def pin(self, holder: str, root: bytes, block_ids: Sequence[bytes], tails: Iterable[Sequence[int]]) -> None:
+        """Keep these blocks and the tails after the last of them until `unpin`, however little room there is."""
+        parent = block_ids[-1] if block_ids else root
+        keys = {(block, None) for block in block_ids} | {(parent, tuple(tail)) for tail in tails}
+        self._pins.setdefault(holder, set()).update(keys)
+
+    def unpin(self, holder: str) -> None:
+        """Let go of what the holder pinned, if anything."""
+        if self._pins.pop(holder, None) is not None:
+            self._evict()
+
+    def drop(self, block_ids: Iterable[bytes]) -> int:
+        """Forget these blocks and the tails after them. Returns how many bytes that were."""
+        before = self.nbytes
+        for block in block_ids:
+            for tail in list(self._tails.get(block, ())):
+                self._remove((block, tail))
+            if block in self:
+                self._remove((block, None))
+        return before - self.nbytes
 
     def match(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int) -> Hit[Value]:
         """The longest reusable prefix of `prompt`, at most `tokens_max` tokens, in O(blocks) look-ups."""
@@ -167,7 +202,8 @@ class PrefixCache(Generic[Value]):
         for index, tokens, kept in new:
             block = chain[index]
             entry = self._entries.get((block, None))
-            if kept.nbytes > self.bytes_max or (entry is not None and not kept.adds_to(entry.kept)):
+            large = kept.nbytes > self.bytes_max and not self._is_pinned((block, None))
+            if large or (entry is not None and not kept.adds_to(entry.kept)):
                 continue
             if entry is not None:
                 self._remove((block, None))
@@ -182,7 +218,8 @@ class PrefixCache(Generic[Value]):
         """Keep the open tail after `chain`, unless a kept one serves for it; shorter ones that it serves for go."""
         key, parent = tuple(tokens), chain[-1] if chain else root
         siblings = self._tails.get(parent, [])
-        if not key or kept.nbytes > self.bytes_max or key in siblings:
+        large = kept.nbytes > self.bytes_max and not self._is_pinned((parent, key))
+        if not key or large or key in siblings:
             return
         # Where the rule asks for more, a longer tail may not serve at a shorter one's end.
         if self._rule == ReuseRule():
@@ -210,7 +247,8 @@ class PrefixCache(Generic[Value]):
 
     def check(self) -> None:
         """Raise AssertionError where the counts and tables disagree."""
-        assert self.nbytes == sum(entry.kept.nbytes for entry in self._entries.values()) <= self.bytes_max
+        assert self.nbytes == sum(entry.kept.nbytes for entry in self._entries.values())
+        assert self.nbytes <= self.bytes_max or all(map(self._is_pinned, self._entries))
         assert self.blocks == len(self.block_ids())
         tails = {(parent, tail) for parent, siblings in self._tails.items() for tail in siblings}
         assert tails == {key for key in self._entries if key[1] is not None}
@@ -256,6 +294,18 @@ class PrefixCache(Generic[Value]):
         if not siblings:
             del self._tails[block]
 
+    def _is_pinned(self, key: tuple[bytes, tuple[int, ...] | None]) -> bool:
+        return any(key in keys for keys in self._pins.values())
+
     def _evict(self) -> None:
-        while self.nbytes > self.bytes_max:
-            self._remove(next(iter(self._entries)))
+        excess, victims = self.nbytes - self.bytes_max, []
+        if excess <= 0:
+            return
+        for key, entry in self._entries.items():
+            if excess <= 0:
+                break
+            if not self._is_pinned(key):
+                victims.append(key)
+                excess -= entry.kept.nbytes
+        for key in victims:
+            self._remove(key)

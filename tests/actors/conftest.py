@@ -5,21 +5,26 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from satchel.actors.kv_store.blocks import block_ids, root_id
 from satchel.actors.messages import GenerateRequest, RowUpdate, Sampling
 from satchel.actors.replica import models
+from satchel.actors.replica.disk_tier import DiskTier
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.models import LoadedModel
+from satchel.actors.replica.scheduler import Scheduler
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
 
 
 @pytest.fixture(scope="session")
 def loaded() -> LoadedModel:
-    return models.load("embedded:recall", context_tokens_max=None, progress=lambda what, fraction: None)
+    return models.load(
+        "embedded:recall", context_tokens_max=None, progress=lambda what, fraction: None, numerics="reproducible"
+    )
 
 
 @dataclasses.dataclass
@@ -36,11 +41,17 @@ class Row:
 class Bench:
     """An engine without its thread: `submit`, `turn`, and what came out. Every turn checks the engine's tables."""
 
-    def __init__(self, loaded: LoadedModel, *, kv_tokens_max: int | None = None, **scheduling: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, kv_tokens_max: int | None = None, disk: DiskTier | None = None, **scheduling: int
+    ) -> None:
         self.loaded = loaded
         spec, rows = loaded.spec, scheduling.get("rows_max", 8)
-        kv_bytes = (kv_tokens_max or 100_000) * spec.bytes_per_token + 2 * rows * spec.bytes_per_row
-        self.engine = Engine(loaded, Scheduling(**{"rows_max": rows, **scheduling}), kv_bytes, self._take)
+        kv_bytes = 100_000 * spec.bytes_per_token + 2 * rows * spec.bytes_per_row
+        self.engine = Engine(loaded, Scheduling(**{"rows_max": rows, **scheduling}), kv_bytes, self._take, disk)
+        self._disk = disk
+        if kv_tokens_max is not None:
+            self.engine.limits = dataclasses.replace(self.engine.limits, kv_tokens_max=kv_tokens_max)
+            self.engine.scheduler = Scheduler(self.engine.limits)
         self.rows: dict[str, Row] = {}
         self.refused: dict[str, SatchelError] = {}
 
@@ -65,6 +76,7 @@ class Bench:
         deadline_s: float = 600.0,
         priority: int = 0,
         choices: int = 1,
+        agent: str = "",
         **sampling,
     ):
         root = root_id(self.loaded.model_id, "tenant:test")
@@ -73,7 +85,7 @@ class Bench:
             request_id=name,
             consumer="bench",
             model="m",
-            agent="",
+            agent=agent,
             prompt=prompt,
             block_ids=block_ids(root, prompt),
             root_id=root,
@@ -83,7 +95,11 @@ class Bench:
             generated=generated,
             choices=choices,
         )
-        self.engine.submit(request, lambda error: self.refused.update({name: error}) if error else None)
+        restored = None
+        if self._disk is not None:
+            hot = self.engine.prefixes.peek(root, request.block_ids, prompt)
+            restored = self._disk.load(request, hot)
+        self.engine.submit(request, lambda error: self.refused.update({name: error}) if error else None, restored)
 
     def turn(self) -> bool:
         busy = self.engine.turn()
@@ -107,7 +123,7 @@ class Bench:
 
 @pytest.fixture
 def bench(loaded: LoadedModel) -> Callable[..., Bench]:
-    def make(**fields: int) -> Bench:
+    def make(**fields: Any) -> Bench:
         return Bench(loaded, **fields)
 
     return make

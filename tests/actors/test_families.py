@@ -2,8 +2,9 @@
 
 The weights are random, so the likeliest token is often a close call and free-running answers would part at rounding.
 Every row is therefore *forced*: a sampler in place of the real one gives it the tokens of its script and notes the
-logits that it would have drawn from. The reference is the model itself, without any cache: one forward pass over the
-whole script. Where attention is all there is, rows in company must also equal the row alone to the last bit.
+logits that it would have drawn from. The reference is one forward pass over the whole script: of the model itself,
+without any cache, and where KV is sealed through one empty cache, which `test_sealed_cache.py` holds against attention
+written out. Where attention is all there is, rows in company must also equal the row alone to the last bit.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ from .conftest import Bench
 TOLERANCE = 2e-5
 """Of the logits' scale. In float32 the paths differ by rounding only."""
 
+FLIPPED_TOLERANCE, FLIPPED_MAX = 2e-2, 0.1
+"""Of recurrent models with sealed KV, and the share of positions that may be off by so much. Their chunked scans round
+in another order, and where a number lies between two codes that decides which one it gets, for all that follows."""
+
 EXEMPT_MAX = 0.02
 """How many positions may have a top-2 gap too small to ask for the same best token."""
 
-PROMPTS = (1, 3, 60, 255, 256, 257, 420, 530)
+PROMPTS = (1, 3, 60, 255, 256, 257, 420, 610)
 ANSWERS = (9, 30, 14, 8, 20, 7, 25, 40)
 
 Logits = dict[tuple[int, int], np.ndarray]
@@ -67,14 +72,17 @@ class Forced:
 class Family:
     """A loaded tiny model, its rows' scripts, and the logits that the bare model has for them."""
 
-    def __init__(self, folder: Path, name: str, bits: int | None) -> None:
+    def __init__(self, folder: Path, name: str, bits: int | None, kv: str) -> None:
         self.bits = bits
         self.loaded: LoadedModel = models.load(
             str(write_model(folder / name, name, bits=bits)),
             context_tokens_max=None,
             progress=lambda *_: None,
             weights="stored",
+            kv=kv,
+            numerics="reproducible",
         )
+        assert self.loaded.kv == kv
         rng = random.Random(3)
         self.scripts = {
             row: [rng.randrange(VOCABULARY) for _ in range(prompt + answer)]
@@ -82,7 +90,8 @@ class Family:
         }
         self.reference: Logits = {}
         for row, script in self.scripts.items():
-            values = np.array(self.loaded.model(mx.array([script]))[0].astype(mx.float32))
+            caches = None if kv == "fp16" else self.loaded.new_caches()
+            values = np.array(self.loaded.model(mx.array([script]), cache=caches)[0].astype(mx.float32))
             for drawn in range(ANSWERS[row]):
                 self.reference[(row, drawn)] = values[PROMPTS[row] - 1 + drawn]
 
@@ -91,25 +100,39 @@ class Family:
         """Whether bits are promised: full attention in dense layers, in float32. The others sum in another order."""
         return self.loaded.spec.rule.window == 0 and not self.loaded.spec.recurrent
 
+    @property
+    def flips(self) -> bool:
+        return self.loaded.spec.recurrent and self.loaded.kv != "fp16"
+
     def compare(self, noted: Logits, what: str) -> None:
-        exempt = 0
+        exempt = flipped = 0
         for key, expected in self.reference.items():
             scale = np.abs(expected).max()
             error = np.abs(noted[key] - expected).max()
-            assert error <= TOLERANCE * scale, f"{what}: row {key[0]}, draw {key[1]}: off by {error:.2e} of {scale:.2f}"
+            flipped += error > TOLERANCE * scale
+            tolerance = FLIPPED_TOLERANCE if self.flips else TOLERANCE
+            assert error <= tolerance * scale, f"{what}: row {key[0]}, draw {key[1]}: off by {error:.2e} of {scale:.2f}"
             best, second = np.sort(expected)[::-1][:2]
-            if best - second > 10 * TOLERANCE * scale:
+            if best - second > 10 * TOLERANCE * scale and error <= TOLERANCE * scale:
                 assert noted[key].argmax() == expected.argmax(), f"{what}: row {key[0]}, draw {key[1]}"
             else:
                 exempt += 1
-        print(f"{what}: {exempt} of {len(self.reference)} positions are close calls")
-        assert exempt <= EXEMPT_MAX * len(self.reference)
+        print(f"{what}: {exempt} of {len(self.reference)} positions are close calls, {flipped} see another code")
+        assert flipped <= FLIPPED_MAX * len(self.reference)
+        assert exempt - flipped <= EXEMPT_MAX * len(self.reference)
 
 
-@pytest.fixture(scope="module", params=[(name, bits) for name in FAMILIES for bits in (None, 4)], ids=str)
+KINDS = ((None, "fp16"), (None, "q4"), (4, "q4"))
+"""Bits of the weights, and how KV is kept."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, *kind) for name in FAMILIES for kind in KINDS],
+    ids=lambda param: "-".join(map(str, param)),
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    name, bits = request.param
-    return Family(tmp_path_factory.mktemp("models"), name, bits)
+    return Family(tmp_path_factory.mktemp("models"), *request.param)
 
 
 @pytest.fixture
@@ -184,7 +207,10 @@ def test_a_conversation_goes_on_from_where_its_answer_ended(
         for drawn in range(ANSWERS[row] - half - 1):
             # The second request's draws begin at 0 again.
             expected = family.reference[(row, half + 1 + drawn)]
-            assert np.abs(noted[(row, drawn)] - expected).max() <= TOLERANCE * np.abs(expected).max()
+            assert (
+                np.abs(noted[(row, drawn)] - expected).max()
+                <= (FLIPPED_TOLERANCE if family.flips else TOLERANCE) * np.abs(expected).max()
+            )
 
 
 def test_preempted_rows_go_on_where_they_were(family: Family, forced: Callable[..., tuple[Bench, Logits]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.messages import Decision, GenerateRequest, RowUpdate, Sampling, decode
-from satchel.actors.replica.actor import _merge
+from satchel.actors.replica.consumers import _merge
 from satchel.api import rows
 from satchel.api.rows import RayGeneration
 from satchel.cluster.config import parse_config

@@ -12,7 +12,7 @@ import httpx
 import ray
 
 from satchel.actors.messages import Sampling
-from satchel.actors.replica.actor import LEASE_S
+from satchel.actors.replica.consumers import LEASE_S
 from satchel.api.client import Cluster
 from satchel.api.dispatch import RayBackend
 

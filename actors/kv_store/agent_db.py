@@ -1,0 +1,337 @@
+"""Agents' memory on disk: one SQLite file that survives the process's death at any instant. Implements `Storage`.
+
+What was committed has been synced; what was not leaves no trace. Every row is under a MAC with the home's key, and one
+that does not verify is absent: damage may cost memory and never makes a wrong one. A file that SQLite cannot read is
+set aside (`agents.damaged-N`), a new one begun, and what still verifies taken over. Erased bytes are overwritten.
+
+Not thread-safe: one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import sqlite3
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...cluster.errors import ClusterError, Unavailable
+from .agent_rows import (
+    HEADS,
+    KEY_BYTES,
+    content_digest,
+    head_fields,
+    load_key,
+    mac_of,
+    read_content,
+    read_head,
+    salvage,
+    sync_folder,
+)
+from .agent_schema import is_damage, prepare, unusable
+from .branches import ROW_BYTES, Content, Head
+
+logger = logging.getLogger(__name__)
+
+NAME = "agents.sqlite"
+LOCK_WAIT_S = 5.0
+"""A killed process's locks go when the kernel has taken it apart."""
+
+_SEQUENCE_MAX = 2**61
+"""No true number comes near; a damaged one must not become where counting goes on."""
+
+_BYTES = f"LENGTH(tokens) + LENGTH(text) + LENGTH(messages) + {ROW_BYTES}"
+
+_CHANGED = "INSERT INTO agents VALUES (?, ?) ON CONFLICT (agent) DO UPDATE SET changed = MAX(changed, excluded.changed)"
+
+_OUTER = "BEGIN IMMEDIATE", "COMMIT", ("ROLLBACK",)
+_INNER = "SAVEPOINT inner", "RELEASE inner", ("ROLLBACK TO inner", "RELEASE inner")
+
+Connect = Callable[..., sqlite3.Connection]
+
+
+class AgentDatabase:
+    """The database in `folder`; without one it is in memory and ends with the process.
+
+    Args:
+        cache_bytes_max: contents used lately that are kept in memory.
+        connect: `sqlite3.connect`, or what tests put in its place.
+
+    Attributes:
+        damaged_total: rows met that did not verify.
+        set_aside_total: files that could not be read.
+
+    Raises:
+        HomeInUse: another process has it.
+        ClusterError: a newer version wrote it, or the folder cannot be used.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, cache_bytes_max: int = 64 * 2**20, connect: Connect = sqlite3.connect
+    ) -> None:
+        self._folder = folder
+        self._connect = connect
+        self._cache: OrderedDict[tuple[int, int], Content] = OrderedDict()
+        self._cache_bytes = 0
+        self._cache_bytes_max = cache_bytes_max
+        self._nbytes = 0
+        self._inside = False
+        self.damaged_total = 0
+        self.set_aside_total = 0
+        if folder is None:
+            self._key = secrets.token_bytes(KEY_BYTES)
+            self._db = self._open(None)
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
+            self._key = load_key(folder)
+            self._db = self._open_or_begin_anew(folder / NAME)
+        except OSError as error:
+            raise ClusterError(f"cannot use {folder}: {error.strerror or error}") from None
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def close(self) -> None:
+        self._db.close()
+
+    # Storage.
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of the block's changes or none. One inside another is undone by itself, and synced with the outer one.
+
+        Raises:
+            Unavailable: the disk is full, or the file fails. Nothing has changed.
+        """
+        before, db, inner = self._nbytes, self._db, self._inside
+        self._inside = True
+        begin, commit, undo = _INNER if inner else _OUTER
+        try:
+            with self._guard():
+                db.execute(begin)
+                yield
+                db.execute(commit)
+        except BaseException:
+            # A damaged file has been replaced by now, and with it the count.
+            if db is self._db:
+                self._nbytes = before
+                with contextlib.suppress(sqlite3.Error):
+                    if db.in_transaction:
+                        for statement in undo:
+                            db.execute(statement)
+            raise
+        finally:
+            self._inside = inner
+
+    def sequence(self) -> int:
+        with self._guard():
+            branches = self._one("SELECT MAX(epoch) FROM branches WHERE epoch < ?", _SEQUENCE_MAX)
+            tombstones = self._one("SELECT MAX(sequence) FROM tombstones WHERE sequence < ?", _SEQUENCE_MAX)
+        return max(branches or 0, tombstones or 0)
+
+    def heads(self, agent: str) -> list[Head]:
+        with self._guard():
+            rows = self._db.execute(f"{HEADS} WHERE b.agent = ?", (agent,)).fetchall()
+        return [head for row in rows if (head := self._verified(row)) is not None]
+
+    def content(self, head: Head) -> Content | None:
+        key = (head.branch, head.epoch)
+        if (content := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+            return content
+        with self._guard():
+            content = read_content(self._db, head, self._key)
+        if content is None:
+            self.damaged_total += 1
+            logger.error("branch %d of agent %s does not verify: it is left out", head.branch, head.agent)
+        else:
+            self._remember(key, content)
+        return content
+
+    def put(self, head: Head, content: Content) -> None:
+        text = content.text.encode()
+        digest = content_digest(content.tokens, text, content.messages)
+        with self._guard():
+            self._nbytes -= self._one(f"SELECT {_BYTES} FROM contents WHERE branch = ?", head.branch) or 0
+            self._db.execute(
+                "INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?)",
+                (head.branch, content.tokens, text, content.messages),
+            )
+            mac = mac_of(self._key, *head_fields(head, digest))
+            fields = (head.epoch, head.model, head.root, head.turns, int(head.injected), head.messages)
+            row = (head.agent, head.branch, *fields, head.created, head.used, digest, mac)
+            self._db.execute(f"INSERT OR REPLACE INTO branches VALUES ({','.join('?' * len(row))})", row)
+            self._db.execute(_CHANGED, (head.agent, head.epoch))
+            self._nbytes += len(content.tokens) + len(text) + len(content.messages) + ROW_BYTES
+        self._remember((head.branch, head.epoch), content)
+
+    def drop(self, head: Head) -> None:
+        with self._guard():
+            self._nbytes -= self._one(f"SELECT {_BYTES} FROM contents WHERE branch = ?", head.branch) or 0
+            self._db.execute("DELETE FROM contents WHERE branch = ?", (head.branch,))
+            self._db.execute("DELETE FROM branches WHERE agent = ? AND branch = ?", (head.agent, head.branch))
+
+    def erase(self, agent: str) -> None:
+        of_agent = "branch IN (SELECT branch FROM branches WHERE agent = ?)"
+        with self._guard():
+            self._nbytes -= self._one(f"SELECT SUM({_BYTES}) FROM contents WHERE {of_agent}", agent) or 0
+            self._db.execute(f"DELETE FROM contents WHERE {of_agent}", (agent,))
+            self._db.execute("DELETE FROM branches WHERE agent = ?", (agent,))
+            self._db.execute("DELETE FROM agents WHERE agent = ?", (agent,))
+
+    def quietest(self, after: int, limit: int) -> list[tuple[int, str]]:
+        with self._guard():
+            query = "SELECT changed, agent FROM agents WHERE changed > ? ORDER BY changed, agent LIMIT ?"
+            return self._db.execute(query, (after, limit)).fetchall()
+
+    def agents(self, prefix: str, after: str, limit: int) -> list[str]:
+        with self._guard():
+            query = "SELECT agent FROM agents WHERE agent > ? AND agent >= ? AND agent < ? ORDER BY agent LIMIT ?"
+            rows = self._db.execute(query, (after, prefix, prefix + "\U0010ffff", limit)).fetchall()
+        return [agent for (agent,) in rows]
+
+    def bury(self, agent: str, sequence: int, at: float) -> None:
+        with self._guard():
+            mac = mac_of(self._key, b"tombstone", agent.encode(), struct.pack("<qd", sequence, at))
+            self._db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?, ?, ?)", (agent, sequence, at, mac))
+
+    def buried(self, agent: str) -> int:
+        with self._guard():
+            row = self._db.execute("SELECT sequence, at, mac FROM tombstones WHERE agent = ?", (agent,)).fetchone()
+        if row is None:
+            return 0
+        try:
+            expected = mac_of(self._key, b"tombstone", agent.encode(), struct.pack("<qd", row[0], row[1]))
+            if hmac.compare_digest(expected, row[2]):
+                return row[0]
+        except (TypeError, struct.error):
+            pass
+        self.damaged_total += 1
+        return 0
+
+    def tombstones(self) -> list[str]:
+        with self._guard():
+            return [agent for (agent,) in self._db.execute("SELECT agent FROM tombstones ORDER BY sequence")]
+
+    def prune(self, before: float, keep: int) -> int:
+        with self._guard():
+            least = self._one("SELECT sequence FROM tombstones ORDER BY sequence DESC LIMIT 1 OFFSET ?", keep) or 0
+            gone = self._one("SELECT MAX(sequence) FROM tombstones WHERE at < ? OR sequence <= ?", before, least)
+            self._db.execute("DELETE FROM tombstones WHERE at < ? OR sequence <= ?", (before, least))
+        return gone or 0
+
+    # Beside it.
+
+    def scrub(self) -> None:
+        """Make what was erased unreadable: it leaves the log of writes, and files that were set aside go."""
+        self._cache.clear()
+        self._cache_bytes = 0
+        if self._folder is None:
+            return
+        with self._guard():
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        for path in self._folder.glob("agents.damaged-*"):
+            path.unlink(missing_ok=True)
+
+    def _remember(self, key: tuple[int, int], content: Content) -> None:
+        # An epoch that was rolled back is never asked for.
+        if (old := self._cache.pop(key, None)) is not None:
+            self._cache_bytes -= _size(old)
+        self._cache[key] = content
+        self._cache_bytes += _size(content)
+        while self._cache_bytes > self._cache_bytes_max and self._cache:
+            self._cache_bytes -= _size(self._cache.popitem(last=False)[1])
+
+    def _one(self, query: str, *values: Any) -> Any:
+        row = self._db.execute(query, values).fetchone()
+        return row[0] if row else None
+
+    def _verified(self, row: tuple[Any, ...]) -> Head | None:
+        head = read_head(row, self._key)
+        if head is None:
+            self.damaged_total += 1
+            logger.error("a branch of agent %s does not verify: it is left out", row[0])
+        return head
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """SQLite's errors as ours; a file that turns out to be damaged is replaced."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if self._folder is not None and is_damage(error):
+                logger.error("agents' memory is damaged: %s", error)
+                self._db.close()
+                self._cache.clear()
+                self._cache_bytes = 0
+                self._db = self._begin_anew(self._folder / NAME)
+                raise Unavailable("agents' memory was damaged and has been begun anew") from error
+            raise Unavailable(f"agents' memory cannot be used now: {error}") from error
+
+    def _open_or_begin_anew(self, path: Path) -> sqlite3.Connection:
+        try:
+            return self._open(path)
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise unusable(path, error) from error
+            logger.error("%s is damaged: %s", path, error)
+        return self._begin_anew(path)
+
+    def _begin_anew(self, path: Path) -> sqlite3.Connection:
+        """Set the file aside, open a new one, and take over what verifies."""
+        self.set_aside_total += 1
+        aside = _free_name(path.parent, "agents.damaged")
+        for old in path.parent.glob("agents.damaged-*"):
+            old.unlink(missing_ok=True)
+        for suffix in ("-wal", ""):
+            with contextlib.suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+        path.with_name(path.name + "-shm").unlink(missing_ok=True)
+        try:
+            db = self._db = self._open(path)
+        except sqlite3.Error as error:
+            raise unusable(path, error) from error
+        saved = 0
+        # Perhaps within a transaction on the old file, which is over.
+        self._inside = False
+        for head, content in salvage(aside, self._key):
+            with self.transaction():
+                self.put(head, content)
+            saved += 1
+        logger.error("the old file is %s; %d branches were taken over from it", aside, saved)
+        return db
+
+    def _open(self, path: Path | None) -> sqlite3.Connection:
+        if path is not None:
+            # Made here, because SQLite would make it readable for others; its other files take after this one.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            path.chmod(0o600)
+            sync_folder(path.parent)
+        db = self._connect(path or ":memory:", timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+        try:
+            prepare(db)
+            self._nbytes = int(db.execute(f"SELECT TOTAL({_BYTES}) FROM contents").fetchone()[0])
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+
+def _free_name(folder: Path, stem: str) -> Path:
+    number = 1
+    while (folder / f"{stem}-{number}").exists():
+        number += 1
+    return folder / f"{stem}-{number}"
+
+
+def _size(content: Content) -> int:
+    return len(content.tokens) + len(content.text) + len(content.messages) + ROW_BYTES

@@ -1,0 +1,149 @@
+"""What agents' memory is made of: a branch's head and content, the end of a turn, and what a storage must do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+ROW_BYTES = 512
+"""What a branch counts beside its content: keys, numbers, the database's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLimits:
+    """`bytes_max` bounds the content of all branches; beyond it the agents that were quiet longest go. Tombstones are
+    kept for `tombstone_s` seconds and at most `tombstones_max` of them."""
+
+    branches_max: int = 8
+    bytes_max: int = 256 * 2**20
+    tombstones_max: int = 10_000
+    tombstone_s: float = 30 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A branch without its content.
+
+    `model` are 32 bytes, `root` the parent of its first KV block (empty where nobody may share it). `messages` and
+    `tokens` are lengths. `turns` counts from the conversation's beginning, on whichever branch they were taken;
+    `injected` says that something was put in without a reply. `created` and `used` are Unix times.
+    """
+
+    agent: str
+    branch: int
+    epoch: int
+    model: bytes
+    root: bytes
+    turns: int
+    injected: bool
+    messages: int
+    tokens: int
+    nbytes: int
+    created: float
+    used: float
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a branch remembers: token ids as `array('I')` has them in bytes, the text they spell, and the transcript as
+    JSON in UTF-8, a list of messages in OpenAI's form."""
+
+    tokens: bytes
+    text: str
+    messages: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The end of a turn. `branch` and `epoch` are what it continues, None for nothing; `since` is the sequence at which
+    it began (0 where unknown) and `turn` the name of a turn that was taken, "" for a stateless one. `turns` counts with
+    this one."""
+
+    model: bytes
+    content: Content
+    messages: int
+    since: int
+    branch: int | None = None
+    epoch: int = 0
+    turns: int = 1
+    injected: bool = False
+    turn: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`kind`: `replaced` or `opened` a branch; or refused, and nothing has changed: the agent was `forgotten`, the turn
+    `lost` to another one, or there is `no room`."""
+
+    kind: str
+    branch: int = 0
+    epoch: int = 0
+
+    @property
+    def kept(self) -> bool:
+        return self.kind in ("replaced", "opened")
+
+
+class Storage(Protocol):
+    """What lasts. Damaged rows are absent. Changes are made within a `transaction`: all of its block or none."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all branches: content, and `ROW_BYTES` each."""
+        ...
+
+    def transaction(self) -> AbstractContextManager[None]: ...
+
+    def sequence(self) -> int:
+        """The highest number that any branch or tombstone carries."""
+        ...
+
+    def heads(self, agent: str) -> list[Head]: ...
+
+    def content(self, head: Head) -> Content | None: ...
+
+    def put(self, head: Head, content: Content) -> None:
+        """Write a branch, in place of the one of its id."""
+        ...
+
+    def drop(self, head: Head) -> None: ...
+
+    def erase(self, agent: str) -> None:
+        """Remove all branches of the agent."""
+        ...
+
+    def quietest(self, after: int, limit: int) -> list[tuple[int, str]]:
+        """Epoch of the last change and agent, in that order, of those changed later than `after`."""
+        ...
+
+    def agents(self, prefix: str, after: str, limit: int) -> list[str]:
+        """Agents whose key begins with `prefix` and comes after `after`, in order."""
+        ...
+
+    def bury(self, agent: str, sequence: int, at: float) -> None:
+        """Leave a tombstone, in place of an older one."""
+        ...
+
+    def buried(self, agent: str) -> int:
+        """The sequence of the agent's tombstone, 0 for none."""
+        ...
+
+    def tombstones(self) -> list[str]:
+        """Every agent that has one."""
+        ...
+
+    def prune(self, before: float, keep: int) -> int:
+        """Remove tombstones older than `before`, and all but the latest `keep`. Returns the highest sequence gone."""
+        ...
+
+
+def main_branch(heads: Collection[Head]) -> Head | None:
+    """The branch that a continuing turn goes on with: of those with more than one turn or an injection the one that was
+    continued last, else the oldest; None where none has a transcript."""
+    told = [head for head in heads if head.messages]
+    grown = [head for head in told if head.turns > 1 or head.injected]
+    if grown:
+        return max(grown, key=lambda head: head.epoch)
+    return min(told, key=lambda head: head.branch, default=None)

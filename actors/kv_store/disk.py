@@ -1,0 +1,393 @@
+"""The store of a node's KV on disk: which files count, where an entry is, and what goes.
+
+Replicas write segment files and read them; this decides, and never sees their bytes but when it rewrites a file without
+what was forgotten. `Shelf` is what is behind the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ...cluster.errors import DiskError, InvalidRecord, StoreInUse
+from .codec import Location, SegmentRecord, owner_tag, pack_tokens
+from .compaction import rewrite
+from .disk_checks import check_shelf
+from .disk_errors import typed
+from .disk_io import DiskIO
+from .placement import Placed
+from .recovery import segment_files
+from .segment_reader import Failure
+from .segments import FINISHED, STORE_SESSION, checked_session, model_folder, session_of
+from .shelf import DiskLimits, Shelf
+
+_LOCK_POLL_S = 0.05
+_ROUNDS_MAX = 3
+"""How often in a row a segment is rewritten whose entries go on dying meanwhile."""
+
+
+class Pin(NamedTuple):
+    """A lease on files, and the ids of those locations that are no longer there."""
+
+    lease: str
+    gone: list[bytes]
+
+
+class TailMatch(NamedTuple):
+    """A tail and how many of its first tokens are those that were asked for."""
+
+    location: Location
+    tokens: int
+
+
+class DiskStore:
+    """The folder of KV of one home, for one process at a time. All methods are safe to call from any thread.
+
+    Every method raises `DiskError` (or `DiskFull`) where the disk or the index fails; the next call may succeed.
+
+    Args:
+        root: the folder, made if it is not there.
+        session: of the writers that are alive: their finished but uncommitted files are kept.
+        limits: what it may take.
+        clock: seconds that only go forward, for leases.
+        wall_clock: seconds since 1970, written into files that the store itself writes.
+        lock_wait_s: how long to wait for another process to leave the folder.
+        io: the disk.
+
+    Attributes:
+        epoch: of this opening; writers must be told it, and only their segments are committed.
+        rebuilt: whether the index was built anew from the files.
+
+    Raises:
+        StoreInUse: another process has the folder.
+        DiskFull, DiskError: it cannot be opened.
+        InvalidRecord: `session` cannot begin a file's name.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        session: str,
+        limits: DiskLimits,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        lock_wait_s: float = 0.0,
+        io: DiskIO | None = None,
+    ) -> None:
+        if checked_session(session) == STORE_SESSION:
+            raise InvalidRecord(f"{STORE_SESSION} is the store's own session")
+        self.root = root
+        self._clock, self._wall_clock = clock, wall_clock
+        self._lock = threading.Lock()
+        # Only one thread rewrites segments; taken before `_lock`, never inside it.
+        self._maintenance = threading.Lock()
+        self._in_flight: dict[str, float] = {}
+        self._closed = False
+        io = io or DiskIO()
+        with typed(f"opening {root}"):
+            _make_folders(root, io)
+            self._locked = _take_lock(root / "lock", lock_wait_s)
+            try:
+                self._shelf = Shelf(root, session, limits, io)
+            except BaseException:
+                os.close(self._locked)
+                raise
+        self.key = self._shelf.key
+        self.epoch = self._shelf.epoch
+        self.rebuilt = self._shelf.rebuilt
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the folder back. Calling it twice is harmless."""
+        with self._maintenance, self._lock:
+            if not self._closed:
+                self._closed = True
+                try:
+                    self._shelf.close()
+                finally:
+                    os.close(self._locked)
+
+    @contextmanager
+    def _held(self, action: str) -> Iterator[Shelf]:
+        """What is behind the lock, and typed errors."""
+        with self._lock:
+            if self._closed:
+                raise DiskError(f"{action}: the store is closed")
+            with typed(action):
+                yield self._shelf
+
+    def commit(self, record: SegmentRecord) -> Placed:
+        """Make a finished segment count. Committing it again is harmless.
+
+        After it, `touch` the chain: the beginnings of chains should be used later than their ends.
+
+        Returns:
+            Which ids its copies answer for, which others serve, and which ids no longer answer, also by eviction.
+
+        Raises:
+            StaleEpoch: the writer does not know that the store was opened anew. The file is removed.
+            InvalidRecord: the file is not there or not what the record says. It is removed.
+            DiskFull, DiskError: nothing is committed.
+        """
+        record = SegmentRecord.from_wire(record.to_wire())
+        if session_of(record.name) is None or not record.name.endswith(FINISHED):
+            raise InvalidRecord(f"{record.name!r:.80} is not the name of a segment")
+        path = model_folder(self.root, record.model) / record.name
+        with self._held("committing a segment") as shelf:
+            known = shelf.index.segment(record.name)
+            if known is not None:
+                live = [row.record.id for row in shelf.live_rows(known.number)]
+                return Placed(live, [entry.id for entry in record.entries if entry.id not in live])
+            try:
+                shelf.verify(record, path)
+                placed = shelf.enter(record)
+            except Exception:
+                shelf.refuse(record, path)
+                raise
+            # It counts now, whether or not others can be removed for it.
+            try:
+                placed.retracted.extend(shelf.evict(shelf.limits.bytes_max, self._clock()))
+            except DiskError:
+                shelf.totals["failed_removals"] += 1
+            shelf.purge_if_possible(self._clock())
+            return placed
+
+    def locate(self, model: bytes, ids: Sequence[bytes]) -> list[Location | None]:
+        """Where the entries are, None for each that is not there or is another model's. Compare tokens after a hit."""
+        with self._held("locating entries") as shelf:
+            rows = [shelf.index.live(entry) for entry in ids]
+        return [row.location if row is not None and row.model == model else None for row in rows]
+
+    def tails(self, model: bytes, parent: bytes, tokens: Sequence[int], count_max: int = 8) -> list[TailMatch]:
+        """Tails after `parent` that begin as `tokens` do, the longest common beginning first.
+
+        Where a model's layers need a snapshot, only those whose every token matches are of use.
+        """
+        wanted = np.frombuffer(pack_tokens(tokens), dtype="<u4")
+        with self._held("looking for tails") as shelf:
+            rows = [row for row in shelf.index.live_tails(parent) if row.model == model]
+        matches = [TailMatch(row.location, _common(row.record.tokens, wanted)) for row in rows]
+        # Of equal beginnings the shortest tail: less to read, and sooner whole.
+        matches.sort(key=lambda match: (-match.tokens, len(match.location.tokens), match.location.id))
+        return [match for match in matches if match.tokens][:count_max]
+
+    def touch(self, ids: Sequence[bytes], owner: str = "") -> None:
+        """Note that a chain was used, its beginning last, so that the beginning stays longer than the rest.
+
+        Args:
+            ids: those that are not there are skipped.
+            owner: who has all of their tokens in memory now; "" is nobody in particular. Do not name an owner for a
+                tail of which only the beginning was used.
+        """
+        with self._held("touching entries") as shelf:
+            shelf.touch(ids, owner_tag(self.key, owner))
+
+    def pin(self, locations: Iterable[Location], lease_s: float) -> Pin:
+        """Keep the files for a reader, for `lease_s` seconds (at most `lease_s_max`) or until `unpin`.
+
+        Raises:
+            DiskError: there are too many leases.
+        """
+        wanted = list(locations)
+        with self._held("pinning files") as shelf:
+            names = {location.name for location in wanted}
+            there = {name for name in names if shelf.index.segment(name) is not None}
+            lease = shelf.leases.take(there, self._clock(), min(lease_s, shelf.limits.lease_s_max))
+            if lease is None:
+                raise DiskError(f"there are {shelf.limits.leases_max} leases on files already")
+            return Pin(lease, [location.id for location in wanted if location.name not in there])
+
+    def unpin(self, lease: str) -> bool:
+        """Whether the lease was still held."""
+        with self._held("unpinning files") as shelf:
+            held = shelf.leases.give_back(lease, self._clock())
+            shelf.purge_if_possible(self._clock())
+            return held
+
+    def report(self, failures: Iterable[Failure]) -> list[bytes]:
+        """Entries that a reader could not read answer no more, so that a new copy can. Returns their ids."""
+        with self._held("dropping unreadable entries") as shelf:
+            retracted = shelf.drop(failures)
+            shelf.purge_if_possible(self._clock())
+            return retracted
+
+    def evict(self, bytes_max: int | None = None) -> list[bytes]:
+        """Remove the least recently used files until the rest fits, but for those that are being read.
+
+        Args:
+            bytes_max: instead of the limit; 0 removes everything.
+
+        Returns:
+            The ids that no longer answer.
+        """
+        with self._held("evicting files") as shelf:
+            retracted = shelf.evict(shelf.limits.bytes_max if bytes_max is None else bytes_max, self._clock())
+            shelf.purge(self._clock())
+            return retracted
+
+    def forget(self, owner: str) -> list[bytes]:
+        """Take an owner from all entries, and erase from the disk what nobody else owns.
+
+        Files that somebody reads are unlinked when their leases end, by `compact` at the latest. After the index was
+        rebuilt its entries' later owners are not known; those entries are all erased, whoever is forgotten. Segments
+        committed after this call count again, so the caller keeps the owner's writers from committing.
+
+        Returns:
+            The ids that no longer answer.
+
+        Raises:
+            InvalidRecord: `owner` is "".
+            DiskFull, DiskError: not all bytes are gone; `compact` tries again, and so does the next start.
+        """
+        if not owner:
+            raise InvalidRecord("nobody in particular cannot be forgotten")
+        with self._maintenance:
+            with self._held("forgetting an owner") as shelf:
+                retracted = shelf.forget(owner_tag(self.key, owner))
+                # A damaged index that was set aside still has everybody's tokens in it.
+                for damaged in sorted(self.root.glob("index.damaged-*")):
+                    shelf.io.unlink(damaged)
+            self._compact(erase_only=True)
+            return retracted
+
+    def compact(self) -> list[bytes]:
+        """Erase what is to be erased, rewrite files that are mostly dead, remove files that nobody committed.
+
+        Call it every now and then, at least once a minute. Returns ids that turned out to be unreadable.
+        """
+        with self._maintenance:
+            lost = self._compact(erase_only=False)
+            self._sweep()
+            return lost
+
+    def _compact(self, *, erase_only: bool) -> list[bytes]:
+        with self._held("compacting") as shelf:
+            segments = [segment for segment in shelf.index.sparse() if segment.erase or not erase_only]
+        lost: list[bytes] = []
+        for segment in segments:
+            lost.extend(self._rewrite(segment.name))
+        with self._held("unlinking files") as shelf:
+            shelf.purge(self._clock())
+            if segments or erase_only:
+                shelf.index.checkpoint()
+        return lost
+
+    def _rewrite(self, name: str) -> list[bytes]:
+        """Replace a segment by one with its live entries only. Reading and writing goes on without the lock."""
+        lost: list[bytes] = []
+        for _ in range(_ROUNDS_MAX):
+            with self._held("compacting") as shelf:
+                segment = shelf.index.segment(name)
+                if segment is None:
+                    break
+                rows = shelf.live_rows(segment.number)
+            rewritten = rewrite(self.root, self.key, rows, epoch=self.epoch, now_s=self._wall_clock(), io=shelf.io)
+            with self._held("compacting") as shelf:
+                try:
+                    gone = shelf.index.segment(name) is None
+                    lost.extend([] if gone else shelf.replace(segment, rewritten))
+                except Exception:
+                    gone = True
+                    raise
+                finally:
+                    if gone and rewritten.record is not None:
+                        shelf.refuse(rewritten.record, model_folder(self.root, segment.model) / rewritten.record.name)
+                again = rewritten.record and shelf.index.segment(rewritten.record.name)
+                if not again or not again.erase:
+                    break
+                name = again.name
+        return lost
+
+    def _sweep(self) -> None:
+        """Remove files that lie there uncommitted for too long, and those of a rewriting that failed."""
+        with typed("looking for uncommitted files"):
+            files = list(segment_files(self.root))
+        now = self._clock()
+        with self._held("sweeping") as shelf:
+            doomed = {name for name, _, _ in shelf.index.doomed()}
+            seen: dict[str, float] = {}
+            for file in files:
+                name = file.path.name
+                if name in doomed or shelf.index.segment(name) is not None:
+                    continue
+                seen[name] = self._in_flight.get(name, now)
+                if session_of(name) == STORE_SESSION or now - seen[name] >= shelf.limits.in_flight_s:
+                    shelf.io.unlink(file.path)
+                    del seen[name]
+            self._in_flight = seen
+
+    def stats(self) -> dict[str, int]:
+        """Counters (`…_total`, since the opening) and sizes: bytes, files, entries, blocks, tails, and so on."""
+        with self._held("counting") as shelf:
+            nbytes, files, rows = shelf.index.size()
+            _, live, tails = shelf.index.counts()
+            doomed = shelf.index.doomed()
+            shelf.leases.expire(self._clock())
+            totals = {f"{name}_total": count for name, count in shelf.totals.items()}
+            return totals | {
+                "corrupt_total": shelf.totals["corrupt"] + shelf.index.bad_rows_total,
+                "bytes": nbytes,
+                "bytes_max": shelf.limits.bytes_max,
+                "files": files,
+                "entries": live,
+                "blocks": live - tails,
+                "tails": tails,
+                "dead_entries": rows - live,
+                "doomed_files": len(doomed),
+                "leases": len(shelf.leases),
+                "epoch": shelf.epoch,
+            }
+
+    def check(self, *, payload: bool = False) -> None:
+        """Raise AssertionError where index and files disagree.
+
+        Args:
+            payload: also read and verify every live entry.
+        """
+        with self._maintenance, self._held("checking") as shelf:
+            check_shelf(shelf, payload=payload)
+
+
+def _make_folders(root: Path, io: DiskIO) -> None:
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    io.folder(root / "segments")
+    for folder in (root, root / "segments"):
+        folder.chmod(0o700)
+
+
+def _take_lock(path: Path, wait_s: float) -> int:
+    """The kernel gives the lock back when the process ends, however it ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    ends = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= ends:
+                os.close(descriptor)
+                raise StoreInUse(f"another process uses {path.parent}") from None
+        except OSError:
+            os.close(descriptor)
+            raise
+        time.sleep(_LOCK_POLL_S)
+
+
+def _common(packed: bytes, wanted: np.ndarray) -> int:
+    tokens = np.frombuffer(packed, dtype="<u4")[: len(wanted)]
+    different = np.flatnonzero(tokens != wanted[: len(tokens)])
+    return int(different[0]) if len(different) else len(tokens)

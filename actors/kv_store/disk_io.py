@@ -1,0 +1,97 @@
+"""Every change to the disk, one method each, so that a test can stop at each of them.
+
+`DiskIO` announces a step before it does it. The order of steps is what crash safety rests on: write, make durable,
+rename, make the folder durable, commit the index, and only then unlink what nobody needs any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_BUFFERS_MAX = 512
+"""How many buffers go into one system call; every system allows 1024."""
+
+_WRITE_BYTES_MAX = 2**30
+"""How many bytes go into one system call; macOS refuses 2 GiB."""
+
+
+class DiskIO:
+    """The disk. Every method may raise OSError."""
+
+    def step(self, what: str, path: Path) -> None:
+        """Called before `what` is done to `path`; tests override it."""
+
+    def create(self, path: Path) -> int:
+        """A descriptor of the new file `path` (mode 0600). It must not exist."""
+        self.step("create", path)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def write(self, descriptor: int, path: Path, buffers: Sequence[memoryview | bytes]) -> None:
+        """Write all of `buffers` (of single bytes) one after the other."""
+        group: list[memoryview] = []
+        size = 0
+        for buffer in buffers:
+            view = memoryview(buffer)
+            for start in range(0, len(view), _WRITE_BYTES_MAX):
+                piece = view[start : start + _WRITE_BYTES_MAX]
+                if group and (len(group) == _BUFFERS_MAX or size + len(piece) > _WRITE_BYTES_MAX):
+                    self._write_group(descriptor, path, group)
+                    group, size = [], 0
+                group.append(piece)
+                size += len(piece)
+        if group:
+            self._write_group(descriptor, path, group)
+
+    def _write_group(self, descriptor: int, path: Path, group: list[memoryview]) -> None:
+        self.step("write", path)
+        while group:
+            written = os.writev(descriptor, group)
+            # A signal or a nearly full disk cuts a write short.
+            while group and written >= len(group[0]):
+                written -= len(group.pop(0))
+            if group:
+                group[0] = group[0][written:]
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Make the file's bytes durable. On macOS fsync leaves them in the drive's cache, so F_FULLFSYNC."""
+        self.step("sync", path)
+        if sys.platform == "darwin":
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give `source` its final name, replacing what had it."""
+        self.step("rename", target)
+        os.rename(source, target)  # noqa: PTH104
+
+    def link(self, source: Path, target: Path) -> None:
+        """A second name for `source`. Raises FileExistsError if the name is taken."""
+        self.step("link", target)
+        os.link(source, target)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Make the folder's names durable."""
+        self.step("sync folder", folder)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def unlink(self, path: Path) -> None:
+        """Remove the file, if it is there."""
+        self.step("unlink", path)
+        path.unlink(missing_ok=True)
+
+    def folder(self, path: Path) -> None:
+        """Make the folder (mode 0700), if it is not there. Its parent must be."""
+        if path.is_dir():
+            return
+        self.step("folder", path)
+        path.mkdir(mode=0o700, exist_ok=True)
+        self.sync_folder(path.parent)

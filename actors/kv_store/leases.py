@@ -1,0 +1,48 @@
+"""Who is reading which files, until when. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Leases:
+    """Files that must stay, each for as long as any unexpired lease names it.
+
+    Args:
+        count_max: leases at one time; expired ones make room.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        self._taken = 0
+        self._ends: dict[str, float] = {}
+        self._names: dict[str, frozenset[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def take(self, names: Iterable[str], now: float, lease_s: float) -> str | None:
+        """A new lease, or None where there are too many."""
+        self.expire(now)
+        if len(self._ends) >= self._count_max:
+            return None
+        self._taken += 1
+        lease = f"lease-{self._taken}"
+        self._ends[lease] = now + lease_s
+        self._names[lease] = frozenset(names)
+        return lease
+
+    def give_back(self, lease: str, now: float) -> bool:
+        """Whether it was still held."""
+        self.expire(now)
+        self._names.pop(lease, None)
+        return self._ends.pop(lease, None) is not None
+
+    def expire(self, now: float) -> None:
+        for lease in [lease for lease, ends in self._ends.items() if ends <= now]:
+            del self._ends[lease], self._names[lease]
+
+    def held(self, now: float) -> set[str]:
+        """All names that must stay."""
+        self.expire(now)
+        return set().union(*self._names.values())

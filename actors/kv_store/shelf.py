@@ -1,0 +1,298 @@
+"""What a node's KV store consists of: index, files, counters. One thread at a time; `disk.DiskStore` holds the lock.
+
+Every change is one transaction of the index; only then are the files unlinked that nobody needs any more. Files still
+to be unlinked are in the index too (*doomed*), so a crash between the two leaves nothing behind.
+
+Order of use is a counter, not a clock: clocks are set back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...cluster.errors import CorruptSegment, DiskError, DiskFull, InvalidRecord, StaleEpoch
+from .codec import NOBODY, SegmentRecord
+from .compaction import Rewritten
+from .disk_errors import typed
+from .disk_io import DiskIO
+from .index import Row, SegmentRow
+from .leases import Leases
+from .placement import Placed, add_owners, place, remove_owner
+from .recovery import recover, segment_path
+from .segment_reader import Failure, read_header
+from .segments import model_folder, read_key, session_of
+
+_COUNTER_MAX = 2**62
+
+
+@dataclass(frozen=True)
+class DiskLimits:
+    """What the disk tier may take.
+
+    Attributes:
+        bytes_max: of all segment files.
+        files_max: segment files.
+        rows_max: entries in the index, also second copies.
+        tails_per_parent_max: open ends after one block.
+        leases_max: readers' leases at one time.
+        lease_s_max: of one lease; unlinking waits for it.
+        in_flight_s: how long a file may lie there uncommitted.
+    """
+
+    bytes_max: int
+    files_max: int = 65_536
+    rows_max: int = 262_144
+    tails_per_parent_max: int = 256
+    leases_max: int = 1024
+    lease_s_max: float = 30.0
+    in_flight_s: float = 600.0
+
+
+class Shelf:
+    """An open folder of KV, whose lock is held.
+
+    Raises:
+        sqlite3.Error, OSError, DiskError: it cannot be opened.
+    """
+
+    def __init__(self, root: Path, session: str, limits: DiskLimits, io: DiskIO) -> None:
+        self.root = root
+        self.limits = limits
+        self.io = io
+        self.key = read_key(root, io)
+        self.leases = Leases(limits.leases_max)
+        self.totals = dict.fromkeys(("corrupt", "missing", "evicted", "dropped", "forgotten", "failed_removals"), 0)
+        recovery = recover(root, self.key, session, limits.tails_per_parent_max, io)
+        self.rebuilt = recovery.rebuilt
+        self.index = recovery.index
+        self._touched: dict[int, int] = {}
+        try:
+            self.totals["corrupt"] += recovery.corrupt
+            self.totals["missing"] += recovery.missing
+            self.epoch = self.index.number("epoch")
+            self._counter = max((segment.used for segment in self.index.segments()), default=0)
+            if self._counter >= _COUNTER_MAX:
+                self._renumber()
+            self.purge_if_possible(0.0)
+        except BaseException:
+            self.index.close()
+            raise
+
+    def _renumber(self) -> None:
+        order = {segment.number: used for used, segment in enumerate(self.index.segments(), 1)}
+        with self.index.transaction():
+            self.index.set_used(order)
+        self._counter = len(order)
+
+    def close(self) -> None:
+        """Write down what was used when, where that is possible, and close the index."""
+        try:
+            # Only the order of eviction is lost with it.
+            with suppress(DiskError), self.change("closing"):
+                pass
+        finally:
+            self.index.close()
+
+    @contextmanager
+    def change(self, action: str) -> Iterator[None]:
+        """A transaction with typed errors, into which also goes what was used when."""
+        with typed(action):
+            with self.index.transaction():
+                # First, while the numbers are those of the segments that were used.
+                self.index.set_used(self._touched)
+                yield
+            self._touched.clear()
+
+    def verify(self, record: SegmentRecord, path: Path) -> None:
+        """Whether the file is what its writer says. Raises `StaleEpoch`, `DiskFull` or `InvalidRecord`."""
+        if record.epoch != self.epoch:
+            raise StaleEpoch(f"the segment was written in epoch {record.epoch}, this is {self.epoch}")
+        if record.nbytes > self.limits.bytes_max:
+            raise DiskFull(f"a segment of {record.nbytes} bytes is over the budget of {self.limits.bytes_max}")
+        try:
+            with typed("reading a new segment's header"):
+                written = self._header_of(path)
+        except CorruptSegment as error:
+            self.totals["corrupt"] += 1
+            raise InvalidRecord(f"{record.name}: {error.message}") from None
+        if written.to_wire() != record.to_wire():
+            raise InvalidRecord(f"{record.name} is another segment than announced")
+
+    def _header_of(self, path: Path) -> SegmentRecord:
+        try:
+            return read_header(path, self.key).record
+        except FileNotFoundError:
+            raise InvalidRecord(f"{path.name} is not there") from None
+
+    def enter(self, record: SegmentRecord) -> Placed:
+        """Let the entries of a verified segment answer."""
+        with self.change("entering a segment"):
+            self._counter += 1
+            number = self.index.add_segment(record.name, record.model, record.nbytes, self._counter)
+            placed = place(self.index, number, record, certain=True, tails_max=self.limits.tails_per_parent_max)
+            self._remove_lonely()
+        self.totals["dropped"] += len(placed.dropped)
+        return placed
+
+    def refuse(self, record: SegmentRecord, path: Path) -> None:
+        """Remove the file of a commit that failed, unless the failure came after it counted. What stays is swept."""
+        with suppress(DiskError), typed("removing a refused segment"):
+            if self.index.segment(record.name) is None:
+                self.io.unlink(path)
+
+    def touch(self, ids: Sequence[bytes], tag: bytes) -> None:
+        """Note that a chain was used, its beginning last, and by whom."""
+        for entry in reversed(ids):
+            number = self.index.segment_of(entry)
+            if number is not None:
+                self._counter += 1
+                self._touched[number] = self._counter
+        if tag == NOBODY:
+            return
+        found = (self.index.live(entry) for entry in ids)
+        strange = [row for row in found if row is not None and tag not in row.record.owners]
+        if strange:
+            with self.change("adding an owner"):
+                for row in strange:
+                    add_owners(self.index, row, [tag])
+
+    def drop(self, failures: Iterable[Failure]) -> list[bytes]:
+        """Entries that could not be read answer no more. Returns their ids."""
+        retracted = []
+        with self.change("dropping unreadable entries"):
+            for failure in failures:
+                row = self.index.live(failure.location.id)
+                if row is not None and row.location == failure.location:
+                    self.totals["missing" if failure.missing else "corrupt"] += 1
+                    self.index.kill(row)
+                    self.index.set_erase([row.segment])
+                    retracted.append(row.record.id)
+            self._remove_lonely()
+        return retracted
+
+    def forget(self, tag: bytes) -> list[bytes]:
+        """Take the owner from all entries; what nobody else has answers no more and is marked for erasing."""
+        retracted: list[bytes] = []
+        with self.change("forgetting an owner"):
+            marked: set[int] = set()
+            for row in self.index.owned(tag):
+                if not remove_owner(self.index, row, tag):
+                    marked.add(row.segment)
+                    retracted.extend([row.record.id] if row.live else [])
+            for entry in retracted:
+                marked.update(row.segment for row in self.index.dead(entry))
+            self.index.set_erase(marked)
+            self._remove_lonely()
+        self.totals["forgotten"] += len(retracted)
+        return retracted
+
+    def replace(self, segment: SegmentRow, rewritten: Rewritten) -> list[bytes]:
+        """Put a rewritten file in the place of `segment`, which is still there. Returns ids that could not be read."""
+        lost: list[bytes] = []
+        record = rewritten.record
+        with self.change("replacing a segment"):
+            now = {row.slot: row for row in self.index.of_segment(segment.number)}
+            used = self._touched.get(segment.number, segment.used)
+            self.index.remove_segment(segment)
+            if record is not None:
+                number = self.index.add_segment(record.name, record.model, record.nbytes, used)
+                for slot, old in enumerate(rewritten.rows):
+                    row = now.get(old.slot, replace(old, live=False))
+                    self.index.add(replace(row, segment=number, name=record.name, slot=slot))
+                    if not row.live:
+                        # It died while the file was written; the next round erases it.
+                        self.index.set_erase([number])
+            for failure in rewritten.failures:
+                row = now.get(failure.location.slot)
+                if row is not None and row.live:
+                    self.totals["missing" if failure.missing else "corrupt"] += 1
+                    lost.append(row.record.id)
+            self._remove_lonely()
+        return lost
+
+    def evict(self, bytes_max: int, now: float) -> list[bytes]:
+        """Remove the least recently used files until the rest fits, but for pinned ones. Returns ids."""
+        nbytes, files, rows = self.index.size()
+        doomed = self.index.doomed()
+        # What is doomed goes as soon as its readers have left.
+        nbytes, files = nbytes - sum(size for _, _, size in doomed), files - len(doomed)
+        limits = self.limits
+
+        def fits() -> bool:
+            return nbytes <= bytes_max and files <= limits.files_max and rows <= limits.rows_max
+
+        if fits():
+            return []
+        pinned = self.leases.held(now)
+        retracted: list[bytes] = []
+        victims = []
+        for segment in sorted(self.index.segments(), key=lambda row: self._touched.get(row.number, row.used)):
+            if fits():
+                break
+            if segment.name in pinned:
+                continue
+            entries = self.index.of_segment(segment.number)
+            retracted.extend(row.record.id for row in entries if row.live)
+            nbytes, files, rows = nbytes - segment.nbytes, files - 1, rows - len(entries)
+            victims.append(segment)
+        try:
+            self.remove(victims)
+        except DiskFull:
+            # The index cannot grow to say that it shrinks. Rows without a file go at the next start, if not now.
+            with typed("unlinking files"):
+                for segment in victims:
+                    self.io.unlink(segment_path(self.root, segment))
+            self.remove(victims)
+        self.totals["evicted"] += len(retracted)
+        return retracted
+
+    def remove(self, segments: Iterable[SegmentRow]) -> None:
+        with self.change("removing segments"):
+            for segment in segments:
+                self.index.remove_segment(segment)
+
+    def _remove_lonely(self) -> None:
+        """Inside a change: give up files in which nothing answers."""
+        for segment in self.index.lonely():
+            self.index.remove_segment(segment)
+
+    def purge(self, now: float) -> None:
+        """Unlink the doomed files that nobody reads. Raises the first error after trying all."""
+        pinned = self.leases.held(now)
+        gone: list[str] = []
+        folders: set[Path] = set()
+        failed: OSError | None = None
+        with typed("unlinking files"):
+            for name, model, _ in self.index.doomed():
+                if name in pinned:
+                    continue
+                try:
+                    # A damaged name never leads out of the folder.
+                    if session_of(name) is not None:
+                        path = model_folder(self.root, model) / name
+                        self.io.unlink(path)
+                        folders.add(path.parent)
+                    gone.append(name)
+                except OSError as error:
+                    failed = failed or error
+            for folder in folders:
+                if folder.is_dir():
+                    self.io.sync_folder(folder)
+            if gone:
+                with self.index.transaction():
+                    self.index.undoom(gone)
+            if failed is not None:
+                raise failed
+
+    def purge_if_possible(self, now: float) -> None:
+        """`purge`; what fails is counted and tried again later."""
+        try:
+            self.purge(now)
+        except DiskError:
+            self.totals["failed_removals"] += 1
+
+    def live_rows(self, number: int) -> list[Row]:
+        return [row for row in self.index.of_segment(number) if row.live]

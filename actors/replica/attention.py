@@ -1,0 +1,88 @@
+"""Attention on sealed blocks: the one seam to MLX's attention.
+
+Models import `scaled_dot_product_attention` by name, so `install` rebinds that name in the modules of a loaded model. A
+model that never calls it computes with the dequantized arrays instead, to the same result.
+
+A decode step reads every sealed block of every row. It can multiply the codes directly, or dequantize them for MLX's
+fused kernel; which is faster depends on device, batch and length.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from .sealed_cache import SealedKVCache, View
+from .sealing import KEY_GROUP, SealPolicy, value_group
+
+NAME = "scaled_dot_product_attention"
+
+
+def install(model: Any) -> bool:
+    """Let the model's layers attend to sealed blocks directly, where their caches say so.
+
+    Returns:
+        Whether any of its modules calls MLX's attention by that name.
+    """
+    names = {type(module).__module__ for _, module in model.named_modules()}
+    found = [module for name in names if callable(getattr(module := sys.modules[name], NAME, None))]
+    for module in found:
+        before = getattr(module, NAME)
+        if not isinstance(before, _Attend):
+            setattr(module, NAME, _Attend(before))
+    return bool(found)
+
+
+class _Attend:
+    """In place of `plain`, which is what the model's module had imported."""
+
+    def __init__(self, plain: Callable[..., mx.array]) -> None:
+        self._plain = plain
+
+    def __call__(
+        self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any = None, *rest: Any, **named: Any
+    ) -> mx.array:
+        view, direct = (cache.view, cache.shared.direct) if isinstance(cache, SealedKVCache) else (None, None)
+        if (
+            view is not None
+            and direct is not None
+            and not rest
+            and keys is view.plain_keys
+            and queries.shape[2] == 1
+            and named.get("sinks") is None
+            and direct(queries.shape[0], view.sealed.tokens)
+        ):
+            return attend(queries, view, cache.policy, named["scale"], named.get("mask"))
+        return self._plain(queries, keys, values, cache, *rest, **named)
+
+
+def attend(queries: mx.array, view: View, policy: SealPolicy, scale: float, mask: mx.array | None) -> mx.array:
+    """One query a row against codes and tail.
+
+    Args:
+        queries: (rows, heads, 1, key_dim).
+        mask: (rows, 1, 1, columns) or None.
+
+    Returns:
+        (rows, heads, 1, value_dim).
+    """
+    rows, heads, _, dim = queries.shape
+    kv_heads, sealed = view.keys.shape[1], view.sealed
+    dtype, value_dim = queries.dtype, view.values.shape[3]
+    grouped = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, dim)
+    codes = (sealed.key_codes, sealed.key_scales.astype(dtype), sealed.key_biases.astype(dtype))
+    before = mx.quantized_matmul(grouped, *codes, transpose=False, group_size=KEY_GROUP, bits=policy.key_bits)
+    scores = mx.concatenate([before, grouped @ view.keys.swapaxes(2, 3)], axis=3)
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.finfo(dtype).min)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    tokens = sealed.tokens
+    codes = (sealed.value_codes, sealed.value_scales.astype(dtype), sealed.value_biases.astype(dtype))
+    out = mx.quantized_matmul(
+        weights[..., :tokens], *codes, transpose=False, group_size=value_group(value_dim), bits=policy.value_bits
+    )
+    out = out[..., :value_dim] + weights[..., tokens:] @ view.values
+    return out.reshape(rows, heads, 1, value_dim)

@@ -1,0 +1,132 @@
+"""Which way a decode step attends to sealed blocks: measured once on a device, and kept.
+
+Multiplying the 4-bit codes reads least memory, and dequantizing for MLX's fused kernel computes fastest. Which one wins
+differs between a CPU, Metal and CUDA, and with the rows and tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from bisect import bisect_left
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..kv_store.blocks import BLOCK_TOKENS
+from . import sealing
+from .attention import attend
+from .sealed_cache import Choose, View
+from .sealing import SealPolicy
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 4, 16)
+TOKENS = (256, 1024, 4096)
+REPEATS = 5
+BUDGET_S = 2.0
+"""Points that there is no time for are taken as their neighbour, the next smaller one."""
+
+Shape = tuple[int, int, int, int]
+"""Heads, KV heads, key channels, value channels of a layer."""
+
+Table = dict[tuple[int, int], float]
+"""By (rows, tokens): the time of attending to codes over that of dequantizing."""
+
+
+def choose_from(table: Table) -> Choose:
+    """The faster way at the nearest measured point that is not smaller; the largest beyond."""
+    rows, tokens = (sorted({key[axis] for key in table}) for axis in (0, 1))
+
+    def choose(row_count: int, token_count: int) -> bool:
+        row = rows[min(bisect_left(rows, row_count), len(rows) - 1)]
+        return table[row, tokens[min(bisect_left(tokens, token_count), len(tokens) - 1)]] < 1.0
+
+    return choose
+
+
+def measured_choice(path: Path | None, shape: Shape, policy: SealPolicy, dtype: mx.Dtype) -> Choose:
+    """The choice for layers of `shape`, from the table in the file `path`, or measured now and kept there."""
+    key = _key(shape, policy, dtype)
+    known = _read(path)
+    if key not in known:
+        table = measure(shape, policy, dtype)
+        known[key] = [[*point, round(ratio, 3)] for point, ratio in table.items()]
+        _write(path, known)
+    return choose_from({(rows, tokens): ratio for rows, tokens, ratio in known[key]})
+
+
+def measure(shape: Shape, policy: SealPolicy, dtype: mx.Dtype, clock: Callable[[], float] = time.perf_counter) -> Table:
+    """Time both ways at every point, within `BUDGET_S` or little more."""
+    heads, kv_heads, key_dim, value_dim = shape
+    ends, table, last = clock() + BUDGET_S, Table(), 1.0
+    for rows in ROWS:
+        for tokens in TOKENS:
+            if clock() < ends:
+                keys = mx.random.normal((rows, kv_heads, tokens, key_dim)).astype(dtype)
+                values = mx.random.normal((rows, kv_heads, tokens, value_dim)).astype(dtype)
+                sealed = sealing.seal(keys, values, policy)
+                queries = mx.random.normal((rows, heads, 1, key_dim)).astype(dtype)
+                opened = (keys[:, :, : BLOCK_TOKENS // 2], values[:, :, : BLOCK_TOKENS // 2])
+                last = _ratio(queries, View(sealed, *opened, keys), policy, clock)
+            table[rows, tokens] = last
+    return table
+
+
+def _ratio(queries: mx.array, view: View, policy: SealPolicy, clock: Callable[[], float]) -> float:
+    scale, value_dim = queries.shape[3] ** -0.5, view.values.shape[3]
+
+    def direct() -> mx.array:
+        return attend(queries, view, policy, scale, None)
+
+    def plain() -> mx.array:
+        keys, values = sealing.unseal(view.sealed, policy, value_dim, queries.dtype)
+        keys, values = mx.concatenate([keys, view.keys], axis=2), mx.concatenate([values, view.values], axis=2)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=None)
+
+    mx.eval(queries, view.keys, view.values, view.sealed, direct(), plain())
+    best = []
+    for way in (direct, plain):
+        times = []
+        for _ in range(REPEATS):
+            started = clock()
+            mx.eval(way())
+            times.append(clock() - started)
+        best.append(min(times))
+    return best[0] / best[1]
+
+
+def _key(shape: Shape, policy: SealPolicy, dtype: mx.Dtype) -> str:
+    info = mx.device_info()
+    device = info.get("device_name") or info.get("architecture") or mx.default_device().type.name
+    return f"{device}, mlx {version('mlx')}, {'x'.join(map(str, shape))}, {policy.name}, {dtype}"
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s is of no use, kernels are measured again: %s", path, error)
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _write(path: Path | None, known: dict[str, Any]) -> None:
+    if path is None:
+        return
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        # It saves three seconds at the next start, no more.
+        logger.warning("%s cannot be written: %s", path, error)
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,186 @@
+"""Sealed KV: full blocks quantized once, for ever.
+
+Keys are quantized per channel, in groups along the *token* axis, because a channel of keys keeps its size from token to
+token and channels differ much; so they are stored transposed. Values are quantized per token, in groups along the head
+axis. Scales and biases are rounded to 16 bits as a part of sealing, and attention uses the rounded ones: 4.5 bits an
+element with 4-bit codes in groups of 64.
+
+Shapes, for `rows` rows of `blocks` blocks and T = 256 * blocks tokens:
+
+    keys      (rows, kv_heads, T, key_dim)         codes    (rows, kv_heads, key_dim, T * bits / 32), uint32
+                                                   scales   (rows, kv_heads, key_dim, T / 64), 16 bits; biases alike
+    values    (rows, kv_heads, T, value_dim)       codes    (rows, kv_heads, T, padded * bits / 32), uint32
+                                                   scales   (rows, kv_heads, T, padded / group); biases alike
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..kv_store.blocks import BLOCK_TOKENS
+
+KEY_GROUP = 64
+
+FORMAT_VERSION = 1
+"""Of the layout and rounding here; a part of the model id."""
+
+
+@dataclass(frozen=True)
+class SealPolicy:
+    """How many bits a code of keys and of values has."""
+
+    name: str
+    key_bits: int
+    value_bits: int
+
+
+POLICIES = {policy.name: policy for policy in (SealPolicy("q4", 4, 4), SealPolicy("k8v4", 8, 4))}
+"""By the name that a model's config gives. Its `fp16` seals nothing."""
+
+
+class Sealed(NamedTuple):
+    """Sealed blocks of one layer; see the module's shapes."""
+
+    key_codes: mx.array
+    key_scales: mx.array
+    key_biases: mx.array
+    value_codes: mx.array
+    value_scales: mx.array
+    value_biases: mx.array
+
+    @property
+    def tokens(self) -> int:
+        return self.value_codes.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self)
+
+
+TOKEN_AXES = (3, 3, 3, 2, 2, 2)
+"""The axis of every array that grows with the tokens."""
+
+
+def value_group(dim: int) -> int:
+    """The group size of values with `dim` channels: 64 where that divides it, else 32."""
+    return 64 if dim % 64 == 0 else 32
+
+
+def _padded(dim: int) -> int:
+    return -(-dim // 32) * 32
+
+
+def sealed_token_bytes(kv_heads: int, key_dim: int, value_dim: int, policy: SealPolicy) -> int:
+    """What a token of one sealed layer takes, rounded up."""
+    keys = key_dim * (policy.key_bits / 8 + 4 / KEY_GROUP)
+    values = _padded(value_dim) * (policy.value_bits / 8 + 4 / value_group(value_dim))
+    return -int(-kv_heads * (keys + values) // 1)
+
+
+def _scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    return dtype if dtype.size == 2 else mx.float16
+
+
+def seal(keys: mx.array, values: mx.array, policy: SealPolicy) -> Sealed:
+    """Quantize whole blocks; keys and values as in the module's shapes."""
+    if keys.shape[2] % BLOCK_TOKENS:
+        raise ValueError(f"{keys.shape[2]} tokens are no whole blocks")
+    dim = values.shape[3]
+    if _padded(dim) != dim:
+        values = mx.pad(values, [(0, 0), (0, 0), (0, 0), (0, _padded(dim) - dim)])
+    scale = _scale_dtype(keys.dtype)
+    key_codes, key_scales, key_biases = mx.quantize(
+        mx.contiguous(keys.swapaxes(2, 3)), group_size=KEY_GROUP, bits=policy.key_bits
+    )
+    value_codes, value_scales, value_biases = mx.quantize(
+        mx.contiguous(values), group_size=value_group(dim), bits=policy.value_bits
+    )
+    return Sealed(
+        key_codes,
+        key_scales.astype(scale),
+        key_biases.astype(scale),
+        value_codes,
+        value_scales.astype(scale),
+        value_biases.astype(scale),
+    )
+
+
+def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Keys and values as attention takes them, in the compute dtype."""
+    keys = mx.dequantize(
+        sealed.key_codes,
+        sealed.key_scales.astype(dtype),
+        sealed.key_biases.astype(dtype),
+        group_size=KEY_GROUP,
+        bits=policy.key_bits,
+    ).swapaxes(2, 3)
+    values = mx.dequantize(
+        sealed.value_codes,
+        sealed.value_scales.astype(dtype),
+        sealed.value_biases.astype(dtype),
+        group_size=value_group(value_dim),
+        bits=policy.value_bits,
+    )
+    return keys, values if values.shape[3] == value_dim else values[..., :value_dim]
+
+
+def blocks_of(sealed: Sealed, start: int, stop: int) -> Sealed:
+    """Blocks [start, stop), a view."""
+    tokens = sealed.tokens
+    parts = []
+    for array, axis in zip(sealed, TOKEN_AXES, strict=True):
+        width = array.shape[axis] * BLOCK_TOKENS // tokens
+        span = [slice(None)] * 4
+        span[axis] = slice(start * width, stop * width)
+        parts.append(array[tuple(span)])
+    return Sealed(*parts)
+
+
+def rows_of(sealed: Sealed, rows: slice | mx.array) -> Sealed:
+    return Sealed(*(array[rows] for array in sealed))
+
+
+def join_tokens(parts: Sequence[Sealed]) -> Sealed:
+    """Blocks after blocks."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = zip(*parts, strict=True)
+    return Sealed(*(mx.concatenate(list(pieces), axis=axis) for pieces, axis in zip(arrays, TOKEN_AXES, strict=True)))
+
+
+def join_rows(parts: Sequence[Sealed]) -> Sealed:
+    """Rows after rows, of equal numbers of blocks."""
+    return Sealed(*(mx.concatenate(list(pieces), axis=0) for pieces in zip(*parts, strict=True)))
+
+
+def pad_blocks(sealed: Sealed, blocks: int) -> Sealed:
+    """The same with room for `blocks` blocks in all; the new ones are zero, so that they do no harm where masked."""
+    more = blocks * BLOCK_TOKENS - sealed.tokens
+    if more == 0:
+        return sealed
+    parts = []
+    for array, axis in zip(sealed, TOKEN_AXES, strict=True):
+        widths = [(0, 0)] * 4
+        widths[axis] = (0, array.shape[axis] * more // sealed.tokens)
+        parts.append(mx.pad(array, widths))
+    return Sealed(*parts)
+
+
+def place(sealed: Sealed, row: int, block: int, new: Sealed) -> Sealed:
+    """The same with the blocks of `new`, one row, at `block` of `row`."""
+    parts = []
+    for array, fresh, axis in zip(sealed, new, TOKEN_AXES, strict=True):
+        width = array.shape[axis] * BLOCK_TOKENS // sealed.tokens
+        start = [0, 0, 0, 0]
+        start[0], start[axis] = row, block * width
+        parts.append(mx.slice_update(array, fresh, mx.array(start), axes=(0, 1, 2, 3)))
+    return Sealed(*parts)
+
+
+def copy(sealed: Sealed) -> Sealed:
+    """Copies that do not keep alive what they were cut from."""
+    return Sealed(*(array + mx.zeros((), dtype=array.dtype) for array in sealed))

@@ -1,0 +1,106 @@
+"""The routes under `/v1/agents` and `/v1/cache`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from ..cluster.errors import AgentNotFound, InvalidRequest, Unavailable
+from .agent_views import PAGE_MAX, agent_info, agent_page, forget_agent, fork_agent, release_agent
+from .agents import AgentMemory
+from .generation import Generator
+from .http import BodyReader, CancelOnDisconnect
+from .openai import ForkBody, InjectBody, parse_body
+from .requests import TENANT, ChatRequest, agent_key
+
+_PAGE = 20
+
+
+class AgentRoutes:
+    """What can be done with agents, and with the KV that replicas keep for reuse."""
+
+    def __init__(self, generator: Generator, bodies: BodyReader) -> None:
+        self._generator = generator
+        self._bodies = bodies
+
+    async def list_agents(self, request: Request) -> Response:
+        """The agents that are remembered, by their ids; `limit` and `after` page through them."""
+        given = request.query_params.get("limit", str(_PAGE))
+        if not (given.isascii() and given.isdigit() and len(given) < 10):
+            raise InvalidRequest(f"limit must be 1 to {PAGE_MAX}", param="limit")
+        after = request.query_params.get("after", "")
+        return JSONResponse(await agent_page(self._memory.store, self._generator.backend, TENANT, int(given), after))
+
+    async def get_agent(self, agent_id: str) -> Response:
+        """One agent."""
+        return JSONResponse(await agent_info(self._memory.store, self._generator.backend, agent_key(agent_id)))
+
+    async def inject(self, request: Request, agent_id: str) -> Response:
+        """Put messages into an agent's memory, without a reply."""
+        agent_key(agent_id)
+        async with self._bodies.reading(request) as data:
+            body = await asyncio.to_thread(parse_body, InjectBody, data)
+        waited_s = time.perf_counter() - request.state.arrived
+        work = ChatRequest(
+            messages=body.messages,
+            model=body.model or "",
+            agent=agent_id,
+            agent_continue=True,
+            request_id=request.state.request_id,
+            waited_s=waited_s,
+        )
+        async with CancelOnDisconnect(request.receive):
+            usage = await self._generator.inject(work)
+        answer = {
+            "id": f"inject-{secrets.token_hex(12)}",
+            "object": "agent.injection",
+            "agent_id": agent_id,
+            "tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "computed_tokens": usage.prompt_tokens - usage.cached_tokens,
+        }
+        return JSONResponse(answer)
+
+    async def fork(self, request: Request, agent_id: str) -> Response:
+        """Copy an agent to a new id."""
+        key = agent_key(agent_id)
+        async with self._bodies.reading(request) as data:
+            body = await asyncio.to_thread(parse_body, ForkBody, data)
+        return JSONResponse(await fork_agent(self._memory.store, key, body.target))
+
+    async def release(self, agent_id: str) -> Response:
+        """Drop an agent's KV from the replicas' memory; what is on the disk stays."""
+        return JSONResponse(await release_agent(self._memory.store, agent_key(agent_id)))
+
+    async def forget(self, agent_id: str) -> Response:
+        """Erase an agent's memory."""
+        if not await forget_agent(self._memory, agent_key(agent_id)):
+            raise AgentNotFound(f"there is no agent {agent_id!r}", param="id")
+        return JSONResponse({"id": agent_id, "object": "agent.deleted", "deleted": True})
+
+    async def clear_cache(self) -> Response:
+        """Let every replica drop the KV that it keeps for reuse. Agents' memory stays."""
+        return JSONResponse({"object": "cache.deleted", "deleted": True, "bytes": await self._memory.store.clear()})
+
+    async def cache_stats(self) -> Response:
+        """What the replicas keep for reuse, and what that has saved."""
+        stats = [each for each in await self._generator.backend.stats() if each.answers]
+        answer = {
+            "object": "cache.stats",
+            "hits": sum(each.prefix_hits_total for each in stats),
+            "misses": sum(each.prefix_misses_total for each in stats),
+            "tokens_saved": sum(each.cached_tokens_total for each in stats),
+            "entry_count": sum(each.prefix_blocks for each in stats),
+            "current_memory_bytes": sum(each.prefix_bytes for each in stats),
+        }
+        return JSONResponse(answer)
+
+    @property
+    def _memory(self) -> AgentMemory:
+        if self._generator.memory is None:
+            raise Unavailable("this endpoint keeps no agents' memory", retry_after_s=None)
+        return self._generator.memory

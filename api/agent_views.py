@@ -1,0 +1,137 @@
+"""Agents as clients see them, and what can be done with one: shared by the HTTP routes and the Python handles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..actors.kv_store.blocks import BLOCK_TOKENS
+from ..cluster.errors import InvalidRequest
+from .agents import AgentMemory, Store
+from .backend import Backend
+from .requests import agent_key
+
+PAGE_MAX = 100
+
+
+def agent_id_of(key: str) -> str:
+    """The id in an agent's key, which has the tenant before it."""
+    return key.partition("/")[2]
+
+
+async def agent_page(store: Store, backend: Backend, tenant: str, limit: int, after: str) -> dict[str, Any]:
+    """A page of the agents, in OpenAI's form of a list.
+
+    Raises:
+        InvalidRequest: `limit` is out of range, or `after` is no agent id.
+    """
+    if not 1 <= limit <= PAGE_MAX:
+        raise InvalidRequest(f"limit must be 1 to {PAGE_MAX}", param="limit")
+    found = await store.call("agents", tenant, _key(after, "after") if after else f"{tenant}/", limit + 1)
+    names = await _names(backend)
+    data = [_view(each, names) for each in found[:limit]]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(found) > limit,
+    }
+
+
+async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]:
+    """One agent.
+
+    Returns:
+        `tokens`, `blocks` (of KV that the tokens fill), `messages`, `turns` and `model` of its main branch, `bytes` and
+        `branches` of all, `created` and `last_used` in Unix time, and `tier`: `hot` where a replica has blocks of it
+        in memory, `warm` where the disk has, else `cold`.
+
+    Raises:
+        AgentNotFound: nothing is known of it.
+    """
+    view = _view(await store.call("info", key), await _names(backend))
+    chains = [(model, ids) for model, ids in await store.call("blocks", key) if ids]
+    if any([await store.held(model, ids) for model, ids in chains]):
+        return {**view, "tier": "hot"}
+    on_disk = any([await store.call("disk_held", model, ids) for model, ids in chains])
+    return {**view, "tier": "warm" if on_disk else "cold"}
+
+
+async def fork_agent(store: Store, key: str, target: Any) -> dict[str, Any]:
+    """Copy the agent to the new id `target`.
+
+    Raises:
+        AgentNotFound, AgentExists, InvalidRequest: there is nothing to copy, or no place for it.
+    """
+    if not isinstance(target, str) or not target:
+        raise InvalidRequest("as must be the new agent's id", param="as")
+    new = _key(target, "as")
+    branches = await store.call("fork", key, new)
+    return {"id": target, "object": "agent.fork", "forked_from": agent_id_of(key), "branches": branches}
+
+
+async def release_agent(store: Store, key: str) -> dict[str, Any]:
+    """Drop the agent's KV from the replicas' memory; what is on the disk stays.
+
+    Raises:
+        AgentNotFound: nothing is known of it.
+    """
+    await store.call("info", key)
+    released = await _release(store, await store.call("blocks", key))
+    return {"id": agent_id_of(key), "object": "agent.release", "bytes": released}
+
+
+async def forget_agent(memory: AgentMemory, key: str) -> bool:
+    """Erase all that is known of the agent. Returns whether there was anything."""
+    store = memory.store
+    blocks = await store.call("blocks", key, True)
+    known = await store.call("forget", key)
+    memory.lines.forget(key)
+    await _release(store, blocks)
+    return known
+
+
+async def _release(store: Store, blocks: list[Any]) -> int:
+    return sum([await store.release(model, ids) for model, ids in blocks if ids])
+
+
+async def _names(backend: Backend) -> dict[bytes, str]:
+    return {model.model_id: model.name for model in await backend.models()}
+
+
+def _view(described: dict[str, Any], names: dict[bytes, str]) -> dict[str, Any]:
+    branches = [_branch_view(branch, names) for branch in described["branches"]]
+    shown = next((each for each in branches if each["branch"] == described["main"]), branches[0])
+    return {
+        "id": agent_id_of(described["agent"]),
+        "object": "agent",
+        "model": shown["model"],
+        "tokens": shown["tokens"],
+        "blocks": shown["blocks"],
+        "messages": shown["messages"],
+        "turns": shown["turns"],
+        "bytes": sum(branch["nbytes"] for branch in described["branches"]),
+        "created": int(min(branch["created"] for branch in described["branches"])),
+        "last_used": int(max(branch["used"] for branch in described["branches"])),
+        "branches": branches,
+    }
+
+
+def _branch_view(branch: dict[str, Any], names: dict[bytes, str]) -> dict[str, Any]:
+    return {
+        "branch": branch["branch"],
+        "epoch": branch["epoch"],
+        "model": names.get(branch["model"], branch["model"].hex()),
+        "tokens": branch["tokens"],
+        "blocks": branch["tokens"] // BLOCK_TOKENS,
+        "messages": branch["messages"],
+        "turns": branch["turns"],
+        "last_used": int(branch["used"]),
+    }
+
+
+def _key(agent: str, name: str) -> str:
+    try:
+        return agent_key(agent)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message.replace("agent_id", name, 1), param=name) from None

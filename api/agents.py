@@ -1,0 +1,375 @@
+"""Agents' memory as a request sees it: recalled before it, kept when it ends, before its last event leaves.
+
+Memory only saves work for a stateless turn, so a store that does not answer holds none up for longer than
+`STORE_ANSWER_S`. A continuing turn rests on the stored transcript, so it fails where that cannot be had or kept.
+Nothing here knows Ray: a `Store` stands between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import logging
+import time
+import uuid
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..cluster.errors import AgentBusy, SatchelError, Unavailable
+from .continuation import Continuation, IndexedLine, Line, Match, index_line
+from .history import History, Message
+from .text import TextModel
+
+_log = logging.getLogger(__name__)
+
+STORE_ANSWER_S = 2.0
+"""How long a stateless turn waits for the store, before and after."""
+
+TURN_ANSWER_S = 10.0
+"""How long a continuing turn asks a store that does not answer for what it cannot do without."""
+
+RETRY_S = 0.25
+
+RENEW_TURN_S = 20.0
+
+LINES_BYTES_MAX = 64 * 2**20
+_TOKEN_BYTES = 16
+"""Of a prepared line: its id, where it ends, and the text in characters and bytes, which are counted apart."""
+
+
+class Store(Protocol):
+    """The store actor, and the replicas where they hold agents' KV."""
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """The result of a method of `KVStoreActor`.
+
+        Raises:
+            SatchelError: what it answered, or that it does not answer.
+        """
+        ...
+
+    async def release(self, model_id: bytes, block_ids: list[bytes]) -> int:
+        """Let the replicas of a model drop blocks, and the tails after them, from memory. Returns how many bytes."""
+        ...
+
+    async def held(self, model_id: bytes, block_ids: list[bytes]) -> int:
+        """How many of the blocks the replicas of a model have in memory."""
+        ...
+
+    async def clear(self) -> int:
+        """Let every replica drop what it keeps in memory for reuse. Returns how many bytes that were.
+
+        Raises:
+            Unavailable: a replica did not do so.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLine:
+    """A branch as this process knows it."""
+
+    branch: int
+    epoch: int
+    turns: int
+    line: IndexedLine
+    history: History
+
+    @property
+    def nbytes(self) -> int:
+        return _TOKEN_BYTES * len(self.line.tokens) + 2 * len(self.line.data) + 512
+
+
+class _Lines:
+    """Branches used lately, by agent and model, within `bytes_max`."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._agents: OrderedDict[tuple[str, bytes], dict[int, KnownLine]] = OrderedDict()
+        self._bytes_max = bytes_max
+        self.nbytes = 0
+
+    def get(self, key: tuple[str, bytes]) -> dict[int, KnownLine]:
+        if key in self._agents:
+            self._agents.move_to_end(key)
+        return dict(self._agents.get(key, {}))
+
+    def set(self, key: tuple[str, bytes], lines: dict[int, KnownLine]) -> None:
+        old = self._agents.pop(key, {})
+        self.nbytes -= sum(line.nbytes for line in old.values())
+        if lines:
+            self._agents[key] = lines
+            self.nbytes += sum(line.nbytes for line in lines.values())
+        while self.nbytes > self._bytes_max:
+            _, gone = self._agents.popitem(last=False)
+            self.nbytes -= sum(line.nbytes for line in gone.values())
+
+    def forget(self, agent: str) -> None:
+        for key in [key for key in self._agents if key[0] == agent]:
+            self.set(key, {})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a turn leaves: the prompt's and the answer's tokens, the text they spell, the transcript, and how the prompt
+    continued what was there (None where there was nothing)."""
+
+    tokens: Sequence[int]
+    text: str
+    messages: list[Message]
+    continuation: Continuation | None
+    injected: bool = False
+
+
+class AgentMemory:
+    """The memory of all agents, for one event loop.
+
+    Attributes:
+        store: what keeps it.
+        matches: prompts by how they continued their agent's memory.
+        recomputed: tokens that memory had and that were not kept, by reason.
+        commits: turns by what became of them.
+    """
+
+    def __init__(self, store: Store, *, lines_bytes_max: int = LINES_BYTES_MAX) -> None:
+        self.store = store
+        self.matches: Counter[str] = Counter()
+        self.recomputed: Counter[str] = Counter()
+        self.commits: Counter[str] = Counter()
+        self.lines = _Lines(lines_bytes_max)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def turn(self, agent: str, model_id: bytes, text: TextModel, *, continues: bool) -> Turn:
+        """A turn of the agent (its key) that has not begun yet."""
+        return Turn(self, agent, model_id, text, continues)
+
+    def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        # In a context of its own: Ray cancels the calls that it takes for a request's children with the request.
+        task = asyncio.create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def count(self, continuation: Continuation | None, lines: Sequence[KnownLine]) -> None:
+        """Count how a prompt continued the agent's lines."""
+        if continuation is None or continuation.line is None or continuation.match is None:
+            self.matches["new"] += 1
+            return
+        self.matches[continuation.match.value] += 1
+        lost = len(lines[continuation.line].line.tokens) - continuation.kept_tokens
+        if lost > 0:
+            self.recomputed[continuation.reason or "other"] += lost
+
+
+class Turn:
+    """One turn of an agent, from `open` to `commit` or `leave`.
+
+    Attributes:
+        continues: whether it is appended to the stored transcript.
+        lines: the branches it may continue.
+        messages: the stored transcript that it is appended to, in OpenAI's form.
+    """
+
+    def __init__(self, memory: AgentMemory, agent: str, model_id: bytes, text: TextModel, continues: bool) -> None:
+        self.agent = agent
+        self.continues = continues
+        self.lines: list[KnownLine] = []
+        self.messages: list[Message] = []
+        self._memory = memory
+        self._model_id = model_id
+        self._text = text
+        self._name = uuid.uuid4().hex if continues else ""
+        self._since = 0
+        self._main: tuple[int, int, int] | None = None
+        self._renewing: asyncio.Task[Any] | None = None
+        self._over = False
+
+    async def open(self) -> None:
+        """Recall the agent's memory; a continuing turn waits for the one before it.
+
+        Raises:
+            AgentBusy: that takes too long.
+            Unavailable: a continuing turn cannot have its transcript.
+        """
+        if self.continues:
+            await self._begin()
+            return
+        try:
+            async with asyncio.timeout(STORE_ANSWER_S):
+                known = self._known()
+                epochs = {line.branch: line.epoch for line in known.values()}
+                answer = await self._call("recall", self._model_id, epochs)
+        except (SatchelError, TimeoutError) as error:
+            self._memory.commits["not recalled"] += 1
+            _log.warning("agent %s is not recalled: %s", self.agent, error or "the store takes too long")
+            return
+        self._since = answer["since"]
+        await self._learn(answer["branches"], known)
+
+    async def _begin(self) -> None:
+        self._renewing = self._memory.background(self._renew())
+        known = self._known()
+        epochs = {line.branch: line.epoch for line in known.values()}
+        answer = await self._insist("begin", self._name, self._model_id, epochs)
+        self._since = answer["since"]
+        branch = answer["branch"]
+        if branch is None:
+            return
+        self._main = branch["branch"], branch["epoch"], branch["turns"]
+        self.messages = await asyncio.to_thread(json.loads, branch["transcript"])
+        # Of another model there are no tokens, and none are known.
+        await self._learn([branch], known, all_of_them=False)
+
+    def _known(self) -> dict[int, KnownLine]:
+        return self._memory.lines.get((self.agent, self._model_id))
+
+    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return await self._memory.store.call(method, self.agent, *arguments, **named)
+
+    async def _insist(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """As `_call`, but a store that does not answer may be starting again."""
+        ends = time.monotonic() + TURN_ANSWER_S
+        while True:
+            try:
+                return await self._call(method, *arguments, **named)
+            except Unavailable:
+                if time.monotonic() > ends - RETRY_S:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def _learn(
+        self, branches: list[dict[str, Any]], known: dict[int, KnownLine], *, all_of_them: bool = True
+    ) -> None:
+        """Take the lines of `branches`; those without content are known."""
+        new = [branch for branch in branches if "token_ids" in branch]
+        prepared = await asyncio.to_thread(lambda: [_known_line(each, self._text) for each in new])
+        learned = {line.branch: line for line in prepared}
+        for branch in branches:
+            line = learned.get(branch["branch"]) or known.get(branch["branch"])
+            if line is not None and line.epoch == branch["epoch"]:
+                self.lines.append(line)
+        if all_of_them:
+            known = {}
+        self._memory.lines.set((self.agent, self._model_id), known | {line.branch: line for line in self.lines})
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_TURN_S)
+            # A store that restarts has no leases; the commit will tell.
+            with suppress(SatchelError):
+                await self._call("renew", self._name)
+
+    async def commit(self, kept: Kept) -> None:
+        """Keep what the turn computed. A stateless turn that cannot be kept is logged and counted.
+
+        Raises:
+            AgentBusy: a continuing turn was lost, or its agent forgotten, meanwhile.
+            Unavailable: a continuing turn cannot be kept.
+        """
+        self._over = True
+        try:
+            async with asyncio.timeout(2 * TURN_ANSWER_S if self.continues else STORE_ANSWER_S):
+                outcome = await self._commit(kept)
+        except (SatchelError, TimeoutError) as error:
+            self._memory.commits["failed"] += 1
+            _log.warning("a turn of agent %s is not kept: %s", self.agent, error or "the store takes too long")
+            if self.continues:
+                self._abandon()
+                raise Unavailable("the answer could not be kept in the agent's memory") from error
+            return
+        except asyncio.CancelledError:
+            # Perhaps before the store was asked; where it was, there is nothing to give back and no harm done.
+            if self.continues:
+                self._abandon()
+            raise
+        finally:
+            self._stop_renewing()
+        self._memory.commits[outcome] += 1
+        if outcome in ("replaced", "opened"):
+            return
+        _log.warning("a turn of agent %s is not kept: %s", self.agent, outcome)
+        if self.continues:
+            raise _refusal(self.agent, outcome)
+
+    async def _commit(self, kept: Kept) -> str:
+        def pack() -> tuple[tuple[int, int, int] | None, bytes, bytes, IndexedLine, History]:
+            transcript = json.dumps(kept.messages, ensure_ascii=False, separators=(",", ":")).encode()
+            tokens = array("I", kept.tokens)
+            line = index_line(Line(kept.text, tokens), self._text)
+            return self._base(kept), tokens.tobytes(), transcript, line, History(kept.messages)
+
+        base, token_ids, transcript, line, history = await asyncio.to_thread(pack)
+        turns = 1 if base is None else base[2] + 1
+        fields = {
+            "token_ids": token_ids,
+            "text": kept.text,
+            "transcript": transcript,
+            "messages": len(kept.messages),
+            "model": self._model_id,
+            "since": self._since,
+            "branch": base[0] if base else None,
+            "epoch": base[1] if base else 0,
+            "turns": turns,
+            "injected": kept.injected,
+            "turn": self._name,
+        }
+        # Where the answer to a first try was lost with the store's process, a second one opens a branch of its own.
+        outcome = await self._insist("commit", **fields) if self.continues else await self._call("commit", **fields)
+        if outcome["kind"] in ("replaced", "opened"):
+            new = KnownLine(outcome["branch"], outcome["epoch"], turns, line, history)
+            self._memory.lines.set((self.agent, self._model_id), self._known() | {new.branch: new})
+        return outcome["kind"]
+
+    def _base(self, kept: Kept) -> tuple[int, int, int] | None:
+        """The branch that the turn continues, its epoch and its turns."""
+        if self.continues:
+            return self._main
+        found = kept.continuation
+        if found is None or found.line is None:
+            return None
+        line = self.lines[found.line]
+        # Templates that leave an answer's reasoning out of the history change the text of the same conversation.
+        if found.match in (Match.EXACT, Match.EXTEND) or line.history.begins(kept.messages):
+            return line.branch, line.epoch, line.turns
+        return None
+
+    def leave(self) -> None:
+        """Give the turn back unless it is over. Does not wait."""
+        if not self._over:
+            self._over = True
+            self._stop_renewing()
+            if self.continues:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        async def abandon() -> None:
+            # Where that fails the turn's lease runs out.
+            with suppress(SatchelError, TimeoutError):
+                async with asyncio.timeout(TURN_ANSWER_S):
+                    await self._call("abandon", self._name)
+
+        self._memory.background(abandon())
+
+    def _stop_renewing(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+
+
+def _known_line(branch: dict[str, Any], text: TextModel) -> KnownLine:
+    tokens = array("I")
+    tokens.frombytes(branch["token_ids"])
+    line = index_line(Line(branch["text"], tokens), text)
+    return KnownLine(
+        branch["branch"], branch["epoch"], branch["turns"], line, History(json.loads(branch["transcript"]))
+    )
+
+
+def _refusal(agent: str, outcome: str) -> SatchelError:
+    name = agent.partition("/")[2]
+    if outcome == "no room":
+        return Unavailable(f"the memory of agent {name!r} is larger than transcripts_bytes_max allows")
+    return AgentBusy(f"agent {name!r} was {'forgotten' if outcome == 'forgotten' else 'changed'} during this turn")

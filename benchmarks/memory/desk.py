@@ -1,0 +1,122 @@
+"""An engine turned by hand: no thread, no Ray, no HTTP. One desk has one loaded model."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from neighbours import BENCHMARKS
+
+from satchel.actors.kv_store.blocks import block_ids, root_id
+from satchel.actors.messages import GenerateRequest, RowUpdate, Sampling
+from satchel.actors.replica import models
+from satchel.actors.replica.engine import Engine
+from satchel.cluster.config import Scheduling
+from satchel.cluster.errors import SatchelError
+
+CONSUMER = "bench"
+PREFIX_BYTES_MAX = 2**30
+KV_MEMORY_FRACTION = 0.25
+TURNS_S_MAX = 900.0
+SPECIAL_TOKENS = 20
+"""The last ids of a vocabulary are control tokens, which no prompt here has."""
+
+
+@dataclass
+class Answer:
+    """A request's times in seconds by `time.perf_counter`; `cached` tokens of its prompt were not computed."""
+
+    sent: float
+    first: float = 0.0
+    ended: float = 0.0
+    cached: int = 0
+    tokens: int = 0
+
+
+class Desk:
+    """Submits requests to an engine and turns it.
+
+    Attributes:
+        engine: with an empty prefix cache after `clear`.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None)
+        self.root = root_id(self.loaded.model_id, "tenant:bench")
+        self._count = 0
+        self._answers: dict[str, Answer] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin with a new engine, which knows no prefix."""
+        kv_bytes = int(psutil.virtual_memory().total * KV_MEMORY_FRACTION)
+        self.engine = Engine(self.loaded, Scheduling(prefix_bytes_max=PREFIX_BYTES_MAX), kv_bytes, self._take)
+
+    def prompt(self, tokens: int, seed: str) -> list[int]:
+        """Random tokens; another seed gives others from the first on."""
+        rng, size = random.Random(seed), self.loaded.vocabulary_size - SPECIAL_TOKENS
+        return [rng.randrange(size) for _ in range(tokens)]
+
+    def submit(self, prompt: list[int], max_tokens: int) -> str:
+        """Queue a greedy request. Returns its name."""
+        self._count += 1
+        name = f"row-{self._count}"
+        sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        ids = block_ids(self.root, prompt)
+        request = GenerateRequest(name, CONSUMER, "bench", "", prompt, ids, self.root, sampling)
+        self._answers[name] = Answer(time.perf_counter())
+
+        def reply(refusal: SatchelError | None) -> None:
+            if refusal is not None:
+                raise refusal
+
+        self.engine.submit(request, reply)
+        return name
+
+    def turn_until(self, done: Callable[[], bool]) -> None:
+        """
+        Raises:
+            TimeoutError: not within a quarter of an hour.
+        """
+        ends = time.perf_counter() + TURNS_S_MAX
+        while not done():
+            self.engine.turn()
+            if time.perf_counter() > ends:
+                raise TimeoutError("the engine did not come to an end")
+
+    def finish(self, names: Iterable[str]) -> list[Answer]:
+        """Turn until all have ended."""
+        names = list(names)
+        self.turn_until(lambda: all(self._answers[name].ended for name in names))
+        return [self._answers.pop(name) for name in names]
+
+    def ask(self, prompt: list[int], max_tokens: int = 1) -> Answer:
+        return self.finish([self.submit(prompt, max_tokens)])[0]
+
+    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+        now = time.perf_counter()
+        for update in updates.get(CONSUMER, []):
+            answer = self._answers[update.request_id]
+            answer.cached = update.cached_tokens if update.cached_tokens is not None else answer.cached
+            answer.tokens += len(update.tokens)
+            if update.tokens and not answer.first:
+                answer.first = now
+            if update.finish is not None:
+                if update.finish != "length":
+                    raise RuntimeError(f"{update.finish}: {update.error}")
+                answer.ended = now
+
+
+def write_random_model(folder: Path, context: int) -> None:
+    """The model of 30 million random parameters that serving is measured with, for a longer context."""
+    command = [sys.executable, str(BENCHMARKS / "serve" / "folders.py"), str(folder), "random-30m"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": context}, indent=1))

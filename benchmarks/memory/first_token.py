@@ -1,0 +1,160 @@
+"""Time to the first token, on the engine: cold, hot (the prefix in memory), warm (the prefix on disk)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+from desk import Desk
+from parts import Budget, Part, Say, median
+
+from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_ids
+from satchel.actors.kv_store.codec import Entry, Location, unpack_tokens
+from satchel.actors.kv_store.disk import DiskStore
+from satchel.actors.kv_store.segment_reader import StoredEntry, read_entries
+from satchel.actors.kv_store.segments import grouped, write_segment
+from satchel.actors.kv_store.shelf import DiskLimits
+from satchel.actors.replica.kv_cache import Slab
+from satchel.actors.replica.prefix import Kept
+from satchel.actors.replica.slab_codec import from_parts, to_parts
+
+SESSION = "bench"
+DISK_BYTES_MAX = 16 * 2**30
+HOT_MIN, WARM_MIN, TARGET_TOKENS = 40.0, 15.0, 4000
+
+
+@contextmanager
+def open_store(root: Path) -> Iterator[DiskStore]:
+    with DiskStore(root, session=SESSION, limits=DiskLimits(bytes_max=DISK_BYTES_MAX)) as store:
+        yield store
+
+
+def drop_from_page_cache(folder: Path) -> bool:
+    """Let the next reading of the files come from the disk; False where a system cannot be told to."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in folder.rglob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    return True
+
+
+def write_prefix(desk: Desk, prompt: list[int], store: DiskStore) -> list[bytes]:
+    """Put what the engine knows of the prompt on disk. Returns the entries' ids, in order."""
+    ids, spec = block_ids(desk.root, prompt), desk.loaded.spec
+    hit = desk.engine.prefixes.match(desk.root, ids, prompt, len(prompt))
+    mx.eval([array for slab in [*hit.blocks, *([hit.tail] if hit.tail else [])] for array in slab.arrays()])
+    entries: list[Entry] = []
+    for index, slab in enumerate(hit.blocks):
+        tokens = prompt[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+        parent = ids[index - 1] if index else desk.root
+        entries.append(_entry(ids[index], parent, tokens, slab, to_parts(spec, slab)))
+    if hit.tail is not None:
+        parent = ids[len(hit.blocks) - 1] if hit.blocks else desk.root
+        start = len(hit.blocks) * BLOCK_TOKENS
+        tokens = prompt[start : start + hit.tail.tokens]
+        entries.append(Entry.of_tail(parent, tokens, to_parts(spec, hit.tail), window_from=hit.tail.window_from))
+    for group in grouped(entries):
+        written = {"session": SESSION, "epoch": store.epoch, "now_s": time.time()}
+        store.commit(write_segment(store.root, store.key, desk.loaded.model_id, group, **written))
+    return [entry.id for entry in entries]
+
+
+def _entry(block: bytes, parent: bytes, tokens: list[int], slab: Slab, parts: dict) -> Entry:
+    return Entry(block, parent, tokens, parts, window_from=slab.window_from, snapshot=slab.states is not None)
+
+
+def restore_prefix(desk: Desk, store: DiskStore, entry_ids: Sequence[bytes]) -> None:
+    """Bring entries from the disk into the engine's prefix cache: looked up, read, verified, made arrays.
+
+    This is the whole way from the disk; a replica that restores by itself takes its place.
+    """
+    found = store.locate(desk.loaded.model_id, list(entry_ids))
+    locations: list[Location] = [location for location in found if location is not None]
+    blocks: list[tuple[int, Sequence[int], Kept[Slab]]] = []
+    chain: list[bytes] = []
+    for read in read_entries(store.root, store.key, locations):
+        if not isinstance(read, StoredEntry):
+            raise RuntimeError(read.reason)
+        tokens = unpack_tokens(read.location.tokens)
+        slab = from_parts(desk.loaded.spec, read.parts, len(tokens), read.location.window_from)
+        kept = Kept(slab, slab.nbytes, slab.window_from, slab.states is not None)
+        if read.location.tail:
+            desk.engine.prefixes.put_blocks(chain, blocks)
+            desk.engine.prefixes.put_tail(desk.root, chain, tokens, kept)
+        else:
+            blocks.append((len(chain), tokens, kept))
+            chain.append(read.location.id)
+    desk.engine.prefixes.put_blocks(chain, blocks)
+
+
+def first_token(
+    desk: Desk, name: str, lengths: Sequence[int], rounds: int, work: Path, budget: Budget, say: Say
+) -> Part:
+    """Every round has a prompt of its own, which is asked cold, then hot, then warm in a new engine."""
+    part = Part(f"Time to the first token, {name}")
+    dropped = True
+    for length in sorted(lengths):
+        times: dict[str, list[float]] = {"cold": [], "hot": [], "warm": [], "cached": []}
+        nbytes = 0
+        desk.clear()
+        for number in budget.rounds(rounds):
+            if number == 0:
+                desk.ask(desk.prompt(min(length, 2 * BLOCK_TOKENS + 9), f"warm-up/{length}"))
+            folder = work / f"kv-{length}-{number}"
+            folder.mkdir(parents=True)
+            with open_store(folder) as store:
+                nbytes, dropped = _round(desk, desk.prompt(length, f"{length}/{number}"), store, times)
+            say(f"  {length:,} tokens: " + ", ".join(f"{key} {found[-1]:,.1f} ms" for key, found in times.items()))
+        if not times["cold"]:
+            part.notes.append(f"There was no time for {length:,} tokens.")
+            continue
+        ratios = {key: median([c / t for c, t in zip(times["cold"], times[key], strict=True)]) for key in times}
+        part.rows.append(
+            {
+                "tokens": length,
+                **{f"{key}, ms": median(found) for key, found in times.items()},
+                **{f"cold / {key}": ratios[key] for key in ("hot", "warm", "cached")},
+                "KV, MB": nbytes / 1e6,
+                "rounds": len(times["cold"]),
+            }
+        )
+        if length == TARGET_TOKENS:
+            part.at_least(f"{length:,} tokens: cold / hot", ratios["hot"], HOT_MIN)
+            part.at_least(f"{length:,} tokens: cold / warm", ratios["warm"], WARM_MIN)
+    where = "after the files were dropped from the page cache" if dropped else "with the page cache as it was"
+    part.notes.append(
+        f"On the engine, without Ray and HTTP; medians, ratios within a round. Warm is from disk {where}, `cached` the "
+        "same with the files in the page cache; both include the look-up, reading, checking and making arrays."
+    )
+    return part
+
+
+def _round(desk: Desk, prompt: list[int], store: DiskStore, times: dict[str, list[float]]) -> tuple[int, bool]:
+    """One prompt's times. Returns the bytes on disk, and whether the page cache could be emptied."""
+    desk.clear()
+    # The last token is always computed; where it ends a block, so is the block, for it is kept sealed only.
+    most = len(prompt) - (1 if len(prompt) % BLOCK_TOKENS else BLOCK_TOKENS)
+    for key, reused in (("cold", 0), ("hot", most)):
+        answer = desk.ask(prompt)
+        assert answer.cached == reused, f"{answer.cached} tokens are reused instead of {reused}"
+        times[key].append((answer.first - answer.sent) * 1e3)
+    entry_ids = write_prefix(desk, prompt, store)
+    nbytes, dropped = sum(path.stat().st_size for path in store.root.rglob("*.safetensors")), True
+    for key in ("warm", "cached"):
+        desk.clear()
+        if key == "warm":
+            dropped = drop_from_page_cache(store.root)
+        started = time.perf_counter()
+        restore_prefix(desk, store, entry_ids)
+        answer = desk.ask(prompt)
+        assert answer.cached == most, f"{answer.cached} tokens are reused instead of {most}"
+        times[key].append((answer.first - started) * 1e3)
+    return nbytes, dropped

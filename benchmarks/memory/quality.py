@@ -1,0 +1,63 @@
+"""What quantizing does to the embedded model's next-token distributions, beside MLX's own 4-bit cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_lm.models.cache import QuantizedKVCache
+from neighbours import neighbour
+from parts import Budget, Part, Say
+
+from satchel.actors.replica import models
+from satchel.actors.replica.probe import Scores, caches_of, compare, row_of, scored_spans, spec_of
+
+OURS = ("q4", "k8v4")
+MLX_4_BIT = "MLX's own, 4 bits"
+KL_OF_MLX_MAX = 1 / 3
+SEED = 11
+
+
+def quality(lengths: Sequence[int], samples: int, budget: Budget, say: Say) -> Part:
+    """On conversations as the model was trained on; every cache reads the same tokens."""
+    part = Part("The embedded model's next-token distributions beside full precision")
+    loaded = models.load(
+        "embedded:recall", context_tokens_max=None, progress=lambda what, fraction: None, kv=models.FULL_PRECISION
+    )
+    lengths = sorted(length for length in lengths if length <= loaded.context_tokens)
+    reference = caches_of(loaded, spec_of(loaded, models.FULL_PRECISION))
+    others = {name: caches_of(loaded, spec_of(loaded, name)) for name in OURS}
+
+    def mlx_caches() -> list[Any]:
+        return [QuantizedKVCache(group_size=64, bits=4) for _ in loaded.model.layers]
+
+    data, tokenizers = neighbour("embedded", "data"), __import__("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(loaded.folder / "tokenizer.json"))
+    rng, spans = random.Random(SEED), scored_spans(lengths)
+    found: list[dict[str, list[Scores]]] = []
+    for number in budget.rounds(samples):
+        tokens = [int(token) for token in data.make_row(rng, tokenizer, lengths[-1]).tokens[: lengths[-1]]]
+        found.append(compare(loaded.model, tokens, spans, reference, {**others, MLX_4_BIT: mlx_caches}))
+        say(f"  conversation {number + 1} of {samples}")
+    if not found:
+        part.notes.append("There was no time for it.")
+        return part
+    for index, length in enumerate(lengths):
+        rows = {name: row_of(name, length, [sample[name][index] for sample in found]) for name in found[0]}
+        for name, row in rows.items():
+            part.rows.append(
+                {
+                    "cache": name,
+                    "tokens": length,
+                    "KL mean, nats": row.kl_mean,
+                    "KL p99": row.kl_p99,
+                    "same likeliest": row.top1,
+                    "places": row.places,
+                    "KL over MLX's": row.kl_mean / rows[MLX_4_BIT].kl_mean,
+                }
+            )
+        share = rows["q4"].kl_mean / rows[MLX_4_BIT].kl_mean
+        part.at_most(f"{length:,} tokens: KL of q4 over that of MLX's own", share, round(KL_OF_MLX_MAX, 3))
+    part.notes.append("Teacher-forced, over the last 256 places before each length.")
+    return part

@@ -1,0 +1,175 @@
+"""Measures Satchel's memory on this machine: its size, what it costs in quality, and what it saves.
+
+    python benchmarks/memory/run.py [--parts sizes,quality] [--rounds 3] [--budget-s 3600] [--traces FILE]
+
+Figures are medians over the rounds, ratios are taken within a round. Nothing here is a test of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from agents import two_agents
+from desk import Desk, write_random_model
+from first_token import first_token
+from neighbours import BENCHMARKS, neighbour
+from parts import Budget, Part, markdown
+from quality import quality
+from replay import replay
+from restoring import restoring
+from sizes import sizes
+
+RESULTS = BENCHMARKS / "results"
+PARTS = ("sizes", "quality", "first-token", "restoring", "agents", "replay")
+EMBEDDED, RANDOM = "embedded:recall", "random-30m"
+
+
+RANDOM_CONTEXT = 32_768
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+
+    def counts(text: str) -> list[int]:
+        found = [int(part) for part in text.split(",")]
+        if min(found) < 1:
+            raise argparse.ArgumentTypeError("numbers are positive")
+        return found
+
+    def parts(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in chosen if name not in PARTS]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
+        return chosen
+
+    add = parser.add_argument
+    add("--parts", type=parts, default=list(PARTS), help=", ".join(PARTS))
+    add("--rounds", type=int, default=3)
+    add("--budget-s", type=float, default=3600.0, help="after this many seconds nothing is begun")
+    add("--quality-lengths", type=counts, default=[512, 1024, 2048, 4096])
+    add("--samples", type=int, default=4, help="conversations for the quality")
+    add("--lengths", type=counts, default=[1000, 2000, 4000, 8000], help="prompts of the embedded model")
+    add("--random-lengths", type=counts, default=[4000, 16_000], help="prompts of the random model")
+    add("--restore-tokens", type=int, default=4096)
+    add("--agent-tokens", type=int, default=4096, help="the long prompt of two agents")
+    add("--answer-tokens", type=int, default=64)
+    add("--models", default=f"{EMBEDDED},{RANDOM}", help="whose engines are timed")
+    add("--traces", type=Path, help="whowhen_conversations.jsonl")
+    add("--work", type=Path, help="where files are written, on the disk that is to be measured (else a temporary one)")
+    add("--out", type=Path, default=RESULTS)
+    add("--machine", help="the machine's name in the results' file names")
+    return parser.parse_args()
+
+
+class Run:
+    """The parts, each with what it needs."""
+
+    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+        self.options, self.work = options, work
+        self.budget = Budget(options.budget_s)
+
+    def parts(self) -> dict[str, Callable[[], Part]]:
+        """By name, in order; a part with several models is there once for each."""
+        chosen, found = self.options, dict[str, Callable[[], Part]]()
+        models = [name.strip() for name in chosen.models.split(",") if name.strip()]
+        for name in chosen.parts:
+            if name in ("first-token", "agents"):
+                for model in models:
+                    found[f"{name} {model}"] = lambda name=name, model=model: self._timed(name, model)
+            else:
+                found[name] = getattr(self, f"_{name}")
+        return found
+
+    def _sizes(self) -> Part:
+        return sizes()
+
+    def _quality(self) -> Part:
+        return quality(self.options.quality_lengths, self.options.samples, self.budget, say)
+
+    def _restoring(self) -> Part:
+        return restoring(self.options.restore_tokens, self.options.rounds, self.work, self.budget, say)
+
+    def _replay(self) -> Part:
+        return replay(self.options.traces, self.budget, say)
+
+    def _timed(self, part: str, model: str) -> Part:
+        options, source = self.options, model
+        lengths: list[int] = options.lengths
+        if model == RANDOM:
+            source, lengths = str(self.work / RANDOM), options.random_lengths
+            if not Path(source).exists():
+                write_random_model(Path(source), max(RANDOM_CONTEXT, max(lengths) + 64))
+        desk = Desk(source)
+        most = desk.loaded.context_tokens - options.answer_tokens
+        if part == "agents":
+            tokens = min(options.agent_tokens, most)
+            return two_agents(desk, model, tokens, options.answer_tokens, options.rounds, self.budget, say)
+        fitting = [length for length in lengths if length <= desk.loaded.context_tokens - 2]
+        folder = self.work / "first-token" / model.replace(":", "-")
+        return first_token(desk, model, fitting, options.rounds, folder, self.budget, say)
+
+
+def main() -> None:
+    options = read_options()
+    machine = neighbour("serve", "machine")
+    device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
+    facts = machine.facts(device)
+    result: dict[str, Any] = {
+        "machine": facts,
+        "versions": machine.versions(sys.executable, None),
+        "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        # Without the paths of this machine.
+        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
+        "parts": {},
+    }
+    path = options.out / f"memory-{options.machine or machine.name_of(facts)}"
+    with tempfile.TemporaryDirectory(prefix="satchel-memory-", dir=options.work) as work:
+        run = Run(options, Path(work))
+        for name, measure in run.parts().items():
+            if run.budget.left_s <= 0:
+                say(f"{name}: no time is left")
+                continue
+            say(name)
+            started = time.monotonic()
+            part = measure()
+            result["parts"][name] = {**asdict(part), "seconds": time.monotonic() - started}
+            mx.clear_cache()
+            save(path, result)
+    print(markdown(result))
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """After every part, so that what was measured stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    json_path, markdown_path = path.with_name(path.name + ".json"), path.with_name(path.name + ".md")
+    json_path.write_text(json.dumps(_plain(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    markdown_path.write_text(markdown(result) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: no NaN, and no more digits than were measured."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        return None if value != value else float(f"{value:.6g}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

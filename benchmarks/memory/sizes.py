@@ -1,0 +1,79 @@
+"""What a token's KV takes: sealed blocks and whole caches, counted on real arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+from parts import Part
+
+from satchel.actors.kv_store.blocks import BLOCK_TOKENS
+from satchel.actors.replica.sealed_cache import SealedKVCache
+from satchel.actors.replica.sealing import POLICIES, sealed_token_bytes, value_group
+
+GROUP_64_MAX, GROUP_32_MAX = 0.285, 0.32
+WHOLE_TOKENS = (1_100, 4_000, 16_000)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model's KV; with `counted` a layer of it is sealed, else it follows from that of the same head size."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    dim: int
+    counted: bool = True
+
+
+SHAPES = (
+    Shape("one layer, 8 heads of 64", 1, 8, 64),
+    Shape("one layer, 8 heads of 96", 1, 8, 96),
+    Shape("one layer, 8 heads of 128", 1, 8, 128),
+    Shape("Qwen3-0.6B", 28, 8, 128),
+    Shape("Llama-3.1-8B", 32, 8, 128, counted=False),
+)
+
+
+def sizes() -> Part:
+    part = Part("Bytes of KV a token")
+    for shape in SHAPES:
+        full = shape.layers * shape.kv_heads * shape.dim * 2 * 2
+        part.rows.append(_row(shape, "fp16", full, full, full))
+        for name, policy in POLICIES.items():
+            formula = shape.layers * sealed_token_bytes(shape.kv_heads, shape.dim, shape.dim, policy)
+            sealed = _counted(shape, name) if shape.counted else formula
+            part.rows.append(_row(shape, name, sealed, full, formula))
+            if name == "q4":
+                most = GROUP_64_MAX if value_group(shape.dim) == 64 else GROUP_32_MAX
+                part.at_most(f"{shape.name}: q4 blocks over fp16", sealed / full, most)
+    part.notes.append(
+        "A whole cache has its last, open block of up to 255 tokens in full precision: its share is of fp16 at that "
+        "number of tokens. `formula` is what the scheduler reckons with."
+    )
+    return part
+
+
+def _row(shape: Shape, policy: str, sealed: float, full: int, formula: int) -> dict[str, str | int | float | None]:
+    row: dict[str, str | int | float | None] = {
+        "KV": shape.name,
+        "policy": policy,
+        "bytes a token": sealed,
+        "formula": formula,
+        "of fp16": sealed / full,
+    }
+    for tokens in WHOLE_TOKENS:
+        opened = tokens % BLOCK_TOKENS
+        row[f"whole cache, {tokens:,}"] = (sealed * (tokens - opened) + full * opened) / (full * tokens)
+    return row
+
+
+def _counted(shape: Shape, name: str) -> float:
+    """Bytes a token of the sealed blocks that a cache holds, after checking that its tail is what it should be."""
+    cache = SealedKVCache(POLICIES[name])
+    tokens = 4 * BLOCK_TOKENS + 76
+    keys = mx.random.normal((1, shape.kv_heads, tokens, shape.dim)).astype(mx.float16)
+    cache.update_and_fetch(keys, keys)
+    mx.eval(cache.state)
+    tail = 76 * shape.kv_heads * shape.dim * 2 * 2
+    return shape.layers * (cache.nbytes - tail) / (tokens - 76)

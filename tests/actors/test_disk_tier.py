@@ -1,0 +1,178 @@
+"""What agents' rows leave is on the disk soon after, and a new process goes on from there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from satchel.actors.kv_store.disk import DiskStore
+from satchel.actors.kv_store.disk_calls import DiskCalls
+from satchel.actors.kv_store.shelf import DiskLimits
+from satchel.actors.replica import models
+from satchel.actors.replica.disk_tier import DiskTier
+from satchel.actors.replica.models import LoadedModel
+from satchel.cluster.errors import Unavailable, from_wire
+from tests.families import write_model
+
+from .conftest import Bench
+
+AGENT = "default/alice"
+
+
+class Node:
+    """A node's store in this process. `restart` is what the next process finds."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.silent = False
+        self._number = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self._number += 1
+        if self._number > 1:
+            self.store.close()
+        session = f"s{self._number}"
+        self.store = DiskStore(self.root, session=session, limits=DiskLimits(bytes_max=2**30))
+        self._calls = DiskCalls()
+        self._calls.open_disk(self.store, session)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        if self.silent:
+            raise Unavailable("the store does not answer")
+
+        async def work() -> Any:
+            return await getattr(self._calls, method)(*arguments)
+
+        answer = asyncio.run(work())
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer["result"]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path / "kv")
+    yield node
+    node.store.check()
+    node.store.close()
+
+
+def process(loaded: LoadedModel, node: Node, **scheduling: int) -> tuple[Bench, DiskTier]:
+    """An engine that remembers nothing, with its disk side."""
+    disk = DiskTier(loaded.spec, loaded.model_id, node)
+    return Bench(loaded, disk=disk, **scheduling), disk
+
+
+def write_down(bench: Bench, disk: DiskTier) -> None:
+    bench.turn()
+    ends = time.monotonic() + 20
+    while disk.waiting_bytes or not disk._queue.empty():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    time.sleep(0.05)
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3000) for _ in range(length)]
+
+
+@pytest.mark.parametrize("length", [40, 255, 256, 300, 700])
+def test_a_new_process_computes_only_what_is_new(loaded: LoadedModel, node: Node, length: int):
+    """Cold, hot and warm give the same words, and the turn is not computed again, answer included."""
+    bench, disk = process(loaded, node)
+    first = bench.run("first", prompt_of(length), agent=AGENT, max_tokens=20)
+    second = prompt_of(length) + first.tokens + prompt_of(30, seed=2)
+    hot = bench.run("hot", second, agent=AGENT)
+    write_down(bench, disk)
+    assert hot.cached == length + 20
+    node.restart()
+    bench, disk = process(loaded, node)
+    warm = bench.run("warm", second, agent=AGENT)
+    assert warm.tokens == hot.tokens
+    # All of its own prompt but the last token: the second turn is on the disk too.
+    assert warm.cached == len(second) - 1
+    cold = process(loaded, Node(node.root.parent / "other"))[0].run("cold", second)
+    assert cold.tokens == warm.tokens and cold.cached == 0
+
+
+def test_what_is_restored_has_the_same_bytes(loaded: LoadedModel, node: Node):
+    bench, disk = process(loaded, node)
+    bench.run("row", prompt_of(600), agent=AGENT)
+    write_down(bench, disk)
+    other, _ = process(loaded, node)
+    other.submit("again", prompt_of(600), agent=AGENT)
+    other.turn()
+    before, after = bench.engine.prefixes, other.engine.prefixes
+    assert before.block_ids() and set(before.block_ids()) <= set(after.block_ids())
+    for block in before.block_ids():
+        left, right = before.take(block), after.take(block)
+        assert left is not None and right is not None
+        for one, two in zip(left.value.arrays(), right.value.arrays(), strict=True):
+            assert one.dtype == two.dtype and np.array_equal(np.array(one), np.array(two))
+    other.drain()
+
+
+def test_a_store_that_is_silent_or_damaged_costs_work_and_nothing_else(loaded: LoadedModel, node: Node):
+    bench, disk = process(loaded, node)
+    want = bench.run("row", prompt_of(600), agent=AGENT)
+    write_down(bench, disk)
+    for file in node.root.rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+    node.restart()
+    other, disk = process(loaded, node)
+    got = other.run("damaged", prompt_of(600), agent=AGENT)
+    assert got.tokens == want.tokens and disk.counters.corrupt_blocks > 0
+    node.silent = True
+    third, disk = process(loaded, node)
+    got = third.run("silent", prompt_of(600), agent=AGENT)
+    assert got.tokens == want.tokens and got.cached == 0
+    write_down(third, disk)
+    assert disk.counters.unwritten_turns == 1
+    node.silent = False
+
+
+def test_rows_without_an_agent_leave_nothing_on_the_disk(loaded: LoadedModel, node: Node):
+    bench, disk = process(loaded, node)
+    bench.run("nobody", prompt_of(600))
+    write_down(bench, disk)
+    assert disk.counters.written_blocks == 0 and not list(node.root.rglob("*.safetensors"))
+
+
+def test_more_than_memory_keeps_is_restored_all_the_same(loaded: LoadedModel, node: Node):
+    """What is pinned for a row may exceed the prefix cache, and leaves it when the row has begun."""
+    bench, disk = process(loaded, node)
+    bench.run("row", prompt_of(1500), agent=AGENT)
+    write_down(bench, disk)
+    room = 3 * 256 * loaded.spec.bytes_per_token
+    other, _ = process(loaded, node, prefix_bytes_max=room)
+    row = other.run("again", prompt_of(1500), agent=AGENT)
+    assert row.cached == 1499
+    assert other.engine.prefixes.nbytes <= room
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "nemotron_h", "deepseek_v2"])
+@pytest.mark.parametrize("kv", ["q4", "fp16"])
+def test_every_kind_of_layer_comes_back(tmp_path: Path, node: Node, family: str, kv: str):
+    folder = write_model(tmp_path / family, family)
+    loaded = models.load(
+        str(folder), context_tokens_max=None, progress=lambda *_: None, weights="stored", kv=kv, numerics="reproducible"
+    )
+    bench, disk = process(loaded, node)
+    first = bench.run("first", prompt_of(620), agent=AGENT, max_tokens=16)
+    write_down(bench, disk)
+    longer = prompt_of(620) + first.tokens + [5, 6, 7]
+    node.restart()
+    other, _ = process(loaded, node)
+    warm = other.run("warm", longer, agent=AGENT, max_tokens=1)
+    assert warm.cached == 620 + 16

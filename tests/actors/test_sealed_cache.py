@@ -1,0 +1,235 @@
+"""The position law for one layer: what a query sees depends on its position alone, not on chunks or company.
+
+The reference is attention written out: position by position, full blocks before its own as sealed, its own block as it
+is. Rows that go through caches in any other way must equal it within rounding, and each other to the last bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from satchel.actors.kv_store.blocks import BLOCK_TOKENS
+from satchel.actors.replica import attention, sealing
+from satchel.actors.replica.sealed_cache import SealedKVCache, Shared
+from satchel.actors.replica.sealing import POLICIES, SealPolicy
+
+KV_HEADS, HEADS = 2, 4
+TOLERANCE = 2e-6
+Q4 = POLICIES["q4"]
+
+Row = tuple[mx.array, mx.array, mx.array]
+"""Queries, keys and values of one row, (1, heads, tokens, dim)."""
+
+
+def make_row(seed: int, tokens: int, key_dim: int = 64, value_dim: int = 64) -> Row:
+    """Keys with a constant part a channel, as models with biases have them."""
+    rng = np.random.default_rng(seed)
+    keys = rng.normal(size=(1, KV_HEADS, tokens, key_dim)) + 4 * rng.normal(size=(1, KV_HEADS, 1, key_dim))
+    queries = rng.normal(size=(1, HEADS, tokens, key_dim))
+    values = rng.normal(size=(1, KV_HEADS, tokens, value_dim))
+    arrays = [mx.array(array.astype(np.float32)) for array in (queries, keys, values)]
+    return arrays[0], arrays[1], arrays[2]
+
+
+def attend(cache: SealedKVCache, rows: Sequence[Row], starts: Sequence[int], count: int) -> mx.array:
+    """One call of a model's layer: (rows, heads, count, value_dim)."""
+    parts = []
+    for which in range(3):
+        spans = [row[which][:, :, start : start + count] for row, start in zip(rows, starts, strict=True)]
+        widths = [[(0, 0), (0, 0), (0, count - span.shape[2]), (0, 0)] for span in spans]
+        # What stands in the padding must not matter.
+        parts.append(mx.concatenate([mx.pad(s, w, constant_values=7.0) for s, w in zip(spans, widths, strict=True)]))
+    queries, keys, values = parts
+    mask = cache.make_mask(count, window_size=cache.window or None)
+    keys, values = cache.update_and_fetch(keys, values)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[3] ** -0.5, mask=mask)
+    mx.eval(out, cache.state)
+    return out
+
+
+def run_alone(
+    row: Row, chunks: Iterator[int], policy: SealPolicy = Q4, window: int = 0
+) -> tuple[np.ndarray, SealedKVCache]:
+    cache, done, outs = SealedKVCache(policy, window), 0, []
+    while done < row[0].shape[2]:
+        count = min(next(chunks), row[0].shape[2] - done)
+        outs.append(attend(cache, [row], [done], count))
+        done += count
+    return np.array(mx.concatenate(outs, axis=2)), cache
+
+
+def chunks_of(*sizes: int) -> Iterator[int]:
+    while True:
+        yield from sizes
+
+
+def expected(row: Row, policy: SealPolicy = Q4, window: int = 0) -> np.ndarray:
+    queries, keys, values = (np.array(array)[0].astype(np.float64) for array in row)
+    tokens = queries.shape[1]
+    whole = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    sealed_keys, sealed_values = np.zeros((2, 0)), np.zeros((2, 0))
+    if whole:
+        sealed = sealing.seal(row[1][:, :, :whole], row[2][:, :, :whole], policy)
+        pair = sealing.unseal(sealed, policy, row[2].shape[3], mx.float32)
+        sealed_keys, sealed_values = (np.array(array)[0].astype(np.float64) for array in pair)
+    out = np.zeros((HEADS, tokens, values.shape[2]))
+    for position in range(tokens):
+        block = position // BLOCK_TOKENS * BLOCK_TOKENS
+        seen_keys, seen_values = keys[:, block : position + 1], values[:, block : position + 1]
+        if block:
+            seen_keys = np.concatenate([sealed_keys[:, :block], seen_keys], axis=1)
+            seen_values = np.concatenate([sealed_values[:, :block], seen_values], axis=1)
+        if window:
+            seen_keys, seen_values = seen_keys[:, -window:], seen_values[:, -window:]
+        for head in range(HEADS):
+            group = head * KV_HEADS // HEADS
+            scores = seen_keys[group] @ queries[head, position] * queries.shape[2] ** -0.5
+            weights = np.exp(scores - scores.max())
+            out[head, position] = weights @ seen_values[group] / weights.sum()
+    return out[None]
+
+
+def sealed_bytes(cache: SealedKVCache, row: int = 0) -> list[bytes]:
+    blocks = cache.blocks(row, cache.first[row], cache.lengths[row] // BLOCK_TOKENS)
+    return [] if blocks is None else [np.array(array).tobytes() for array in blocks]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (40, 40)]
+)
+def test_every_head_size_attends_as_the_law_says(policy: SealPolicy, key_dim: int, value_dim: int):
+    row = make_row(1, 700, key_dim, value_dim)
+    out, _ = run_alone(row, chunks_of(300, 1, 77), policy)
+    want = expected(row, policy)
+    assert np.abs(out - want).max() <= TOLERANCE * np.abs(want).max()
+
+
+@pytest.mark.parametrize("window", [0, 100, 128, 256, 300, 600])
+def test_chunks_do_not_matter(window: int):
+    """Neither for what attention gives nor for what is sealed."""
+    row = make_row(2, 1300)
+    want = expected(row, window=window)
+    whole, cache = run_alone(row, chunks_of(2000), window=window)
+    assert np.abs(whole - want).max() <= TOLERANCE * np.abs(want).max()
+    rng = random.Random(4)
+    sizes = {
+        "one by one": chunks_of(1),
+        "64": chunks_of(64),
+        "256": chunks_of(256),
+        "512": chunks_of(512),
+        "1200": chunks_of(1200),
+        "ragged": iter(lambda: rng.choice([1, 2, 50, 255, 256, 257, 500]), 0),
+    }
+    for name, chunks in sizes.items():
+        out, other = run_alone(row, chunks, window=window)
+        assert np.abs(out - want).max() <= TOLERANCE * np.abs(want).max(), name
+        if window == 0:
+            assert np.array_equal(out, whole), name
+        assert other.first == cache.first
+        assert sealed_bytes(other) == sealed_bytes(cache), name
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("seed", range(3))
+def test_company_does_not_matter(window: int, seed: int):
+    """Rows join and leave at random, prefill together and decode together, and come out with their own bytes."""
+    rng = random.Random(seed)
+    lengths = [1, 255, 256, 257, 511, 700, 900, 30]
+    rows = {name: make_row(name, length) for name, length in enumerate(lengths)}
+    alone = {name: run_alone(row, chunks_of(200, 1), window=window) for name, row in rows.items()}
+    outs: dict[int, list[np.ndarray]] = {name: [] for name in rows}
+    waiting, batch, names = list(rows), SealedKVCache(Q4, window, lengths=[]), list[int]()
+    rng.shuffle(waiting)
+
+    def done(name: int) -> int:
+        return sum(part.shape[2] for part in outs[name])
+
+    while waiting or names:
+        joining = [waiting.pop() for _ in range(min(len(waiting), rng.choice([0, 1, 3])))]
+        if joining:
+            fresh = SealedKVCache.merge([SealedKVCache(Q4, window) for _ in joining])
+            counts = [rng.randint(1, lengths[name]) for name in joining]
+            fresh.prepare(lengths=counts, right_padding=[max(counts) - count for count in counts])
+            out = np.array(attend(fresh, [rows[name] for name in joining], [0] * len(joining), max(counts)))
+            fresh.finalize()
+            for index, (name, count) in enumerate(zip(joining, counts, strict=True)):
+                outs[name].append(out[index : index + 1, :, :count])
+            if names:
+                batch.extend(fresh)
+            else:
+                batch = fresh
+            names += joining
+        for _ in range(rng.choice([1, 5, 300])):
+            stay = [index for index, name in enumerate(names) if done(name) < lengths[name]]
+            for index in set(range(len(names))) - set(stay):
+                single = batch.extract(index)
+                assert single.lengths == [lengths[names[index]]]
+                assert sealed_bytes(single) == sealed_bytes(alone[names[index]][1])
+                opened = lengths[names[index]] % 256
+                for left, right in zip(single.tail(0, opened), alone[names[index]][1].tail(0, opened), strict=True):
+                    assert np.array_equal(np.array(left), np.array(right))
+            if len(stay) < len(names):
+                batch.filter(stay)
+                names = [names[index] for index in stay]
+            if not names:
+                break
+            out = np.array(attend(batch, [rows[name] for name in names], [done(name) for name in names], 1))
+            for index, name in enumerate(names):
+                outs[name].append(out[index : index + 1])
+    for name, (want, _) in alone.items():
+        got = np.concatenate(outs[name], axis=2)
+        assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max(), name
+        if window == 0:
+            assert np.array_equal(got, want), name
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_attending_to_codes_equals_attending_to_dequantized_blocks(policy: SealPolicy, dim: int):
+    rows = [make_row(seed, tokens + 1, dim, dim) for seed, tokens in enumerate([300, 256, 700])]
+    cache = SealedKVCache.merge([run_alone(r, chunks_of(1000), policy)[1] for r in map(short, rows)])
+    queries, keys, values = (mx.concatenate([row[i][:, :, -1:] for row in rows]) for i in range(3))
+    mask = cache.make_mask(1)
+    plain_keys, plain_values = cache.update_and_fetch(keys, values)
+    want = mx.fast.scaled_dot_product_attention(queries, plain_keys, plain_values, scale=dim**-0.5, mask=mask)
+    assert cache.view is not None
+    got = attention.attend(queries, cache.view, policy, dim**-0.5, mask)
+    assert np.abs(np.array(got) - np.array(want)).max() <= 1e-5 * np.abs(np.array(want)).max()
+
+
+def short(row: Row) -> Row:
+    return row[0][:, :, :-1], row[1][:, :, :-1], row[2][:, :, :-1]
+
+
+def test_a_row_is_cut_inside_its_open_block_or_at_a_border_only():
+    row = make_row(5, 600)
+    _, cache = run_alone(row, chunks_of(600))
+    for refused in (400, 601, 257):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            cache.trim_to(0, refused)
+    whole, _ = run_alone(row, chunks_of(600))
+    for length in (560, 512, 256):
+        cache.trim_to(0, length)
+        out = np.array(attend(cache, [row], [length], 600 - length))
+        assert np.array_equal(out, whole[:, :, length:])
+
+
+def test_sealed_blocks_take_what_the_formula_says():
+    keys, values = mx.zeros((1, 8, 256, 128), mx.bfloat16), mx.zeros((1, 8, 256, 128), mx.bfloat16)
+    sealed = sealing.seal(keys, values, Q4)
+    assert sealed.nbytes == 256 * sealing.sealed_token_bytes(8, 128, 128, Q4) <= 0.285 * (keys.nbytes + values.nbytes)
+    with pytest.raises(ValueError, match="no whole blocks"):
+        sealing.seal(keys[:, :, :255], values[:, :, :255], Q4)
+
+
+def test_layers_share_what_they_have_in_common():
+    shared = Shared()
+    caches = [SealedKVCache(Q4, lengths=[3, 300], shared=shared) for _ in range(2)]
+    assert caches[0].offset is caches[1].offset
+    assert caches[0].make_mask(1) is caches[1].make_mask(1)
