@@ -159,7 +159,9 @@ def load(
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
     direct = None
     if spec.policy is not None:
-        if attention.install(model) and numerics == "fast":
+        # MLX's CUDA build lacks the product of codes for some shapes, and says so only when it computes.
+        has_kernels = mx.default_device().type == mx.DeviceType.cpu or mx.metal.is_available()
+        if attention.install(model) and numerics == "fast" and has_kernels:
             direct = _measured_choice(spec, caches, config, logits.dtype, kernels)
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())

@@ -319,11 +319,11 @@ class SealedKVCache:
             # A copy: the whole chunk would stay alive with it.
             self._keys, self._values = _copy(self._keys[:, :, stop:]), _copy(self._values[:, :, stop:])
             return
-        for row, count in enumerate(full):
-            if count:
-                stop = count * BLOCK_TOKENS
-                span = (slice(row, row + 1), slice(None), slice(0, stop))
-                self._place(row, before[row], sealing.seal(self._keys[span], self._values[span], self.policy))
+        # Neighbours that are alike in one go: a device takes as long for each operation on one row as on all.
+        for start, end in _runs(list(zip(full, before, strict=True))):
+            if full[start]:
+                span = (slice(start, end), slice(None), slice(0, full[start] * BLOCK_TOKENS))
+                self._place(start, before[start], sealing.seal(self._keys[span], self._values[span], self.policy))
         if self._keys.shape[2] > BLOCK_TOKENS:
             rest = mx.array([count * BLOCK_TOKENS for count in full])[:, None] + mx.arange(BLOCK_TOKENS)[None]
             rest = mx.minimum(rest, self._keys.shape[2] - 1)[:, None, :, None]
@@ -367,6 +367,12 @@ class SealedKVCache:
             return
         self._keys = _pad_columns([cache._keys for cache in caches], caches, columns)
         self._values = _pad_columns([cache._values for cache in caches], caches, columns)
+
+
+def _runs(items: Sequence[Any]) -> list[tuple[int, int]]:
+    """Ranges of equal items."""
+    starts = [index for index in range(len(items)) if index == 0 or items[index] != items[index - 1]]
+    return list(zip(starts, [*starts[1:], len(items)], strict=True))
 
 
 def _stack(parts: Sequence[Sealed | None], rows: Sequence[int]) -> Sealed | None:

@@ -171,7 +171,7 @@ def pad_blocks(sealed: Sealed, blocks: int) -> Sealed:
 
 
 def place(sealed: Sealed, row: int, block: int, new: Sealed) -> Sealed:
-    """The same with the blocks of `new`, one row, at `block` of `row`."""
+    """The same with the blocks of `new` at `block` of its rows from `row` on."""
     parts = []
     for array, fresh, axis in zip(sealed, new, TOKEN_AXES, strict=True):
         width = array.shape[axis] * BLOCK_TOKENS // sealed.tokens

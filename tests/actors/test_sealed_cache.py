@@ -207,6 +207,22 @@ def short(row: Row) -> Row:
     return row[0][:, :, :-1], row[1][:, :, :-1], row[2][:, :, :-1]
 
 
+def test_rows_that_fill_a_block_at_the_same_step_are_sealed_each_for_itself():
+    """Neighbours of equal lengths together, between others."""
+    rows = [make_row(seed, length) for seed, length in enumerate([300, 270, 270, 290, 270])]
+    starts = [length - 20 for length in (300, 270, 270, 290, 270)]
+    alone = [run_alone(row, chunks_of(400))[0] for row in rows]
+    prefilled = [
+        run_alone((r[0][:, :, :start], r[1][:, :, :start], r[2][:, :, :start]), chunks_of(400))[1]
+        for r, start in zip(rows, starts, strict=True)
+    ]
+    batch = SealedKVCache.merge(prefilled)
+    for step in range(20):
+        out = np.array(attend(batch, rows, [start + step for start in starts], 1))
+        for index, (want, start) in enumerate(zip(alone, starts, strict=True)):
+            assert np.array_equal(out[index], want[0][:, start + step : start + step + 1])
+
+
 def test_a_row_is_cut_inside_its_open_block_or_at_a_border_only():
     row = make_row(5, 600)
     _, cache = run_alone(row, chunks_of(600))

@@ -21,7 +21,7 @@ def satchel(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_version_and_help(tmp_path: Path) -> None:
     assert satchel("--version", cwd=tmp_path).stdout == f"satchel {satchel_version()}\n"
     help_text = satchel("--help", cwd=tmp_path).stdout
-    assert all(command in help_text for command in ("serve", "status", "models", "chat", "doctor"))
+    assert all(command in help_text for command in ("serve", "status", "models", "chat", "probe", "doctor"))
 
 
 @pytest.mark.parametrize(
