@@ -31,7 +31,7 @@ class Rows:
     """Submits requests and sorts the engine's updates into streams."""
 
     def __init__(self, folder: str) -> None:
-        self._loaded = models.load(folder, context_tokens_max=None, progress=lambda what, fraction: None)
+        self._loaded = models.load(folder, context_tokens_max=None, progress=lambda what, fraction: None, kv="fp16")
         kv_bytes = int(psutil.virtual_memory().total * KV_MEMORY_FRACTION)
         self.engine = Engine(self._loaded, Scheduling(), kv_bytes, self._take)
         self._streams: dict[str, Stream] = {}

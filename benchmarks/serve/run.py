@@ -216,7 +216,7 @@ def read_options() -> tuple[Options, argparse.Namespace]:
     add("--models", type=names_among(tuple(SHAPES)), default=["recall", "random-30m"], help=", ".join(SHAPES))
     add("--streams", type=counts, default=[1, 4, 16], help="concurrent streams, as 1,4,16")
     add("--rounds", type=int, default=3)
-    unquantized = [name for name in NAMES if "stored" not in name]
+    unquantized = [name for name in NAMES if "(" not in name]
     add("--only", type=names_among(NAMES), default=unquantized, help=", ".join(NAMES))
     add("--tokens", type=int, default=64, help="tokens of each answer")
     add("--prompt-tokens", type=int, default=64)

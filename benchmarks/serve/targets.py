@@ -92,12 +92,12 @@ def free_port() -> int:
 # How each server is started: folder, port and place in, launch out.
 
 
-def _satchel(folder: Path, port: int, place: Place, weights: str = "auto") -> Launch:
+def _satchel(folder: Path, port: int, place: Place, weights: str = "auto", kv: str = "fp16") -> Launch:
     home = place.work / f"home-{port}"
     home.mkdir(mode=0o700)
     config = home / "config.yaml"
     # JSON is YAML.
-    model = {"name": "bench", "source": str(folder), "weights": weights}
+    model = {"name": "bench", "source": str(folder), "weights": weights, "kv": kv}
     config.write_text(json.dumps({"models": [model], "endpoint": {"port": port}}))
     command = [sys.executable, "-m", "satchel.api.cli", "serve", "--config", str(config), "--home", str(home)]
     return Launch(command, place.environment, "bench", "/health")
@@ -127,13 +127,15 @@ def _vllm_mlx(folder: Path, port: int, place: Place) -> Launch:
 SERVERS: dict[str, Callable[[Path, int, Place], Launch]] = {
     "satchel": _satchel,
     "satchel (weights stored)": partial(_satchel, weights="stored"),
+    "satchel (4-bit KV)": partial(_satchel, kv="q4"),
     "mlx_lm.server": _mlx_lm,
     "mlx_vlm.server": _mlx_vlm,
     "vllm-mlx": _vllm_mlx,
 }
 ENGINES = {"satchel engine": "engine_driver.py", "BatchGenerator": "batch_driver.py"}
 NAMES = (*SERVERS, *ENGINES)
-"""In the order of the tables. The second is Satchel without its choice of kernels, for quantized models."""
+"""In the order of the tables. Satchel keeps KV as the others do, in full precision, but for the third, which has its
+default; the second is without its choice of kernels, for quantized models."""
 
 
 def vllm_mlx_python() -> Path:
