@@ -15,7 +15,8 @@ from ..actors.messages import RowUpdate, Sampling
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time."""
+    """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
+    `memory` says in words which layers keep what, and how."""
 
     name: str
     model_id: bytes
@@ -23,6 +24,7 @@ class ServedModel:
     context_tokens: int
     vocabulary_size: int
     created: int
+    memory: str = ""
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,10 @@ def show_models(home: Home, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.get("data", []), indent=2))
         return
+    table = _table("model", "context", "memory")
     for model in found.get("data", []):
-        print(model.get("id", ""))
+        table.add_row(model.get("id", ""), f"{model.get('max_model_len', 0):,} tokens", model.get("memory", ""))
+    Console().print(table)
 
 
 def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:

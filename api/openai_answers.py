@@ -149,13 +149,15 @@ def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[S
 
 
 def model_body(model: ServedModel) -> dict[str, Any]:
-    """An entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it."""
+    """An entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it;
+    `memory` what its layers keep."""
     return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "satchel",
         "max_model_len": model.context_tokens,
+        "memory": model.memory,
     }
 
 

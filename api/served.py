@@ -144,4 +144,5 @@ def _served(info: dict[str, Any]) -> ServedModel:
         context_tokens=info["context_tokens"],
         vocabulary_size=info["vocabulary_size"],
         created=info["created"],
+        memory=info["layers"],
     )
