@@ -129,17 +129,6 @@ def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, spe
     return text.encode(string, special_tokens=special_tokens)
 
 
-def _closed(
-    text: TextModel, opened: str, messages: list[Message], tools: list[Any], template_kwargs: Mapping[str, Any]
-) -> str:
-    """The conversation up to the end of its last message; `opened` is how it reads up to where the assistant begins."""
-    # To become a parameter of `TextModel.render`, which has checked all this for `opened`.
-    closed = text._wrapper.apply_chat_template(
-        messages, tools=tools or None, add_generation_prompt=False, tokenize=False, **template_kwargs
-    )
-    return closed if closed and opened.startswith(closed) else opened
-
-
 def prepare_chat(
     text: TextModel, model: ServedModel, request: ChatRequest, past: Past | None = None, *, reply: bool = True
 ) -> Chat:
@@ -164,7 +153,9 @@ def prepare_chat(
         raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
     rendered = text.render(messages, tools, request.template_kwargs)
     if not reply:
-        rendered = _closed(text, rendered, messages, tools, request.template_kwargs)
+        closed = text.render(messages, tools, request.template_kwargs, generation_prompt=False)
+        # Where the template writes the end of a conversation otherwise, an answer could not follow it.
+        rendered = closed if closed and rendered.startswith(closed) else rendered
     continuation = None
     if past.lines:
         _check_least(text, rendered, model, "messages")

@@ -184,11 +184,14 @@ class TextModel:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
     ) -> str:
-        """The prompt text of a conversation, up to where the assistant begins.
+        """The prompt text of a conversation.
 
         Args:
             template_kwargs: variables for the template, such as `enable_thinking`.
+            generation_prompt: whether it ends where the assistant begins, or with the last message.
 
         Raises:
             InvalidRequest: the model has no chat template, its template refuses these messages, or a variable has a
@@ -204,7 +207,7 @@ class TextModel:
         try:
             # A template is a program that comes with the model: it may fail in any way on messages it does not expect.
             return self._wrapper.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **extra
+                messages, tools=tools or None, add_generation_prompt=generation_prompt, tokenize=False, **extra
             )
         except Exception as error:
             reason = str(error) or type(error).__name__

@@ -41,18 +41,12 @@ class DiskCalls:
             self._compacting = asyncio.create_task(self._compact_now_and_then(store))
         return {"result": {"root": str(store.root), "session": self._session, "epoch": store.epoch}}
 
-    async def disk_commit(self, record: dict[str, Any], chain: list[bytes], owner: str) -> dict[str, Any]:
-        """Make a written segment count, and note that the chain it belongs to was used.
+    async def disk_commit(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Make a written segment count; its chain is to be touched afterwards. Returns its ids that are there now."""
 
-        Returns:
-            `{"there": ids of the segment that are there now, "missing": ids of the chain that are not}`.
-        """
-
-        def work(store: DiskStore) -> dict[str, Any]:
-            segment = SegmentRecord.from_wire(record)
-            placed = store.commit(segment)
-            store.touch(chain, owner)
-            return {"there": [*placed.kept, *placed.dropped], "missing": _missing(store, segment.model, chain)}
+        def work(store: DiskStore) -> list[bytes]:
+            placed = store.commit(SegmentRecord.from_wire(record))
+            return [*placed.kept, *placed.dropped]
 
         return await self._on_disk(work)
 
@@ -113,10 +107,6 @@ class DiskCalls:
     async def disk_held(self, model: bytes, ids: list[bytes]) -> dict[str, Any]:
         """How many of these blocks are there."""
         return await self._on_disk(lambda store: len(ids) - len(_missing(store, model, ids)))
-
-    async def disk_stats(self) -> dict[str, Any]:
-        """The store's counters and sizes."""
-        return await self._on_disk(lambda store: store.stats())
 
     async def _on_disk(self, work: Callable[[DiskStore], T]) -> dict[str, Any]:
         store = self._store

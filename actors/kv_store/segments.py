@@ -15,7 +15,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...cluster.errors import DiskError, InvalidRecord
@@ -102,17 +102,20 @@ def _make_key(path: Path, io: DiskIO) -> None:
         io.unlink(unfinished)
 
 
-def grouped(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """Entries in runs that fit one segment each: neighbours with equal signatures, at most 16."""
-    groups: list[list[Entry]] = []
+def grouped(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Entries in runs that fit one segment each: neighbours with equal signatures, at most 16. A run is given before
+    the entries after its successor are taken."""
+    group: list[Entry] = []
     last: tuple[Part, ...] | None = None
     for entry in entries:
         parts = signature(entry.parts)
-        if not groups or parts != last or len(groups[-1]) == ENTRIES_MAX:
-            groups.append([])
-        groups[-1].append(entry)
+        if group and (parts != last or len(group) == ENTRIES_MAX):
+            yield group
+            group = []
+        group.append(entry)
         last = parts
-    return groups
+    if group:
+        yield group
 
 
 def write_segment(

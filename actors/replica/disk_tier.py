@@ -21,9 +21,9 @@ import numpy as np
 
 from ...cluster.errors import SatchelError
 from ..kv_store.blocks import BLOCK_TOKENS
-from ..kv_store.codec import ENTRIES_MAX, Entry, Location, signature, unpack_tokens
+from ..kv_store.codec import Entry, Location, unpack_tokens
 from ..kv_store.segment_reader import Failure, StoredEntry, read_entries
-from ..kv_store.segments import read_key, write_segment
+from ..kv_store.segments import grouped, read_key, write_segment
 from ..messages import GenerateRequest
 from . import slab_codec
 from .kv_cache import ModelCacheSpec, Slab
@@ -205,10 +205,7 @@ class DiskTier:
         session = self._opened()
         if session is None:
             return
-        if not turn.unsaved:
-            self._forget_saved(self._store.call("disk_touch", self._model, turn.chain, turn.owner))
-            return
-        for entries in _segments(self._entries(turn)):
+        for entries in grouped(self._entries(turn)):
             record = write_segment(
                 session.root,
                 session.key,
@@ -218,12 +215,12 @@ class DiskTier:
                 epoch=session.epoch,
                 now_s=time.time(),
             )
-            told = self._store.call("disk_commit", record.to_wire(), turn.chain, turn.owner)
-            self._forget_saved(told["missing"])
-            for written in told["there"]:
+            for written in self._store.call("disk_commit", record.to_wire()):
                 self._note_saved(written)
             self.counters.written_blocks += len(entries)
             self.counters.written_bytes += record.nbytes
+        # Once for the whole chain, which may be long; what has gone from the disk is written again after a later turn.
+        self._forget_saved(self._store.call("disk_touch", self._model, turn.chain, turn.owner))
 
     def _entries(self, turn: Turn) -> Iterator[Entry]:
         owners = (turn.owner,)
@@ -254,18 +251,3 @@ class DiskTier:
                 root = Path(told["root"])
                 self._session = _Session(root, read_key(root), told["session"], told["epoch"])
             return self._session
-
-
-def _segments(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
-    """Entries in order, as many together as one file takes."""
-    together: list[Entry] = []
-    shape: Any = None
-    for entry in entries:
-        mine = signature(entry.parts)
-        if together and (mine != shape or len(together) == ENTRIES_MAX):
-            yield together
-            together = []
-        shape = mine
-        together.append(entry)
-    if together:
-        yield together

@@ -258,11 +258,6 @@ def extract(batch: Sequence[Any], row: int) -> list[Any]:
     return caches
 
 
-def _copy(array: mx.array) -> mx.array:
-    # With one head a slice is already contiguous and would keep the whole cache alive.
-    return mx.contiguous(array) if array.shape[1] > 1 else array + mx.zeros((), dtype=array.dtype)
-
-
 class RowView:
     """One row of caches, to cut slabs out of.
 
@@ -319,10 +314,10 @@ class RowView:
             keys, values, origin = held
             rows = slice(0, 1) if layer.window else self._rows
             span = (rows, slice(None), slice(first - origin, stop - origin))
-            entries.append((_copy(keys[span]), _copy(values[span])))
+            entries.append((sealing.copied(keys[span]), sealing.copied(values[span])))
         states = None
         if self._states and stop == self._length:
-            states = [[array + mx.zeros((), dtype=array.dtype) for array in state] for state in self._states]
+            states = [[sealing.copied(array) for array in state] for state in self._states]
         return Slab(entries, stop - start, window_from, states)
 
     def _sealed_entry(self, cache: SealedKVCache, start: int, stop: int) -> Entry | None:
@@ -332,7 +327,7 @@ class RowView:
             return None if sealed is None else sealing.copy(sealed)
         assert start % BLOCK_TOKENS == 0 and block == self._length // BLOCK_TOKENS, "only the open block can be cut"
         keys, values = cache.tail(row, stop - start)
-        return _copy(keys), _copy(values)
+        return sealing.copied(keys), sealing.copied(values)
 
 
 def evaluate(slabs: Sequence[Slab]) -> None:

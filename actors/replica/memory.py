@@ -19,7 +19,7 @@ class Sequence:
     """A request with its tokens so far, `emitted` of which were drawn here.
 
     `ids` are the block ids of its first tokens; `kept` counts those whose KV has been offered to the prefix cache.
-    `cached` is how many tokens its first admission reused; of them `restored` came from the disk.
+    `cached` is how many tokens its first admission reused.
     `tail` is the open end that was kept last.
     """
 
@@ -29,7 +29,6 @@ class Sequence:
     emitted: int = 0
     kept: int = 0
     cached: int | None = None
-    restored: int = 0
     tail: tuple[list[int], Kept[Slab]] | None = None
 
     @property
@@ -90,7 +89,6 @@ class RowMemory:
         self.prefixes.put_blocks(chain, restored.blocks)
         for tokens, kept in restored.tails:
             self.prefixes.put_tail(root, chain, tokens, kept)
-        sequence.restored = sum(len(tokens) for _, tokens, _ in restored.blocks)
 
     def leave(self, sequence: Sequence) -> None:
         """The row is over."""

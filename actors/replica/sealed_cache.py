@@ -179,7 +179,7 @@ class SealedKVCache:
             cache._sealed = sealing.copy(sealed)
         if self._keys is not None:
             keys, values = self.tail(row, self._open(row))
-            cache._keys, cache._values = _copy(keys), _copy(values)
+            cache._keys, cache._values = sealing.copied(keys), sealing.copied(values)
         return cache
 
     def filter(self, rows: Sequence[int]) -> None:
@@ -317,7 +317,10 @@ class SealedKVCache:
                 fresh if not before[0] or self._sealed is None else sealing.join_tokens([self._sealed, fresh])
             )
             # A copy: the whole chunk would stay alive with it.
-            self._keys, self._values = _copy(self._keys[:, :, stop:]), _copy(self._values[:, :, stop:])
+            self._keys, self._values = (
+                sealing.copied(self._keys[:, :, stop:]),
+                sealing.copied(self._values[:, :, stop:]),
+            )
             return
         # Neighbours that are alike in one go: a device takes as long for each operation on one row as on all.
         for start, end in _runs(list(zip(full, before, strict=True))):
@@ -398,8 +401,3 @@ def _pad_columns(tails: Sequence[mx.array | None], caches: Sequence[SealedKVCach
             tail = mx.zeros((len(cache.lengths), some.shape[1], 0, some.shape[3]), dtype=some.dtype)
         parts.append(mx.pad(tail, [(0, 0), (0, 0), (0, columns - tail.shape[2]), (0, 0)]))
     return mx.concatenate(parts, axis=0)
-
-
-def _copy(array: mx.array) -> mx.array:
-    """A copy that does not keep alive what it was cut from; a slice may already be contiguous."""
-    return array + mx.zeros((), dtype=array.dtype)

@@ -181,6 +181,11 @@ def place(sealed: Sealed, row: int, block: int, new: Sealed) -> Sealed:
     return Sealed(*parts)
 
 
+def copied(array: mx.array) -> mx.array:
+    """A copy that does not keep alive what it was cut from; a slice may already be contiguous."""
+    return array + mx.zeros((), dtype=array.dtype)
+
+
 def copy(sealed: Sealed) -> Sealed:
-    """Copies that do not keep alive what they were cut from."""
-    return Sealed(*(array + mx.zeros((), dtype=array.dtype) for array in sealed))
+    """Copies of all arrays, as `copied`."""
+    return Sealed(*map(copied, sealed))

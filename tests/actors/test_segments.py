@@ -241,7 +241,7 @@ def test_records_from_other_processes_are_believed_only_if_they_can_be_right(tmp
 
 def test_entries_are_grouped_by_signature_in_order():
     entries = [*chain(20), *chain(2, first=30, state=True), *chain(1, first=40)]
-    groups = grouped(entries)
+    groups = list(grouped(entries))
     assert [len(group) for group in groups] == [16, 4, 2, 1]
     assert [entry.id for group in groups for entry in group] == [entry.id for entry in entries]
 
