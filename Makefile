@@ -1,14 +1,16 @@
 # Works with GNU make 3.81, which is what macOS ships.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format lock clean train-embedded eval-embedded bench-serve bench-router bench-memory
+.PHONY: help serve test test-slow check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+	bench-scenarios
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
 PORT ?=
-OUT ?= build/recall
+OUT ?=
 BENCH ?=
 TRACES ?=
+URL ?= http://127.0.0.1:8000
 UV_VERSION := 0.13.8
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
@@ -20,7 +22,10 @@ serve: .venv/.runtime ## Serve the models of CONFIG=configs/one-mac.yaml, on POR
 	@exec $(BIN)/satchel serve --config "$(CONFIG)" $(if $(PORT),--port "$(PORT)")
 
 test: .venv/.development ## Run all tests
-	@$(BIN)/python -m pytest tests -n 2 --dist loadfile
+	@$(BIN)/python -m pytest tests -n 2 --durations 15
+
+test-slow: .venv/.development ## Run the tests that take long and say little that others do not
+	@$(BIN)/python -m pytest tests -m slow
 
 check: .venv/.development ## Lint, formatting, types, and who imports whom
 	@$(BIN)/ruff check .
@@ -35,7 +40,15 @@ format: .venv/.development ## Format the code and mend what lint can mend
 train-embedded: ## Train the small model anew into OUT=build/recall, with a PYTHON that has PyTorch and a GPU
 	@$(PYTHON) -c 'import torch, safetensors, tokenizers' 2>/dev/null || \
 		{ echo "\"$(PYTHON)\" has no torch, safetensors and tokenizers; training needs them, and an NVIDIA GPU" >&2; exit 1; }
-	@$(PYTHON) benchmarks/embedded/train.py --out "$(OUT)" --tokenizer actors/replica/embedded/recall
+	@$(PYTHON) benchmarks/embedded/train.py --out "$(or $(OUT),build/recall)" --tokenizer actors/replica/embedded/recall
+
+train-shapes: ## Train the small vision model anew into OUT=build/shapes, with a PYTHON that has PyTorch and a GPU
+	@$(PYTHON) -c 'import torch, safetensors, tokenizers' 2>/dev/null || \
+		{ echo "\"$(PYTHON)\" has no torch, safetensors and tokenizers; training needs them, and an NVIDIA GPU" >&2; exit 1; }
+	@$(PYTHON) benchmarks/shapes/train.py --out "$(or $(OUT),build/shapes)" --tokenizer actors/replica/embedded/shapes
+
+eval-shapes: .venv/.development ## Measure the small vision model that ships with Satchel
+	@$(BIN)/python benchmarks/shapes/evaluate.py
 
 eval-embedded: .venv/.development ## Measure the small model that ships with Satchel
 	@$(BIN)/python benchmarks/embedded/evaluate.py
@@ -43,12 +56,18 @@ eval-embedded: .venv/.development ## Measure the small model that ships with Sat
 bench-serve: .venv/.development ## Measure serving beside other servers; BENCH="--models recall --rounds 1" for options
 	@$(BIN)/python benchmarks/serve/run.py $(BENCH)
 
-bench-router: .venv/.development ## Measure the router's decisions and rules; TRACES=folder adds recorded conversations
-	@$(BIN)/python benchmarks/router.py --policies $(if $(TRACES),--traces "$(TRACES)")
+bench-router: .venv/.development ## Measure the router beside others; TRACES=folder adds recorded conversations, BENCH="--parts nodes-8" options
+	@$(BIN)/python benchmarks/router/run.py $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
 	@$(BIN)/python benchmarks/prefix.py
 
 bench-memory: .venv/.development ## Measure the KV memory; TRACES=folder adds recorded conversations, BENCH="--parts sizes" options
 	@$(BIN)/python benchmarks/memory/run.py $(if $(TRACES),--traces "$(TRACES)/whowhen_conversations.jsonl") $(BENCH)
+
+bench-cluster: .venv/.development ## Measure several nodes; BENCH="--parts moving" options
+	@$(BIN)/python benchmarks/cluster/run.py $(BENCH)
+
+bench-scenarios: .venv/.development ## Run agents' stories on the server at URL=http://127.0.0.1:8000; TRACES=folder adds recordings
+	@$(BIN)/python benchmarks/scenarios/run.py --url "$(URL)" $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
 
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)

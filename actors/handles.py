@@ -6,16 +6,13 @@ from typing import Any
 
 import ray
 
-from ..cluster.config import Model
-from ..cluster.runtime import NAMESPACE
+from ..cluster.connection import NAMESPACE
 
 ROUTER = "router"
-KV_STORE = "kv_store"
 
 
-def replica_names(model: Model) -> list[str]:
-    """The ids of a model's replicas."""
-    return [f"{model.slug}-{index}" for index in range(model.replicas)]
+def store_actor_name(node: str) -> str:
+    return f"kv_store:{node}"
 
 
 def replica_actor_name(replica: str) -> str:

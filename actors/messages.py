@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-VERSION = 2
+VERSION = 4
 
 T = TypeVar("T")
 
@@ -53,13 +53,36 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Media:
+    """A picture in a prompt, or some frames of a video that are encoded together.
+
+    Its span begins at the prompt's token `start`; `tokens` are the ids that the model is given there, where the prompt
+    has words (`kv_store.media`). `key` names what is encoded, `grid` is (frames, rows, columns) of patches where
+    positions depend on it. `pixels` are RGB, a byte a channel, of `width` x `height`, `frames` times; b"" where nobody
+    has them any more.
+    """
+
+    start: int
+    tokens: list[int]
+    key: bytes
+    grid: list[int]
+    width: int
+    height: int
+    pixels: bytes
+    frames: int = 1
+    video: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One row to generate.
 
-    `prompt` are token ids; `block_ids` the ids of its whole blocks, in order; `root_id` the parent of the first.
-    `generated` counts how many of the prompt's last tokens were generated for this same request earlier, on a replica
-    that was lost: sampling goes on at that position. `choices` counts the requests with this very prompt that come
-    together, as a caller's `n` does: their prompt is computed once.
+    `prompt` are token ids, and words where they stand for a picture of `media`; `block_ids` the ids of its whole
+    blocks, in order; `root_id` the parent of the first. `generated` counts how many of the prompt's last tokens were
+    generated for this same request earlier, on a replica that was lost: sampling goes on at that position. `choices`
+    counts the requests with this very prompt that come together, as a caller's `n` does: their prompt is computed once.
+    KV of the prompt's first `pull_tokens` tokens is to be fetched from the node `pull_from` before, as far as it is not
+    here; "" for no node.
     """
 
     request_id: str
@@ -74,6 +97,9 @@ class GenerateRequest:
     deadline_s: float = 600.0
     generated: int = 0
     choices: int = 1
+    pull_from: str = ""
+    pull_tokens: int = 0
+    media: list[Media] = field(default_factory=list)
 
 
 TokenLogprobs = tuple[float, list[tuple[int, float]]]
@@ -108,7 +134,8 @@ class Frame:
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
     """What the router needs to choose: ids and sizes, no tokens. `beside` is a replica that has just got a request with
-    the same prompt, "" for none."""
+    the same prompt, "" for none; `near` is the node whose store has the agent's memory or will have it, "" where nobody
+    knows."""
 
     request_id: str
     model: str
@@ -117,14 +144,20 @@ class RouteRequest:
     prompt_tokens: int
     exclude: list[str] = field(default_factory=list)
     beside: str = ""
+    near: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Where a request goes and why.
 
-    `cached_tokens` is how much of the prompt the replica is believed to hold. `costs_s` has the estimated seconds to
-    first token by term (`total` is what was compared), each a list along `candidates`.
+    `cached_tokens` is how much of the prompt need not be computed there: what the replica is believed to hold, what its
+    node's disk has, and last the `pull_tokens` that node `pull_from` has and that are to be pulled first. They are
+    whole blocks, the ones that end at `cached_tokens`; "" and 0 where nothing is pulled. `node` is the replica's, ""
+    where it has not said. `move_to` is the node that the agent's memory is to move to after this turn, "" for none.
+
+    `costs_s` has the estimated seconds to first token by term (`total` is what was compared), each a list along
+    `candidates`; of very many candidates the cheapest only.
     """
 
     replica: str
@@ -132,6 +165,10 @@ class Decision:
     cached_tokens: int = 0
     candidates: list[str] = field(default_factory=list)
     costs_s: dict[str, list[float]] = field(default_factory=dict)
+    node: str = ""
+    pull_from: str = ""
+    pull_tokens: int = 0
+    move_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +178,10 @@ class ReplicaReport:
     `incarnation` is new at every start of the process. `sequence` counts reports; the router answers "resync" when it
     missed one, and then `announced` holds every block the replica has and `full` is True. `active` lists the requests
     that are queued or running there.
+
+    Of the figures, 0 is "not measured yet": the rate of prefill, `decode_token_s` (the time of a decode step),
+    `restore_bytes_per_s` (KV from the node's disk into memory) and `kv_bytes_per_token` (as it is kept and moved).
+    `free_bytes` is the memory left for the KV of further rows, -1 where that is not known.
     """
 
     replica: str
@@ -156,6 +197,45 @@ class ReplicaReport:
     announced: list[bytes]
     retracted: list[bytes]
     full: bool
+    node: str = ""
+    decode_token_s: float = 0.0
+    restore_bytes_per_s: float = 0.0
+    kv_bytes_per_token: float = 0.0
+    free_bytes: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """A store's heartbeat to the router: what its node's disk holds, and which agents.
+
+    `incarnation`, `sequence`, `full` and the answer are as in `ReplicaReport`. A store with very many blocks may send
+    some in the full report and the others in those that follow at once.
+
+    `announced` and `retracted` are ids of blocks on the disk. `agents` are [key, home epoch, is home] of those that
+    came or changed, `agents_retracted` keys of those this node has no more, `tombstones` [key, epoch]: whatever has
+    this epoch or a lower one was forgotten. Neither a block nor a key is both announced and retracted in one report. A
+    full report has all blocks, agents and tombstones.
+
+    `links` are bytes a second, by the node from which this one pulled since its last report, as measured. `used_bytes`
+    are those of KV on the disk, `disk_full` says that no more can be written, and `draining` that no agent is to come
+    here. `memory_free_bytes` is what its machine has left, -1 where that is not known.
+    """
+
+    node: str
+    incarnation: str
+    sequence: int
+    announced: list[bytes]
+    retracted: list[bytes]
+    full: bool
+    agents: list[tuple[str, int, bool]] = field(default_factory=list)
+    agents_retracted: list[str] = field(default_factory=list)
+    tombstones: list[tuple[str, int]] = field(default_factory=list)
+    links: dict[str, float] = field(default_factory=dict)
+    used_bytes: int = 0
+    free_bytes: int = -1
+    disk_full: bool = False
+    draining: bool = False
+    memory_free_bytes: int = -1
 
 
 def _plain(value: Any) -> Any:
@@ -173,7 +253,10 @@ def encode(message: Any) -> bytes:
     return packed
 
 
-_NESTED: dict[type, dict[str, Any]] = {GenerateRequest: {"sampling": Sampling}, Frame: {"rows": [RowUpdate]}}
+_NESTED: dict[type, dict[str, Any]] = {
+    GenerateRequest: {"sampling": Sampling, "media": [Media]},
+    Frame: {"rows": [RowUpdate]},
+}
 
 
 def _build(cls: type[T], values: list[Any]) -> T:

@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayError
 
-from ..cluster.config import Config, Home, Model, Scheduling
+from ..cluster.config import Config, Model, Scheduling
+from ..cluster.connection import NAMESPACE, satchel_version
+from ..cluster.environment import default_home
 from ..cluster.errors import InvalidRequest, ModelLoadError, from_wire
-from ..cluster.runtime import NAMESPACE
+from ..cluster.nodes import Node
+from ..cluster.placement import place
 from . import registry
-from .handles import KV_STORE, ROUTER, actor_handle, replica_actor_name, replica_names
-from .kv_store.actor import KVStoreActor
+from .handles import ROUTER, actor_handle, replica_actor_name, store_actor_name
+from .kv_store.node_actor import NodeStoreActor
 from .replica.actor import ReplicaActor
 from .router.actor import RouterActor
 
 logger = logging.getLogger(__name__)
-
-KV_MEMORY_FRACTION = 0.25
-"""Of the machine's memory, what its replicas may use for decoding rows where the config names no figure."""
 
 POLL_S = 0.1
 ANSWER_S = 2.0
@@ -46,24 +46,60 @@ _OPTIONS = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1, "max_task
 taken up by whoever asked for it."""
 
 
-def start_actors(config: Config, home: Home) -> dict[str, Any]:
-    """Start the router, the store of this node and every replica, and return the replicas' handles by id.
+def start_actors(config: Config) -> dict[str, Any]:
+    """Start the cluster's router, and what runs on its head: handles of that node's replicas by id.
 
-    Replicas load in the background; see `wait_until_ready`.
+    Replicas load in the background; see `wait_until_ready`. Those of other nodes begin when their nodes join.
     """
-    ray.remote(RouterActor).options(name=ROUTER, **_OPTIONS).remote(config)
-    ray.remote(KVStoreActor).options(name=KV_STORE, **_OPTIONS).remote(config, str(home.kv))
-    kv_bytes = kv_bytes_max(config.scheduling, sum(model.replicas for model in config.models))
-    replicas: dict[str, Any] = {}
+    machines = config.machines
+    registry.open_cluster()
+    ray.remote(RouterActor).options(name=ROUTER, **_on(machines[0])).remote(config)
+    names = [node.name for node in machines]
     for model in map(located, config.models):
         registry.add(model)
-        replicas |= start_replicas(model, config.scheduling, kv_bytes)
-    return replicas
+        for replica, node in place(model, names).items():
+            registry.place(model, replica, node)
+    return start_node(config, machines[0])
 
 
-def kv_bytes_max(scheduling: Scheduling, replicas: int) -> int:
-    """One replica's share of the memory for KV, where so many run."""
-    return scheduling.kv_bytes_max or int(psutil.virtual_memory().total * KV_MEMORY_FRACTION / replicas)
+def start_node(config: Config, node: Node) -> dict[str, Any]:
+    """Start what runs on this node, the one on which this is called, or take over what has come back with it.
+
+    Returns:
+        The handles of its replicas by id; they load in the background.
+    """
+    links = tuple((link.address, link.kind) for link in node.data_links)
+    home = str(default_home().root)
+    entry = registry.NodeEntry(node.name, node.address, links, satchel_version(), home, time.time())
+    registry.add_node(entry)
+    config = replace(config, disk_bytes_max=node.disk_bytes_max or config.disk_bytes_max)
+    store = ray.remote(NodeStoreActor).options(name=store_actor_name(node.name), get_if_exists=True, **_on(node))
+    store.remote(config, node)
+    known = {machine.name for machine in config.machines}
+    served = registry.entries()
+    if node.name not in known:
+        # A machine that the config does not name gets what runs everywhere.
+        for entry in served:
+            if entry.model.replicas is None and not entry.model.nodes and node.name not in entry.replicas.values():
+                for replica in place(entry.model, [node.name], taken=entry.replicas):
+                    registry.place(entry.model, replica, node.name)
+        served = registry.entries()
+    here = {replica: entry.model for entry in served for replica, where in entry.replicas.items() if where == node.name}
+    return {
+        replica: _replica_options(replica, node, get_if_exists=True).remote(
+            replica, model, config.scheduling, node, len(here)
+        )
+        for replica, model in here.items()
+    }
+
+
+def _on(node: Node) -> dict[str, Any]:
+    """Options of an actor that belongs on a node: it waits for that node, and comes back with it."""
+    return {**_OPTIONS, "resources": {node.resource: 1}}
+
+
+def _replica_options(replica: str, node: Node, **more: Any) -> Any:
+    return ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **_on(node), **more)
 
 
 def located(model: Model) -> Model:
@@ -77,17 +113,19 @@ def located(model: Model) -> Model:
     return replace(model, source=full(model.source) or "", adapter=full(model.adapter))
 
 
-def start_replicas(model: Model, scheduling: Scheduling, kv_bytes: int) -> dict[str, Any]:
-    """Start the replicas of a model: handles by id. They load in the background.
+def start_replicas(model: Model, scheduling: Scheduling, placed: Mapping[str, Node], neighbours: int) -> dict[str, Any]:
+    """Start the replicas of a model on nodes that are there: handles by id. They load in the background.
+
+    Args:
+        neighbours: how many replicas share the memory of each node.
 
     Raises:
         InvalidRequest: one of that name runs already. None was started then.
     """
     replicas: dict[str, Any] = {}
-    for name in replica_names(model):
-        actor = ray.remote(ReplicaActor).options(name=replica_actor_name(name), **_OPTIONS)
+    for name, node in placed.items():
         try:
-            replicas[name] = actor.remote(name, model, scheduling, kv_bytes)
+            replicas[name] = _replica_options(name, node).remote(name, model, scheduling, node, neighbours)
         except ValueError:
             kill(replicas)
             what = f"a replica {name} runs already: somebody else loads {model.name!r}, or it has just been unloaded"
@@ -133,6 +171,44 @@ async def wait_until_ready(replicas: Handles, timeout_s: float, report: Report) 
             await asyncio.sleep(POLL_S)
 
 
+async def compare_models(replicas: Handles) -> None:
+    """Whether these replicas have loaded the very models that others of the same names have.
+
+    Raises:
+        ModelLoadError: one has not; it could not take over anything from them.
+    """
+    served = await asyncio.to_thread(registry.entries)
+    for entry in served:
+        ids: dict[str, bytes] = {}
+        for name, handle in find_replicas([entry]).items():
+            with suppress(RayError, TimeoutError):
+                info = await asyncio.wait_for(handle.info.remote(), ANSWER_S)
+                if info is not None:
+                    ids[name] = info["model_id"]
+        others = {model_id: name for name, model_id in ids.items() if name not in replicas}
+        for name in ids.keys() & replicas.keys():
+            if others and ids[name] not in others:
+                other = next(iter(others.values()))
+                raise ModelLoadError(
+                    f"{entry.model.name!r} is another model here than on {entry.replicas[other]}: "
+                    f"{ids[name].hex()[:12]} and {ids[other].hex()[:12]}; compare its files and dtype"
+                )
+
+
+def leave_node(replicas: Handles, node: Node, drain_s: float, for_good: bool) -> None:
+    """Finish what the node's replicas are doing, at most `drain_s`, and end what runs there."""
+    asyncio.run(drain(replicas, drain_s))
+    if for_good:
+        registry.remove_node(node.name)
+        for entry in registry.entries():
+            for replica, where in entry.replicas.items():
+                if where == node.name:
+                    registry.unplace(replica)
+    kill(replicas)
+    with suppress(ValueError):
+        ray.kill(actor_handle(store_actor_name(node.name)), no_restart=True)
+
+
 async def load_model(model: Model, config: Config, report: Report) -> None:
     """Serve one more model in the running cluster: start its replicas, wait for them, then tell everybody.
 
@@ -144,16 +220,41 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
         ModelLoadError: the model cannot be loaded, or not within `timeouts.model_load_s`.
     """
     model = located(model)
-    running = sum(entry.model.replicas for entry in await asyncio.to_thread(registry.check_name, model))
-    kv_bytes = kv_bytes_max(config.scheduling, running + model.replicas)
-    replicas = await asyncio.to_thread(start_replicas, model, config.scheduling, kv_bytes)
+    served = await asyncio.to_thread(registry.check_name, model)
+    nodes = await asyncio.to_thread(present_nodes, config)
+    free = await _memory_free_bytes()
+    placed = {replica: nodes[name] for replica, name in place(model, list(nodes), free_bytes=free).items()}
+    here = [name for entry in served for name in entry.replicas.values()] + [node.name for node in placed.values()]
+    neighbours = max(map(here.count, here))
+    replicas = await asyncio.to_thread(start_replicas, model, config.scheduling, placed, neighbours)
     try:
         await wait_until_ready(replicas, config.timeouts.model_load_s, report)
         # Not in a thread: a cancellation must not come between the entry and knowing of it.
         registry.add(model)
+        for replica, node in placed.items():
+            registry.place(model, replica, node.name)
     except BaseException:
         kill(replicas)
         raise
+
+
+async def _memory_free_bytes() -> dict[str, int]:
+    """By node, as their stores have reported; empty where the router cannot be asked."""
+    try:
+        router = await asyncio.to_thread(actor_handle, ROUTER)
+        described = await asyncio.wait_for(router.nodes.remote(), ANSWER_S)
+    except (RayError, ValueError, TimeoutError):
+        return {}
+    return {node["name"]: node["memory_free_bytes"] for node in described if node.get("memory_free_bytes") is not None}
+
+
+def present_nodes(config: Config) -> dict[str, Node]:
+    """The nodes that are there now by name, the head first, those that the config does not name as they joined."""
+    alive = {name for node in ray.nodes() if node["Alive"] for name in node["Resources"]}
+    known = {node.name: node for node in config.machines}
+    for entry in registry.nodes():
+        known.setdefault(entry.name, Node(name=entry.name, address=entry.address))
+    return {name: node for name, node in known.items() if node.resource in alive}
 
 
 async def unload_model(name: str, drain_s: float) -> None:
@@ -163,8 +264,8 @@ async def unload_model(name: str, drain_s: float) -> None:
         ModelNotFound: no such model.
         InvalidRequest: it is the only one.
     """
-    model = await asyncio.to_thread(registry.remove, name)
-    replicas = await asyncio.to_thread(find_replicas, [model])
+    entry = await asyncio.to_thread(registry.remove, name)
+    replicas = await asyncio.to_thread(find_replicas, [entry])
     try:
         # Whoever has read the registry just before still sends requests here for a moment.
         await asyncio.sleep(2 * registry.READ_S)
@@ -174,10 +275,10 @@ async def unload_model(name: str, drain_s: float) -> None:
     await _forget(replicas)
 
 
-def find_replicas(models: list[Model]) -> dict[str, Any]:
+def find_replicas(entries: Iterable[registry.Entry]) -> dict[str, Any]:
     """The handles of the models' replicas by id, without those that Ray does not know."""
     replicas = {}
-    for name in (name for model in models for name in replica_names(model)):
+    for name in (name for entry in entries for name in entry.replicas):
         try:
             replicas[name] = actor_handle(replica_actor_name(name))
         except ValueError:

@@ -27,6 +27,9 @@ class AgentMetrics(Collector):
             memory.recomputed,
         )
         yield _counter("satchel_agent_turns", "Agents' turns by what became of them.", "outcome", memory.commits)
+        yield CounterMetricFamily("satchel_moves", "Agents moved to another node.", value=memory.moves.total)
+        carried = "Bytes of KV that went with agents to other nodes."
+        yield CounterMetricFamily("satchel_moved_bytes", carried, value=memory.moves.bytes_total)
 
 
 def _counter(name: str, help_text: str, label: str, counts: Mapping[str, int]) -> Metric:

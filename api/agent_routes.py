@@ -9,9 +9,10 @@ import time
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from ..cluster.errors import AgentNotFound, InvalidRequest, Unavailable
+from ..cluster.errors import AgentNotFound, DeadlineExceeded, InvalidRequest, Unavailable
 from .agent_views import PAGE_MAX, agent_info, agent_page, forget_agent, fork_agent, release_agent
 from .agents import AgentMemory
+from .cluster_routes import MoveBody
 from .generation import Generator
 from .http import BodyReader, CancelOnDisconnect
 from .openai import ForkBody, InjectBody, parse_body
@@ -75,6 +76,19 @@ class AgentRoutes:
     async def release(self, agent_id: str) -> Response:
         """Drop an agent's KV from the replicas' memory; what is on the disk stays."""
         return JSONResponse(await release_agent(self._memory.store, agent_key(agent_id)))
+
+    async def move(self, request: Request, agent_id: str) -> Response:
+        """Make another node an agent's home. A client that leaves does not stop it."""
+        key = agent_key(agent_id)
+        async with self._bodies.reading(request) as data:
+            body = await asyncio.to_thread(parse_body, MoveBody, data)
+        limit_s = self._generator.config.timeouts.request_s
+        try:
+            async with asyncio.timeout(limit_s):
+                done = await self._memory.moves.move(key, body.to)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the agent was not moved within {limit_s:g} s (timeouts.request_s)") from None
+        return JSONResponse(done)
 
     async def forget(self, agent_id: str) -> Response:
         """Erase an agent's memory."""

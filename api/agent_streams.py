@@ -26,10 +26,13 @@ class RecordedGeneration:
     """A generation that writes down the tokens it passes on."""
 
     def __init__(self, generation: Generation) -> None:
-        self.replica = generation.replica
-        self.why = generation.why
+        self.replica, self.node, self.why = generation.replica, generation.node, generation.why
         self.tokens: list[int] = []
         self._generation = generation
+
+    @property
+    def move_to(self) -> str:
+        return self._generation.move_to
 
     def __aiter__(self) -> AsyncIterator[RowUpdate]:
         return self._recorded()
@@ -79,6 +82,7 @@ class TurnStream(TextStream):
                     elif isinstance(event, Finished):
                         message = answer_message("".join(text), "".join(reasoning), calls)
                         await self._keep(self._recorded.tokens, message)
+                        self._turn.move_after(self._recorded.move_to)
                     self._reading = False
                     yield event
                     self._reading = True
@@ -97,7 +101,7 @@ def keeping(turn: Turn, chat: Chat, text: TextModel) -> Keep:
     """What keeps the answer of `chat` for `turn`'s agent."""
 
     async def keep(tokens: list[int], message: Message) -> None:
-        spelled = await asyncio.to_thread(spell, text, chat.prompt, tokens)
+        spelled = await asyncio.to_thread(spell, text, list(text.plain(chat.prompt[-_CONTEXT_TOKENS:])), tokens)
         kept = Kept([*chat.prompt, *tokens], chat.text + spelled, [*chat.messages, message], chat.continuation)
         await turn.commit(kept)
 

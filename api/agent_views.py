@@ -6,7 +6,8 @@ from typing import Any
 
 from ..actors.kv_store.blocks import BLOCK_TOKENS
 from ..cluster.errors import InvalidRequest
-from .agents import AgentMemory, Store
+from .agent_store import Store
+from .agents import AgentMemory
 from .backend import Backend
 from .requests import agent_key
 
@@ -44,17 +45,16 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
     Returns:
         `tokens`, `blocks` (of KV that the tokens fill), `messages`, `turns` and `model` of its main branch, `bytes` and
         `branches` of all, `created` and `last_used` in Unix time, and `tier`: `hot` where a replica has blocks of it
-        in memory, `warm` where the disk has, else `cold`.
+        in memory, `warm` where the disk has blocks or open tails of it, else `cold`.
 
     Raises:
         AgentNotFound: nothing is known of it.
     """
     view = _view(await store.call("info", key), await _names(backend))
-    chains = [(model, ids) for model, ids in await store.call("blocks", key) if ids]
-    if any([await store.held(model, ids) for model, ids in chains]):
-        return {**view, "tier": "hot"}
-    on_disk = any([await store.call("disk_held", model, ids) for model, ids in chains])
-    return {**view, "tier": "warm" if on_disk else "cold"}
+    for stand in await store.call("blocks", key):
+        if await store.held(*stand):
+            return {**view, "tier": "hot"}
+    return {**view, "tier": "warm" if await store.call("disk_kept", key) else "cold"}
 
 
 async def fork_agent(store: Store, key: str, target: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ async def release_agent(store: Store, key: str) -> dict[str, Any]:
 async def forget_agent(memory: AgentMemory, key: str) -> bool:
     """Erase all that is known of the agent. Returns whether there was anything."""
     store = memory.store
-    blocks = await store.call("blocks", key, True)
+    blocks = await store.call("blocks", key)
     known = await store.call("forget", key)
     memory.lines.forget(key)
     await _release(store, blocks)
@@ -92,7 +92,7 @@ async def forget_agent(memory: AgentMemory, key: str) -> bool:
 
 
 async def _release(store: Store, blocks: list[Any]) -> int:
-    return sum([await store.release(model, ids) for model, ids in blocks if ids])
+    return sum([await store.release(*stand) for stand in blocks])
 
 
 async def _names(backend: Backend) -> dict[bytes, str]:

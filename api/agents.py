@@ -18,9 +18,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from ..actors.kv_store.media import words_in
 from ..cluster.errors import AgentBusy, SatchelError, Unavailable
+from .agent_moves import AgentMoves
+from .agent_store import Store
 from .continuation import Continuation, IndexedLine, Line, Match, index_line
 from .history import History, Message
 from .text import TextModel
@@ -42,34 +45,6 @@ _TOKEN_BYTES = 16
 """Of a prepared line: its id, where it ends, and the text in characters and bytes, which are counted apart."""
 
 
-class Store(Protocol):
-    """The store actor, and the replicas where they hold agents' KV."""
-
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """The result of a method of `KVStoreActor`.
-
-        Raises:
-            SatchelError: what it answered, or that it does not answer.
-        """
-        ...
-
-    async def release(self, model_id: bytes, block_ids: list[bytes]) -> int:
-        """Let the replicas of a model drop blocks, and the tails after them, from memory. Returns how many bytes."""
-        ...
-
-    async def held(self, model_id: bytes, block_ids: list[bytes]) -> int:
-        """How many of the blocks the replicas of a model have in memory."""
-        ...
-
-    async def clear(self) -> int:
-        """Let every replica drop what it keeps in memory for reuse. Returns how many bytes that were.
-
-        Raises:
-            Unavailable: a replica did not do so.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class KnownLine:
     """A branch as this process knows it."""
@@ -79,10 +54,12 @@ class KnownLine:
     turns: int
     line: IndexedLine
     history: History
+    words: Sequence[int] = ()
+    """Those in the place of its pictures' tokens, of which `line` has the model's own."""
 
     @property
     def nbytes(self) -> int:
-        return _TOKEN_BYTES * len(self.line.tokens) + 2 * len(self.line.data) + 512
+        return _TOKEN_BYTES * (len(self.line.tokens) + len(self.words)) + 2 * len(self.line.data) + 512
 
 
 class _Lines:
@@ -133,6 +110,7 @@ class AgentMemory:
         matches: prompts by how they continued their agent's memory.
         recomputed: tokens that memory had and that were not kept, by reason.
         commits: turns by what became of them.
+        moves: of agents to other nodes.
     """
 
     def __init__(self, store: Store, *, lines_bytes_max: int = LINES_BYTES_MAX) -> None:
@@ -140,6 +118,7 @@ class AgentMemory:
         self.matches: Counter[str] = Counter()
         self.recomputed: Counter[str] = Counter()
         self.commits: Counter[str] = Counter()
+        self.moves = AgentMoves(store, self.background)
         self.lines = _Lines(lines_bytes_max)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -299,7 +278,7 @@ class Turn:
         def pack() -> tuple[tuple[int, int, int] | None, bytes, bytes, IndexedLine, History]:
             transcript = json.dumps(kept.messages, ensure_ascii=False, separators=(",", ":")).encode()
             tokens = array("I", kept.tokens)
-            line = index_line(Line(kept.text, tokens), self._text)
+            line = index_line(Line(kept.text, self._text.plain(tokens)), self._text)
             return self._base(kept), tokens.tobytes(), transcript, line, History(kept.messages)
 
         base, token_ids, transcript, line, history = await asyncio.to_thread(pack)
@@ -320,7 +299,7 @@ class Turn:
         # Where the answer to a first try was lost with the store's process, a second one opens a branch of its own.
         outcome = await self._insist("commit", **fields) if self.continues else await self._call("commit", **fields)
         if outcome["kind"] in ("replaced", "opened"):
-            new = KnownLine(outcome["branch"], outcome["epoch"], turns, line, history)
+            new = KnownLine(outcome["branch"], outcome["epoch"], turns, line, history, words_in(kept.tokens))
             self._memory.lines.set((self.agent, self._model_id), self._known() | {new.branch: new})
         return outcome["kind"]
 
@@ -336,6 +315,11 @@ class Turn:
         if found.match in (Match.EXACT, Match.EXTEND) or line.history.begins(kept.messages):
             return line.branch, line.epoch, line.turns
         return None
+
+    def move_after(self, node: str) -> None:
+        """The turn is over; the agent's memory is to move to `node`, "" for nowhere."""
+        if node:
+            self._memory.moves.follow(self.agent, node)
 
     def leave(self) -> None:
         """Give the turn back unless it is over. Does not wait."""
@@ -362,10 +346,11 @@ class Turn:
 def _known_line(branch: dict[str, Any], text: TextModel) -> KnownLine:
     tokens = array("I")
     tokens.frombytes(branch["token_ids"])
-    line = index_line(Line(branch["text"], tokens), text)
-    return KnownLine(
-        branch["branch"], branch["epoch"], branch["turns"], line, History(json.loads(branch["transcript"]))
+    line, history = (
+        index_line(Line(branch["text"], text.plain(tokens)), text),
+        History(json.loads(branch["transcript"])),
     )
+    return KnownLine(branch["branch"], branch["epoch"], branch["turns"], line, history, words_in(tokens))
 
 
 def _refusal(agent: str, outcome: str) -> SatchelError:

@@ -22,6 +22,7 @@ from .agent_metrics import AgentMetrics
 from .agent_routes import AgentRoutes
 from .agents import AgentMemory
 from .backend import Backend
+from .cluster_routes import ClusterRoutes, MoveBody
 from .generation import Generator
 from .http import BodyReader, CancelOnDisconnect, RequestContext, add_error_handlers, header_text
 from .metrics import CONTENT_TYPE, Metrics
@@ -85,8 +86,13 @@ def create_app(
     route("/v1/agents/{agent_id}/inject", agents.inject, "POST", InjectBody)
     route("/v1/agents/{agent_id}/fork", agents.fork, "POST", ForkBody)
     route("/v1/agents/{agent_id}/release", agents.release, "POST")
+    route("/v1/agents/{agent_id}/move", agents.move, "POST", MoveBody)
     route("/v1/cache", agents.clear_cache, "DELETE")
     route("/v1/cache/stats", agents.cache_stats)
+    cluster = ClusterRoutes(backend, endpoint.generator.memory)
+    route("/v1/cluster", cluster.show)
+    route("/v1/cluster/agents/{agent_id}", cluster.where)
+    route("/v1/cluster/decisions/{request_id:path}", cluster.explain)
     return app
 
 
@@ -120,7 +126,7 @@ class _Endpoint:
         if body.stream:
             return _EventStream(self, chat, include_usage=body.include_usage)
         streams, answers = await self._answer(request, chat)
-        return JSONResponse(chat_body(streams[0].model.name, answers), headers=_headers(streams))
+        return JSONResponse(chat_body(streams[0].model.name, answers), headers=self.headers(streams))
 
     async def completions(self, request: Request) -> Response:
         """The continuation of one or several texts."""
@@ -129,7 +135,7 @@ class _Endpoint:
         if body.stream:
             return _EventStream(self, completion, include_usage=body.include_usage)
         streams, answers = await self._answer(request, completion)
-        return JSONResponse(completion_body(streams[0].model.name, answers), headers=_headers(streams))
+        return JSONResponse(completion_body(streams[0].model.name, answers), headers=self.headers(streams))
 
     async def list_models(self) -> Response:
         """Every model that has been loaded, the default first."""
@@ -154,7 +160,7 @@ class _Endpoint:
     async def show_metrics(self) -> Response:
         """Prometheus' text format."""
         stats = await _probe(self._backend.stats())
-        return Response(self.metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
+        return Response(self.metrics.render(stats, self._backend.failovers), headers={"Content-Type": CONTENT_TYPE})
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
         """The body and the agent's id."""
@@ -179,6 +185,14 @@ class _Endpoint:
         if isinstance(work, ChatRequest):
             return await self.generator.start_chats(work)
         return await self.generator.start_completion(work)
+
+    def headers(self, streams: Sequence[TextStream]) -> dict[str, str]:
+        """Where the rows run and why; those of several prompts are listed once each."""
+        replicas = dict.fromkeys(stream.replica for stream in streams)
+        nodes = dict.fromkeys(stream.node for stream in streams if stream.node)
+        reasons = dict.fromkeys(stream.why for stream in streams)
+        found = {"x-satchel-node": nodes, "x-satchel-replica": replicas, "x-satchel-why": reasons}
+        return {name: header_text(", ".join(values)) for name, values in found.items() if values}
 
     def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
         """Record times to first token; `arrived` is by `time.perf_counter`."""
@@ -222,7 +236,7 @@ class _EventStream(Response):
                 await asyncio.wait({first}, timeout=HEADERS_WAIT_S)
                 if first.done():
                     first.result()
-                headers = {**_headers(streams), "X-Accel-Buffering": "no"}
+                headers = {**self._endpoint.headers(streams), "X-Accel-Buffering": "no"}
                 self.headers.update(headers)
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async with aclosing(self._chunks(streams, first, events, request_id)) as chunks:
@@ -309,13 +323,3 @@ def _agent(request: Request, given: str | None) -> str:
     if len({value for _, value in found}) > 1:
         raise InvalidRequest("X-Agent-ID and agent_id name different agents", param="agent_id")
     return found[0][1] if found else ""
-
-
-def _headers(streams: Sequence[TextStream]) -> dict[str, str]:
-    """Where the rows ran and why; those of several prompts are listed once each."""
-    replicas = dict.fromkeys(stream.replica for stream in streams)
-    reasons = dict.fromkeys(stream.why for stream in streams)
-    return {
-        "x-satchel-replica": header_text(", ".join(replicas)),
-        "x-satchel-why": header_text(", ".join(reasons)),
-    }

@@ -6,11 +6,11 @@ plain objects.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from ..actors.messages import RowUpdate, Sampling
+from ..actors.messages import Media, RowUpdate, Sampling
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,41 @@ class ReplicaStats:
     unwritten_turns_total: int = 0
     restored_tokens_total: int = 0
     blocks_corrupt_total: int = 0
+    failed_checks_total: int = 0
+    vision_cache_hits_total: int = 0
+    vision_encodes_total: int = 0
+    vision_bytes: int = 0
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """One machine of the cluster. None is what nobody has said of it.
+
+    Attributes:
+        address: the one that the others know it by.
+        links: (address, kind) of every way to its KV, the fastest first.
+        up: whether its store was heard lately, or while nothing is known of that, whether the machine is there.
+        rates: bytes a second, as measured, by the node from which KV came.
+        memory_free_bytes: of the machine.
+        disk_bytes: of KV on its disk; `disk_free_bytes` may still be written.
+        blocks: of KV on its disk.
+        agents: how many it has, as their home or as a copy.
+        draining: no agent is to come here.
+    """
+
+    name: str
+    address: str
+    links: tuple[tuple[str, str], ...]
+    up: bool
+    rates: Mapping[str, float] = field(default_factory=dict)
+    memory_free_bytes: int | None = None
+    disk_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    disk_full: bool = False
+    blocks: int | None = None
+    agents: int | None = None
+    draining: bool = False
 
 
 class Generation(Protocol):
@@ -60,7 +95,14 @@ class Generation(Protocol):
     """
 
     replica: str
+    node: str
+    """Where the replica is, "" where nobody has said."""
     why: str
+
+    @property
+    def move_to(self) -> str:
+        """The node that its agent's memory is to move to once the turn is over, "" for none."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[RowUpdate]: ...
 
@@ -68,6 +110,9 @@ class Generation(Protocol):
 
 
 class Backend(Protocol):
+    failovers: int
+    """How many rows went on, elsewhere or on a replica that was started anew, after theirs was lost."""
+
     async def names(self) -> list[str]:
         """Every served model's name, loaded yet or not, the default first."""
         ...
@@ -88,6 +133,7 @@ class Backend(Protocol):
         deadline_s: float | None = None,
         choices: int = 1,
         beside: str = "",
+        media: Sequence[Media] = (),
     ) -> Generation:
         """Route and queue one row. Returns once a replica has accepted it.
 
@@ -99,6 +145,7 @@ class Backend(Protocol):
             deadline_s: from now to the last token; None is the configured limit, which also bounds it.
             choices: how many rows with this very prompt come together.
             beside: the replica that took the first of them, "" for none.
+            media: the prompt's pictures, in the place of which it has words.
 
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.
@@ -110,3 +157,19 @@ class Backend(Protocol):
         ...
 
     async def stats(self) -> list[ReplicaStats]: ...
+
+    async def pids(self) -> dict[str, int]:
+        """Process ids by replica, of those that answer."""
+        ...
+
+    async def nodes(self) -> list[NodeState]:
+        """Every machine of the cluster, the head first, whether it is there now or not."""
+        ...
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Why a recent request went where it did: see `RouterActor.explain`. None where nothing is known of it.
+
+        Raises:
+            Unavailable: the router does not answer.
+        """
+        ...

@@ -1,4 +1,4 @@
-"""The command line: `satchel serve | status | models | chat | probe | doctor`.
+"""The command line: `satchel serve | up | down | join | leave | status | models | agents | chat | explain | …`.
 
 A mistake or a failure is one sentence on standard error and exit code 1 (2 for a wrong command line), never a
 traceback. Nothing heavy is imported until a command needs it.
@@ -14,6 +14,8 @@ import typer
 
 from ..cluster.config import Config, default_config, load_config
 from ..cluster.errors import SatchelError
+from .cli_agents import app as agents
+from .cli_cluster import ListenOption, PortOption, down, install_service, join, leave, up, with_endpoint
 from .cli_models import HomeOption, JsonOption, chosen_home
 from .cli_models import app as models
 from .cli_probe import probe
@@ -28,36 +30,21 @@ app = typer.Typer(
 )
 
 app.add_typer(models, name="models")
+app.add_typer(agents, name="agents")
 
 ConfigOption = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--config", metavar="FILE", help="A YAML file; without one, the small model that ships is served."),
 ]
-PortOption = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option("--port", min=1, max=65535, help="The endpoint's port (else the config's)."),
-]
-ListenOption = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--listen", metavar="ADDR", help="The endpoint's address (else the config's); 0.0.0.0 is everyone."),
-]
 
 
 def _config(path: Path | None, port: int | None, listen: str | None) -> Config:
-    from dataclasses import replace
-
-    config = load_config(path) if path is not None else default_config()
-    endpoint = config.endpoint
-    if port is not None:
-        endpoint = replace(endpoint, port=port)
-    if listen is not None:
-        endpoint = replace(endpoint, listen=listen)
-    return replace(config, endpoint=endpoint)
+    return with_endpoint(load_config(path) if path is not None else default_config(), port, listen)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from ..cluster.runtime import satchel_version
+        from ..cluster.connection import satchel_version
 
         print(f"satchel {satchel_version()}")
         raise typer.Exit
@@ -84,7 +71,7 @@ def serve(
 
 @app.command()
 def status(json: JsonOption = False, home: HomeOption = None) -> None:
-    """Show the running server, its models and its replicas."""
+    """Show the running server, its nodes, its models and its replicas."""
     from .cli_views import show_status
 
     show_status(chosen_home(home), as_json=json)
@@ -103,7 +90,26 @@ def chat(
     run(chosen_home(home), agent=agent, model=model, text=text)
 
 
+@app.command()
+def explain(
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="The `x-request-id` of a response, one of the last thousand.")
+    ],
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Say why a request went where it did, and what it was estimated to cost elsewhere."""
+    from .cli_views import show_decision
+
+    show_decision(chosen_home(home), request_id, as_json=json)
+
+
 app.command()(probe)
+app.command()(up)
+app.command()(down)
+app.command()(join)
+app.command()(leave)
+app.command()(install_service)
 
 
 @app.command()

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 
 from ..cluster.config import Home
+from ..cluster.connection import ClusterRecord, find_cluster
 from ..cluster.errors import NotRunning, SatchelError
-from ..cluster.runtime import ClusterRecord, find_cluster
 
 
 def running_endpoint(home: Home) -> tuple[ClusterRecord, str]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from ..cluster.config import Home
+from ..cluster.connection import find_cluster
 from ..cluster.environment import default_home
-from ..cluster.runtime import find_cluster
 
 if TYPE_CHECKING:
     from .cli_progress import Progress

@@ -18,14 +18,19 @@ from types import FrameType
 from typing import NoReturn, Protocol
 
 from ..cluster.config import Config, Home
+from ..cluster.connection import Invitation
 from ..cluster.errors import SatchelError
 from ..cluster.home import prepare_home, write_private
+from ..cluster.launch import Launcher
 from ..cluster.ports import check_port_free
 from ..cluster.runtime import LocalCluster
 from .cli_progress import Progress
 
-_POLL_S = 0.1
+POLL_S = 0.1
 _NOTE_PROCESSES_S = 15.0
+NODES_WAIT_S = 120.0
+"""How long the other machines may take before the endpoint is announced without them; they may still come."""
+
 _READ_S = 3.0
 """How long a stopping server lets clients read the rest of their answers."""
 
@@ -89,6 +94,7 @@ class StartUp(threading.Thread):
         self.connected = threading.Event()
         self.go_on = threading.Event()
         self.deployment: Deployment | None = None
+        self.launcher: Launcher | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -106,7 +112,15 @@ class StartUp(threading.Thread):
         self._progress.say(f"Ray started in {time.monotonic() - started:.0f} s; its logs are in {record.log_dir}")
         from .serve import deploy
 
-        deployment = deploy(self._config, self._home, report=self._progress.report)
+        machines = self._config.machines
+        if len(machines) > 1:
+            token = self._home.token_file.read_text(encoding="ascii")
+            self.launcher = Launcher(machines[1:], self._home, Invitation(record.address, token), self._progress.say)
+        deployment = deploy(self._config, report=self._progress.report)
+        if self.launcher is not None:
+            self._progress.report("Waiting for the other nodes", None)
+            for late in self.launcher.wait(NODES_WAIT_S):
+                self._progress.say(f"Node {late}")
         self._cluster.publish_endpoint(deployment.url)
         self._cluster.note_processes()
         self.deployment = deployment
@@ -126,43 +140,51 @@ def serve(config: Config, home: Home) -> None:
     signals.install()
     progress = Progress()
     progress.say(f"Home is {home.root}")
-    cluster = LocalCluster(home)
+    cluster = LocalCluster(home, node=config.machines[0], port=config.control_port)
+    start_up = StartUp(config, home, cluster, progress)
     try:
-        deployment = _start(config, home, cluster, signals, progress)
+        deployment = _start(start_up, home, cluster, signals, progress)
         if deployment is not None:
             _run(deployment, cluster, signals, progress)
             _shut_down(deployment, config, signals, progress)
     except SatchelError as error:
-        cluster.stop()
+        _stop(start_up, cluster)
         print(f"satchel: {error.message}", file=sys.stderr)
-        _leave(1)
-    cluster.stop()
+        leave(1)
+    _stop(start_up, cluster)
     progress.say("Stopped")
-    _leave(0)
+    leave(0)
+
+
+def _stop(start_up: StartUp, cluster: LocalCluster) -> None:
+    if start_up.launcher is not None:
+        start_up.launcher.stop()
+    cluster.stop()
 
 
 def _start(
-    config: Config, home: Home, cluster: LocalCluster, signals: StopSignals, progress: Progress
+    start_up: StartUp, home: Home, cluster: LocalCluster, signals: StopSignals, progress: Progress
 ) -> Deployment | None:
     """Starts Ray and the models. None where a signal came first.
 
     Raises:
         SatchelError: something did not start.
     """
-    start_up = StartUp(config, home, cluster, progress)
     start_up.start()
     while start_up.is_alive() and not signals.stop:
-        start_up.join(_POLL_S)
+        start_up.join(POLL_S)
         if start_up.connected.is_set() and not start_up.go_on.is_set():
             signals.install()
             start_up.go_on.set()
     progress.close()
     if signals.stop:
         progress.say("Stopping while starting")
+        if start_up.launcher is not None:
+            start_up.launcher.stop()
         cluster.stop(abandon=True)
         return None
     if start_up.deployment is None:
-        raise _as_sentence(start_up.error, home)
+        raise as_sentence(start_up.error, home)
     return start_up.deployment
 
 
@@ -177,7 +199,7 @@ def _run(deployment: Deployment, cluster: LocalCluster, signals: StopSignals, pr
     _announce(deployment, progress)
     noted = time.monotonic()
     while not signals.stop:
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
         failure = cluster.failure()
         if failure is not None and not signals.stop:
             raise SatchelError(f"the endpoint is gone: {failure}")
@@ -224,7 +246,7 @@ def _bounded(work: Callable[[], None], timeout_s: float, signals: StopSignals, p
         progress.say(f"Not stopped in order: {failures[0]}")
 
 
-def _as_sentence(error: BaseException | None, home: Home) -> SatchelError:
+def as_sentence(error: BaseException | None, home: Home) -> SatchelError:
     """A failed start-up as an error to show; the traceback of an unexpected one goes into a file."""
     if isinstance(error, SatchelError):
         return error
@@ -233,7 +255,7 @@ def _as_sentence(error: BaseException | None, home: Home) -> SatchelError:
     return SatchelError(f"the server could not start: {type(error).__name__}: {error} (more in {log})")
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Ends the process now. Ray's own exit handlers would wait for a cluster that is no more."""
     for stream in (sys.stdout, sys.stderr):
         try:

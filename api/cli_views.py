@@ -1,11 +1,13 @@
-"""The commands that look and change nothing: `status`, `models`, `doctor`."""
+"""The commands that look and change nothing: `status`, `models`, `doctor`, `explain`."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE_HEAD
@@ -20,7 +22,7 @@ _COLUMNS = {
     "satchel_requests_running": "runs",
     "satchel_requests_waiting": "waits",
     "satchel_requests_total": "requests",
-    "satchel_prompt_tokens_total": "tokens in",
+    "satchel_prompt_tokens_total": "in",
     "satchel_cached_tokens_total": "cached",
     "satchel_generated_tokens_total": "out",
 }
@@ -43,12 +45,63 @@ def _replicas(metrics: str) -> dict[str, dict[str, Any]]:
     return replicas
 
 
-def _table(*titles: str) -> Table:
-    """A table that shows long paths whole, on several lines."""
-    table = Table(box=SIMPLE_HEAD)
+def table(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
+    """A table that shows long names and paths whole, on several lines.
+
+    Args:
+        numbers: titles of further columns, each of which stays on one line.
+    """
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0) if numbers else (0, 1))
     for title in titles:
-        table.add_column(title, overflow="fold")
-    return table
+        made.add_column(title, overflow="fold")
+    for title in numbers:
+        made.add_column(title, justify="right", no_wrap=True)
+    return made
+
+
+def size(count: int | None) -> str:
+    """Bytes for people; "" where nobody knows."""
+    if count is None:
+        return ""
+    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while amount >= 999.5 and len(units) > 1:
+        amount /= 1000
+        units.pop(0)
+    return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
+
+
+def _cluster(session: httpx.Client) -> dict[str, Any]:
+    """The cluster without its agents; nothing where it cannot be had, which is when one looks at the rest."""
+    answer = session.get("/v1/cluster", params={"agents": "0"})
+    try:
+        return answer.json() if answer.is_success else {}
+    except ValueError:
+        return {}
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "" if bytes_per_s is None else f"{size(int(bytes_per_s))}/s"
+
+
+def _node_table(nodes: list[dict[str, Any]]) -> Table:
+    made = table("node", "up", "address", "links", numbers=("memory free", "KV memory", "KV disk", "agents"))
+    for node in nodes:
+        tiers = node.get("tiers", {})
+        links = [
+            f"{link['from']} {link['kind'] or ''} {_rate(link['bytes_per_s'])}".strip()
+            for link in node.get("links", [])
+        ]
+        made.add_row(
+            Text(node["name"]),
+            "yes" if node.get("up") else "no",
+            node.get("address", ""),
+            Text("\n".join(links)),
+            size(node.get("memory_free_bytes")),
+            size(tiers.get("memory_bytes")),
+            size(tiers.get("disk_bytes")),
+            "" if node.get("agents") is None else str(node["agents"]),
+        )
+    return made
 
 
 def show_status(home: Home, *, as_json: bool) -> None:
@@ -63,7 +116,11 @@ def show_status(home: Home, *, as_json: bool) -> None:
         metrics = session.get("/metrics")
         if not metrics.is_success:
             raise error_of(metrics)
+        cluster = _cluster(session)
     replicas = _replicas(metrics.text)
+    for each in cluster.get("replicas", []):
+        if each["id"] in replicas:
+            replicas[each["id"]].update(node=each["node"], tokens_per_s=each["tokens_per_s"], pid=each["pid"])
     if as_json:
         found = {
             "home": str(home.root),
@@ -73,20 +130,26 @@ def show_status(home: Home, *, as_json: bool) -> None:
             "logs": str(record.log_dir),
             "status": health.get("status"),
             "models": health.get("models", {}),
+            "nodes": cluster.get("nodes", []),
             "replicas": replicas,
         }
         print(json.dumps(found, indent=2))
         return
     console = Console()
     console.print(f"{url}  {health.get('status', 'unknown')}  (process {record.pid}, version {record.version})")
-    table = _table("replica", "model", "up", *_COLUMNS.values())
+    if nodes := cluster.get("nodes"):
+        console.print(_node_table(nodes))
+    shown = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s"))
     for name, entry in sorted(replicas.items()):
         numbers = [str(entry.get(metric, "")) for metric in _COLUMNS]
-        table.add_row(Text(name), Text(entry.get("model", "")), "yes" if entry.get("up") else "no", *numbers)
+        rate = entry.get("tokens_per_s")
+        up = "yes" if entry.get("up") else "no"
+        names = [Text(name), Text(entry.get("node", "")), Text(entry.get("model", ""))]
+        shown.add_row(*names, up, *numbers, "" if rate is None else f"{rate:g}")
     for name, answers in health.get("models", {}).items():
         if not any(entry.get("model") == name for entry in replicas.values()):
-            table.add_row("", Text(name), "yes" if answers else "no")
-    console.print(table)
+            shown.add_row("", "", Text(name), "yes" if answers else "no")
+    console.print(shown)
 
 
 def show_models(home: Home, *, as_json: bool) -> None:
@@ -101,10 +164,37 @@ def show_models(home: Home, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.get("data", []), indent=2))
         return
-    table = _table("model", "context", "memory")
+    shown = table("model", "context", "memory")
     for model in found.get("data", []):
-        table.add_row(model.get("id", ""), f"{model.get('max_model_len', 0):,} tokens", model.get("memory", ""))
-    Console().print(table)
+        shown.add_row(model.get("id", ""), f"{model.get('max_model_len', 0):,} tokens", model.get("memory", ""))
+    Console().print(shown)
+
+
+def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
+    """Prints why a request went where it did, with what it was estimated to cost everywhere.
+
+    Raises:
+        NotRunning: no server runs on the home, or it does not answer.
+        SatchelError: nothing is remembered of the request.
+    """
+    _, url = running_endpoint(home)
+    with client(url, timeout_s=15.0) as session:
+        found = get_json(session, f"/v1/cluster/decisions/{quote(request_id, safe='')}")
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    console = Console(markup=False, highlight=False)
+    console.print(f"{found['replica']} on {found['node'] or 'a node that is not known'}: {found['why']}")
+    pulled = f", {found['pull_tokens']} of them pulled from {found['pull_from']}" if found.get("pull_from") else ""
+    console.print(f"{found['cached_tokens']} tokens of the prompt need not be computed there{pulled}.")
+    console.print("Estimated seconds to the first token:")
+    costs: dict[str, dict[str, float]] = found.get("costs_s", {})
+    terms = list(dict.fromkeys(term for cost in costs.values() for term in cost))
+    shown = table("replica", numbers=tuple(terms))
+    for name, cost in sorted(costs.items(), key=lambda item: item[1].get("total", 0.0)):
+        style = "bold" if name == found["replica"] else ""
+        shown.add_row(Text(name), *(f"{cost[term]:.4f}" if term in cost else "" for term in terms), style=style)
+    console.print(shown)
 
 
 def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
@@ -116,11 +206,11 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-        table = _table("check", "", "found", "how to mend it")
+        shown = table("check", "", "found", "how to mend it")
         for check in checks:
-            table.add_row(
+            shown.add_row(
                 check.name, Text(check.result, style=colours[check.result]), Text(check.found), Text(check.mend)
             )
-        Console().print(table)
+        Console().print(shown)
     if any(check.result == "fail" for check in checks):
         raise typer.Exit(1)

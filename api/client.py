@@ -6,6 +6,7 @@ loops, and the synchronous forms work without one.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,13 +20,15 @@ from ..actors import registry
 from ..actors.handles import ROUTER, actor_handle
 from ..actors.start import Report, find_replicas, load_model, unload_model
 from ..cluster.config import Home, Model, parse_model
+from ..cluster.connection import connect_ray, connect_ray_address, find_cluster
 from ..cluster.environment import default_home
 from ..cluster.errors import NotRunning
-from ..cluster.runtime import connect_ray, connect_ray_address, find_cluster
+from .agent_homes import AgentHomes
 from .agent_views import agent_page
 from .agents import AgentMemory
 from .background import BackgroundLoop
 from .client_agent import Agent
+from .cluster_views import node_views
 from .dispatch import RayBackend, cluster_config
 from .generation import Generator
 from .logprobs import ShownToken
@@ -40,7 +43,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Reply:
     """A finished answer. Lengths are tokens; `cached_tokens` of the prompt were not computed again. `reasoning` is what
-    a model that thinks said before; `logprobs` has an entry a token where the option asked for them."""
+    a model that thinks said before; `logprobs` has an entry a token where the option asked for them. `node` is the
+    replica's, "" where that is not known."""
 
     text: str
     finish_reason: str
@@ -51,6 +55,7 @@ class Reply:
     why: str
     reasoning: str = ""
     logprobs: list[ShownToken] | None = None
+    node: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -89,7 +94,8 @@ class Cluster:
         self._generator = self._loop.run(self._make_generator())
 
     async def _make_generator(self) -> Generator:
-        return Generator(RayBackend(self.config), self.config, memory=AgentMemory(RayStore()))
+        homes = AgentHomes(self.config)
+        return Generator(RayBackend(self.config, homes), self.config, memory=AgentMemory(RayStore(homes)))
 
     @property
     def router(self) -> Any:
@@ -98,7 +104,7 @@ class Cluster:
 
     def replicas(self) -> dict[str, Any]:
         """Actor handles by replica id; their methods are those of `satchel.actors.replica.actor.ReplicaActor`."""
-        return find_replicas([entry.model for entry in registry.entries()])
+        return find_replicas(registry.entries())
 
     async def load(
         self,
@@ -180,6 +186,22 @@ class Cluster:
         page = await agent_page(self._generator.memory.store, self._generator.backend, TENANT, limit, after)
         return page["data"]
 
+    async def nodes(self) -> list[dict[str, Any]]:
+        """The machines of the cluster, the head first, as `GET /v1/cluster` shows them: names, addresses, which are up,
+        their replicas, the links between them with measured bytes a second, free memory, KV in memory and on disk.
+
+        Raises:
+            Unavailable: the control store does not answer.
+        """
+        return await self._loop.wait(self._nodes())
+
+    def nodes_sync(self) -> list[dict[str, Any]]:
+        """`nodes` for code without an event loop."""
+        return self._loop.run(self._nodes())
+
+    async def _nodes(self) -> list[dict[str, Any]]:
+        return node_views(*await asyncio.gather(self._backend.nodes(), self._backend.stats()))
+
     async def generate(self, prompt: str | Sequence[Any], *, model: str = "", agent: str = "", **options: Any) -> Reply:
         """Answer one prompt: a string is continued as it stands, a list of messages is a conversation.
 
@@ -216,6 +238,7 @@ class Cluster:
         """Stop reading; rows still running for this handle end, and whoever waits for one gets `NotRunning`. Ray stays
         connected."""
         with suppress(NotRunning):
+            self._loop.run(self._generator.loader.close())
             self._loop.run(self._backend.close())
         self._loop.close()
 
@@ -251,6 +274,7 @@ def _reply(stream: TextStream, answer: Answer) -> Reply:
         why=stream.why,
         reasoning=answer.reasoning,
         logprobs=answer.logprobs,
+        node=stream.node,
     )
 
 

@@ -118,6 +118,23 @@ class Agent:
         """`release` for code without an event loop."""
         return self._run(release_agent(self._memory.store, self._key))["bytes"]
 
+    async def move(self, node: str) -> dict[str, Any]:
+        """Make another node this agent's home; its memory goes there, and its next turns with it.
+
+        Returns:
+            `from`, `to`, `moved` (False where it was there already), `tokens`, `blocks`, `bytes` and `seconds`.
+
+        Raises:
+            InvalidRequest: there is no such node.
+            AgentNotFound: nothing is known of this agent.
+            AgentBusy: a turn of it is under way.
+        """
+        return await self._wait(self._memory.moves.move(self._key, node))
+
+    def move_sync(self, node: str) -> dict[str, Any]:
+        """`move` for code without an event loop."""
+        return self._run(self._memory.moves.move(self._key, node))
+
     async def forget(self) -> bool:
         """Erase all that is known of this agent; a turn under way is not remembered. Returns whether there was any."""
         return await self._wait(forget_agent(self._memory, self._key))

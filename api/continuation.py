@@ -35,6 +35,7 @@ __all__ = ["Continuation", "IndexedLine", "Line", "Match", "continue_text", "ind
 TEXT_CHANGED = "text changed"
 NO_SEAM = "no safe seam"
 NOTHING_COMMON = "nothing in common"
+PICTURES_CHANGED = "pictures changed"
 
 # The common part of a line's text from which on it is a partial match.
 _PARTIAL_MIN = 0.8

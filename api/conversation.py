@@ -7,10 +7,12 @@ data; large inputs belong in a worker thread.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..cluster.errors import InvalidRequest
+from .picture_prompt import referred
+from .picture_sources import PictureSource, VideoSource, media_part
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MEDIA = {
@@ -26,6 +28,8 @@ _MEDIA = {
 }
 _NAME_CHARACTERS_MAX = 128
 
+Seen = Iterator[list[dict[str, str]]]
+
 
 def _wrong(where: str, what: str) -> InvalidRequest:
     return InvalidRequest(f"{where} {what}", param=where)
@@ -37,25 +41,30 @@ def _required_string(value: Any, where: str) -> str:
     return value
 
 
-def _content(value: Any, where: str) -> str:
-    """Text from a string or a list of text parts; parts are joined with nothing between them."""
+def _content(value: Any, where: str, media: Seen | None) -> str | list[dict[str, str]]:
+    """Text from a string or a list of text parts, which are joined with nothing between them; with pictures, the parts
+    as templates take them."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise _wrong(where, "must be a string or a list of parts")
-    texts: list[str] = []
+    parts: list[dict[str, str]] = []
     for index, part in enumerate(value):
         here = f"{where}[{index}]"
         if not isinstance(part, dict):
             raise _wrong(here, "must be an object with a type")
         kind = part.get("type")
         if kind in ("text", "input_text", "output_text"):
-            texts.append(_required_string(part.get("text"), f"{here}.text"))
+            parts.append({"type": "text", "text": _required_string(part.get("text"), f"{here}.text")})
+        elif media is not None and (referred(part) is not None or media_part(part, here) is not None):
+            parts += next(media)
         elif isinstance(kind, str) and kind in _MEDIA:
             raise InvalidRequest(f"{here}: this model takes no {_MEDIA[kind]}", param=here)
         else:
             raise _wrong(f"{here}.type", f"is {kind!r}; known is 'text'")
-    return "".join(texts)
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
 def _arguments(value: Any, where: str) -> Any:
@@ -90,7 +99,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str, media: Seen | None) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _wrong(where, "must be an object with role and content")
     given = message.get("role")
@@ -108,7 +117,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if content is None:
         allowed = " (only an assistant message with tool_calls may do without)" if role == "assistant" else ""
         raise _wrong(f"{where}.content", f"is missing{allowed}")
-    out["content"] = _content(content, f"{where}.content")
+    out["content"] = _content(content, f"{where}.content", None if role == "assistant" else media)
     if message.get("name") is not None:
         out["name"] = _required_string(message["name"], f"{where}.name")
     if role == "tool" and message.get("tool_call_id") is not None:
@@ -116,8 +125,12 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return out
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: Any, media: Seen | None = None) -> list[dict[str, Any]]:
     """The messages as a chat template takes them: text content, `developer` as `system`, arguments as mappings.
+
+    Args:
+        media: for each picture or video in them, in order, the parts that a template is given. A message that has some
+            has a list of parts for its content. None where the model takes none.
 
     Raises:
         InvalidRequest: `param` is the place.
@@ -126,7 +139,23 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         raise _wrong("messages", "must be a list")
     if not messages:
         raise _wrong("messages", "is empty")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]", media) for index, message in enumerate(messages)]
+
+
+def sources_in(messages: Any) -> list[PictureSource | VideoSource]:
+    """The pictures and videos of messages that have not been checked otherwise yet, in order.
+
+    Raises:
+        InvalidRequest: one of them is of no known form.
+    """
+    found: list[PictureSource | VideoSource] = []
+    for index, message in enumerate(messages if isinstance(messages, Sequence) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            source = media_part(part, f"messages[{index}].content[{place}]") if isinstance(part, dict) else None
+            if source is not None:
+                found.append(source)
+    return found
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:

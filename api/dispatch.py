@@ -10,36 +10,51 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
+from ..actors import registry
 from ..actors.handles import ROUTER, actor_handle, replica_actor_name
 from ..actors.kv_store.blocks import block_ids, root_id, scope_of
-from ..actors.messages import Decision, Frame, GenerateRequest, RouteRequest, RowUpdate, Sampling, decode, encode
+from ..actors.messages import Decision, Frame, GenerateRequest, Media, RouteRequest, RowUpdate, Sampling, decode, encode
 from ..cluster.config import Config
-from ..cluster.errors import NoReplica, ReplicaLost, from_wire
-from .backend import ReplicaStats, ServedModel
+from ..cluster.errors import NoReplica, ReplicaLost, Unavailable, from_wire
+from .agent_homes import AgentHomes
+from .backend import NodeState, ReplicaStats, ServedModel
+from .cluster_views import SeenNodes, node_states
 from .rows import RayGeneration
 from .served import ServedModels, detached
 
 logger = logging.getLogger(__name__)
 
 RENEW_S = 2.0
+SILENCE_S = 4.0
+"""A replica that is not heard for this long is lost to its consumer, though it may come back."""
+
 ANSWER_S = 5.0
 """How long a replica may take to answer a question about itself before it counts as gone."""
 
 
 class Link:
-    """This consumer's connection to one replica: its handle, the rows running there, and the reading of the stream."""
+    """This consumer's connection to one replica: its handle, the rows running there, and the reading of the stream.
 
-    def __init__(self, backend: RayBackend, replica: str, handle: Any) -> None:
+    Args:
+        node: where the replica is, "" where nobody has said.
+    """
+
+    def __init__(self, backend: RayBackend, replica: str, node: str, handle: Any) -> None:
         self.replica = replica
+        self.node = node
         self.handle = handle
         # Of its own: what a broken link left at a living replica is not heard by the next one.
         self.consumer = f"consumer-{uuid.uuid4().hex}"
         self.rows: dict[str, tuple[RayGeneration, int]] = {}
+        self.broken = asyncio.Event()
         self._backend = backend
         self._tasks = [detached(self._read()), detached(self._renew())]
 
@@ -52,9 +67,14 @@ class Link:
     async def _read(self) -> None:
         reason = "its stream ended"
         try:
-            async for reference in self.handle.stream.remote(self.consumer):
-                for update in decode(Frame, await reference).rows:
+            frames = aiter(self.handle.stream.remote(self.consumer))
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    frame = await (await anext(frames))
+                for update in decode(Frame, frame).rows:
                     self._deal(update)
+        except StopAsyncIteration:
+            pass
         except Exception as error:
             # Whatever it is: rows that nobody reads must not wait.
             reason = type(error).__name__
@@ -88,6 +108,7 @@ class Link:
         rows, self.rows = self.rows, {}
         logger.warning("the link to replica %s broke (%s); %d rows go on elsewhere", self.replica, reason, len(rows))
         self._backend.background(self.abort(list(rows)))
+        self.broken.set()
         for row, placement in rows.values():
             row.put(placement, ReplicaLost(f"replica {self.replica} was lost"))
         self.close()
@@ -103,8 +124,10 @@ class Link:
 class RayBackend:
     """`backend.Backend` over the actors of a running cluster. Make it on the event loop that uses it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, homes: AgentHomes | None = None) -> None:
         self.config = config
+        self._homes = homes or AgentHomes(config)
+        self.failovers = 0
         self._links: dict[str, Link] = {}
         self._opening = asyncio.Lock()
         self._served = ServedModels(self._ask)
@@ -130,6 +153,7 @@ class RayBackend:
         deadline_s: float | None = None,
         choices: int = 1,
         beside: str = "",
+        media: Sequence[Media] = (),
     ) -> RayGeneration:
         tenant = agent.partition("/")[0] or "default"
         scope = scope_of(self.config.share, tenant, agent.partition("/")[2], request_id)
@@ -147,6 +171,7 @@ class RayBackend:
             priority=priority,
             deadline_s=request_s if deadline_s is None else min(deadline_s, request_s),
             choices=choices,
+            media=list(media),
         )
         generation = RayGeneration(self, request, beside)
         await generation.start()
@@ -160,12 +185,33 @@ class RayBackend:
         return {name: name in known and name in answering for name in await self.names()}
 
     async def stats(self) -> list[ReplicaStats]:
-        names = await self._served.replicas()
-        answers = await asyncio.gather(*(self._ask(name, "stats") for name in names))
+        placed = await self._placed()
+        answers = await asyncio.gather(*(self._ask(name, "stats") for name in placed))
+        silent = {"answers": False}
         return [
-            ReplicaStats(**answer) if answer else ReplicaStats(name, model, answers=False)
-            for (name, model), answer in zip(names.items(), answers, strict=True)
+            ReplicaStats(**{"replica": name, "model": model, "node": node, **(answer or silent)})
+            for (name, (model, node)), answer in zip(placed.items(), answers, strict=True)
         ]
+
+    async def pids(self) -> dict[str, int]:
+        names = list(await self._placed())
+        infos = await asyncio.gather(*(self._ask(name, "info") for name in names))
+        return {name: info["pid"] for name, info in zip(names, infos, strict=True) if info is not None}
+
+    async def nodes(self) -> list[NodeState]:
+        """As `Backend.nodes`.
+
+        Raises:
+            NoReplica: the control store does not answer.
+        """
+        described, seen = await asyncio.gather(self._described(), self._seen())
+        return node_states(self.config.machines, seen, described)
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        found = await self._ask_router("explain", request_id)
+        if found is not None and not found["node"]:
+            found["node"] = await self._placed_on(found["replica"])
+        return found
 
     async def close(self) -> None:
         """End the streams and the rows still running."""
@@ -191,6 +237,7 @@ class RayBackend:
             prompt_tokens=len(request.prompt),
             exclude=list(exclude),
             beside=beside,
+            near=self._homes.known(request.agent) if request.agent else "",
         )
         try:
             answer = await asyncio.wait_for((await self._get_router()).route.remote(encode(message)), ANSWER_S)
@@ -199,7 +246,11 @@ class RayBackend:
             raise NoReplica("the router does not answer now", retry_after_s=2.0) from error
         if isinstance(answer, dict):
             raise from_wire(answer)
-        return decode(Decision, answer)
+        decision = decode(Decision, answer)
+        if not decision.node:
+            # The replica has not said where it is.
+            decision = replace(decision, node=await self._placed_on(decision.replica))
+        return decision
 
     def lose(self, replica: str) -> None:
         """Tell the router that a call to the replica failed."""
@@ -209,17 +260,18 @@ class RayBackend:
         """Tell the router that the request is no load on the replica: it was refused, or has ended."""
         self._tell("release", replica, request_id)
 
-    async def link(self, replica: str) -> Link:
-        """The connection to a replica, opened on first use.
+    async def link(self, decision: Decision) -> Link:
+        """The connection to the replica, opened on first use.
 
         Raises:
             ValueError: no such actor.
         """
+        replica = decision.replica
         async with self._opening:
             link = self._links.get(replica)
             if link is None:
                 handle = await asyncio.to_thread(actor_handle, replica_actor_name(replica))
-                link = self._links[replica] = Link(self, replica, handle)
+                link = self._links[replica] = Link(self, replica, decision.node, handle)
             return link
 
     def unlink(self, link: Link) -> bool:
@@ -228,7 +280,13 @@ class RayBackend:
             return False
         del self._links[link.replica]
         self.lose(link.replica)
+        if link.node:
+            self.background(self._check(link.node))
         return True
+
+    async def _check(self, node: str) -> None:
+        """Where the whole node has ended, nothing else there is asked any more."""
+        await self._homes.check(node)
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` on its own; it must not raise."""
@@ -251,6 +309,44 @@ class RayBackend:
 
         self.background(call())
 
+    async def _placed_on(self, replica: str) -> str:
+        """The node on which the registry has placed it, "" where it does not say."""
+        with suppress(NoReplica):
+            return (await self._placed()).get(replica, ("", ""))[1]
+        return ""
+
+    async def _placed(self) -> dict[str, tuple[str, str]]:
+        """Model and node of every served replica, by its id."""
+        entries = await self._served.entries()
+        return {name: (entry.model.name, node) for entry in entries for name, node in entry.replicas.items()}
+
+    async def _described(self) -> list[dict[str, Any]]:
+        """What the router knows of the nodes; nothing where it is restarting."""
+        try:
+            return await self._ask_router("nodes")
+        except Unavailable:
+            return []
+
+    async def _seen(self) -> SeenNodes:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.to_thread(_seen_nodes)
+        except (RayError, RuntimeError, TimeoutError) as error:
+            raise NoReplica("the cluster's control store does not answer now", retry_after_s=2.0) from error
+
+    async def _ask_router(self, method: str, *arguments: Any) -> Any:
+        """What the router answers.
+
+        Raises:
+            Unavailable: nothing, in time.
+        """
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await getattr(await self._get_router(), method).remote(*arguments)
+        except (RayError, ValueError, TimeoutError) as error:
+            self._router = None
+            raise Unavailable("the router does not answer now", retry_after_s=2.0) from error
+
     async def _ask(self, replica: str, method: str) -> dict[str, Any] | None:
         """What the replica answers; None where it does not in time."""
         try:
@@ -259,6 +355,17 @@ class RayBackend:
                 return await getattr(handle, method).remote()
         except (RayError, ValueError, TimeoutError):
             return None
+
+
+def _seen_nodes() -> SeenNodes:
+    """What the control store says of the nodes, and this process of the machine on which it runs."""
+    own, alive, here = ray.get_runtime_context().get_node_id(), [], ""
+    for node in ray.nodes():
+        names = [name for name in node["Resources"] if node["Alive"]]
+        alive += names
+        if node["NodeID"] == own:
+            here = next((name for name in names if name.startswith("satchel-node-")), "")
+    return SeenNodes(registry.nodes(), frozenset(alive), here, psutil.virtual_memory().available)
 
 
 def cluster_config() -> Config:

@@ -20,7 +20,11 @@ from ..cluster.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, No
 from .agent_streams import TurnStream, keeping
 from .agents import AgentMemory, Kept, Turn
 from .backend import Backend, Generation, ServedModel
+from .conversation import sources_in
 from .options import Options
+from .picture_fetch import PictureLoader
+from .picture_prompt import Medium
+from .picture_sources import VideoSource
 from .reasoning import ReasoningSplitter
 from .requests import (
     Chat,
@@ -77,6 +81,7 @@ class Generator:
         self.backend = backend
         self.config = config
         self.memory = memory
+        self.loader = PictureLoader(config.media)
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -181,13 +186,14 @@ class Generator:
         if request.agent_continue and self.memory is None:
             raise InvalidRequest("agent_continue: this endpoint keeps no agents' memory", param="agent_continue")
         model, text = await self._chosen(request)
+        media = await self._media(request) if text.pictures is not None else []
         turn, past = None, None
         if agent and self.memory is not None:
             turn = self.memory.turn(agent, model.model_id, text, continues=request.agent_continue)
             turns.append(turn)
             await turn.open()
-            past = Past(turn.messages, [known.line for known in turn.lines])
-        chat = await asyncio.to_thread(prepare_chat, text, model, request, past, reply=reply)
+            past = Past(turn.messages, [known.line for known in turn.lines], [known.words for known in turn.lines])
+        chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
         parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
@@ -205,6 +211,14 @@ class Generator:
             )
 
         return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat)
+
+    async def _media(self, request: ChatRequest) -> list[Medium]:
+        """The pictures and videos of a request, in order."""
+        sources = sources_in(request.messages)
+        if not sources:
+            return []
+        loaded = await self.loader.load_all(sources)
+        return [Medium(frames, isinstance(source, VideoSource)) for source, frames in zip(sources, loaded, strict=True)]
 
     async def start_completion(self, request: CompletionRequest) -> list[TextStream]:
         """Check, encode and queue the prompts; the choices of the first come first. Otherwise as `start_chats`."""
@@ -297,6 +311,7 @@ class Generator:
             deadline_s=max(0.001, job.deadline - asyncio.get_running_loop().time()),
             choices=request.choices,
             beside=beside,
+            media=[] if job.chat is None else job.chat.media,
         )
         how: dict[str, Any] = {
             "model": model,

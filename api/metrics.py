@@ -23,8 +23,9 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 
 class _Replicas(Collector):
     """One reading of the replicas. Totals of a replica that did not answer are left out, not shown as a reset to 0."""
 
-    def __init__(self, stats: Sequence[ReplicaStats]) -> None:
+    def __init__(self, stats: Sequence[ReplicaStats], failovers: int) -> None:
         self._stats = stats
+        self._failovers = failovers
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily("satchel_replica_up", "Whether the replica answers.", labels=["replica", "model"])
@@ -43,6 +44,12 @@ class _Replicas(Collector):
         yield self._counter("satchel_written_bytes", "Bytes of KV written to disk.", "written_bytes_total")
         yield self._counter("satchel_unwritten_turns", "Turns whose KV could not be written.", "unwritten_turns_total")
         yield self._counter("satchel_blocks_corrupt", "Entries on disk that were damaged.", "blocks_corrupt_total")
+        yield self._counter("satchel_failed_checks", "Times KV was dropped for wrong tables.", "failed_checks_total")
+        hits = "Pictures that were not encoded, because their features or KV were known."
+        yield self._counter("satchel_vision_cache_hits", hits, "vision_cache_hits_total")
+        yield self._counter("satchel_vision_encodes", "Pictures that were encoded.", "vision_encodes_total")
+        went_on = "Answers that went on after their replica was lost."
+        yield CounterMetricFamily("satchel_failovers", went_on, value=self._failovers)
 
     def _gauge(self, name: str, help_text: str, field: str) -> Metric:
         family = GaugeMetricFamily(name, help_text, labels=["replica"])
@@ -89,8 +96,12 @@ class Metrics:
     def first_token(self, model: str, duration_s: float) -> None:
         self._first_token.labels(model).observe(duration_s)
 
-    def render(self, stats: Sequence[ReplicaStats]) -> bytes:
-        """Everything in Prometheus' text format."""
+    def render(self, stats: Sequence[ReplicaStats], failovers: int) -> bytes:
+        """Everything in Prometheus' text format.
+
+        Args:
+            failovers: how many rows went on after their replica was lost, since this process was started.
+        """
         replicas = CollectorRegistry()
-        replicas.register(_Replicas(stats))
+        replicas.register(_Replicas(stats, failovers))
         return generate_latest(replicas) + generate_latest(self.registry)

@@ -4,47 +4,101 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from ray.exceptions import RayError
 
 from ..actors import registry
-from ..actors.handles import KV_STORE, actor_handle
 from ..actors.start import find_replicas
-from ..cluster.errors import Unavailable, from_wire
+from ..cluster.errors import AgentElsewhere, AgentExists, AgentNotFound, InvalidRequest, SatchelError, Unavailable
+from .agent_homes import AgentHomes
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 """How long a replica may take to drop what it holds."""
 
+MOVES_MAX = 4
+MOVED_S = 0.5
+"""How often an agent is looked for again that is not where it was believed to be, and how long after."""
+
 
 class RayStore:
     """`agents.Store` over the actors of a running cluster. Make it on the event loop that uses it."""
 
-    def __init__(self) -> None:
-        self._actor: Any = None
+    def __init__(self, homes: AgentHomes) -> None:
+        self._homes = homes
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        try:
-            if self._actor is None:
-                self._actor = await asyncio.to_thread(actor_handle, KV_STORE)
-            ask = partial(getattr(self._actor, method).remote, *arguments, **named)
-            # What a turn leaves may be a megabyte to write down.
-            answer = await (await asyncio.to_thread(ask) if method == "commit" else ask())
-        except (RayError, ValueError) as error:
-            self._actor = None
-            raise Unavailable("the store of agents' memory does not answer now", retry_after_s=2.0) from error
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]
+    async def call(self, method: str, agent: str, *arguments: Any, **named: Any) -> Any:
+        if method == "agents":
+            return await self._list(agent, *arguments)
+        if method == "fork" and await self._homes.where(arguments[0]) is not None:
+            raise AgentExists(f"there is an agent {arguments[0].partition('/')[2]!r} already", param="as")
+        refusal: SatchelError | None = None
+        for _ in range(MOVES_MAX):
+            node = await self._homes.locate(agent)
+            try:
+                answer = await self._homes.ask(node, method, agent, *arguments, **named)
+                if method == "fork":
+                    # The copy begins where its original is, which the router hears of a moment later.
+                    self._homes.note(arguments[0], node)
+                return answer
+            except Unavailable as error:
+                refusal = error
+                self._homes.forget(agent)
+                if isinstance(error, AgentElsewhere):
+                    # Until the router hears of the new home.
+                    await asyncio.sleep(MOVED_S)
+                elif node in await self._homes.alive():
+                    # It restarts; whoever can wait asks again.
+                    break
+        assert refusal is not None
+        raise refusal
 
-    async def release(self, model_id: bytes, block_ids: list[bytes]) -> int:
-        return sum(await self._ask_holders(model_id, "release", block_ids))
+    async def _list(self, tenant: str, after: str, limit: int) -> list[dict[str, Any]]:
+        """Agents of all nodes in the order of their keys, each as its home has it."""
+        nodes = await self._homes.alive()
+        pages = await asyncio.gather(*(self._homes.ask(node, "agents", tenant, after, limit) for node in nodes))
+        merged: dict[str, dict[str, Any]] = {}
+        for each in (each for page in pages for each in page):
+            known = merged.get(each["agent"])
+            if known is None or each["place"] > known["place"]:
+                merged[each["agent"]] = each
+        return [merged[key] for key in sorted(merged)][:limit]
 
-    async def held(self, model_id: bytes, block_ids: list[bytes]) -> int:
-        return max(await self._ask_holders(model_id, "held", block_ids), default=0)
+    async def where(self, agent: str) -> dict[str, Any]:
+        """`{"home", "alive", "epoch", "copies"}`.
+
+        Raises:
+            AgentNotFound: nothing is known of it.
+        """
+        place = await self._homes.where(agent)
+        if place is None:
+            raise AgentNotFound(f"there is no agent {agent.partition('/')[2]!r}", param="id")
+        return place
+
+    async def places(self, agents: Sequence[str]) -> dict[str, dict[str, Any]]:
+        return await self._homes.places(agents)
+
+    async def move(self, agent: str, node: str) -> dict[str, Any]:
+        """Move the agent to another node: `{"node", "tokens", "blocks", "bytes", "seconds"}`.
+
+        Raises:
+            AgentNotFound, AgentBusy, InvalidRequest, Unavailable: it cannot be moved there now.
+        """
+        if node not in await self._homes.nodes():
+            raise InvalidRequest(f"there is no node {node!r}", param="to")
+        await self.call("info", agent)
+        moved = await self.call("move", agent, node)
+        self._homes.forget(agent)
+        return moved
+
+    async def release(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
+        return sum(await self._ask_holders(model_id, "release", root, block_ids, first))
+
+    async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
+        return max(await self._ask_holders(model_id, "held", root, block_ids, first), default=0)
 
     async def clear(self) -> int:
         replicas = await self._replicas()
@@ -53,18 +107,18 @@ class RayStore:
             raise Unavailable(f"these replicas did not clear their memory: {', '.join(silent)}")
         return sum(answers)
 
-    async def _ask_holders(self, model_id: bytes, method: str, block_ids: list[bytes]) -> list[int]:
+    async def _ask_holders(self, model_id: bytes, method: str, *arguments: Any) -> list[int]:
         """What the replicas of the model answer, those that do."""
         replicas = await self._replicas()
         infos = await asyncio.gather(*(self._ask(handle, "info") for handle in replicas.values()))
         found = zip(replicas.values(), infos, strict=True)
         holders = [handle for handle, info in found if info is not None and info["model_id"] == model_id]
-        answers = await asyncio.gather(*(self._ask(handle, method, block_ids) for handle in holders))
+        answers = await asyncio.gather(*(self._ask(handle, method, *arguments) for handle in holders))
         return [answer for answer in answers if answer is not None]
 
     async def _replicas(self) -> dict[str, Any]:
         def find() -> dict[str, Any]:
-            return find_replicas([entry.model for entry in registry.entries()])
+            return find_replicas(registry.entries())
 
         return await asyncio.to_thread(find)
 

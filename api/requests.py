@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..actors.kv_store.media import is_word
+from ..actors.messages import Media
+from ..actors.replica.pictures import PictureProcessor
 from ..cluster.errors import ContextLengthExceeded, InvalidRequest
 from .backend import ServedModel
-from .continuation import Continuation, Line, continue_text
+from .continuation import PICTURES_CHANGED, Continuation, Line, Match, continue_text
 from .conversation import check_messages, check_prompts, check_tools, check_vocabulary
 from .history import Message, openai_form
 from .options import Options
+from .picture_prompt import Medium, media_said, place, with_references, with_words
+from .spelling import common_length
 from .text import TextModel
 
 TENANT = "default"
@@ -71,9 +76,9 @@ class CompletionRequest(Request):
 class Chat:
     """A rendered conversation.
 
-    `thinking` says that the prompt ends inside a block of reasoning. `text` is what `prompt` spells, `messages` the
-    whole conversation in OpenAI's form, and `continuation` how the prompt continues what an agent remembers, None where
-    there is nothing to continue.
+    `prompt` has words in the place of pictures, which are `media`. `thinking` says that the prompt ends inside a block
+    of reasoning. `text` is what `prompt` spells, `messages` the whole conversation in OpenAI's form, and `continuation`
+    how the prompt continues what an agent remembers, None where there is nothing to continue.
     """
 
     prompt: list[int]
@@ -82,14 +87,17 @@ class Chat:
     text: str
     messages: list[Message]
     continuation: Continuation | None = None
+    media: list[Media] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Past:
-    """What an agent remembers: the transcript that a request is appended to, and lines that its prompt may continue."""
+    """What an agent remembers: the transcript that a request is appended to, lines that its prompt may continue, and
+    for each of those the words of its pictures."""
 
     messages: Sequence[Message] = ()
     lines: Sequence[Line] = ()
+    words: Sequence[Sequence[int]] = ()
 
 
 def agent_key(agent: str) -> str:
@@ -130,22 +138,30 @@ def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, spe
 
 
 def prepare_chat(
-    text: TextModel, model: ServedModel, request: ChatRequest, past: Past | None = None, *, reply: bool = True
+    text: TextModel,
+    model: ServedModel,
+    request: ChatRequest,
+    past: Past | None = None,
+    media: Sequence[Medium] = (),
+    *,
+    reply: bool = True,
 ) -> Chat:
     """Check, render and encode a conversation.
 
     Args:
         past: what the agent remembers.
+        media: the request's pictures and videos, in order.
         reply: whether the prompt ends where the assistant begins, or with the last message.
 
     Raises:
         InvalidRequest: messages or tools are wrong, or the model's template refuses them.
         ContextLengthExceeded: they do not fit.
     """
-    past = past or Past()
-    messages = check_messages(request.messages)
+    past, pictures = past or Past(), text.pictures
+    messages = _checked(request.messages, media, pictures)
     if request.agent_continue and (before := past.messages or request.opening):
-        messages = [*check_messages(before), *messages]
+        said = media_said(before)
+        messages, media = [*_checked(before, said, pictures), *messages], [*said, *media]
     tools = check_tools(request.tools)
     if not request.use_tools:
         tools = []
@@ -156,6 +172,10 @@ def prepare_chat(
         closed = text.render(messages, tools, request.template_kwargs, generation_prompt=False)
         # Where the template writes the end of a conversation otherwise, an answer could not follow it.
         rendered = closed if closed and rendered.startswith(closed) else rendered
+    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
+    placed = None if pictures is None else place(pictures, rendered, shown)
+    if placed is not None:
+        rendered = placed.text
     continuation = None
     if past.lines:
         _check_least(text, rendered, model, "messages")
@@ -166,7 +186,29 @@ def prepare_chat(
     if not prompt:
         raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
     _check_length(prompt, model, "messages")
-    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, openai_form(messages), continuation)
+    spans: list[Media] = []
+    if pictures is not None and placed is not None:
+        prompt, spans = with_words(pictures, prompt, placed)
+        if continuation is not None and continuation.line is not None and past.words:
+            continuation = _seen_alike(continuation, prompt, past.words[continuation.line])
+    said = openai_form(with_references(messages, shown))
+    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, said, continuation, spans)
+
+
+def _checked(messages: Any, media: Sequence[Medium], pictures: PictureProcessor | None) -> list[Message]:
+    if pictures is None:
+        return check_messages(messages)
+    return check_messages(messages, iter([[one.part for one in medium.shown(pictures)] for medium in media]))
+
+
+def _seen_alike(continuation: Continuation, prompt: list[int], words: Sequence[int]) -> Continuation:
+    """How the prompt continues the line if its pictures count too: another picture is another conversation."""
+    places = [place for place, token in enumerate(prompt) if is_word(token)]
+    same = common_length([prompt[place] for place in places], list(words))
+    if same == len(words):
+        return continuation
+    kept = continuation.kept_tokens if same == len(places) else min(continuation.kept_tokens, places[same])
+    return replace(continuation, match=Match.DIVERGE, kept_tokens=kept, reason=PICTURES_CHANGED)
 
 
 def prepare_completion(

@@ -41,7 +41,9 @@ class RayGeneration:
 
     def __init__(self, backend: RayBackend, request: GenerateRequest, beside: str = "") -> None:
         self.replica = ""
+        self.node = ""
         self.why = ""
+        self.move_to = ""
         self._backend = backend
         self._request = request
         self._beside = beside
@@ -106,12 +108,19 @@ class RayGeneration:
 
     async def _offer(self, decision: Decision) -> SatchelError | None:
         """None where the replica took the row, else why not."""
-        self.replica, self.why = decision.replica, decision.why
+        self.replica, self.node, self.why = decision.replica, decision.node, decision.why
+        self.move_to = decision.move_to
         self._placement += 1
         try:
-            self._link = link = await self._backend.link(decision.replica)
+            self._link = link = await self._backend.link(decision)
             link.rows[self.request_id] = (self, self._placement)
-            refusal = await link.handle.submit.remote(encode(replace(self._request, consumer=link.consumer)))
+            request = replace(
+                self._request,
+                consumer=link.consumer,
+                pull_from=decision.pull_from,
+                pull_tokens=decision.cached_tokens if decision.pull_from else 0,
+            )
+            refusal = await _unless_broken(link, link.handle.submit.remote(encode(request)))
         except asyncio.CancelledError:
             await asyncio.shield(self.abort())
             raise
@@ -184,7 +193,9 @@ class RayGeneration:
         lost = self.replica
         while True:
             try:
-                return await self.start([lost])
+                await self.start([lost])
+                self._backend.failovers += 1
+                return
             except Unavailable:
                 if time.monotonic() - now > RECOVERY_S:
                     raise
@@ -203,3 +214,22 @@ class RayGeneration:
             return None
         self._backend.release(self.replica, self.request_id)
         return link.abort([self.request_id])
+
+
+async def _unless_broken(link: Link, call: Any) -> Any:
+    """The answer to a call.
+
+    Raises:
+        RayError: the replica has died.
+        ValueError: its link has broken first; a machine that is gone answers nothing for long.
+    """
+    answer = asyncio.ensure_future(call)
+    broken = asyncio.ensure_future(link.broken.wait())
+    try:
+        await asyncio.wait({answer, broken}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ValueError(f"replica {link.replica} is silent")
+        return answer.result()
+    finally:
+        answer.cancel()
+        broken.cancel()

@@ -13,8 +13,9 @@ from ray import serve
 
 from ..actors import registry
 from ..actors.start import Report, drain, find_replicas, start_actors, wait_until_ready
-from ..cluster.config import Config, Home
+from ..cluster.config import Config
 from ..cluster.errors import ClusterError, SatchelError, from_wire
+from .agent_homes import AgentHomes
 from .agents import AgentMemory
 from .app import create_app
 from .dispatch import RayBackend
@@ -41,7 +42,8 @@ class Endpoint:
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "work"))
-        self._generator = Generator(RayBackend(config), config, memory=AgentMemory(RayStore()))
+        homes = AgentHomes(config)
+        self._generator = Generator(RayBackend(config, homes), config, memory=AgentMemory(RayStore(homes)))
         app = create_app(self._generator.backend, config, generator=self._generator)
         self._server = HttpServer(app, config.endpoint.listen, config.endpoint.port)
         await self._server.start()
@@ -83,7 +85,7 @@ class Deployment:
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests of every model that is served now, and wait for the running ones, at most `timeout_s`;
         what still runs then is ended."""
-        replicas = find_replicas([entry.model for entry in registry.entries()])
+        replicas = find_replicas(registry.entries())
         asyncio.run(drain(replicas, timeout_s))
 
     def stop(self, timeout_s: float) -> None:
@@ -93,7 +95,7 @@ class Deployment:
         endpoint.close.remote(timeout_s).result(timeout_s=timeout_s + ANSWER_S)
 
 
-def deploy(config: Config, home: Home, *, report: Report) -> Deployment:
+def deploy(config: Config, *, report: Report) -> Deployment:
     """Start actors and endpoint in the Ray cluster this process is connected to, and wait for every model.
 
     Args:
@@ -103,7 +105,7 @@ def deploy(config: Config, home: Home, *, report: Report) -> Deployment:
         ModelLoadError: a model cannot be loaded, or not within `timeouts.model_load_s`.
         ClusterError: the endpoint does not come up.
     """
-    replicas = start_actors(config, home)
+    replicas = start_actors(config)
     report("Starting the endpoint and loading models", None)
     _start_endpoint(config)
     asyncio.run(wait_until_ready(replicas, config.timeouts.model_load_s, report))
@@ -127,7 +129,7 @@ def _start_endpoint(config: Config) -> None:
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=1,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": {config.machines[0].resource: 1}},
     )
     target = serve.RunTarget(ingress.bind(config), name=APPLICATION, route_prefix="/")
     # Not awaited here but by `_await_health`: it comes up while the models load.

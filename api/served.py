@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..actors import registry
-from ..actors.handles import replica_names
 from ..actors.registry import Entry
 from ..cluster.errors import NoReplica
 from .backend import ServedModel
@@ -96,10 +95,6 @@ class ServedModels:
             await asyncio.wait({asking.task for asking in first}, timeout=waits_until - now)
         return [self._known[entry] for entry in entries if entry in self._known]
 
-    async def replicas(self) -> dict[str, str]:
-        """The model of every served replica, by the replica's id."""
-        return {name: entry.model.name for entry in await self.entries() for name in replica_names(entry.model)}
-
     def close(self) -> None:
         """Ask nobody any more."""
         tasks = [asking.task for asking in self._asking.values()]
@@ -122,7 +117,7 @@ class ServedModels:
 
     async def _learn(self, entry: Entry) -> None:
         """Ask the model's replicas about it, all at once; the first that has loaded it is believed."""
-        asked = [asyncio.ensure_future(self._ask(name, "info")) for name in replica_names(entry.model)]
+        asked = [asyncio.ensure_future(self._ask(name, "info")) for name in entry.replicas]
         try:
             for answer in asyncio.as_completed(asked):
                 info = await answer

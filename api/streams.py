@@ -75,7 +75,7 @@ class TextStream:
 
     Attributes:
         model: the served model.
-        replica, why: where the row runs and why there.
+        replica, node, why: where the row was taken and why there.
         prompt_tokens: length of the prompt in tokens.
         first_event_at: when the first event came out, by `time.perf_counter`; None before.
     """
@@ -93,6 +93,7 @@ class TextStream:
     ) -> None:
         self.model = model
         self.replica = generation.replica
+        self.node = generation.node
         self.why = generation.why
         self.prompt_tokens = prompt_tokens
         self.first_event_at: float | None = None

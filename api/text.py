@@ -9,13 +9,19 @@ from __future__ import annotations
 import codecs
 import inspect
 import json
+import logging
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..actors.kv_store.media import is_word
 from ..actors.replica.end_tokens import read_end_tokens
+from ..actors.replica.pictures import PictureProcessor, sees
 from ..cluster.errors import InvalidRequest, ModelLoadError
+
+logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"
 
@@ -148,11 +154,20 @@ class TextModel:
     Args:
         wrapper: mlx-lm's `TokenizerWrapper`.
         sampling: the model's own sampling by field, for requests that are silent about it.
+        pictures: what the model's processor makes of pictures; None where it takes none.
     """
 
-    def __init__(self, wrapper: Any, *, name: str = "", sampling: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        wrapper: Any,
+        *,
+        name: str = "",
+        sampling: Mapping[str, float] | None = None,
+        pictures: PictureProcessor | None = None,
+    ) -> None:
         self.name = name
         self.sampling = dict(sampling or {})
+        self.pictures = pictures
         self._wrapper = wrapper
         self._tokenizer = wrapper._tokenizer
         self._backend = _rust_tokenizer(self._tokenizer)
@@ -212,6 +227,12 @@ class TextModel:
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the model's chat template refused: {reason}", param="messages") from error
+
+    def plain(self, tokens: Sequence[int]) -> Sequence[int]:
+        """`tokens` with the model's own in the place of words (see `kv_store.media`)."""
+        if self.pictures is None or not any(map(is_word, tokens)):
+            return tokens
+        return array("I", [self.pictures.token_of(token) if is_word(token) else token for token in tokens])
 
     def ends_in_thought(self, prompt: str) -> bool:
         """Whether `prompt` ends with an opened block of reasoning, so that the answer begins inside it."""
@@ -325,7 +346,18 @@ def load_text_model(folder: str | Path, *, name: str = "") -> TextModel:
         wrapper = tokenizer_utils.load(path, eos_token_ids=sorted(read_end_tokens(path)) or None)
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise ModelLoadError(f"the tokenizer of {name or path.name!r} does not load: {error}") from error
-    return TextModel(wrapper, name=name or path.name, sampling=_own_sampling(path))
+    return TextModel(wrapper, name=name or path.name, sampling=_own_sampling(path), pictures=_pictures(path))
+
+
+def _pictures(path: Path) -> PictureProcessor | None:
+    if not sees(path):
+        return None
+    try:
+        return PictureProcessor.load(path)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError) as error:
+        # The replica serves it for text too, and says so.
+        logger.warning("%s takes no pictures here: %s", path.name, error)
+        return None
 
 
 def _own_sampling(path: Path) -> dict[str, float]:

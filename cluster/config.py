@@ -8,37 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
+from .nodes import Node
+from .units import STRICT, Bytes, Count, Seconds
 
 T = TypeVar("T")
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
-
-def _parse_bytes(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError("a size is a number with an optional unit: 512 MiB, 2 GB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
-Count = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
-
-_STRICT = ConfigDict(extra="forbid")
-
-
-@validated(frozen=True, config=_STRICT)
+@validated(frozen=True, config=STRICT)
 class Endpoint:
     """The HTTP endpoint. It binds loopback unless `listen` says otherwise."""
 
@@ -51,7 +36,7 @@ class Endpoint:
     """A row whose client has this many tokens still to read is ended: a slow reader holds no place."""
 
 
-@validated(frozen=True, config=_STRICT)
+@validated(frozen=True, config=STRICT)
 class Model:
     """One served model.
 
@@ -61,7 +46,10 @@ class Model:
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
     source: Annotated[str, Field(min_length=1)]
-    replicas: Count = 1
+    replicas: Count | None = None
+    """None puts one on each of its nodes."""
+    nodes: tuple[str, ...] = ()
+    """Where its replicas may run, by the nodes' names; none means anywhere."""
     context_tokens_max: Count | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     weights: Literal["auto", "stored", "dequantized", "both"] = "auto"
@@ -79,7 +67,7 @@ class Model:
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.name).strip("-")
 
 
-@validated(frozen=True, config=_STRICT)
+@validated(frozen=True, config=STRICT)
 class Scheduling:
     """Limits of one replica's scheduler."""
 
@@ -96,9 +84,11 @@ class Scheduling:
     """KV memory of the running batch; None takes a quarter of the machine's memory, shared by its replicas."""
     prefix_bytes_max: Bytes = 512 * 2**20
     """Finished conversations' KV kept in memory for reuse."""
+    vision_bytes_max: Bytes = 512 * 2**20
+    """What encoders made of pictures, kept in memory for reuse."""
 
 
-@validated(frozen=True, config=_STRICT)
+@validated(frozen=True, config=STRICT)
 class Routing:
     policy: Literal["satchel", "prefix", "least_loaded", "round_robin"] = "satchel"
     replica_timeout_s: Seconds = 5.0
@@ -107,7 +97,44 @@ class Routing:
     """An agent leaves its replica when another one would answer sooner by this and by what it would compute again."""
 
 
-@validated(frozen=True, config=_STRICT)
+def _checked_host(value: str) -> str:
+    if "/" in value:
+        ip_network(value, strict=False)
+    elif not value or value != value.strip() or "://" in value:
+        raise ValueError("must be a host's name, an address or a network such as 10.0.0.0/8")
+    return value.lower()
+
+
+def _checked_root(value: str) -> str:
+    if not Path(value).is_absolute():
+        raise ValueError("must be an absolute path")
+    return value
+
+
+@validated(frozen=True, config=STRICT)
+class Media:
+    """Pictures and videos in messages: from where they are taken, and how much of them."""
+
+    allowed_hosts: tuple[Annotated[str, AfterValidator(_checked_host)], ...] = ()
+    """Hosts that are fetched from though their addresses are not public: names, addresses, networks (10.0.0.0/8)."""
+    file_roots: tuple[Annotated[str, AfterValidator(_checked_root)], ...] = ()
+    """Folders of which messages may name files; none means that no file can be named."""
+    source_bytes_max: Bytes = 32 * 2**20
+    """Of one picture or video, as it is sent."""
+    timeout_s: Seconds = 15.0
+    """For fetching one picture or video, and again for decoding a video."""
+    redirects_max: Annotated[int, Field(ge=0, le=20)] = 3
+    pixels_max: Annotated[int, Field(gt=0, le=150_000_000)] = 50_000_000
+    """Of one picture, of a video's frames together, and of all that is being decoded at a time."""
+    pictures_max: Count = 64
+    """In one request; a video counts as one."""
+    frames_max: Count = 32
+    """Of one video; of longer ones so many are taken, evenly."""
+    held_bytes_max: Bytes = 2**30
+    """All requests' pictures, decoded, 3 bytes a pixel."""
+
+
+@validated(frozen=True, config=STRICT)
 class Timeouts:
     request_s: Seconds = 600.0
     """From arrival to the last token."""
@@ -118,14 +145,21 @@ class Timeouts:
     """How long a turn of an agent waits for that agent's previous turn."""
 
 
-@validated(frozen=True, config=_STRICT)
+@validated(frozen=True, config=STRICT)
 class Config:
     """The whole tree. `models` has at least one entry and unique names."""
 
     models: Annotated[tuple[Model, ...], Field(min_length=1)]
+    nodes: tuple[Node, ...] = ()
+    """The machines, the first of them that on which `satchel serve` runs; none means this machine alone."""
+    replication: Annotated[int, Field(ge=0, le=3)] = 1
+    """On how many further nodes an agent's memory is kept, as far as there are nodes."""
+    control_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Where other machines join (Ray's control store); 0 takes a free port."""
     endpoint: Endpoint = field(default_factory=Endpoint)
     scheduling: Scheduling = field(default_factory=Scheduling)
     routing: Routing = field(default_factory=Routing)
+    media: Media = field(default_factory=Media)
     timeouts: Timeouts = field(default_factory=Timeouts)
     transcripts_bytes_max: Bytes = 256 * 2**20
     """What agents' transcripts and manifests may take on disk; the least recently used agents are forgotten first."""
@@ -135,6 +169,11 @@ class Config:
     """Agents' KV on each node's disk; the least recently used goes first."""
     share: Literal["tenant", "agent", "none"] = "tenant"
     """Who may reuse equal prefixes: everyone of a tenant, only the same agent, or nobody."""
+
+    @property
+    def machines(self) -> tuple[Node, ...]:
+        """The nodes, of which there is at least one: the head first."""
+        return self.nodes or (Node(name="local"),)
 
 
 @dataclass(frozen=True)
@@ -180,7 +219,7 @@ class Home:
     @property
     def log_file(self) -> Path:
         """What Ray said while it started."""
-        return self.run / "ray_head.log"
+        return self.run / "ray.log"
 
 
 def _where(location: tuple[int | str, ...]) -> str:
@@ -202,7 +241,29 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
         if refusal is not None:
             where = f"models[{index}].name"
             raise ConfigError(f"{source}: {where}: {refusal}", param=where)
+    for where, refusal in _node_refusals(config):
+        raise ConfigError(f"{source}: {where}: {refusal}", param=where)
     return config
+
+
+def _node_refusals(config: Config) -> Iterable[tuple[str, str]]:
+    """What cannot be among nodes, as (place, why)."""
+    names = [node.name for node in config.nodes]
+    for index, node in enumerate(config.nodes):
+        if node.name in names[:index]:
+            yield f"nodes[{index}].name", f"two nodes are called {node.name!r}"
+        if index == 0 and node.ssh is not None:
+            yield f"nodes[{index}].ssh", "the first node is the one on which the server is started"
+        if index and node.ssh is None and not (node.is_loopback and config.nodes[0].is_loopback):
+            yield f"nodes[{index}]", "needs `ssh`, to be started on its machine"
+        if node.is_loopback != config.nodes[0].is_loopback:
+            yield f"nodes[{index}].address", "either all nodes have loopback addresses or none"
+    known = set(names) or {node.name for node in config.machines}
+    for index, model in enumerate(config.models):
+        for position, name in enumerate(model.nodes):
+            if name not in known:
+                where = f"models[{index}].nodes[{position}]"
+                yield where, f"there is no node {name!r}; there are: {', '.join(sorted(known))}"
 
 
 def parse_model(**fields: Any) -> Model:

@@ -21,10 +21,10 @@ import psutil
 from packaging.requirements import Requirement
 
 from .config import Config, Home
+from .connection import find_cluster
 from .environment import is_macos, short_temporary_root
 from .errors import ClusterError, NotRunning, PortInUse
 from .ports import check_port_free
-from .runtime import find_cluster
 
 _GIB = 2**30
 _MEMORY_BYTES_MIN = 8 * _GIB

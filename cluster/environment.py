@@ -6,6 +6,7 @@ Ray takes most of its settings from environment variables, some of them while `i
 
 from __future__ import annotations
 
+import hmac
 import os
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .config import Home
+from .errors import ClusterError
 
 _FORBIDDEN_TO_RAY = (
     "RAY_ADDRESS",
@@ -34,16 +36,16 @@ def default_home() -> Home:
     return Home(Path(given).expanduser().absolute() if given else Path.home() / ".satchel")
 
 
-def ray_settings(token_path: Path) -> dict[str, str]:
-    """The variables by which every process of a cluster on one machine is told how to behave."""
+def ray_settings(token_path: Path, *, one_machine: bool = True) -> dict[str, str]:
+    """The variables by which every process of a cluster is told how to behave."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
         # Offline it only delays.
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Off, on Linux too: Ray then stays on 127.0.0.1 instead of listening on every interface, survives a change
-        # of network, and macOS asks nobody about its firewall.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Off on one machine, on Linux too: Ray then stays on 127.0.0.1 instead of listening on every interface,
+        # survives a change of network, and macOS asks nobody about its firewall. On several, macOS wants it.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if one_machine else "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DISABLE_DASHBOARD_LOG_INFO": "1",
         "RAY_SERVE_LOG_TO_STDERR": "0",
@@ -56,17 +58,31 @@ def ray_settings(token_path: Path) -> dict[str, str]:
     }
 
 
-def child_environment(home: Home, token_path: Path) -> dict[str, str]:
+def child_environment(home: Home, token_path: Path, *, one_machine: bool = True) -> dict[str, str]:
     """A whole environment for starting Ray in a process of its own; its actors find `home` by `default_home`."""
     kept = {name: value for name, value in os.environ.items() if name not in _FORBIDDEN_TO_RAY}
-    return {**kept, **ray_settings(token_path), "SATCHEL_HOME": str(home.root)}
+    return {**kept, **ray_settings(token_path, one_machine=one_machine), "SATCHEL_HOME": str(home.root)}
 
 
-def enter_ray_environment(token_path: Path) -> None:
+def cluster_key() -> bytes:
+    """What the nodes of this process's cluster prove themselves with when they move KV: made of Ray's secret.
+
+    Raises:
+        ClusterError: this process belongs to no cluster.
+    """
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ClusterError(f"the cluster's secret cannot be read: {error}") from None
+    return hmac.digest(secret, b"satchel: blocks of KV between nodes", "sha256")
+
+
+def enter_ray_environment(token_path: Path, *, one_machine: bool = True) -> None:
     """Makes this process one of the cluster with that token. Call it before Ray is imported for the first time."""
     for name in _FORBIDDEN_TO_RAY:
         os.environ.pop(name, None)
-    os.environ.update(ray_settings(token_path))
+    os.environ.update(ray_settings(token_path, one_machine=one_machine))
 
 
 def snapshot() -> Mapping[str, str]:

@@ -11,11 +11,13 @@
     │   ├── SlowReader              408  the answer was read too slowly
     │   ├── AgentBusy               409
     │   ├── AgentExists             409
+    │   ├── PictureLost             409  of a stored transcript; neither its KV nor its features are left
     │   └── RequestTooLarge         413
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
     │   ├── NoReplica               503
     │   ├── ReplicaLost             503
+    │   ├── AgentElsewhere          503  its memory has moved; the new home answers
     │   └── Draining                503
     ├── DeadlineExceeded            504
     ├── GenerationFailed            500  one row failed inside the model; its neighbours did not
@@ -31,7 +33,11 @@
         ├── ConfigError             500  `path` is the place in the config file
         ├── NotRunning              500
         ├── PortInUse               500
-        └── HomeInUse               500
+        ├── HomeInUse               500
+        └── LinkError               500  a connection between two nodes' stores
+            ├── LinkGarbage         500  the peer speaks something else, or was cut off
+            ├── LinkVersion         500
+            └── LinkRefused         500  it has not the cluster's key, or is another node
 
 Errors cross process borders as data (`to_wire`, `from_wire`), never as pickled exceptions, so the two sides need not
 agree on a traceback's classes.
@@ -102,6 +108,11 @@ class AgentExists(RequestError):
     code = "agent_exists"
 
 
+class PictureLost(RequestError):
+    status = 409
+    code = "picture_lost"
+
+
 class RequestTooLarge(RequestError):
     status = 413
     code = "request_too_large"
@@ -125,6 +136,10 @@ class NoReplica(Unavailable):
 
 class ReplicaLost(Unavailable):
     code = "replica_lost"
+
+
+class AgentElsewhere(Unavailable):
+    code = "agent_elsewhere"
 
 
 class Draining(Unavailable):
@@ -194,6 +209,30 @@ class PortInUse(ClusterError):
 
 class HomeInUse(ClusterError):
     code = "home_in_use"
+
+
+class LinkError(ClusterError):
+    """A connection between nodes that cannot be used."""
+
+    code = "link_error"
+
+
+class LinkGarbage(LinkError):
+    """The peer does not speak this protocol, or what it says is cut off or damaged."""
+
+    code = "link_garbage"
+
+
+class LinkVersion(LinkError):
+    """The peer speaks another version."""
+
+    code = "link_version"
+
+
+class LinkRefused(LinkError):
+    """The peer does not have the cluster's key, or is another node than the one that was wanted."""
+
+    code = "link_refused"
 
 
 def _tree(cls: type[SatchelError]) -> dict[str, type[SatchelError]]:

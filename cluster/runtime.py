@@ -1,4 +1,4 @@
-"""A cluster on this machine: started, found by others, and taken down without a trace.
+"""A cluster on this machine: started, and taken down without a trace.
 
 One server process owns one home. It holds the home's lock, starts Ray in a session of its own, so that Ctrl-C in a
 terminal reaches the server and not Ray, and writes down what it started before anybody can kill it.
@@ -6,10 +6,7 @@ terminal reaches the server and not Ray, and writes down what it started before 
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import json
-import logging
 import os
 import select
 import shutil
@@ -18,121 +15,24 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from . import environment
 from .config import Home
+from .connection import NAMESPACE, ClusterRecord, Invitation, connect_ray, satchel_version
 from .errors import ClusterError, NotRunning
-from .home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
+from .home import HomeLock, ensure_token, prepare_home, read_json, write_private, write_private_json
+from .nodes import Node
 from .processes import ProcessMark, Session, end_session
-from .ray_head import HeadReport, HeadSpec
+from .ray_node import RayReport, RaySpec
 
-NAMESPACE = "satchel"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Small: KV bytes never pass Ray's object store."""
 
 _HEAD_START_TIMEOUT_S = 120.0
 _STOP_GRACE_S = 1.5
 _STOP_KILL_S = 3.0
-
-
-def satchel_version() -> str:
-    """The installed version of Satchel."""
-    return importlib.metadata.version("satchel")
-
-
-@dataclass(frozen=True)
-class ClusterRecord:
-    """What `cluster.json` tells others about the running cluster.
-
-    Attributes:
-        address: of Ray's control store, `127.0.0.1:PORT`.
-        token_path: the file with the secret for connecting.
-        endpoint_url: such as `http://127.0.0.1:8000`; None until the models answer.
-        pid: the server's process id, with `pid_created_s` (Unix time) against confusion with a later process.
-        temp_dir: where Ray keeps its sockets and logs.
-        ray_sid: the Unix session in which Ray runs.
-    """
-
-    address: str
-    token_path: str
-    namespace: str
-    version: str
-    endpoint_url: str | None
-    pid: int
-    pid_created_s: float
-    temp_dir: str
-    ray_sid: int
-
-    @property
-    def log_dir(self) -> Path:
-        """Where Ray's processes write their logs while the cluster runs."""
-        return Path(self.temp_dir) / "session_latest" / "logs"
-
-
-def find_cluster(home: Home) -> ClusterRecord:
-    """The cluster that runs on this home.
-
-    Raises:
-        NotRunning: there is none; the message says how to start one.
-    """
-    advice = "start one with `satchel serve`"
-    data = read_json(home.cluster_file)
-    if data is None:
-        raise NotRunning(f"no server runs on {home.root}; {advice}")
-    try:
-        record = ClusterRecord(**data)
-    except TypeError:
-        raise NotRunning(f"{home.cluster_file} was written by another version of Satchel; {advice}") from None
-    if not ProcessMark(record.pid, record.pid_created_s).is_alive():
-        raise NotRunning(f"the server on {home.root} (process {record.pid}) has died; {advice}")
-    return record
-
-
-def connect_ray(record: ClusterRecord) -> None:
-    """Makes this process a driver of the cluster. Does nothing in a process that already is one, such as an actor.
-
-    Raises:
-        NotRunning: nothing answers at the recorded address.
-    """
-    connect_ray_address(record.address, Path(record.token_path), record.namespace)
-
-
-def connect_ray_address(address: str, token_path: Path, namespace: str = NAMESPACE) -> None:
-    """As `connect_ray`, for a Ray address (`host:port`) and the file with the cluster's token.
-
-    Raises:
-        NotRunning: nothing answers there, or it does not take the token.
-    """
-    imported_before = "ray" in sys.modules
-    environment.enter_ray_environment(token_path)
-    import ray
-
-    if ray.is_initialized():
-        return
-    if imported_before:
-        _reread_ray_settings()
-    try:
-        ray.init(
-            address=address,
-            namespace=namespace,
-            log_to_driver=False,
-            configure_logging=True,
-            logging_level=logging.ERROR,
-        )
-    except (ConnectionError, RuntimeError, TimeoutError) as error:
-        raise NotRunning(f"cannot connect to Ray at {address}: {error}") from None
-
-
-def _reread_ray_settings() -> None:
-    """Makes an imported, uninitialized Ray see the environment as it is now; it reads most of it while imported."""
-    from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
-
-    importlib.reload(ray_constants)
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def clean_up_after_killed_run(home: Home) -> None:
@@ -155,11 +55,28 @@ def clean_up_after_killed_run(home: Home) -> None:
 
 
 class LocalCluster:
-    """Ray on this machine, for one server. `start` once, `stop` as often as you like, from any thread."""
+    """Ray on this machine, for one server. `start` once, `stop` as often as you like, from any thread.
 
-    def __init__(self, home: Home, *, cpus: int | None = None) -> None:
+    Args:
+        node: this machine.
+        invitation: to the cluster to join; None leads one.
+        port: of a led cluster's control store; 0 takes a free one.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        *,
+        cpus: int | None = None,
+        node: Node | None = None,
+        invitation: Invitation | None = None,
+        port: int = 0,
+    ) -> None:
         self._home = home
         self._cpus = cpus
+        self._node = node or Node(name="local")
+        self._invitation = invitation
+        self._port = port
         self._lock = HomeLock(home)
         self._head: subprocess.Popen[bytes] | None = None
         self._session: Session | None = None
@@ -197,10 +114,12 @@ class LocalCluster:
         self._lock.acquire()
         try:
             clean_up_after_killed_run(self._home)
+            if self._invitation is not None:
+                write_private(self._home.token_file, self._invitation.token)
             token = ensure_token(self._home)
             self._launch_head(token)
             # Takes a second, in which Ray starts.
-            environment.enter_ray_environment(token)
+            environment.enter_ray_environment(token, one_machine=self._node.is_loopback)
             import ray  # noqa: F401
 
             report = self._await_head()
@@ -262,16 +181,26 @@ class LocalCluster:
                 raise ClusterError("stopped while starting")
             self._private_dir = Path(tempfile.mkdtemp(prefix="satchel-", dir=environment.short_temporary_root()))
             # Ray opens its own folder to everyone; the one around it stays closed.
-            spec = HeadSpec(str(self._private_dir / "ray"), str(self._private_dir), OBJECT_STORE_BYTES, self._cpus)
+            spec = RaySpec(
+                name=self._node.name,
+                address=self._node.address,
+                resource=self._node.resource,
+                head=self._invitation.address if self._invitation is not None else None,
+                port=self._port,
+                temp_dir=str(self._private_dir / "ray"),
+                private_dir=str(self._private_dir),
+                object_store_bytes=OBJECT_STORE_BYTES,
+                cpus=self._cpus,
+            )
             log = os.open(self._home.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 self._head = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "satchel.cluster.ray_head"],
+                    [sys.executable, "-P", "-m", "satchel.cluster.ray_node"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     cwd=self._private_dir,
-                    env=environment.child_environment(self._home, token),
+                    env=environment.child_environment(self._home, token, one_machine=self._node.is_loopback),
                     start_new_session=True,
                 )
             finally:
@@ -291,7 +220,7 @@ class LocalCluster:
             data = {**self._session.to_dict(), "private_dir": str(self._private_dir)}
             write_private_json(self._home.session_file, data)
 
-    def _await_head(self) -> HeadReport:
+    def _await_head(self) -> RayReport:
         assert self._head is not None and self._head.stdout is not None
         deadline = time.monotonic() + _HEAD_START_TIMEOUT_S
         line = b""
@@ -303,9 +232,9 @@ class LocalCluster:
             if not part:
                 raise ClusterError("Ray did not start" + _last_words(self._home.log_file))
             line += part
-        return HeadReport(**json.loads(line))
+        return RayReport(**json.loads(line))
 
-    def _describe(self, report: HeadReport, token: Path) -> ClusterRecord:
+    def _describe(self, report: RayReport, token: Path) -> ClusterRecord:
         me = ProcessMark.of(os.getpid())
         assert me is not None and self._session is not None and self._private_dir is not None
         return ClusterRecord(
@@ -318,6 +247,8 @@ class LocalCluster:
             pid_created_s=me.created_s,
             temp_dir=str(self._private_dir / "ray"),
             ray_sid=self._session.sid,
+            node=self._node.name,
+            joined=self._invitation is not None,
         )
 
     def _end_processes(self, *, grace_s: float) -> None:

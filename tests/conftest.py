@@ -9,13 +9,29 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from satchel.cluster import environment
 from satchel.cluster.config import Home
 from satchel.cluster.home import ensure_token, prepare_home
 from satchel.cluster.runtime import LocalCluster
+
+LONGEST_FIRST = (
+    "system/test_hosts.py",
+    "system/test_endpoint.py",
+    "system/test_models.py",
+    "cluster/test_server.py",
+    "tests/test_scenarios.py",
+)
+SHARE_CLUSTER = (
+    "system/test_endpoint.py",
+    "system/test_failures.py",
+    "system/test_handles.py",
+    "cluster/test_runtime.py",
+)
 
 _HOME = pytest.StashKey[Home]()
 
@@ -26,6 +42,32 @@ def pytest_configure(config: pytest.Config) -> None:
     prepare_home(home)
     environment.enter_ray_environment(ensure_token(home))
     config.stash[_HOME] = home
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    """Those that start servers go first, so that none is left to one process at the end."""
+    path = item.path.as_posix()
+    longest = (place for place, name in enumerate(LONGEST_FIRST) if path.endswith(name))
+    return next(longest, len(LONGEST_FIRST) + ("/system/" not in path))
+
+
+class WholeFiles(LoadScopeScheduling):
+    """A file goes to one process as a whole, and all files that share the cluster go to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "cluster" if file.endswith(SHARE_CLUSTER) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeFiles:
+    # Else files with many tests go first, however short these are.
+    config.option.loadscopereorder = False
+    return WholeFiles(config, log)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

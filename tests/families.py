@@ -130,7 +130,7 @@ def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int
     config = config_of(family)
     model_class, arguments_class = _get_classes(config)
     model: nn.Module = model_class(arguments_class.from_dict(config))
-    model.update(_random_weights(model, seed))
+    model.update(random_weights(model, seed))
     if bits is not None:
         model, config = quantize_model(model, config, group_size=32, bits=bits)
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int
     return folder
 
 
-def _random_weights(model: nn.Module, seed: int) -> Any:
+def random_weights(model: nn.Module, seed: int) -> Any:
     names = sorted(name for name, _ in tree_flatten(model.parameters()))
     keys = dict(zip(names, mx.random.split(mx.random.key(seed), len(names)), strict=True))
 

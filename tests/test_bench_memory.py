@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks" / "memory"
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The benchmark's modules, which are gone from the interpreter afterwards."""
-    names = ("parts", "replay", "sizes")
+    names = ("parts", "recall", "replay", "sizes")
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))
     yield SimpleNamespace(**{name: __import__(name) for name in names})
@@ -114,6 +114,16 @@ def test_sizes_meet_what_the_format_promises(memory: Any) -> None:
     part = memory.sizes.sizes()
     assert part.rows and all(target.met for target in part.targets), part.targets
     assert all(row["bytes a token"] == pytest.approx(row["formula"]) for row in part.rows)
+
+
+def test_sealed_memory_recalls_what_full_precision_does(memory: Any) -> None:
+    """32 codes, 16 in each conversation of 1,000 tokens, every one asked for under both."""
+    part = memory.recall.recall(
+        32, memory.parts.Budget(600.0), lambda text: None, policies=("fp16", "q4"), talks=[(16, 1000)]
+    )
+    full, sealed = part.rows
+    assert full["asked"] == sealed["asked"] == 32
+    assert full["right"] >= 31 and sealed["right"] >= full["right"] - 1, part.notes
 
 
 def test_the_command_writes_its_results_and_says_what_it_leaves_out(tmp_path: Path) -> None:

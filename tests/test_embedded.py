@@ -1,4 +1,4 @@
-"""The embedded model recalls what it is sold for: the evaluation command, with 60 questions where time allows."""
+"""The embedded model recalls what it is sold for, in full precision and with KV in 4 bits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ EVALUATE = Path(__file__).parents[1] / "benchmarks" / "embedded" / "evaluate.py"
 
 
 @pytest.mark.parametrize(
-    ("row", "questions", "least"), [("8 codes in 1,000 tokens", 60, 0.99), ("16 codes in 3,500 tokens", 16, 0.97)]
+    ("row", "questions", "least"),
+    [
+        ("8 codes in 1,000 tokens", 8, 1.0),
+        pytest.param("16 codes in 3,500 tokens", 60, 0.97, marks=pytest.mark.slow),
+        pytest.param("16 codes in 7,900 tokens", 16, 0.97, marks=pytest.mark.slow),
+    ],
 )
 def test_recall(row: str, questions: int, least: float):
     run = subprocess.run(
         [sys.executable, str(EVALUATE), "--json", "--cpu", "--rows", row, "--questions", str(questions)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1800,
         check=True,
     )
     right = json.loads(run.stdout)["right"]

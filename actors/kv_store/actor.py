@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 import uuid
-from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ...cluster.config import Config
 from ...cluster.errors import AgentBusy, AgentNotFound, SatchelError
 from .agent_db import AgentDatabase
 from .agents import Agents
-from .blocks import block_ids, root_id, scope_of
+from .blocks import BLOCK_TOKENS, root_id, scope_of
 from .branches import AgentLimits, Commit, Content, Head, main_branch
+from .claims import Branch, Claims
+from .codec import TOKEN_BYTES
 from .disk import DiskStore
-from .disk_calls import DiskCalls
+from .disk_calls import DiskCalls, kept_on
+from .homes import Homes, Place, Role
+from .ownership import Ownership, branches_of
 from .shelf import DiskLimits
 
 logger = logging.getLogger(__name__)
@@ -44,20 +48,9 @@ TOGETHER_MAX = 64
 LOCK_WAIT_S = 10.0
 """How long a dying predecessor may still hold the folder of KV."""
 
-ERASE_TRIES = 10
-ERASE_RETRY_S = 5.0
-
 Answer = dict[str, Any]
 
-
-class KVDisk(Protocol):
-    """What agents' memory asks of the KV blocks on this node's disk. Called from a worker thread."""
-
-    def forget(self, owner: str) -> Any:
-        """Erase the blocks that nobody but `owner`, an agent's key, has. Doing it twice does no harm."""
-        ...
-
-    def stats(self) -> dict[str, Any]: ...
+KEPT = ("replaced", "opened")
 
 
 @dataclass
@@ -84,19 +77,17 @@ class KVStoreActor(DiskCalls):
 
     Args:
         folder: where it is kept (`<home>/kv`); None keeps it in memory, for as long as this process lives.
-        disk: the node's KV blocks.
+        disk: the node's KV, where it is not to be opened in `folder`.
 
     Raises:
         ClusterError: the folder cannot be used, or belongs to a newer version.
     """
 
-    def __init__(self, config: Config, folder: str | Path | None = None, disk: KVDisk | None = None) -> None:
+    def __init__(self, config: Config, folder: str | Path | None = None, disk: DiskStore | None = None) -> None:
         self._turn_wait_s = config.timeouts.turn_wait_s
-        store = None
         session = f"s{uuid.uuid4().hex}"
         if folder is not None and disk is None:
-            disk = store = _open_disk(Path(folder), session, config.disk_bytes_max)
-        self.open_disk(store, session)
+            disk = _open_disk(Path(folder), session, config.disk_bytes_max)
         self._disk = disk
         self._database = AgentDatabase(Path(folder) if folder is not None else None)
 
@@ -113,11 +104,13 @@ class KVStoreActor(DiskCalls):
             # A million changes a second behind the clock, however often the file begins anew.
             start=int(time.time()) << 20,
         )
+        self._homes = Homes(self._database, self._agents.end_turn)
+        self._session = session
         self._worker = ThreadPoolExecutor(1, "agents")
         self._endings: deque[_Ending] = deque()
         self._lines: dict[str, deque[_Waiting]] = {}
-        self._erasing: set[asyncio.Task[None]] = set()
-        self._begun = False
+        self._owned = Ownership(disk, self._ask) if disk is not None else None
+        self.open_disk(disk, session, self._owned)
 
     async def recall(self, agent: str, model: bytes, known: dict[int, int]) -> Answer:
         """What a stateless turn begins with.
@@ -131,6 +124,7 @@ class KVStoreActor(DiskCalls):
         """
 
         def work() -> Answer:
+            self._homes.check(agent)
             since, found = self._agents.recall(agent, model, known)
             return {"since": since, "branches": [_branch(head, content) for head, content in found]}
 
@@ -171,6 +165,7 @@ class KVStoreActor(DiskCalls):
             self._wake(agent)
 
     def _begin(self, agent: str, turn: str, model: bytes, known: dict[int, int]) -> Answer | None:
+        self._homes.check(agent)
         begun = self._agents.begin(agent, turn, time.monotonic(), LEASE_S)
         if begun is None:
             return None
@@ -204,9 +199,16 @@ class KVStoreActor(DiskCalls):
             if ending.failure is not None:
                 raise ending.failure
             assert ending.outcome is not None
+            if ending.outcome.get("result", {}).get("kind") in KEPT:
+                await self._kept(agent)
             return ending.outcome
         finally:
             self._wake(agent)
+            if self._owned is not None:
+                self._owned.committed(agent)
+
+    async def _kept(self, agent: str) -> None:
+        """A turn of the agent is on the disk; its commit returns after this."""
 
     def _end_turns(self) -> None:
         endings: list[_Ending] = []
@@ -226,7 +228,10 @@ class KVStoreActor(DiskCalls):
 
     def _end_turn(self, ending: _Ending) -> None:
         try:
+            self._homes.check(ending.agent)
             outcome = self._agents.commit(ending.agent, ending.commit, time.monotonic(), time.time())
+            if outcome.kept:
+                self._homes.settle(ending.agent)
             ending.outcome = {"result": asdict(outcome)}
         except SatchelError:
             raise
@@ -256,7 +261,7 @@ class KVStoreActor(DiskCalls):
             heads = self._agents.heads(agent)
             if not heads:
                 raise AgentNotFound(f"there is no agent {_id(agent)!r}", param="id")
-            return _described(agent, heads)
+            return _described(agent, heads, self._homes.place(agent))
 
         return await self._answer(work)
 
@@ -264,40 +269,54 @@ class KVStoreActor(DiskCalls):
         """Agents of the tenant in the order of their keys, those after the key `after`.
 
         Returns:
-            `{"agent": key, "main": branch | None, "branches": [fields of Head, ...]}` each.
+            `{"agent": key, "main": branch | None, "branches": [fields of Head, ...], "place": [home epoch, is home]}`
+            each.
         """
 
         def work() -> Any:
-            return [_described(agent, heads) for agent, heads in self._agents.list(f"{tenant}/", after, limit)]
+            found = self._agents.list(f"{tenant}/", after, limit)
+            return [_described(agent, heads, self._homes.place(agent)) for agent, heads in found]
 
         return await self._answer(work)
 
-    async def blocks(self, agent: str, roots: bool = False) -> Answer:
-        """The ids of the KV blocks that the agent's branches stand on: `[[model id, [block ids]], ...]`.
+    async def blocks(self, agent: str) -> Answer:
+        """What KV each of the agent's branches stands on: `[model id, root id, [block ids], first block's tokens]`.
 
-        Args:
-            roots: with the roots too: after them come the tails of short conversations, other agents' as well.
+        Of a branch that is shorter than a block the tokens (packed) are all that there is.
         """
 
-        def contents() -> list[tuple[Head, Content]]:
-            heads = [head for head in self._agents.heads(agent) if head.root]
-            return [(head, content) for head in heads if (content := self._agents.content(head)) is not None]
+        def hashed(branches: list[Branch]) -> list[Any]:
+            shared = [branch for branch in branches if branch.root]
+            size = BLOCK_TOKENS * TOKEN_BYTES
+            return [[each.model, each.root, [*Claims([each]).blocks], each.tokens[:size]] for each in shared]
 
-        def hashed(found: list[tuple[Head, Content]]) -> Any:
-            by_model: dict[bytes, dict[bytes, None]] = {}
-            for head, content in found:
-                ids = [head.root] if roots else []
-                ids += block_ids(head.root, array("I", content.tokens))
-                by_model.setdefault(head.model, {}).update(dict.fromkeys(ids))
-            return [[model, [*ids]] for model, ids in by_model.items()]
+        return await self._of_branches(agent, hashed)
 
-        answer = await self._answer(contents)
-        # Not by the worker: hashing takes a while, and commits wait for it.
-        return answer if "error" in answer else {"result": await asyncio.to_thread(hashed, answer["result"])}
+    async def disk_kept(self, agent: str) -> Answer:
+        """How many entries of KV on the disk, blocks and tails, the agent's branches stand on."""
+        disk = self._disk
+        return {"result": 0} if disk is None else await self._of_branches(agent, lambda found: kept_on(disk, found))
+
+    async def _of_branches(self, agent: str, work: Callable[[list[Branch]], Any]) -> Answer:
+        """What follows from the agent's token ids, not by the worker: it takes a while, and commits wait for that."""
+        answer = await self._answer(lambda: branches_of(self._agents, agent))
+        try:
+            return answer if "error" in answer else {"result": await asyncio.to_thread(work, answer["result"])}
+        except SatchelError as error:
+            return {"error": error.to_wire()}
 
     async def fork(self, source: str, target: str) -> Answer:
         """Copy an agent; an error (`AgentNotFound`, `AgentExists`) where that cannot be. The number of branches."""
-        return await self._answer(lambda: self._agents.fork(source, target, time.monotonic(), time.time()))
+
+        def work() -> int:
+            self._homes.check(source)
+            self._homes.check(target)
+            with self._database.transaction():
+                count = self._agents.fork(source, target, time.monotonic(), time.time())
+                self._homes.settle(target)
+            return count
+
+        return await self._answer(work)
 
     async def forget(self, agent: str) -> Answer:
         """Erase the agent's memory; turns under way cannot commit. Returns whether there was any.
@@ -306,14 +325,20 @@ class KVStoreActor(DiskCalls):
         """
 
         def work() -> bool:
-            known = self._agents.forget(agent, time.time())
+            with self._database.transaction():
+                known = self._agents.forget(agent, time.time())
+                if known:
+                    self._homes.bury(agent, 0)
             self._database.scrub()
             return known
 
-        answer = await self._answer(work)
-        self._wake(agent)
-        self._erase_blocks([agent])
-        return answer
+        try:
+            return await self._answer(work)
+        finally:
+            # Even where the answer is an error: the tombstone may be there. What still has branches keeps its KV.
+            self._wake(agent)
+            if self._owned is not None:
+                self._owned.forgotten(agent)
 
     async def stats(self) -> Answer:
         """Bytes and counts of the memory on this node."""
@@ -330,16 +355,18 @@ class KVStoreActor(DiskCalls):
         return await self._answer(work)
 
     async def _answer(self, work: Callable[[], Any]) -> Answer:
-        if not self._begun:
-            self._begun = True
-            if self._disk is not None:
-                # Whoever was forgotten just before this process died.
-                erased = await asyncio.get_running_loop().run_in_executor(self._worker, self._agents.erased)
-                self._erase_blocks(erased)
         try:
-            return {"result": await asyncio.get_running_loop().run_in_executor(self._worker, work)}
+            if self._owned is not None:
+                await self._owned.ready()
+            return {"result": await self._in_order(work)}
         except SatchelError as error:
             return {"error": error.to_wire()}
+
+    async def _in_order(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    async def _ask(self, work: Callable[[Agents], T]) -> T:
+        return await self._in_order(lambda: work(self._agents))
 
     def _wake(self, agent: str) -> None:
         line = self._lines.get(agent)
@@ -348,34 +375,18 @@ class KVStoreActor(DiskCalls):
         elif line is not None:
             del self._lines[agent]
 
-    def _erase_blocks(self, agents: list[str]) -> None:
-        disk = self._disk
-        if disk is None or not agents:
-            return
-
-        async def erase() -> None:
-            for agent in agents:
-                for _ in range(ERASE_TRIES):
-                    try:
-                        await asyncio.to_thread(disk.forget, agent)
-                        break
-                    except (SatchelError, OSError) as error:
-                        logger.error("the KV of agent %s cannot be erased now: %s", agent, error)
-                        await asyncio.sleep(ERASE_RETRY_S)
-
-        task = asyncio.create_task(erase())
-        self._erasing.add(task)
-        task.add_done_callback(self._erasing.discard)
-
 
 def _open_disk(folder: Path, session: str, bytes_max: int) -> DiskStore | None:
     """The disk tier, or None where the disk does not allow one: agents' words are kept all the same."""
     try:
         limits = DiskLimits(bytes_max=bytes_max)
-        return DiskStore(folder / "blocks", session=session, limits=limits, lock_wait_s=LOCK_WAIT_S)
+        store = DiskStore(folder, session=session, limits=limits, lock_wait_s=LOCK_WAIT_S)
     except SatchelError as error:
         logger.error("no KV is kept on disk: %s", error.message)
         return None
+    # Where KV lay before it shared its key with agents' memory; nobody can read it any more.
+    shutil.rmtree(folder / "blocks", ignore_errors=True)
+    return store
 
 
 def _branch(head: Head, content: Content | None) -> Answer:
@@ -385,9 +396,15 @@ def _branch(head: Head, content: Content | None) -> Answer:
     return fields
 
 
-def _described(agent: str, heads: list[Head]) -> Answer:
+def _described(agent: str, heads: list[Head], place: Place) -> Answer:
     main = main_branch(heads)
-    return {"agent": agent, "main": main.branch if main else None, "branches": [asdict(head) for head in heads]}
+    branches = [asdict(head) for head in heads]
+    return {
+        "agent": agent,
+        "main": main.branch if main else None,
+        "branches": branches,
+        "place": [place.epoch, place.role is Role.HOME],
+    }
 
 
 def _id(agent: str) -> str:

@@ -21,13 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ...cluster.errors import ClusterError, Unavailable
+from ...cluster.errors import ClusterError, DiskError, Unavailable
 from .agent_rows import (
     HEADS,
-    KEY_BYTES,
     content_digest,
     head_fields,
-    load_key,
     mac_of,
     read_content,
     read_head,
@@ -36,6 +34,9 @@ from .agent_rows import (
 )
 from .agent_schema import is_damage, prepare, unusable
 from .branches import ROW_BYTES, Content, Head
+from .codec import KEY_BYTES
+from .homes import Place, Role
+from .segments import read_key
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ _SEQUENCE_MAX = 2**61
 """No true number comes near; a damaged one must not become where counting goes on."""
 
 _BYTES = f"LENGTH(tokens) + LENGTH(text) + LENGTH(messages) + {ROW_BYTES}"
+
+_ONE = "agent = ? AND branch = ?"
 
 _CHANGED = "INSERT INTO agents VALUES (?, ?) ON CONFLICT (agent) DO UPDATE SET changed = MAX(changed, excluded.changed)"
 
@@ -77,7 +80,7 @@ class AgentDatabase:
     ) -> None:
         self._folder = folder
         self._connect = connect
-        self._cache: OrderedDict[tuple[int, int], Content] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int, int], Content] = OrderedDict()
         self._cache_bytes = 0
         self._cache_bytes_max = cache_bytes_max
         self._nbytes = 0
@@ -91,10 +94,13 @@ class AgentDatabase:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             folder.chmod(0o700)
-            self._key = load_key(folder)
+            self._key = read_key(folder)
             self._db = self._open_or_begin_anew(folder / NAME)
         except OSError as error:
             raise ClusterError(f"cannot use {folder}: {error.strerror or error}") from None
+        except DiskError as error:
+            # Of the key; nobody's words can be verified without it, so nothing may begin anew in its place.
+            raise ClusterError(error.message) from None
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +150,7 @@ class AgentDatabase:
         return [head for row in rows if (head := self._verified(row)) is not None]
 
     def content(self, head: Head) -> Content | None:
-        key = (head.branch, head.epoch)
+        key = (head.agent, head.branch, head.epoch)
         if (content := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return content
@@ -161,10 +167,10 @@ class AgentDatabase:
         text = content.text.encode()
         digest = content_digest(content.tokens, text, content.messages)
         with self._guard():
-            self._nbytes -= self._one(f"SELECT {_BYTES} FROM contents WHERE branch = ?", head.branch) or 0
+            self._nbytes -= self._one(f"SELECT {_BYTES} FROM contents WHERE {_ONE}", head.agent, head.branch) or 0
             self._db.execute(
-                "INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?)",
-                (head.branch, content.tokens, text, content.messages),
+                "INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?)",
+                (head.agent, head.branch, content.tokens, text, content.messages),
             )
             mac = mac_of(self._key, *head_fields(head, digest))
             fields = (head.epoch, head.model, head.root, head.turns, int(head.injected), head.messages)
@@ -172,21 +178,19 @@ class AgentDatabase:
             self._db.execute(f"INSERT OR REPLACE INTO branches VALUES ({','.join('?' * len(row))})", row)
             self._db.execute(_CHANGED, (head.agent, head.epoch))
             self._nbytes += len(content.tokens) + len(text) + len(content.messages) + ROW_BYTES
-        self._remember((head.branch, head.epoch), content)
+        self._remember((head.agent, head.branch, head.epoch), content)
 
     def drop(self, head: Head) -> None:
         with self._guard():
-            self._nbytes -= self._one(f"SELECT {_BYTES} FROM contents WHERE branch = ?", head.branch) or 0
-            self._db.execute("DELETE FROM contents WHERE branch = ?", (head.branch,))
-            self._db.execute("DELETE FROM branches WHERE agent = ? AND branch = ?", (head.agent, head.branch))
+            self._nbytes -= self._one(f"SELECT {_BYTES} FROM contents WHERE {_ONE}", head.agent, head.branch) or 0
+            for table in ("contents", "branches"):
+                self._db.execute(f"DELETE FROM {table} WHERE {_ONE}", (head.agent, head.branch))
 
     def erase(self, agent: str) -> None:
-        of_agent = "branch IN (SELECT branch FROM branches WHERE agent = ?)"
         with self._guard():
-            self._nbytes -= self._one(f"SELECT SUM({_BYTES}) FROM contents WHERE {of_agent}", agent) or 0
-            self._db.execute(f"DELETE FROM contents WHERE {of_agent}", (agent,))
-            self._db.execute("DELETE FROM branches WHERE agent = ?", (agent,))
-            self._db.execute("DELETE FROM agents WHERE agent = ?", (agent,))
+            self._nbytes -= self._one(f"SELECT SUM({_BYTES}) FROM contents WHERE agent = ?", agent) or 0
+            for table in ("contents", "branches", "agents"):
+                self._db.execute(f"DELETE FROM {table} WHERE agent = ?", (agent,))
 
     def quietest(self, after: int, limit: int) -> list[tuple[int, str]]:
         with self._guard():
@@ -229,6 +233,32 @@ class AgentDatabase:
             self._db.execute("DELETE FROM tombstones WHERE at < ? OR sequence <= ?", (before, least))
         return gone or 0
 
+    def place(self, agent: str) -> Place | None:
+        with self._guard():
+            row = self._db.execute("SELECT epoch, role, mac FROM homes WHERE agent = ?", (agent,)).fetchone()
+        return self._place(agent, *row) if row is not None else None
+
+    def set_place(self, agent: str, place: Place) -> None:
+        with self._guard():
+            mac = mac_of(self._key, b"home", agent.encode(), struct.pack("<qq", *place))
+            self._db.execute("INSERT OR REPLACE INTO homes VALUES (?, ?, ?, ?)", (agent, *place, mac))
+
+    def heard_of(self, after: str, limit: int) -> list[str]:
+        with self._guard():
+            query = "SELECT agent FROM agents WHERE agent > ?1 UNION SELECT agent FROM homes WHERE agent > ?1 LIMIT ?2"
+            return [agent for (agent,) in self._db.execute(query, (after, limit))]
+
+    def _place(self, agent: str, epoch: int, role: int, mac: bytes) -> Place:
+        try:
+            expected = mac_of(self._key, b"home", agent.encode(), struct.pack("<qq", epoch, role))
+            if hmac.compare_digest(expected, mac):
+                return Place(epoch, Role(role))
+        except (TypeError, ValueError, struct.error):
+            pass
+        self.damaged_total += 1
+        logger.error("where agent %s lives does not verify: this node has to adopt it anew", agent)
+        return Place(0, Role.COPY)
+
     # Beside it.
 
     def scrub(self) -> None:
@@ -242,7 +272,7 @@ class AgentDatabase:
         for path in self._folder.glob("agents.damaged-*"):
             path.unlink(missing_ok=True)
 
-    def _remember(self, key: tuple[int, int], content: Content) -> None:
+    def _remember(self, key: tuple[str, int, int], content: Content) -> None:
         # An epoch that was rolled back is never asked for.
         if (old := self._cache.pop(key, None)) is not None:
             self._cache_bytes -= _size(old)
@@ -267,7 +297,7 @@ class AgentDatabase:
         """SQLite's errors as ours; a file that turns out to be damaged is replaced."""
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             if self._folder is not None and is_damage(error):
                 logger.error("agents' memory is damaged: %s", error)
                 self._db.close()
@@ -280,7 +310,7 @@ class AgentDatabase:
     def _open_or_begin_anew(self, path: Path) -> sqlite3.Connection:
         try:
             return self._open(path)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             if not is_damage(error):
                 raise unusable(path, error) from error
             logger.error("%s is damaged: %s", path, error)
@@ -319,6 +349,8 @@ class AgentDatabase:
         db = self._connect(path or ":memory:", timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
         try:
             prepare(db)
+            # What was erased just before a process died may still be in its log.
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._nbytes = int(db.execute(f"SELECT TOTAL({_BYTES}) FROM contents").fetchone()[0])
         except BaseException:
             db.close()

@@ -7,58 +7,21 @@ import hashlib
 import hmac
 import logging
 import os
-import secrets
 import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...cluster.errors import ClusterError
 from .branches import ROW_BYTES, Content, Head
 
 logger = logging.getLogger(__name__)
 
-KEY_BYTES = 32
-
 HEADS = """
 SELECT b.agent, b.branch, b.epoch, b.model, b.root, b.turns, b.injected, b.messages, b.created, b.used, b.digest, b.mac,
     LENGTH(c.tokens), LENGTH(c.text), LENGTH(c.messages)
-FROM branches b JOIN contents c ON c.branch = b.branch
+FROM branches b JOIN contents c ON c.agent = b.agent AND c.branch = b.branch
 """
-
-
-def load_key(folder: Path) -> bytes:
-    """The 32 random bytes in `folder`/key, made at the first call.
-
-    Raises:
-        ClusterError: it is damaged: what was written under it is lost, and it is for a person to remove.
-        OSError: it cannot be read or made.
-    """
-    path = folder / "key"
-    if not path.exists():
-        _write_key(folder, path)
-    key = path.read_bytes()
-    if len(key) != KEY_BYTES:
-        raise ClusterError(f"{path} has {len(key)} bytes instead of {KEY_BYTES}; without it no memory can be verified")
-    path.chmod(0o600)
-    return key
-
-
-def _write_key(folder: Path, path: Path) -> None:
-    """Whole or not at all, and never over one that somebody else makes at the same time."""
-    temporary = folder / f".key.{os.getpid()}.{secrets.token_hex(4)}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-        sync_folder(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -85,13 +48,14 @@ def salvage(path: Path, key: bytes) -> Iterator[tuple[Head, Content]]:
                     if head is not None and (content := read_content(db, head, key)) is not None:
                         yield head, content
                 return
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeDecodeError) as error:
                 logger.error("reading the damaged file: %s", error)
 
 
 def read_content(db: sqlite3.Connection, head: Head, key: bytes) -> Content | None:
     query = (
-        "SELECT c.tokens, c.text, c.messages, b.digest, b.mac FROM contents c JOIN branches b ON b.branch = c.branch "
+        "SELECT c.tokens, c.text, c.messages, b.digest, b.mac FROM contents c "
+        "JOIN branches b ON b.agent = c.agent AND b.branch = c.branch "
         "WHERE b.agent = ? AND b.branch = ?"
     )
     row = db.execute(query, (head.agent, head.branch)).fetchone()

@@ -7,27 +7,41 @@ from pathlib import Path
 
 from ...cluster.errors import ClusterError, HomeInUse, SatchelError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _STATEMENTS = [
     "CREATE TABLE branches (agent TEXT, branch INTEGER, epoch INTEGER, model BLOB, root BLOB, turns INTEGER, "
     "injected INTEGER, messages INTEGER, created REAL, used REAL, digest BLOB, mac BLOB, "
     "PRIMARY KEY (agent, branch)) WITHOUT ROWID",
-    "CREATE TABLE contents (branch INTEGER PRIMARY KEY, tokens BLOB, text BLOB, messages BLOB)",
+    "CREATE TABLE contents (agent TEXT, branch INTEGER, tokens BLOB, text BLOB, messages BLOB, "
+    "PRIMARY KEY (agent, branch))",
     "CREATE TABLE agents (agent TEXT PRIMARY KEY, changed INTEGER) WITHOUT ROWID",
     "CREATE INDEX quiet ON agents (changed, agent)",
     "CREATE TABLE tombstones (agent TEXT PRIMARY KEY, sequence INTEGER, at REAL, mac BLOB) WITHOUT ROWID",
+    "CREATE TABLE homes (agent TEXT PRIMARY KEY, epoch INTEGER, role INTEGER, mac BLOB) WITHOUT ROWID",
 ]
 """The schema, as SQLite writes it down."""
 
+_FROM_1 = [
+    "ALTER TABLE contents RENAME TO before",
+    _STATEMENTS[1],
+    "INSERT INTO contents SELECT b.agent, c.* FROM before c JOIN branches b ON b.branch = c.branch",
+    "DROP TABLE before",
+    _STATEMENTS[-1],
+]
+"""From the first schema, in which branches of two nodes could not stand beside each other."""
 
-def is_damage(error: sqlite3.Error) -> bool:
+
+def is_damage(error: Exception) -> bool:
     """Whether the file itself is at fault, and neither the disk, another process nor the caller."""
+    if isinstance(error, UnicodeDecodeError):
+        # SQLite's message cites a damaged name.
+        return True
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def unusable(path: Path, error: sqlite3.Error) -> SatchelError:
+def unusable(path: Path, error: Exception) -> SatchelError:
     """What to say of a file that cannot be opened and is not damaged."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return HomeInUse(f"another process uses {path}")
@@ -69,13 +83,17 @@ def prepare(db: sqlite3.Connection) -> None:
                 db.execute(statement)
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         else:
+            if version == 1:
+                for statement in _FROM_1:
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             # SQLite would take a damaged name for a name.
             statements = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")]
-            if statements != _STATEMENTS:
+            if sorted(statements) != sorted(_STATEMENTS):
                 raise _Damaged("other tables than there should be")
             if (verdict := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
                 raise _Damaged(str(verdict))
-        db.execute("DELETE FROM contents WHERE branch NOT IN (SELECT branch FROM branches)")
+        db.execute("DELETE FROM contents WHERE (agent, branch) NOT IN (SELECT agent, branch FROM branches)")
         db.execute("DELETE FROM agents WHERE agent NOT IN (SELECT agent FROM branches)")
         db.execute("INSERT OR IGNORE INTO agents SELECT agent, MAX(epoch) FROM branches GROUP BY agent")
         db.execute("COMMIT")

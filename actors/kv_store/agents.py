@@ -18,10 +18,10 @@ later one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...cluster.errors import AgentExists, AgentNotFound, InvalidRequest
+from ...cluster.errors import AgentExists, AgentNotFound, InvalidRequest, Unavailable
 from .branches import (
     AgentLimits,
     Commit,
@@ -62,11 +62,14 @@ class Agents:
         self._limits = limits
         self._root_of = root_of
         self._sequence = max(start, storage.sequence())
+        self._residue, self._modulus = 0, 1
         # Below this, tombstones have been let go, so a turn that began earlier may not commit.
         self._floor = 0
         self._turns: dict[str, _Turn] = {}
         # Agents that nothing is known of and that a turn has asked for: forgetting one must reach that turn.
         self._seen: OrderedDict[str, None] = OrderedDict()
+        # Evicted agents that nobody was told of, as many as there is room for.
+        self._gone: dict[str, None] = {}
         self.evicted = 0
 
     @property
@@ -139,6 +142,10 @@ class Agents:
         if held is not None and held.name == turn:
             del self._turns[agent]
 
+    def end_turn(self, agent: str) -> None:
+        """End the agent's turn, whoever has it."""
+        self._turns.pop(agent, None)
+
     def retake(self, agent: str, turn: str, now: float, lease_s: float) -> None:
         """Give a turn back to its owner whose commit came to nothing, unless somebody else has taken the agent's."""
         self._turns.setdefault(agent, _Turn(turn, now + lease_s))
@@ -201,6 +208,11 @@ class Agents:
         known = bool(self._storage.heads(agent)) or agent in self._turns
         if not known and agent not in self._seen:
             return False
+        self.bury(agent, unix_now)
+        return known
+
+    def bury(self, agent: str, unix_now: float) -> None:
+        """As `forget`, also where nothing is known of the agent here."""
         with self._storage.transaction():
             self._storage.erase(agent)
             self._storage.bury(agent, self._next(), unix_now)
@@ -208,11 +220,54 @@ class Agents:
         self._floor = max(self._floor, gone)
         self._turns.pop(agent, None)
         self._seen.pop(agent, None)
-        return known
 
-    def erased(self) -> list[str]:
-        """Agents that were forgotten and have not come back."""
-        return [agent for agent in self._storage.tombstones() if not self._storage.heads(agent)]
+    def take_in(self, agent: str, branches: Iterable[tuple[Head, Content]], now: float) -> None:
+        """Keep branches that a former home of the agent has, with their numbers where those are free.
+
+        Raises:
+            Unavailable: there is no room.
+        """
+        try:
+            with self._storage.transaction():
+                for head, content in branches:
+                    heads = self._storage.heads(agent)
+                    taken = {number for own in heads for number in (own.branch, own.epoch)}
+                    branch, epoch = head.branch, head.epoch
+                    if taken & {branch, epoch}:
+                        branch, epoch = self._next(), self._next()
+                    self.witness([head])
+                    # Whoever counts along sees that something has changed.
+                    self._next()
+                    root = self._root_of(agent, head.model)
+                    self._make_place(heads)
+                    self._storage.put(replace(head, agent=agent, branch=branch, epoch=epoch, root=root), content)
+                self._make_room({agent}, now, trim=None)
+        except _NoRoom:
+            raise Unavailable("there is no room for what another node hands over") from None
+
+    def make_room(self, agent: str, now: float) -> None:
+        """Evict others for what `agent` was just given, in this transaction.
+
+        Raises:
+            Unavailable: that is not enough.
+        """
+        try:
+            self._make_room({agent}, now, trim=None)
+        except _NoRoom:
+            raise Unavailable("there is no room for a copy of the agent") from None
+
+    def take_evicted(self) -> list[str]:
+        """Agents that had to make room since the last call."""
+        gone, self._gone = list(self._gone), {}
+        return gone
+
+    def forgotten(self) -> list[str]:
+        """Agents that were forgotten, the latest last, also those that have come back since."""
+        return self._storage.tombstones()
+
+    def lives(self, agent: str) -> bool:
+        """Whether the agent has branches, or may have one as soon as its turn ends."""
+        return bool(self._storage.heads(agent)) or agent in self._turns or agent in self._seen
 
     def heads(self, agent: str) -> list[Head]:
         """The agent's branches, the oldest first."""
@@ -240,8 +295,8 @@ class Agents:
     def check(self, agents: Collection[str]) -> None:
         """Raise AssertionError where what must always hold does not."""
         assert self._storage.nbytes <= self._limits.bytes_max
-        epochs: set[int] = set()
         for agent in agents:
+            epochs: set[int] = set()
             heads = self._storage.heads(agent)
             assert len(heads) <= self._limits.branches_max, heads
             for head in heads:
@@ -249,8 +304,17 @@ class Agents:
                 assert head.epoch not in epochs, head
                 epochs.add(head.epoch)
 
+    def witness(self, heads: Iterable[Head]) -> None:
+        """These came from another node: whatever happens here is later."""
+        self._sequence = max([self._sequence, *(head.epoch for head in heads)])
+
+    def count_apart(self, residue: int, modulus: int) -> None:
+        """Number everything from now on by `residue` modulo `modulus`: what two nodes do has different numbers then."""
+        self._residue, self._modulus = residue, modulus
+
     def _next(self) -> int:
         self._sequence += 1
+        self._sequence += (self._residue - self._sequence) % self._modulus
         return self._sequence
 
     def _see(self, agent: str) -> None:
@@ -310,13 +374,13 @@ class Agents:
             _NoRoom: that is not enough.
         """
         after = -1
-        evicted = 0
+        evicted: list[str] = []
         while self._over and (quiet := self._storage.quietest(after, _QUIET_BATCH)):
             after = quiet[-1][0]
             for _, agent in quiet:
                 if self._over and agent not in keep and not self.busy(agent, "", now):
                     self._storage.erase(agent)
-                    evicted += 1
+                    evicted.append(agent)
         if trim is not None and self._over:
             heads = self._storage.heads(trim.agent)
             main = main_branch(heads)
@@ -325,7 +389,8 @@ class Agents:
                     self._storage.drop(head)
         if self._over:
             raise _NoRoom
-        self.evicted += evicted
+        self.evicted += len(evicted)
+        self._gone |= dict.fromkeys(evicted[: _SEEN_MAX - len(self._gone)])
 
     @property
     def _over(self) -> bool:

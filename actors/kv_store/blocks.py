@@ -13,7 +13,8 @@ from collections.abc import Sequence
 BLOCK_TOKENS = 256
 
 
-def _digest(tag: bytes, *parts: bytes) -> bytes:
+def digest(tag: bytes, *parts: bytes) -> bytes:
+    """SHA-256 over a tag and parts: no two different inputs are hashed as the same bytes."""
     hasher = hashlib.sha256(len(tag).to_bytes(2, "big") + tag)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "big"))
@@ -35,7 +36,7 @@ def root_id(model_id: bytes, scope: str) -> bytes:
         model_id: 32 bytes, `models.model_id`.
         scope: whoever may reuse the block; see `scope_of`.
     """
-    return _digest(b"satchel.root.1", model_id, scope.encode())
+    return digest(b"satchel.root.1", model_id, scope.encode())
 
 
 def block_id(parent: bytes, tokens: Sequence[int], media: Sequence[bytes] = ()) -> bytes:
@@ -47,7 +48,7 @@ def block_id(parent: bytes, tokens: Sequence[int], media: Sequence[bytes] = ()) 
     """
     if len(tokens) != BLOCK_TOKENS:
         raise ValueError(f"a block is {BLOCK_TOKENS} tokens, got {len(tokens)}")
-    return _digest(b"satchel.block.1", parent, _token_bytes(tokens), *media)
+    return digest(b"satchel.block.1", parent, _token_bytes(tokens), *media)
 
 
 def block_ids(root: bytes, tokens: Sequence[int]) -> list[bytes]:

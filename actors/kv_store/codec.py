@@ -11,6 +11,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -67,6 +68,10 @@ def owner_tag(key: bytes, owner: str) -> bytes:
     return mac(key, b"owner", owner.encode("utf-8", "surrogatepass"))[:OWNER_BYTES] if owner else NOBODY
 
 
+TOKEN_BYTES = 4
+"""Of a packed one."""
+
+
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian 32-bit numbers. Raises `InvalidRecord` where they are none."""
     try:
@@ -120,6 +125,7 @@ class Entry:
         parts: arrays by name, in the order of layers.
         owners: such as `default/alice`; "" is nobody in particular.
         window_from, snapshot: as in `replica.prefix.Kept`.
+        digests: of the parts, in order, where they were compared already; None has them computed.
     """
 
     id: bytes
@@ -130,6 +136,7 @@ class Entry:
     owners: tuple[str, ...] = ("",)
     window_from: int = 0
     snapshot: bool = False
+    digests: Sequence[bytes] | None = None
 
     @classmethod
     def of_tail(cls, parent: bytes, tokens: Sequence[int], parts: Mapping[str, np.ndarray], **more: Any) -> Entry:
@@ -162,15 +169,25 @@ def part_digest(data: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def entry_digest(parts: Sequence[Part], digests: Sequence[bytes]) -> bytes:
-    """xxh3-128 over the name, dtype, shape and digest of every part: each part can be proven as soon as it is read."""
-    hasher = xxhash.xxh3_128()
-    for part, digest in zip(parts, digests, strict=True):
-        name = part.name.encode()
-        numbers = (len(name), len(part.shape), *part.shape)
-        hasher.update(b"".join(number.to_bytes(8, "big") for number in numbers))
-        hasher.update(name + part.dtype.encode().ljust(4) + digest)
-    return hasher.digest()
+class EntryDigest:
+    """xxh3-128 over the name, dtype, shape and digest of every part: each part can be proven as soon as it is read.
+
+    Args:
+        parts: of all entries whose digests are wanted. There are hundreds, so they are described once.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._described = [_described(part) for part in parts]
+
+    def __call__(self, digests: Sequence[bytes]) -> bytes:
+        """The digest (16 bytes) of the entry whose parts have these digests."""
+        return xxhash.xxh3_128_digest(b"".join(chain.from_iterable(zip(self._described, digests, strict=True))))
+
+
+def _described(part: Part) -> bytes:
+    name = part.name.encode()
+    numbers = (len(name), len(part.shape), *part.shape)
+    return b"".join(number.to_bytes(8, "big") for number in numbers) + name + part.dtype.encode().ljust(4)
 
 
 @dataclass(frozen=True)

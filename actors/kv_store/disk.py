@@ -6,39 +6,33 @@ what was forgotten. `Shelf` is what is behind the lock.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ...cluster.errors import DiskError, InvalidRecord, StoreInUse
-from .codec import Location, SegmentRecord, owner_tag, pack_tokens
+from ...cluster.errors import DiskError, InvalidRecord
+from .changes import Changes
+from .codec import EntryRecord, Location, SegmentRecord, owner_tag, pack_tokens
 from .compaction import rewrite
 from .disk_checks import check_shelf
 from .disk_errors import typed
 from .disk_io import DiskIO
+from .folder import make_folders, take_lock
+from .leases import Pin
 from .placement import Placed
 from .recovery import segment_files
 from .segment_reader import Failure
 from .segments import FINISHED, STORE_SESSION, checked_session, model_folder, session_of
 from .shelf import DiskLimits, Shelf
 
-_LOCK_POLL_S = 0.05
 _ROUNDS_MAX = 3
 """How often in a row a segment is rewritten whose entries go on dying meanwhile."""
-
-
-class Pin(NamedTuple):
-    """A lease on files, and the ids of those locations that are no longer there."""
-
-    lease: str
-    gone: list[bytes]
 
 
 class TailMatch(NamedTuple):
@@ -91,11 +85,12 @@ class DiskStore:
         # Only one thread rewrites segments; taken before `_lock`, never inside it.
         self._maintenance = threading.Lock()
         self._in_flight: dict[str, float] = {}
+        self._changes = Changes()
         self._closed = False
         io = io or DiskIO()
         with typed(f"opening {root}"):
-            _make_folders(root, io)
-            self._locked = _take_lock(root / "lock", lock_wait_s)
+            make_folders(root, io)
+            self._locked = take_lock(root / "lock", lock_wait_s)
             try:
                 self._shelf = Shelf(root, session, limits, io)
             except BaseException:
@@ -130,13 +125,18 @@ class DiskStore:
             with typed(action):
                 yield self._shelf
 
-    def commit(self, record: SegmentRecord) -> Placed:
+    def commit(self, record: SegmentRecord, without: Mapping[bytes, Collection[bytes]] | None = None) -> Placed:
         """Make a finished segment count. Committing it again is harmless.
 
         After it, `touch` the chain: the beginnings of chains should be used later than their ends.
 
+        Args:
+            without: by ids, tags of owners that may not have the entry. What nobody else has is refused: it answers
+                for nothing, and the next `compact` erases it.
+
         Returns:
-            Which ids its copies answer for, which others serve, and which ids no longer answer, also by eviction.
+            Which ids its copies answer for, which others serve, which are refused, and which no longer answer, also by
+            eviction.
 
         Raises:
             StaleEpoch: the writer does not know that the store was opened anew. The file is removed.
@@ -150,11 +150,10 @@ class DiskStore:
         with self._held("committing a segment") as shelf:
             known = shelf.index.segment(record.name)
             if known is not None:
-                live = [row.record.id for row in shelf.live_rows(known.number)]
-                return Placed(live, [entry.id for entry in record.entries if entry.id not in live])
+                return shelf.placed_before(known.number, record)
             try:
                 shelf.verify(record, path)
-                placed = shelf.enter(record)
+                placed = shelf.enter(record, without or {})
             except Exception:
                 shelf.refuse(record, path)
                 raise
@@ -163,6 +162,10 @@ class DiskStore:
                 placed.retracted.extend(shelf.evict(shelf.limits.bytes_max, self._clock()))
             except DiskError:
                 shelf.totals["failed_removals"] += 1
+            kept = set(placed.kept)
+            self._changes.note(
+                [each.id for each in record.entries if each.id in kept and not each.tail], placed.retracted
+            )
             shelf.purge_if_possible(self._clock())
             return placed
 
@@ -221,7 +224,7 @@ class DiskStore:
     def report(self, failures: Iterable[Failure]) -> list[bytes]:
         """Entries that a reader could not read answer no more, so that a new copy can. Returns their ids."""
         with self._held("dropping unreadable entries") as shelf:
-            retracted = shelf.drop(failures)
+            retracted = self._changes.note([], shelf.drop(failures))
             shelf.purge_if_possible(self._clock())
             return retracted
 
@@ -236,15 +239,50 @@ class DiskStore:
         """
         with self._held("evicting files") as shelf:
             retracted = shelf.evict(shelf.limits.bytes_max if bytes_max is None else bytes_max, self._clock())
+            self._changes.note([], retracted)
             shelf.purge(self._clock())
             return retracted
 
-    def forget(self, owner: str) -> list[bytes]:
+    def changes(self, whole: bool) -> tuple[list[bytes], list[bytes]]:
+        """Ids that have come and that have gone since the last call, or all that are there; of blocks, not of tails."""
+        with self._held("telling what changed") as shelf:
+            changed = self._changes.take()
+            return (shelf.index.live_blocks(), []) if whole else changed
+
+    def records(self, ids: Sequence[bytes]) -> list[EntryRecord]:
+        """What is known of those of the entries that are there."""
+        with self._held("looking entries up") as shelf:
+            rows = [shelf.index.live(entry) for entry in ids]
+        return [row.record for row in rows if row is not None]
+
+    def owners(self) -> set[bytes]:
+        """The tags of all who have anything here."""
+        with self._held("listing owners") as shelf:
+            return shelf.index.owners()
+
+    def uncertain(self) -> Iterator[EntryRecord]:
+        """Entries whose owners are not all known, since their index was built anew: only the first are in the files."""
+        with self._held("looking for uncertain owners") as shelf:
+            numbers = shelf.index.uncertain()
+        for number in numbers:
+            with self._held("looking for uncertain owners") as shelf:
+                records = [row.record for row in shelf.live_rows(number) if not row.certain]
+            yield from records
+
+    def settle(self, owners: Mapping[bytes, Sequence[bytes]]) -> int:
+        """Tell by ids who owns the `uncertain` entries: these tags and no others. Returns how many that settled."""
+        with self._held("settling owners") as shelf:
+            return shelf.settle(owners)
+
+    def forget(self, owner: str, keep: Callable[[EntryRecord], bool] | None = None) -> list[bytes]:
         """Take an owner from all entries, and erase from the disk what nobody else owns.
 
-        Files that somebody reads are unlinked when their leases end, by `compact` at the latest. After the index was
-        rebuilt its entries' later owners are not known; those entries are all erased, whoever is forgotten. Segments
-        committed after this call count again, so the caller keeps the owner's writers from committing.
+        Files that somebody reads are unlinked when their leases end, by `compact` at the latest. Entries that are
+        still `uncertain` are all erased, whoever is forgotten. Segments committed after this call count again, so the
+        caller keeps the owner's writers from committing.
+
+        Args:
+            keep: which entries the owner has rightly; it is called with the lock held.
 
         Returns:
             The ids that no longer answer.
@@ -257,7 +295,7 @@ class DiskStore:
             raise InvalidRecord("nobody in particular cannot be forgotten")
         with self._maintenance:
             with self._held("forgetting an owner") as shelf:
-                retracted = shelf.forget(owner_tag(self.key, owner))
+                retracted = self._changes.note([], shelf.forget(owner_tag(self.key, owner), keep))
                 # A damaged index that was set aside still has everybody's tokens in it.
                 for damaged in sorted(self.root.glob("index.damaged-*")):
                     shelf.io.unlink(damaged)
@@ -299,7 +337,7 @@ class DiskStore:
             with self._held("compacting") as shelf:
                 try:
                     gone = shelf.index.segment(name) is None
-                    lost.extend([] if gone else shelf.replace(segment, rewritten))
+                    lost.extend([] if gone else self._changes.note([], shelf.replace(segment, rewritten)))
                 except Exception:
                     gone = True
                     raise
@@ -360,31 +398,6 @@ class DiskStore:
         """
         with self._maintenance, self._held("checking") as shelf:
             check_shelf(shelf, payload=payload)
-
-
-def _make_folders(root: Path, io: DiskIO) -> None:
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    io.folder(root / "segments")
-    for folder in (root, root / "segments"):
-        folder.chmod(0o700)
-
-
-def _take_lock(path: Path, wait_s: float) -> int:
-    """The kernel gives the lock back when the process ends, however it ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    ends = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() >= ends:
-                os.close(descriptor)
-                raise StoreInUse(f"another process uses {path.parent}") from None
-        except OSError:
-            os.close(descriptor)
-            raise
-        time.sleep(_LOCK_POLL_S)
 
 
 def _common(packed: bytes, wanted: np.ndarray) -> int:

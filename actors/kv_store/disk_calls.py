@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ...cluster.errors import SatchelError
-from .codec import Location, SegmentRecord
+from .blocks import BLOCK_TOKENS
+from .claims import Branch, Claims
+from .codec import TOKEN_BYTES, Location, SegmentRecord, unpack_tokens
 from .disk import DiskStore
+from .ownership import Ownership
 from .segment_reader import Failure
 
 logger = logging.getLogger(__name__)
@@ -25,9 +28,14 @@ LEASE_S = 30.0
 class DiskCalls:
     """A part of `KVStoreActor`; every answer is `{"result": ...}` or `{"error": ...}`."""
 
-    def open_disk(self, store: DiskStore | None, session: str) -> None:
-        """Answer for `store`, which was opened for `session`; None for a node that keeps no KV on disk."""
+    def open_disk(self, store: DiskStore | None, session: str, owners: Ownership | None = None) -> None:
+        """Answer for `store`, which was opened for `session`; None for a node that keeps no KV on disk.
+
+        Args:
+            owners: who may have KV in it; None where nobody is ever forgotten.
+        """
         self._store = store
+        self._owners = owners
         self._session = session
         self._disk_threads = ThreadPoolExecutor(2, "disk")
         self._compacting: asyncio.Task[None] | None = None
@@ -42,32 +50,38 @@ class DiskCalls:
         return {"result": {"root": str(store.root), "session": self._session, "epoch": store.epoch}}
 
     async def disk_commit(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Make a written segment count; its chain is to be touched afterwards. Returns its ids that are there now."""
+        """Make a written segment count; its chain is to be touched afterwards. Returns its ids that are there now.
 
-        def work(store: DiskStore) -> list[bytes]:
-            placed = store.commit(SegmentRecord.from_wire(record))
+        What belongs to nobody but to agents that were forgotten since it was computed is not among them.
+        """
+
+        async def work(store: DiskStore, owners: Ownership | None) -> list[bytes]:
+            segment = await self._in_thread(SegmentRecord.from_wire, record)
+            without = await owners.unclaimed(segment.entries) if owners is not None else {}
+            placed = await self._in_thread(store.commit, segment, without)
             return [*placed.kept, *placed.dropped]
 
-        return await self._on_disk(work)
+        return await self._fenced(work)
 
     async def disk_touch(self, model: bytes, chain: list[bytes], owner: str) -> dict[str, Any]:
         """Note that a chain was used. Returns the ids of it that are not there."""
 
-        def work(store: DiskStore) -> list[bytes]:
-            store.touch(chain, owner)
-            return _missing(store, model, chain)
+        async def work(store: DiskStore, owners: Ownership | None) -> list[bytes]:
+            await self._touch(store, owners, chain, owner, wait=True)
+            return await self._in_thread(_missing, store, model, chain)
 
-        return await self._on_disk(work)
+        return await self._fenced(work)
 
     async def disk_find(
-        self, model: bytes, chain: list[bytes], tail_parent: bytes, rest: list[int], tails_max: int
+        self, model: bytes, chain: list[bytes], parent: bytes, tokens: bytes, tails_max: int
     ) -> dict[str, Any]:
         """What is there of a prompt, pinned for a reader.
 
         Args:
-            chain: the ids of blocks that are wanted, in order; only those up to the first that is missing count.
-            tail_parent: what a tail follows where `chain` is empty.
-            rest: the tokens after the last block, of which a tail may have the beginning.
+            chain: the ids of blocks that are wanted, in order; only those up to the first that is missing count. After
+                these, tails are looked for.
+            parent: what comes before `chain`.
+            tokens: all that follow `parent` (`pack_tokens`).
 
         Returns:
             `{"blocks": [...], "tails": [[location, tokens], ...], "lease": id}`, locations on the wire.
@@ -79,9 +93,9 @@ class DiskCalls:
                 if location is None:
                     break
                 blocks.append(location)
-            tails = []
-            if len(blocks) == len(chain):
-                tails = store.tails(model, blocks[-1].id if blocks else tail_parent, rest, tails_max)
+            start = len(blocks) * BLOCK_TOKENS * TOKEN_BYTES
+            rest = unpack_tokens(tokens[start : start + BLOCK_TOKENS * TOKEN_BYTES])
+            tails = store.tails(model, blocks[-1].id if blocks else parent, rest, tails_max)
             pin = store.pin([*blocks, *(tail.location for tail in tails)], LEASE_S)
             return {
                 "blocks": [location.to_wire() for location in blocks],
@@ -94,26 +108,49 @@ class DiskCalls:
     async def disk_read(self, lease: str, chain: list[bytes], owner: str, failures: list[list[Any]]) -> dict[str, Any]:
         """A reader has done: it gives its lease back, and tells which entries it could not read."""
 
-        def work(store: DiskStore) -> None:
+        def give_back(store: DiskStore) -> None:
             store.unpin(lease)
             if failures:
                 store.report(
                     [Failure(Location.from_wire(where), reason, missing) for where, reason, missing in failures]
                 )
-            store.touch(chain, owner)
 
-        return await self._on_disk(work)
+        async def work(store: DiskStore, owners: Ownership | None) -> None:
+            await self._in_thread(give_back, store)
+            # The turn that reads has only begun, so nothing is about to say more of its owner.
+            await self._touch(store, owners, chain, owner, wait=False)
 
-    async def disk_held(self, model: bytes, ids: list[bytes]) -> dict[str, Any]:
-        """How many of these blocks are there."""
-        return await self._on_disk(lambda store: len(ids) - len(_missing(store, model, ids)))
+        return await self._fenced(work)
+
+    async def _touch(
+        self, store: DiskStore, owners: Ownership | None, chain: list[bytes], owner: str, *, wait: bool
+    ) -> None:
+        """Note the use of a chain, of which its user owns what he may."""
+        theirs = chain if owners is None else await owners.ownable(chain, owner, wait=wait)
+        if len(theirs) < len(chain):
+            await self._in_thread(store.touch, chain, "")
+        await self._in_thread(store.touch, theirs, owner)
+
+    async def _fenced(self, work: Callable[[DiskStore, Ownership | None], Coroutine[Any, Any, Any]]) -> dict[str, Any]:
+        """Do what may let an owner have something; None where there is no disk tier."""
+        store, owners = self._store, self._owners
+        if store is None:
+            return {"result": None}
+        try:
+            done = work(store, owners)
+            return {"result": await (done if owners is None else owners.fenced(done))}
+        except SatchelError as error:
+            return {"error": error.to_wire()}
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk_threads, work, *arguments)
 
     async def _on_disk(self, work: Callable[[DiskStore], T]) -> dict[str, Any]:
         store = self._store
         if store is None:
             return {"result": None}
         try:
-            return {"result": await asyncio.get_running_loop().run_in_executor(self._disk_threads, work, store)}
+            return {"result": await self._in_thread(work, store)}
         except SatchelError as error:
             return {"error": error.to_wire()}
 
@@ -121,10 +158,25 @@ class DiskCalls:
         while True:
             await asyncio.sleep(COMPACT_S)
             try:
-                await asyncio.get_running_loop().run_in_executor(self._disk_threads, store.compact)
+                await self._in_thread(store.compact)
             except SatchelError as error:
                 # A full disk, for one; the next round tries again.
                 logger.warning("tidying the disk up: %s", error.message)
+
+
+def kept_on(store: DiskStore, branches: Iterable[Branch]) -> int:
+    """How many entries, blocks and tails, `store` has of these branches."""
+    found: set[bytes] = set()
+    for branch in branches:
+        claims = Claims([branch])
+        found.update(where.id for where in store.locate(branch.model, [*claims.blocks]) if where is not None)
+        for parent, packed in claims.rests():
+            rest = unpack_tokens(packed)
+            for tail in store.tails(branch.model, parent, rest):
+                # Of another's tail that only begins alike, nothing here is this agent's.
+                if tail.tokens == min(len(tail.location.tokens) // 4, len(rest)):
+                    found.add(tail.location.id)
+    return len(found)
 
 
 def _missing(store: DiskStore, model: bytes, chain: list[bytes]) -> list[bytes]:

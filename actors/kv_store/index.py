@@ -272,6 +272,10 @@ class Index:
         found = self._rows("WHERE e.id = ? AND e.live = 1", (entry_id,))
         return found[0] if found and found[0].record.id == entry_id else None
 
+    def live_blocks(self) -> list[bytes]:
+        """The ids of all blocks that are there."""
+        return [entry for (entry,) in self._database.execute("SELECT id FROM entries WHERE live = 1 AND tail = 0")]
+
     def live_tails(self, parent: bytes) -> list[Row]:
         return self._rows("WHERE e.parent = ? AND e.live = 1 AND e.tail = 1", (parent,))
 
@@ -285,6 +289,20 @@ class Index:
         """Rows of an owner, and those whose owners are not all known."""
         found = self._rows("WHERE instr(e.owners, ?) > 0 OR e.certain = 0", (tag,))
         return [row for row in found if not row.certain or tag in row.record.owners]
+
+    def owners(self) -> set[bytes]:
+        """The tags of all who have anything, also in rows that do not verify."""
+        found: set[bytes] = set()
+        for (packed,) in self._database.execute("SELECT DISTINCT owners FROM entries"):
+            # Of a damaged row nothing can be told.
+            with contextlib.suppress(InvalidRecord):
+                found.update(split_owners(packed))
+        return found
+
+    def uncertain(self) -> list[int]:
+        """Numbers of segments in which something answers whose owners are not all known."""
+        query = "SELECT DISTINCT segment FROM entries WHERE certain = 0 AND live = 1 ORDER BY segment"
+        return [number for (number,) in self._database.execute(query)]
 
     def segment_of(self, entry_id: bytes) -> int | None:
         """The number of the segment that answers for an id."""
@@ -376,17 +394,3 @@ class Index:
 def _segment(values: tuple[Any, ...]) -> SegmentRow:
     number, name, model, nbytes, used, erase = values
     return SegmentRow(number, name, model, nbytes, used, bool(erase))
-
-
-def set_aside(path: Path, io: DiskIO) -> None:
-    """Rename a damaged index, keeping only this one, and remove its log."""
-    older = sorted(path.parent.glob("index.damaged-*"))
-    numbers = [int(old.name.rpartition("-")[2]) for old in older if old.name.rpartition("-")[2].isdigit()]
-    # The log first: beside another database it would be taken for that one's.
-    for suffix in ("-wal", "-shm"):
-        io.unlink(path.with_name(path.name + suffix))
-    if path.exists():
-        io.rename(path, path.with_name(f"index.damaged-{max(numbers, default=0) + 1}"))
-    for old in older:
-        io.unlink(old)
-    io.sync_folder(path.parent)

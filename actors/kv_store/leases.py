@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Pin(NamedTuple):
+    """A lease on files, and the ids of those entries whose files are no longer there."""
+
+    lease: str
+    gone: list[bytes]
 
 
 class Leases:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .codec import NOBODY, OWNERS_MAX, EntryRecord, SegmentRecord
@@ -17,14 +17,24 @@ class Placed:
         kept: ids that its copies answer for.
         dropped: ids that others serve.
         retracted: ids of other entries that no longer answer.
+        refused: ids of copies that nobody may have.
     """
 
     kept: list[bytes] = field(default_factory=list)
     dropped: list[bytes] = field(default_factory=list)
     retracted: list[bytes] = field(default_factory=list)
+    refused: list[bytes] = field(default_factory=list)
 
 
-def place(index: Index, number: int, record: SegmentRecord, *, certain: bool, tails_max: int) -> Placed:
+def place(
+    index: Index,
+    number: int,
+    record: SegmentRecord,
+    *,
+    certain: bool,
+    tails_max: int,
+    without: Mapping[bytes, Collection[bytes]] | None = None,
+) -> Placed:
     """Enter the entries of the new segment `number`: the first copy of an id stays, unless a later one adds to it.
 
     A copy that answers for nothing is entered too, so that its bytes can be found. A tail that another one begins with
@@ -34,9 +44,17 @@ def place(index: Index, number: int, record: SegmentRecord, *, certain: bool, ta
     Args:
         certain: whether the record names all owners.
         tails_max: of one parent; the oldest goes.
+        without: by ids, tags of owners that may not have the entry. What nobody else has is entered as a dead row.
     """
     placed = Placed()
+    without = without or {}
     for slot, entry in enumerate(record.entries):
+        owners = tuple(tag for tag in entry.owners if tag not in without.get(entry.id, ()))
+        if not owners:
+            index.add(Row(number, record.name, record.model, slot, False, certain, entry))
+            placed.refused.append(entry.id)
+            continue
+        entry = replace(entry, owners=owners)
         row = Row(number, record.name, record.model, slot, True, certain, entry)
         old = index.live(entry.id)
         if old is None:
@@ -77,6 +95,12 @@ def remove_owner(index: Index, row: Row, owner: bytes) -> bool:
     if row.live:
         index.kill(row)
     return False
+
+
+def set_owners(index: Index, row: Row, owners: Sequence[bytes]) -> None:
+    """Let exactly these have the entry, and nobody in particular if he had it; nobody else will turn out to."""
+    known = _union(owners, [tag for tag in row.record.owners if tag == NOBODY])
+    index.add(replace(row, certain=True, record=replace(row.record, owners=known)))
 
 
 def _union(owners: Sequence[bytes], more: Sequence[bytes]) -> tuple[bytes, ...]:

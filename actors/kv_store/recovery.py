@@ -15,7 +15,7 @@ from ...cluster.errors import CorruptSegment, DamagedIndex, DiskError, InvalidRe
 from .codec import ID_BYTES
 from .disk_errors import BAD_FILE, primary_code
 from .disk_io import DiskIO
-from .index import Index, SegmentRow, set_aside
+from .index import Index, SegmentRow
 from .placement import place
 from .segment_header import Header
 from .segment_reader import read_header
@@ -97,12 +97,26 @@ def recover(root: Path, key: bytes, session: str, tails_max: int, io: DiskIO) ->
                 recovery.index.close()
             if attempt or not _is_damage(error, root, io):
                 raise
-            set_aside(path, io)
+            _set_aside(path, io)
         except BaseException:
             if recovery is not None:
                 recovery.index.close()
             raise
     raise DiskError(f"{path} cannot be opened")
+
+
+def _set_aside(path: Path, io: DiskIO) -> None:
+    """Rename a damaged index, keeping only this one, and remove its log."""
+    older = sorted(path.parent.glob("index.damaged-*"))
+    numbers = [int(old.name.rpartition("-")[2]) for old in older if old.name.rpartition("-")[2].isdigit()]
+    # The log first: beside another database it would be taken for that one's.
+    for suffix in ("-wal", "-shm"):
+        io.unlink(path.with_name(path.name + suffix))
+    if path.exists():
+        io.rename(path, path.with_name(f"index.damaged-{max(numbers, default=0) + 1}"))
+    for old in older:
+        io.unlink(old)
+    io.sync_folder(path.parent)
 
 
 def _is_damage(error: Exception, root: Path, io: DiskIO) -> bool:

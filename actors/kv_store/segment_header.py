@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 
 from ...cluster.errors import CorruptSegment, InvalidRecord
-from .codec import DIGEST_BYTES, DTYPES, MAC_BYTES, Part, SegmentRecord, entry_digest, mac, same_mac
+from .codec import DIGEST_BYTES, DTYPES, MAC_BYTES, EntryDigest, Part, SegmentRecord, mac, same_mac
 
 FORMAT = "satchel.segment.1"
 HEADER_BYTES_MAX = 16 * 2**20
@@ -128,7 +128,8 @@ def _parsed(tables: dict[str, Any], name: str, file_bytes: int, data_start: int)
         raise CorruptSegment("the header has another number of digests")
     flat = [packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES)]
     rows = tuple(tuple(flat[index * count : (index + 1) * count]) for index in range(len(parts)))
-    for slot, entry in enumerate(record.entries):
-        if entry.digest != entry_digest(parts, [row[slot] for row in rows]):
+    digest_of = EntryDigest(parts)
+    for slot, (entry, digests) in enumerate(zip(record.entries, zip(*rows, strict=True), strict=True)):
+        if entry.digest != digest_of(digests):
             raise CorruptSegment(f"entry {slot} is not the one that its digest names")
     return Header(record, tuple(parts), tuple(offsets), rows)

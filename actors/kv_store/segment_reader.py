@@ -234,14 +234,14 @@ class EntryReader:
 
     def _read(self, part: Part, wanted: list[_Wanted]) -> PartRead:
         array = np.empty((len(wanted), *part.shape), dtype=DTYPES[part.dtype])
-        target = flat_bytes(array)
+        target, nbytes = flat_bytes(array), part.nbytes
         for start, stop in _runs(wanted):
             file = wanted[start].file
             header, number = file.header, file.number[part.name]
             assert header is not None
-            piece = target[start * part.nbytes : stop * part.nbytes]
+            piece = target[start * nbytes : stop * nbytes]
             try:
-                self._fill(file, piece, header.offsets[number] + wanted[start].slot * part.nbytes)
+                self._fill(file, piece, header.offsets[number] + wanted[start].slot * nbytes)
             except FileNotFoundError:
                 self._fail(file, "the file is gone", missing=True)
             except OSError as error:
@@ -250,7 +250,7 @@ class EntryReader:
                 self._fail(file, error.message)
             digests = header.digests[number]
             for offset, item in enumerate(wanted[start:stop]):
-                data = piece[offset * part.nbytes : (offset + 1) * part.nbytes]
+                data = piece[offset * nbytes : (offset + 1) * nbytes]
                 if item.index not in self.failures and part_digest(data) != digests[item.slot]:
                     reason = f"part {part.name} is not as it was written"
                     self.failures[item.index] = Failure(self._locations[item.index], reason, False)

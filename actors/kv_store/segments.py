@@ -2,7 +2,7 @@
 
 The folder of a home's KV::
 
-    kv/key                                the secret under which everything is sealed
+    kv/key                                the secret under which everything is sealed, agents' memory too
     kv/segments/<model>/<session>.<random>.safetensors     finished
     kv/segments/<model>/<session>.<random>.tmp             being written
 
@@ -25,11 +25,11 @@ from .codec import (
     ID_BYTES,
     KEY_BYTES,
     Entry,
+    EntryDigest,
     EntryRecord,
     Part,
     SegmentRecord,
     checked_meta,
-    entry_digest,
     flat_bytes,
     owner_tag,
     pack_tokens,
@@ -69,10 +69,11 @@ def model_folder(root: Path, model: bytes) -> Path:
 
 
 def read_key(root: Path, io: DiskIO | None = None) -> bytes:
-    """The home's secret (32 bytes) in `root/key`, made by whoever needs it first.
+    """The home's secret (32 bytes) in `root/key`, made by whoever needs it first. KV and agents' memory share it.
 
     Raises:
-        DiskError: it cannot be read or made, or is not 32 bytes; what it sealed is then lost.
+        DiskError: it cannot be read or made, or is not 32 bytes; what it sealed is then lost, and it is for a person
+            to remove.
     """
     io = io or DiskIO()
     path = root / "key"
@@ -80,8 +81,9 @@ def read_key(root: Path, io: DiskIO | None = None) -> bytes:
         if not path.exists():
             _make_key(path, io)
         secret = path.read_bytes()
+        path.chmod(0o600)
     if len(secret) != KEY_BYTES:
-        raise DiskError(f"{path} has {len(secret)} bytes instead of {KEY_BYTES}; remove it together with its folder")
+        raise DiskError(f"{path} has {len(secret)} bytes instead of {KEY_BYTES}; without it no memory can be verified")
     return secret
 
 
@@ -175,18 +177,15 @@ def write_tagged(
     if any(signature(entry.parts) != parts for entry in entries):
         raise InvalidRecord("the entries of a segment have equal names, dtypes and shapes")
     folder = model_folder(root, model)
-    runs = [[flat_bytes(entry.parts[part.name]) for entry in entries] for part in parts]
-    digests = [[part_digest(data) for data in run] for run in runs]
-    size = sum(part.nbytes for part in parts)
-    rows = tuple(
-        _record(entry, entry_digest(parts, [row[slot] for row in digests]), size, tags[slot])
-        for slot, entry in enumerate(entries)
-    )
+    flat = [[flat_bytes(entry.parts[part.name]) for part in parts] for entry in entries]
+    digests = [entry.digests or [part_digest(data) for data in own] for entry, own in zip(entries, flat, strict=True)]
+    size, digest_of = sum(part.nbytes for part in parts), EntryDigest(parts)
+    rows = tuple(_record(entry, digest_of(digests[slot]), size, tags[slot]) for slot, entry in enumerate(entries))
     name = f"{checked_session(session)}.{secrets.token_hex(16)}"
     record = SegmentRecord(name + FINISHED, 0, model, epoch, now_s, checked_meta(meta), rows)
-    header = build(record, parts, digests, key)
+    header = build(record, parts, list(zip(*digests, strict=True)), key)
     with typed(f"writing a segment under {folder}"):
-        _write(folder, name, [header, *(data for run in runs for data in run)], io)
+        _write(folder, name, [header, *(data for run in zip(*flat, strict=True) for data in run)], io)
     nbytes = len(header) + size * len(entries)
     return SegmentRecord(record.name, nbytes, model, epoch, now_s, record.meta, rows)
 

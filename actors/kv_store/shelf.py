@@ -8,24 +8,25 @@ Order of use is a counter, not a clock: clocks are set back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...cluster.errors import CorruptSegment, DiskError, DiskFull, InvalidRecord, StaleEpoch
-from .codec import NOBODY, SegmentRecord
+from .codec import NOBODY, EntryRecord, SegmentRecord
 from .compaction import Rewritten
 from .disk_errors import typed
 from .disk_io import DiskIO
 from .index import Row, SegmentRow
 from .leases import Leases
-from .placement import Placed, add_owners, place, remove_owner
+from .placement import Placed, add_owners, place, remove_owner, set_owners
 from .recovery import recover, segment_path
 from .segment_reader import Failure, read_header
 from .segments import model_folder, read_key, session_of
 
 _COUNTER_MAX = 2**62
+_COUNTERS = ("corrupt", "missing", "evicted", "dropped", "refused", "forgotten", "failed_removals")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Shelf:
         self.io = io
         self.key = read_key(root, io)
         self.leases = Leases(limits.leases_max)
-        self.totals = dict.fromkeys(("corrupt", "missing", "evicted", "dropped", "forgotten", "failed_removals"), 0)
+        self.totals = dict.fromkeys(_COUNTERS, 0)
         recovery = recover(root, self.key, session, limits.tails_per_parent_max, io)
         self.rebuilt = recovery.rebuilt
         self.index = recovery.index
@@ -127,14 +128,29 @@ class Shelf:
         except FileNotFoundError:
             raise InvalidRecord(f"{path.name} is not there") from None
 
-    def enter(self, record: SegmentRecord) -> Placed:
-        """Let the entries of a verified segment answer."""
+    def enter(self, record: SegmentRecord, without: Mapping[bytes, Collection[bytes]]) -> Placed:
+        """Let the entries of a verified segment answer, but for what only those have who may not."""
         with self.change("entering a segment"):
             self._counter += 1
             number = self.index.add_segment(record.name, record.model, record.nbytes, self._counter)
-            placed = place(self.index, number, record, certain=True, tails_max=self.limits.tails_per_parent_max)
+            tails_max = self.limits.tails_per_parent_max
+            placed = place(self.index, number, record, certain=True, tails_max=tails_max, without=without)
+            if placed.refused:
+                self.index.set_erase([number])
             self._remove_lonely()
         self.totals["dropped"] += len(placed.dropped)
+        self.totals["refused"] += len(placed.refused)
+        return placed
+
+    def placed_before(self, number: int, record: SegmentRecord) -> Placed:
+        """What became of a segment that is there already."""
+        live = {row.record.id for row in self.live_rows(number)}
+        placed = Placed()
+        for entry in record.entries:
+            if entry.id in live:
+                placed.kept.append(entry.id)
+            else:
+                (placed.dropped if self.index.live(entry.id) else placed.refused).append(entry.id)
         return placed
 
     def refuse(self, record: SegmentRecord, path: Path) -> None:
@@ -173,12 +189,24 @@ class Shelf:
             self._remove_lonely()
         return retracted
 
-    def forget(self, tag: bytes) -> list[bytes]:
-        """Take the owner from all entries; what nobody else has answers no more and is marked for erasing."""
+    def settle(self, owners: Mapping[bytes, Sequence[bytes]]) -> int:
+        """Of entries whose owners are not all known: these are all. Returns how many were such."""
+        found = [(row, tags) for entry, tags in owners.items() if (row := self.index.live(entry)) is not None]
+        unsettled = [(row, tags) for row, tags in found if tags and not row.certain]
+        with self.change("settling owners"):
+            for row, tags in unsettled:
+                set_owners(self.index, row, tags)
+        return len(unsettled)
+
+    def forget(self, tag: bytes, keep: Callable[[EntryRecord], bool] | None = None) -> list[bytes]:
+        """Take the owner from all entries but those to `keep`; what nobody else has answers no more and is marked for
+        erasing."""
         retracted: list[bytes] = []
         with self.change("forgetting an owner"):
             marked: set[int] = set()
             for row in self.index.owned(tag):
+                if keep is not None and keep(row.record):
+                    continue
                 if not remove_owner(self.index, row, tag):
                     marked.add(row.segment)
                     retracted.extend([row.record.id] if row.live else [])

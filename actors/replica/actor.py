@@ -22,16 +22,20 @@ from ray.exceptions import RayError
 
 from ...cluster.config import Model, Scheduling
 from ...cluster.environment import default_home
-from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable, from_wire
+from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable
+from ...cluster.nodes import Node
 from .. import registry
-from ..handles import KV_STORE, ROUTER, actor_handle, replica_actor_name
+from ..handles import ROUTER, actor_handle, replica_actor_name
+from ..kv_store.codec import unpack_tokens
 from ..messages import Frame, GenerateRequest, ReplicaReport, RowUpdate, decode, encode
 from .consumers import Consumers
+from .node_store import NodeStore, kv_bytes_max
 
 if TYPE_CHECKING:
     from .disk_tier import DiskTier
     from .engine import Engine
     from .memory import Restored
+    from .vision import Features
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +43,6 @@ REPORT_S = 0.5
 SWITCH_S = 0.0005
 """How long the engine's thread may keep the interpreter from the others. With Python's own 5 ms a call to this actor,
 which changes threads several times, takes ten times as long while the engine works."""
-
-STORE_S = 5.0
-"""How long the store may take to answer; what it has is computed again then."""
 
 STUCK_S = 60.0
 """An engine whose step takes longer than this does not answer any more, for `/health`."""
@@ -62,7 +63,8 @@ class ReplicaActor:
 
     Args:
         name: the replica's id, unique in the cluster.
-        kv_bytes_max: memory for the KV of the decoding batch.
+        node: where it runs.
+        neighbours: how many replicas share the node's memory, this one among them.
     """
 
     unwanted_s = 30.0
@@ -70,11 +72,12 @@ class ReplicaActor:
 
     unwanted_poll_s = 5.0
 
-    def __init__(self, name: str, model: Model, scheduling: Scheduling, kv_bytes_max: int) -> None:
+    def __init__(self, name: str, model: Model, scheduling: Scheduling, node: Node, neighbours: int) -> None:
         self._name = name
         self._model = model
         self._scheduling = scheduling
-        self._kv_bytes_max = kv_bytes_max
+        self._node = node.name
+        self._kv_bytes_max = kv_bytes_max(node, scheduling, neighbours)
         self._incarnation = uuid.uuid4().hex
         sys.setswitchinterval(SWITCH_S)
         self._loading = _Loading()
@@ -107,6 +110,7 @@ class ReplicaActor:
         loaded = self._engine.loaded
         return {
             "replica": self._name,
+            "node": self._node,
             "name": self._model.name,
             "model_id": loaded.model_id,
             "folder": str(loaded.folder),
@@ -130,6 +134,7 @@ class ReplicaActor:
         return {
             "replica": self._name,
             "model": self._model.name,
+            "node": self._node,
             "answers": time.monotonic() - engine.beat < STUCK_S,
             "running": engine.scheduler.running,
             "waiting": engine.scheduler.waiting,
@@ -141,6 +146,10 @@ class ReplicaActor:
             "prefix_bytes": engine.prefixes.nbytes,
             "prefix_hits_total": counters.prefix_hits,
             "prefix_misses_total": counters.prefix_misses,
+            "failed_checks_total": engine.failed_checks,
+            "vision_cache_hits_total": engine.pictures.features.hits,
+            "vision_encodes_total": engine.pictures.features.encodes,
+            "vision_bytes": engine.pictures.features.nbytes,
             **self._disk_stats(),
         }
 
@@ -167,7 +176,7 @@ class ReplicaActor:
         if message.request_id in rows:
             return Unavailable(f"request {message.request_id} has not left yet").to_wire()
         rows.add(message.request_id)
-        restored = await self._read_back(message)
+        restored, features = await self._read_back(message)
         if message.request_id not in rows:
             return Unavailable(f"request {message.request_id} was taken out").to_wire()
         answer: asyncio.Future[SatchelError | None] = loop.create_future()
@@ -175,7 +184,7 @@ class ReplicaActor:
         def reply(refusal: SatchelError | None) -> None:
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(refusal))
 
-        self._engine.submit(message, reply, restored)
+        self._engine.submit(message, reply, restored, features)
         refusal = await answer
         if refusal is None:
             return None
@@ -194,14 +203,21 @@ class ReplicaActor:
         """A consumer's sign of life. False when the replica does not know it (any more)."""
         return self._known().renew(consumer)
 
-    async def _read_back(self, request: GenerateRequest) -> Restored | None:
-        """What the disk has of the prompt that memory has not."""
+    async def _read_back(self, request: GenerateRequest) -> tuple[Restored | None, dict[int, Features]]:
+        """What the disk has of the prompt that memory has not, and of its pictures."""
         if self._disk is None or self._engine is None or not (request.agent or request.block_ids):
-            return None
-        hot = self._engine.prefixes.peek(request.root_id, request.block_ids, request.prompt)
+            return None, {}
+        engine, disk = self._engine, self._disk
+        hot = engine.prefixes.peek(request.root_id, request.block_ids, request.prompt)
+
+        def read() -> tuple[Restored | None, dict[int, Features]]:
+            restored = disk.load(request, hot)
+            known = max(hot, restored.known(request.prompt) if restored is not None else 0)
+            return restored, engine.pictures.read_back(request, known)
+
         self._reading.add(request.request_id)
         try:
-            return await asyncio.to_thread(self._disk.load, request, hot)
+            return await asyncio.to_thread(read)
         finally:
             self._reading.discard(request.request_id)
 
@@ -212,13 +228,20 @@ class ReplicaActor:
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
 
-    async def release(self, block_ids: list[bytes]) -> int:
-        """Let go of blocks in memory, and of the tails after them; what is on the disk stays. Returns the bytes."""
-        return await self._on_engine(lambda engine: engine.prefixes.drop(block_ids))
+    async def release(self, root: bytes, block_ids: list[bytes], first: bytes) -> int:
+        """Let go of blocks in memory, of the tails after them, and of those that `first` (packed tokens) begins with;
+        what is on the disk stays. Returns the bytes."""
+        tokens = unpack_tokens(first)
+        return await self._on_engine(lambda engine: engine.prefixes.drop(root, block_ids, tokens))
 
-    async def held(self, block_ids: list[bytes]) -> int:
-        """How many of these blocks are in memory, up to the first that is not."""
-        return self._engine.prefixes.leading(block_ids) if self._engine is not None else 0
+    async def held(self, root: bytes, block_ids: list[bytes], first: bytes) -> int:
+        """How many of these blocks are in memory, up to the first that is not; of what is shorter, how many tails."""
+        tokens = unpack_tokens(first)
+
+        def count(engine: Engine) -> int:
+            return engine.prefixes.leading(block_ids) if block_ids else len(engine.prefixes.ends(root, tokens))
+
+        return await self._on_engine(count)
 
     async def clear_cache(self) -> int:
         """Let go of everything that is kept in memory for later. Returns the bytes."""
@@ -289,7 +312,7 @@ class ReplicaActor:
             logger.exception("loading %s failed", self._model.source)
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        self._disk = DiskTier(loaded.spec, loaded.model_id, _NodeStore()) if loaded.spec.reusable else None
+        self._disk = DiskTier(loaded.spec, loaded.model_id, NodeStore(self._node)) if loaded.spec.reusable else None
         self._engine = Engine(loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk)
         threading.Thread(target=self._report_forever, name="reporter", daemon=True).start()
         try:
@@ -328,8 +351,11 @@ class ReplicaActor:
     # The reporter's thread.
 
     def _report_forever(self) -> None:
-        sequence, full = 0, True
+        sequence, full, failed_checks = 0, True, 0
         while True:
+            if self._engine is not None and self._engine.failed_checks != failed_checks:
+                # What wrong tables had announced nobody knows.
+                full, failed_checks = True, self._engine.failed_checks
             try:
                 report, events_taken = self._snapshot(sequence, full)
                 sequence += 1
@@ -372,18 +398,10 @@ class ReplicaActor:
             announced=announced,
             retracted=retracted,
             full=full and events_taken,
+            node=self._node,
+            decode_token_s=engine.pace.step_s,
+            restore_bytes_per_s=self._disk.restore_bytes_per_s if self._disk is not None else 0.0,
+            kv_bytes_per_token=float(engine.loaded.spec.bytes_per_token),
+            free_bytes=engine.scheduler.free_tokens * engine.loaded.spec.bytes_per_token,
         )
         return report, events_taken
-
-
-class _NodeStore:
-    """The store actor of this node, as `disk_tier.Store`."""
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        try:
-            answer: Any = ray.get(getattr(actor_handle(KV_STORE), method).remote(*arguments), timeout=STORE_S)
-        except (RayError, ValueError, TimeoutError) as error:
-            raise Unavailable(f"the store does not answer: {type(error).__name__}") from error
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]

@@ -73,16 +73,21 @@ def attend(queries: mx.array, view: View, policy: SealPolicy, scale: float, mask
     kv_heads, sealed = view.keys.shape[1], view.sealed
     dtype, value_dim = queries.dtype, view.values.shape[3]
     grouped = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, dim)
-    codes = (sealed.key_codes, sealed.key_scales.astype(dtype), sealed.key_biases.astype(dtype))
-    before = mx.quantized_matmul(grouped, *codes, transpose=False, group_size=KEY_GROUP, bits=policy.key_bits)
+    keys = (sealed.key_codes, sealed.key_scales.astype(dtype), sealed.key_biases.astype(dtype))
+    before = _multiply(grouped, keys, KEY_GROUP, policy.key_bits)
     scores = mx.concatenate([before, grouped @ view.keys.swapaxes(2, 3)], axis=3)
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(dtype).min)
     weights = mx.softmax(scores, axis=-1, precise=True)
     tokens = sealed.tokens
-    codes = (sealed.value_codes, sealed.value_scales.astype(dtype), sealed.value_biases.astype(dtype))
-    out = mx.quantized_matmul(
-        weights[..., :tokens], *codes, transpose=False, group_size=value_group(value_dim), bits=policy.value_bits
-    )
+    values = (sealed.value_codes, sealed.value_scales.astype(dtype), sealed.value_biases.astype(dtype))
+    out = _multiply(weights[..., :tokens], values, value_group(value_dim), policy.value_bits)
     out = out[..., :value_dim] + weights[..., tokens:] @ view.values
     return out.reshape(rows, heads, 1, value_dim)
+
+
+def _multiply(left: mx.array, right: tuple[mx.array, mx.array, mx.array], group: int, bits: int) -> mx.array:
+    if mx.default_device().type == mx.DeviceType.gpu:
+        # CUDA has no product for slices, and says so only when it computes.
+        right = (mx.contiguous(right[0]), mx.contiguous(right[1]), mx.contiguous(right[2]))
+    return mx.quantized_matmul(left, *right, transpose=False, group_size=group, bits=bits)

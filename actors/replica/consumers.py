@@ -14,6 +14,8 @@ from ..messages import RowUpdate
 logger = logging.getLogger(__name__)
 
 LEASE_S = 10.0
+BEAT_S = 0.5
+"""A stream that has nothing to say says so this often: Ray takes 14 s to notice that a machine is gone."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Consumers:
             state.rows -= ids
 
     async def stream(self, consumer: str) -> AsyncIterator[list[RowUpdate]]:
-        """All new tokens of the consumer's rows, an engine step at a time. Ends when the consumer is gone.
+        """All new tokens of the consumer's rows, an engine step at a time; now and then none. Ends with the consumer.
 
         A later call for the same consumer takes over, and this one ends.
         """
@@ -59,7 +61,11 @@ class Consumers:
         mine = state.stream
         state.ready.set()
         while state.stream == mine and self._consumers.get(consumer) is state:
-            await state.ready.wait()
+            try:
+                await asyncio.wait_for(state.ready.wait(), BEAT_S)
+            except TimeoutError:
+                yield []
+                continue
             state.ready.clear()
             if state.updates and state.stream == mine:
                 updates, state.updates = state.updates, {}

@@ -21,14 +21,14 @@ import numpy as np
 
 from ...cluster.errors import SatchelError
 from ..kv_store.blocks import BLOCK_TOKENS
-from ..kv_store.codec import Entry, Location, unpack_tokens
-from ..kv_store.segment_reader import Failure, StoredEntry, read_entries
+from ..kv_store.codec import Entry, Location, pack_tokens, tail_id, unpack_tokens
+from ..kv_store.pull_wire import PULL_S
+from ..kv_store.segment_reader import EntryReader, Failure
 from ..kv_store.segments import grouped, read_key, write_segment
 from ..messages import GenerateRequest
 from . import slab_codec
-from .kv_cache import ModelCacheSpec, Slab
-from .memory import Restored, Unsaved
-from .prefix import Kept
+from .kv_cache import ModelCacheSpec, Run, Slab
+from .memory import Found, Restored, Unsaved, kept_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,23 @@ SAVED_MAX = 65_536
 """Block ids that are remembered as written. One too few is only written twice, and the second copy dropped."""
 
 TAILS_MAX = 2
+RATE_WEIGHT = 0.3
+"""The share of a new measure in the rate of reading back."""
+
+READS_MAX = 2
+"""How many prompts are read back at a time. Each may be as large as the context, and more would only share the disk."""
+
+READ_WAIT_S = 5.0
+"""How long a request waits for its turn to read; its prompt is computed then."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Something other than KV that is to be written down: named arrays, found again by `tokens` after `parent`."""
+
+    parent: bytes
+    tokens: Sequence[int]
+    arrays: dict[str, mx.array]
 
 
 class Store(Protocol):
@@ -63,15 +80,17 @@ class _Session:
 
 @dataclass
 class Turn:
-    """What a row left, `nbytes` large: its owner and chain, and what of it is not written yet."""
+    """What a row left, `nbytes` large: its owner, the ids that it used, and what of it and besides is not written."""
 
     owner: str
     chain: list[bytes]
     unsaved: list[Unsaved]
+    others: list[Written] = field(default_factory=list)
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.nbytes = sum(item.kept.nbytes for item in self.unsaved)
+        self.nbytes += sum(array.nbytes for item in self.others for array in item.arrays.values())
 
 
 @dataclass
@@ -85,11 +104,63 @@ class DiskCounters:
     corrupt_blocks: int = 0
 
 
+def read_slabs(
+    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], *, joins: bool = False
+) -> tuple[list[Slab | Failure], Run | None]:
+    """Read entries back, each part into arrays before the next is read: while its bytes are in the processor's caches.
+
+    Args:
+        root: the folder of KV.
+        key: `read_key`.
+        where: the entries, pinned.
+        joins: whether they are blocks one after the other. Then what follows one that failed may not be read.
+
+    Returns:
+        For every location its slab or why there is none; and if it `joins` and none failed, all as one, or None where
+        nothing would be gained.
+
+    Raises:
+        InvalidRecord: a location that no store gives.
+        DiskError: nothing can be read now.
+    """
+    slabs = slab_codec.SlabReader(spec, len(where), joins=joins)
+    found: list[Slab | Failure] = []
+    with EntryReader(root, key, where) as reader:
+        for read in reader.parts():
+            if joins and 0 in reader.failures:
+                break
+            slabs.take(read.name, read.indexes, read.array)
+        for index, location in enumerate(where):
+            failure = reader.failures.get(index)
+            if failure is not None:
+                found.append(failure)
+                if joins:
+                    found += [Failure(later, "an earlier one failed", True) for later in where[index + 1 :]]
+                    break
+                continue
+            try:
+                found.append(slabs.slab(index, len(location.tokens) // 4, location.window_from))
+            except ValueError as error:
+                found.append(Failure(location, str(error), False))
+    good = [slab for slab in found if not isinstance(slab, Failure)]
+    return found, slabs.run(good) if joins and len(good) == len(where) else None
+
+
+def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Location]:
+    """The blocks up to the first whose tokens are not those."""
+    for index, location in enumerate(where):
+        start = index * BLOCK_TOKENS
+        if list(unpack_tokens(location.tokens)) != list(tokens[start : start + BLOCK_TOKENS]):
+            return list(where[:index])
+    return list(where)
+
+
 class DiskTier:
     """Writes and reads one model's KV. `offer` is for the engine's thread, `load` for any but an event loop's."""
 
     def __init__(self, spec: ModelCacheSpec, model_id: bytes, store: Store) -> None:
         self.counters = DiskCounters()
+        self.restore_bytes_per_s = 0.0
         self.saved: OrderedDict[bytes, None] = OrderedDict()
         self._spec = spec
         self._model = model_id
@@ -98,6 +169,7 @@ class DiskTier:
         self._queue: queue.SimpleQueue[Turn] = queue.SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()
+        self._reads = threading.BoundedSemaphore(READS_MAX)
         threading.Thread(target=self._write_forever, name="disk", daemon=True).start()
 
     @property
@@ -119,43 +191,61 @@ class DiskTier:
 
     def load(self, request: GenerateRequest, hot_tokens: int) -> Restored | None:
         """What the disk has of a prompt beyond its first `hot_tokens` tokens; None where that is nothing, or fails."""
+        # The last token is computed in any case: it is the first one to draw from.
+        if hot_tokens >= len(request.prompt) - 1:
+            return None
+        if not self._reads.acquire(timeout=READ_WAIT_S):
+            logger.warning("request %s: nothing is read back, as others are reading", request.request_id)
+            return None
         try:
+            if request.pull_from and request.pull_tokens > hot_tokens:
+                self._pull(request)
             return self._load(request, hot_tokens)
         except SatchelError as error:
             logger.warning("request %s: nothing is read back: %s", request.request_id, error.message)
             return None
+        finally:
+            self._reads.release()
+
+    def _pull(self, request: GenerateRequest) -> None:
+        """Have KV fetched from another node onto this one's disk; what does not come is computed."""
+        whole = request.pull_tokens // BLOCK_TOKENS
+        rest = request.prompt[whole * BLOCK_TOKENS : (whole + 1) * BLOCK_TOKENS]
+        wanted = [self._model, request.root_id, request.block_ids[:whole], rest]
+        try:
+            self._store.call("pull", request.pull_from, wanted, request.agent, PULL_S)
+        except SatchelError as error:
+            logger.warning("request %s: nothing is pulled: %s", request.request_id, error.message)
 
     def _load(self, request: GenerateRequest, hot_tokens: int) -> Restored | None:
         session = self._opened()
-        prompt, ids = request.prompt, request.block_ids
-        # The last token is computed in any case: it is the first one to draw from.
-        if session is None or hot_tokens >= len(prompt) - 1:
+        if session is None:
             return None
+        prompt = request.prompt
+        # Of a block that the last token ends a tail is wanted, as a sealed block cannot be cut.
+        ids = request.block_ids[: (len(prompt) - 1) // BLOCK_TOKENS]
         hot = hot_tokens // BLOCK_TOKENS
         parent = ids[hot - 1] if hot else request.root_id
-        rest = prompt[len(ids) * BLOCK_TOKENS : -1]
+        # The tail may follow any of them: what was known before need not reach the prompt's last block.
+        rest = pack_tokens(prompt[hot * BLOCK_TOKENS : -1])
         found = self._store.call("disk_find", self._model, ids[hot:], parent, rest, TAILS_MAX)
         if found is None:
             return None
         failures: list[Failure] = []
-        blocks: list[tuple[int, Sequence[int], Kept[Slab]]] = []
-        tails: list[tuple[Sequence[int], Kept[Slab]]] = []
+        blocks: list[Found] = []
+        tails: list[Found] = []
+        run: Run | None = None
         try:
             where = [Location.from_wire(location) for location in found["blocks"]]
             self._forget_saved(ids[hot + len(where) :])
-            ends = [(Location.from_wire(location), used) for location, used in found["tails"]]
-            ends = [(location, used) for location, used in ends if used > hot_tokens - len(ids) * BLOCK_TOKENS]
-            for index, entry in enumerate(read_entries(session.root, session.key, where)):
-                slab = self._slab(entry, failures)
-                start = (hot + index) * BLOCK_TOKENS
-                if slab is None or list(slab[0]) != prompt[start : start + BLOCK_TOKENS]:
-                    break
-                blocks.append((hot + index, *slab))
+            same = _with_tokens(where, prompt[hot * BLOCK_TOKENS :])
+            started = time.perf_counter()
+            blocks, run = self._read(session, same, failures, joins=True)
+            self._note_rate(sum(kept.nbytes for _, kept in blocks), time.perf_counter() - started)
             if len(blocks) == len(where):
-                for entry in read_entries(session.root, session.key, [location for location, _ in ends]):
-                    slab = self._slab(entry, failures)
-                    if slab is not None:
-                        tails.append(slab)
+                ends = [(Location.from_wire(location), used) for location, used in found["tails"]]
+                more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
+                tails, _ = self._read(session, [location for location, used in ends if used > more], failures)
         finally:
             told = [[failure.location.to_wire(), failure.reason, failure.missing] for failure in failures]
             self._store.call("disk_read", found["lease"], ids[: hot + len(blocks)], request.agent, told)
@@ -163,22 +253,58 @@ class DiskTier:
         self.counters.restored_tokens += len(blocks) * BLOCK_TOKENS + max(
             (len(tokens) for tokens, _ in tails), default=0
         )
-        for index, _, _ in blocks:
-            self._note_saved(ids[index])
-        return Restored(blocks, tails) if blocks or tails else None
+        parent = ids[hot + len(blocks) - 1] if hot + len(blocks) else request.root_id
+        for known in (*ids[hot : hot + len(blocks)], *(tail_id(parent, tokens) for tokens, _ in tails)):
+            self._note_saved(known)
+        return Restored(hot, blocks, tails, run) if blocks or tails else None
 
-    def _slab(self, entry: StoredEntry | Failure, failures: list[Failure]) -> tuple[Sequence[int], Kept[Slab]] | None:
-        if isinstance(entry, Failure):
-            failures.append(entry)
-            return None
-        location, tokens = entry.location, unpack_tokens(entry.location.tokens)
+    def read(self, parent: bytes, tokens: Sequence[int], owner: str) -> dict[str, mx.array] | None:
+        """The arrays of something that was `Written`; None where it is not there, or cannot be read."""
         try:
-            slab = slab_codec.from_parts(self._spec, entry.parts, len(tokens), location.window_from)
-        except ValueError as error:
-            failures.append(Failure(location, str(error), False))
+            session = self._opened()
+            if session is None:
+                return None
+            found = self._store.call("disk_find", self._model, [], parent, pack_tokens(tokens), 1)
+            if found is None:
+                return None
+            where = [Location.from_wire(location) for location, used in found["tails"] if used == len(tokens)]
+            arrays: dict[str, mx.array] = {}
+            failures: list[Failure] = []
+            try:
+                with EntryReader(session.root, session.key, where) as reader:
+                    arrays = {part.name: slab_codec.to_mlx(part.array[0]) for part in reader.parts()}
+                    failures = list(reader.failures.values())
+            finally:
+                told = [[failure.location.to_wire(), failure.reason, failure.missing] for failure in failures]
+                used = [location.id for location in where] if arrays else []
+                self._store.call("disk_read", found["lease"], used, owner, told)
+        except SatchelError as error:
+            logger.warning("what %s left is not read back: %s", owner or "nobody", error.message)
             return None
-        mx.eval(slab.arrays())
-        return tokens, Kept(slab, slab.nbytes, location.window_from, slab.states is not None)
+        self.counters.corrupt_blocks += sum(not failure.missing for failure in failures)
+        return arrays if arrays and not failures else None
+
+    def _note_rate(self, nbytes: int, seconds: float) -> None:
+        if nbytes:
+            rate = nbytes / max(seconds, 1e-6)
+            self.restore_bytes_per_s += (RATE_WEIGHT if self.restore_bytes_per_s else 1.0) * (
+                rate - self.restore_bytes_per_s
+            )
+
+    def _read(
+        self, session: _Session, where: Sequence[Location], failures: list[Failure], *, joins: bool = False
+    ) -> tuple[list[Found], Run | None]:
+        """What can be used of some tails, or of blocks up to the first that cannot, and all of those as one."""
+        found: list[Found] = []
+        slabs, run = read_slabs(self._spec, session.root, session.key, where, joins=joins)
+        for location, slab in zip(where, slabs, strict=True):
+            if not isinstance(slab, Failure):
+                found.append((unpack_tokens(location.tokens), kept_of(slab)))
+                continue
+            failures.append(slab)
+            if joins:
+                break
+        return found, run
 
     # The writer's thread.
 
@@ -231,6 +357,9 @@ class DiskTier:
                 yield Entry.of_tail(item.parent, item.tokens, parts, owners=owners, **more)
             else:
                 yield Entry(item.id, item.parent, item.tokens, parts, owners=owners, **more)
+        for other in turn.others:
+            arrays = {name: slab_codec.to_numpy(array) for name, array in other.arrays.items()}
+            yield Entry.of_tail(other.parent, other.tokens, arrays, owners=owners)
 
     def _note_saved(self, block: bytes) -> None:
         self.saved[block] = None

@@ -8,7 +8,6 @@ all new tokens out in one call a step.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import defaultdict
@@ -21,17 +20,24 @@ from ...cluster.errors import (
     DeadlineExceeded,
     Draining,
     GenerationFailed,
+    InvalidRequest,
     SatchelError,
     Unavailable,
 )
 from ..messages import GenerateRequest, RowUpdate
 from .admission import limits_of, refusal
-from .disk_tier import DiskTier, Turn
+from .disk_tier import DiskTier
 from .executor import BatchExecutor, Ready
+from .feature_tier import FeatureTier
+from .idle import IdleCheck
+from .inbox import Abort, Call, Command, Inbox, Submit
 from .memory import Restored, RowMemory, Sequence
 from .models import LoadedModel
 from .pace import PrefillPace
+from .picture_queue import PictureQueue
 from .scheduler import Chunk, Row, Scheduler
+from .turns import Turns
+from .vision import Features
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +58,6 @@ class Counters:
     steps: int = 0
     prefix_hits: int = 0
     prefix_misses: int = 0
-
-
-@dataclass(frozen=True)
-class _Submit:
-    request: GenerateRequest
-    reply: Callable[[SatchelError | None], None]
-    restored: Restored | None
-
-
-@dataclass(frozen=True)
-class _Abort:
-    request_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Call:
-    action: Callable[[], None]
 
 
 class Engine:
@@ -96,13 +85,15 @@ class Engine:
         self.executor = BatchExecutor(loaded)
         self.memory = RowMemory(loaded.spec, self.executor, scheduling.prefix_bytes_max)
         self.prefixes = self.memory.prefixes
+        self.pictures = PictureQueue(
+            loaded.vision, scheduling.vision_bytes_max, FeatureTier(disk) if disk is not None else None
+        )
         self.counters = Counters()
         self.beat = time.monotonic()
-        self._disk = disk
-        # Of rows that have just ended; their copies are computed with the next step.
-        self._turns: list[Turn] = []
+        self._turns = Turns(self.memory, disk)
         self._sequences: dict[str, Sequence] = {}
-        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Call | None] = queue.SimpleQueue()
+        self._inbox = Inbox()
+        self._idle = IdleCheck(self.memory, lambda: not self._inbox.empty)
         self._outbox = outbox
         self._out: dict[str, list[RowUpdate]] = defaultdict(list)
         self._draining = threading.Event()
@@ -115,21 +106,28 @@ class Engine:
         request: GenerateRequest,
         reply: Callable[[SatchelError | None], None],
         restored: Restored | None = None,
+        features: dict[int, Features] | None = None,
     ) -> None:
         """Queue a request. `reply` gets None once it is accepted, or why not; it is called on the engine's thread.
 
         Args:
             restored: what was read back of its prompt.
+            features: what was read back for its pictures, by their indexes.
         """
-        self._inbox.put(_Submit(request, reply, restored))
+        self._inbox.put(Submit(request, reply, restored, features or {}))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Take requests out before the next step. Unknown ids are ignored."""
-        self._inbox.put(_Abort(request_ids))
+        self._inbox.put(Abort(request_ids))
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` on the engine's thread between two steps, where all state is consistent."""
-        self._inbox.put(_Call(action))
+        self._inbox.put(Call(action))
+
+    @property
+    def failed_checks(self) -> int:
+        """How often its tables did not add up, and what rows left was forgotten."""
+        return self._idle.failures
 
     @property
     def active(self) -> list[str]:
@@ -145,7 +143,7 @@ class Engine:
 
         def end() -> None:
             for request_id in list(self._sequences):
-                self.scheduler.finish(request_id)
+                self._let_go(request_id)
                 self._end(request_id, "error", Draining("the server is shutting down"))
 
         self.call(end)
@@ -153,7 +151,7 @@ class Engine:
     def stop(self) -> None:
         """End `run` after the current step."""
         self._stopped.set()
-        self._inbox.put(None)
+        self._inbox.wake()
 
     # The engine's thread.
 
@@ -166,10 +164,13 @@ class Engine:
 
     def turn(self) -> bool:
         """One turn of the loop. Returns False when there was nothing to do."""
-        self._hand_over()
+        self._turns.hand_over()
         self._take_commands()
-        plan = self.scheduler.plan(time.monotonic())
-        for request_id in plan.expired:
+        for row in self.pictures.step(self._attempt):
+            self.scheduler.add(row)
+        now = time.monotonic()
+        plan = self.scheduler.plan(now)
+        for request_id in [*plan.expired, *self.pictures.expired(now)]:
             self._end(request_id, "error", DeadlineExceeded("the request's deadline has passed"))
         for request_id in plan.cut:
             self._end(request_id, "length")
@@ -179,43 +180,47 @@ class Engine:
         prefilled = self._prefill()
         decoded = self._decode()
         self._flush()
-        return bool(prefilled or decoded or plan.expired or plan.cut or plan.preempted)
+        return bool(prefilled or decoded or self.pictures or plan.expired or plan.cut or plan.preempted)
 
     def _wait(self) -> None:
         """Sleep until a command comes; while rows wait for their deadline, at most a little."""
-        try:
-            command = self._inbox.get(timeout=0.05 if self._sequences else 0.5)
-        except queue.Empty:
-            return
-        self._handle(command)
+        if self._sequences:
+            self._idle.note_work()
+        elif not self._idle.look(self.scheduler, time.monotonic()):
+            self.scheduler = Scheduler(self.limits)
+            self.executor.clear_batch()
+        command = self._inbox.wait(0.05 if self._sequences else 0.5)
+        if command is not None:
+            self._handle(command)
 
     def _take_commands(self) -> None:
-        while True:
-            try:
-                self._handle(self._inbox.get_nowait())
-            except queue.Empty:
-                return
+        for command in self._inbox.take():
+            self._handle(command)
 
-    def _handle(self, command: _Submit | _Abort | _Call | None) -> None:
-        if isinstance(command, _Submit):
-            command.reply(self._accept(command.request, command.restored))
-        elif isinstance(command, _Abort):
-            for request_id in command.request_ids:
-                if request_id in self._sequences:
-                    self.scheduler.finish(request_id)
-                    self._end(request_id, "abort")
-        elif isinstance(command, _Call):
-            command.action()
+    def _handle(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._idle.note_work()
+                command.reply(self._accept(command))
+            case Abort():
+                for request_id in command.request_ids:
+                    if request_id in self._sequences:
+                        self._let_go(request_id)
+                        self._end(request_id, "abort")
+            case Call():
+                command.action()
 
-    def _accept(self, request: GenerateRequest, restored: Restored | None) -> SatchelError | None:
+    def _accept(self, submitted: Submit) -> SatchelError | None:
+        request = submitted.request
         tokens = list(request.prompt)
         refused = self._refusal(request, tokens)
         if refused is not None:
             return refused
         room = self.loaded.context_tokens - len(tokens)
         sequence = Sequence(request, tokens, list(request.block_ids))
-        if restored is not None:
-            self._remember(self.memory.put_back, sequence, restored)
+        if submitted.restored is not None:
+            self._remember(self.memory.put_back, sequence, submitted.restored)
+        self.pictures.put_back(sequence, submitted.features)
         row = Row(
             request_id=request.request_id,
             prompt=len(tokens) - 1,
@@ -226,8 +231,14 @@ class Engine:
             twin=self.memory.twin(sequence),
             known=self.memory.known(sequence),
         )
-        self.scheduler.add(row)
+        try:
+            known = self.prefixes.peek(request.root_id, request.block_ids, request.prompt) if request.media else 0
+            ready = self.pictures.begin(sequence, row, known)
+        except (ValueError, IndexError, RuntimeError) as error:
+            return InvalidRequest(f"the pictures do not fit the prompt: {error}", param="messages")
         self._sequences[request.request_id] = sequence
+        if ready:
+            self.scheduler.add(row)
         self.counters.requests += 1
         self.counters.prompt_tokens += len(tokens)
         return None
@@ -237,16 +248,17 @@ class Engine:
             return Draining("the replica is shutting down")
         if request.request_id in self._sequences:
             return Unavailable(f"request {request.request_id} has not left yet")
-        return refusal(tokens, self.loaded, self.scheduler)
+        refused = self.pictures.refusal(request.media, tokens)
+        return refused or refusal(Sequence(request, tokens, []).given(), self.loaded, self.scheduler)
 
     def _prefill(self) -> bool:
-        budget = self.pace.budget(bool(self.scheduler.decoding()))
+        step_budget = budget = self.pace.budget(bool(self.scheduler.decoding()))
         worked = False
         while budget > 0:
             while (admitted := self.scheduler.admit()) is not None:
                 worked = True
                 self._attempt(admitted, self._open, admitted)
-            chunks = self._next_chunks(budget)
+            chunks = self._next_chunks(budget, step_budget)
             if not chunks:
                 break
             worked = True
@@ -254,10 +266,10 @@ class Engine:
             self._compute(chunks)
         return worked
 
-    def _next_chunks(self, budget: int) -> list[Chunk]:
+    def _next_chunks(self, budget: int, step_budget: int) -> list[Chunk]:
         """Chunks of different rows, of at most `budget` tokens together; those of short prompts run as one."""
         chunks: list[Chunk] = []
-        while (chunk := self.scheduler.next_chunk(budget)) is not None:
+        while (chunk := self.scheduler.next_chunk(budget, step_budget)) is not None:
             if any(chunk.request_id == other.request_id for other in chunks):
                 break
             self.scheduler.prefilled(chunk)
@@ -270,17 +282,24 @@ class Engine:
         try:
             action(*arguments)
         except Exception as error:
-            logger.exception("request %s failed", request_id)
-            if self.scheduler.row(request_id) is not None:
-                self.scheduler.finish(request_id)
-            self._end(request_id, "error", GenerationFailed(f"generation failed: {type(error).__name__}"))
+            if not isinstance(error, SatchelError):
+                logger.exception("request %s failed", request_id)
+                error = GenerationFailed(f"generation failed: {type(error).__name__}")
+            self._let_go(request_id)
+            self._end(request_id, "error", error)
+
+    def _let_go(self, request_id: str) -> None:
+        self.pictures.leave(request_id)
+        if self.scheduler.row(request_id) is not None:
+            self.scheduler.finish(request_id)
 
     def _open(self, request_id: str) -> None:
         sequence = self._sequences[request_id]
         row = self.scheduler.row(request_id)
         assert row is not None
         hit = self.memory.find(sequence, row.prompt)
-        self.executor.open(request_id, hit.blocks, hit.tail, hit.tail_tokens)
+        slabs = self.memory.slabs(sequence, hit)
+        self.executor.open(request_id, slabs, hit.tail, hit.tail_tokens, sequence.pictures)
         reused = hit.tokens
         if sequence.cached is None:
             sequence.cached = reused
@@ -294,10 +313,12 @@ class Engine:
 
     def _compute(self, chunks: list[Chunk]) -> None:
         work = [
-            (chunk.request_id, self._sequences[chunk.request_id].tokens[chunk.start : chunk.stop]) for chunk in chunks
+            (chunk.request_id, self._sequences[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks
         ]
         started = time.perf_counter()
         try:
+            for chunk in chunks:
+                self.pictures.require(self._sequences[chunk.request_id], chunk.start, chunk.stop)
             self.executor.prefill(work)
         except Exception:
             if len(chunks) > 1:
@@ -311,6 +332,7 @@ class Engine:
 
     def _compute_alone(self, chunk: Chunk, part: tuple[str, list[int]]) -> None:
         if self.executor.length(chunk.request_id) < chunk.stop:
+            self.pictures.require(self._sequences[chunk.request_id], chunk.start, chunk.stop)
             self.executor.prefill([part])
         self._computed(chunk)
 
@@ -325,11 +347,17 @@ class Engine:
 
     def _start_decoding(self, sequence: Sequence) -> None:
         request = sequence.request
-        self.executor.join(sequence.id, sequence.tokens, request.sampling, request.generated + sequence.emitted)
+        self.pictures.prefilled(sequence)
+        self.executor.join(sequence.id, sequence.given(), request.sampling, request.generated + sequence.emitted)
 
     def _decode(self) -> bool:
-        if not self.scheduler.decoding():
+        decoding = self.scheduler.decoding()
+        if not decoding:
             return False
+        for request_id in decoding:
+            if self.memory.fills_prompt(self._sequences[request_id]):
+                self._remember(self.memory.keep_prompt_tail, self._sequences[request_id])
+        started = time.perf_counter()
         try:
             ready = self.executor.step()
         except Exception:
@@ -341,6 +369,7 @@ class Engine:
                 self.scheduler.finish(request_id)
                 self._end(request_id, "error", GenerationFailed("generation failed in the model"))
             return True
+        self.pace.note_step(time.perf_counter() - started)
         self.counters.steps += 1
         for drawn in ready:
             self._take_token(drawn)
@@ -368,22 +397,9 @@ class Engine:
             self._emit(sequence, update)
             return
         self._remember(self.memory.keep_all, sequence)
-        self._remember(self._note_turn, sequence)
+        self._remember(self._turns.note, sequence)
         self.scheduler.finish(request_id)
         self._leave(request_id, update)
-
-    def _note_turn(self, sequence: Sequence) -> None:
-        """Of an agent's answer; of several choices only the first is its memory."""
-        agent = sequence.request.agent
-        if self._disk is not None and agent and sequence.request.sampling.choice == 0:
-            self._turns.append(Turn(agent, sequence.ids, self.memory.unsaved(sequence, self._disk.saved)))
-
-    def _hand_over(self) -> None:
-        """What the rows of the step before left, to the disk."""
-        turns, self._turns = self._turns, []
-        for turn in turns:
-            assert self._disk is not None
-            self._disk.offer(turn)
 
     def _remember(self, store: Callable[..., None], sequence: Sequence, *arguments: Any) -> None:
         """Keep KV for later. Memory only saves work, so a failure of it fails no request."""

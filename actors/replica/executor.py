@@ -10,16 +10,20 @@ Rows that join or leave between two steps move together at the next one: every m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from ..messages import Sampling, TokenLogprobs
 from . import kv_cache
-from .kv_cache import RowView, Slab
-from .models import LoadedModel
+from .kv_cache import Slab
+from .row_view import RowView, Stacks
 from .sampling import BatchSampler, Draw
+from .vision import Part, RowPictures
+
+if TYPE_CHECKING:
+    from .models import LoadedModel
 
 CLEAR_EVERY_STEPS = 512
 PADDING_MAX = 2.0
@@ -44,12 +48,41 @@ class Ready:
 
 
 @dataclass
-class _Prefilling:
-    """`spoiled` while the model changes the caches, and for ever if it fails at that."""
+class _Together:
+    """Caches of the rows that were prefilled in one batch; they are not changed any more. `rows` says which row of them
+    is whose: who has left or has caches of its own is missing."""
 
     caches: list[Any]
+    rows: dict[str, int]
+    size: int
+    stacks: Stacks = field(default_factory=Stacks)
+
+
+@dataclass
+class _Prefilling:
+    """`spoiled` while the model changes the caches, and for ever if it fails at that. The caches are the row's own, or
+    for as long as nobody needs those, a row of what was computed `together`."""
+
+    row_id: str
     length: int
+    caches: list[Any] = field(default_factory=list)
+    together: _Together | None = None
     spoiled: bool = False
+    pictures: RowPictures | None = None
+
+    def part(self, tokens: Sequence[int]) -> Part:
+        return Part(tokens, self.length, self.pictures)
+
+    def own(self) -> list[Any]:
+        """The row's own caches, not evaluated where they have to be made now."""
+        if self.together is not None:
+            self.caches = kv_cache.extract(self.together.caches, self.together.rows.pop(self.row_id))
+            self.together = None
+        return self.caches
+
+    def leave(self) -> None:
+        if self.together is not None:
+            del self.together.rows[self.row_id]
 
 
 @dataclass
@@ -59,6 +92,7 @@ class _Row:
     row_id: str
     length: int
     fed: bool = False
+    pictures: RowPictures | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +100,7 @@ class _Joining:
     """A row on its way into the batch; the last `drawn` of its `tokens` are its own, the very last its first input."""
 
     row: _Row
-    caches: list[Any]
+    prefilled: _Prefilling
     tokens: Sequence[int]
     sampling: Sampling
     drawn: int
@@ -83,8 +117,8 @@ class BatchExecutor:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._model = loaded.model
-        on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        self.batched_prefill = on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
+        self._on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        self.batched_prefill = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
         self._prefilling: dict[str, _Prefilling] = {}
         self._joining: dict[str, _Joining] = {}
         self._leaving: set[str] = set()
@@ -92,11 +126,19 @@ class BatchExecutor:
         self._steps = 0
         self._forget()
 
-    def open(self, row_id: str, blocks: Sequence[Slab], tail: Slab | None, tail_tokens: int) -> None:
+    def open(
+        self,
+        row_id: str,
+        blocks: Sequence[Slab],
+        tail: Slab | None,
+        tail_tokens: int,
+        pictures: RowPictures | None = None,
+    ) -> None:
         """Make room for a row and restore what of its prompt is known."""
         caches = self._loaded.new_caches()
         kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
-        self._prefilling[row_id] = _Prefilling(caches, sum(slab.tokens for slab in blocks) + tail_tokens)
+        length = sum(slab.tokens for slab in blocks) + tail_tokens
+        self._prefilling[row_id] = _Prefilling(row_id, length, caches, pictures=pictures)
 
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
         """Compute the KV of some rows' next tokens, (row id, tokens) each.
@@ -114,16 +156,21 @@ class BatchExecutor:
         for row, tokens in rows:
             if row.spoiled:
                 raise RuntimeError("the row's caches are half changed")
-            row.spoiled = True
-            self._model(mx.array([list(tokens)]), cache=row.caches)
+            caches, row.spoiled = row.own(), True
+            self._model(mx.array([list(tokens)]), cache=caches, **self._beside([row.part(tokens)], len(tokens)))
             # The logits are never evaluated, so the output layer is never computed.
-            mx.eval([cache.state for cache in row.caches])
+            mx.eval([cache.state for cache in caches])
             row.spoiled = False
             row.length += len(tokens)
         self._since_clear += sum(len(tokens) for _, tokens in work)
         if self._since_clear >= CLEAR_EVERY_TOKENS:
             self._since_clear = 0
             mx.clear_cache()
+
+    def _beside(self, parts: Sequence[Part], width: int) -> dict[str, Any]:
+        """What the model is given besides tokens."""
+        vision = self._loaded.vision
+        return {} if vision is None else vision.inputs(parts, width)
 
     @staticmethod
     def _is_dense(rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> bool:
@@ -137,18 +184,22 @@ class BatchExecutor:
         lengths = [len(tokens) for _, tokens in rows]
         longest = -(-max(lengths) // SHAPE_TOKENS) * SHAPE_TOKENS
         padding = [longest - length for length in lengths]
-        caches = kv_cache.merge([row.caches for row, _ in rows])
+        caches = kv_cache.merge([row.own() for row, _ in rows])
         for cache in caches:
             cache.prepare(lengths=lengths, right_padding=padding)
+        beside = self._beside([row.part(tokens) for row, tokens in rows], longest)
         self._model(
-            mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(rows, padding, strict=True)]), cache=caches
+            mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(rows, padding, strict=True)]),
+            cache=caches,
+            **beside,
         )
         for cache in caches:
             cache.finalize()
-        singles = [kv_cache.extract(caches, index) for index in range(len(rows))]
-        mx.eval([cache.state for single in singles for cache in single])
-        for (row, tokens), single in zip(rows, singles, strict=True):
-            row.caches, row.length = single, row.length + len(tokens)
+        mx.eval([cache.state for cache in caches])
+        # Rows that come together mostly join the batch together, and a row of its own is two copies a layer.
+        together = _Together(caches, {row.row_id: index for index, (row, _) in enumerate(rows)}, len(rows))
+        for row, tokens in rows:
+            row.caches, row.together, row.length = [], together, row.length + len(tokens)
 
     def join(self, row_id: str, tokens: Sequence[int], sampling: Sampling, drawn: int) -> None:
         """Move a prefilled row into the batch, from the next step on.
@@ -158,7 +209,7 @@ class BatchExecutor:
             drawn: how many of them the row has drawn itself (after preemption, or on a replica that was lost).
         """
         row = self._prefilling.pop(row_id)
-        self._joining[row_id] = _Joining(_Row(row_id, row.length), row.caches, tokens, sampling, drawn)
+        self._joining[row_id] = _Joining(_Row(row_id, row.length, pictures=row.pictures), row, tokens, sampling, drawn)
 
     def step(self) -> list[Ready]:
         """One decode step for the whole batch.
@@ -166,11 +217,15 @@ class BatchExecutor:
         Returns:
             The token of every row whose previous draw is ready; a row just joined has none yet.
         """
+        self._stacks = Stacks()
         self._settle()
         inputs, before = self._inputs, self._draw
         if inputs is None:
             return []
-        logits = self._model(inputs[:, None], cache=self._caches)[:, -1, :]
+        vision, beside = self._loaded.vision, {}
+        if vision is not None:
+            beside = vision.steps([row.length for row in self._rows], [row.pictures for row in self._rows])
+        logits = self._model(inputs[:, None], cache=self._caches, **beside)[:, -1, :]
         draw = self._sampler(logits)
         self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
         mx.async_eval(self._inputs, *draw.arrays())
@@ -200,11 +255,15 @@ class BatchExecutor:
     def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab]:
         """Copies of a row's KV for token spans [start, stop), wherever the row is."""
         spec, length = self._loaded.spec, self.length(row_id)
-        single = self._prefilling.get(row_id) or self._joining.get(row_id)
-        if single is not None:
+        joining = self._joining.get(row_id)
+        single = self._prefilling.get(row_id) if joining is None else joining.prefilled
+        if single is None:
+            view = RowView(spec, self._caches, self._index(row_id), length, self._stacks if self._on_gpu else None)
+        elif single.together is None:
             view = RowView(spec, single.caches, None, length)
         else:
-            view = RowView(spec, self._caches, self._index(row_id), length)
+            batch = single.together
+            view = RowView(spec, batch.caches, batch.rows[row_id], length, batch.stacks if self._on_gpu else None)
         slabs = [view.slab(start, stop) for start, stop in spans]
         kv_cache.evaluate(slabs)
         return slabs
@@ -212,8 +271,11 @@ class BatchExecutor:
     def leave(self, row_ids: Sequence[str]) -> None:
         """Take rows out; unknown ids are ignored."""
         for row_id in row_ids:
-            self._prefilling.pop(row_id, None)
-            self._joining.pop(row_id, None)
+            single, joining = self._prefilling.pop(row_id, None), self._joining.pop(row_id, None)
+            if joining is not None:
+                single = joining.prefilled
+            if single is not None:
+                single.leave()
         gone = set(row_ids)
         self._leaving.update(row.row_id for row in self._rows if row.row_id in gone)
         if self._rows and len(self._leaving) == len(self._rows):
@@ -221,13 +283,14 @@ class BatchExecutor:
 
     def clear_batch(self) -> None:
         """Forget every decoding row, after a step failed."""
-        self._joining.clear()
+        self.leave(list(self._joining))
         self._forget()
 
     def _forget(self) -> None:
         self._leaving.clear()
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
+        self._stacks = Stacks()
         self._inputs: mx.array | None = None
         self._draw: tuple[Draw, list[str]] | None = None
         self._sampler = BatchSampler(self._loaded.vocabulary_size, self._loaded.eos_token_ids)
@@ -242,20 +305,37 @@ class BatchExecutor:
             self._sampler.keep(keep)
             self._rows = [self._rows[index] for index in keep]
             self._leaving.clear()
-        if self._joining:
-            joining = list(self._joining.values())
-            merged = kv_cache.merge([entry.caches for entry in joining])
-            inputs = mx.array([entry.tokens[-1] for entry in joining], dtype=mx.uint32)
+        for batch, entries in self._arriving():
+            inputs = mx.array([entry.tokens[-1] for entry in entries], dtype=mx.uint32)
             if self._inputs is None:
-                self._caches, self._inputs = merged, inputs
+                self._caches, self._inputs = batch, inputs
             else:
-                kv_cache.extend(self._caches, merged)
+                kv_cache.extend(self._caches, batch)
                 self._inputs = mx.concatenate([self._inputs, inputs])
-            for entry in joining:
+            for entry in entries:
                 prompt = len(entry.tokens) - entry.drawn
                 self._sampler.add(entry.sampling, entry.tokens[:prompt], entry.tokens[prompt:])
                 self._rows.append(entry.row)
-            self._joining.clear()
+        self._joining.clear()
+
+    def _arriving(self) -> list[tuple[list[Any], list[_Joining]]]:
+        """The rows that join now, as batches: those that were prefilled together as they are, the rest merged."""
+        arriving: list[tuple[list[Any], list[_Joining]]] = []
+        joining = dict(self._joining)
+        for entry in list(joining.values()):
+            together = entry.prefilled.together
+            if together is None or not together.rows.keys() <= joining.keys():
+                continue
+            if len(together.rows) < together.size:
+                kv_cache.keep(together.caches, list(together.rows.values()))
+            members = [joining.pop(row_id) for row_id in together.rows]
+            arriving.append((together.caches, members))
+            for member in members:
+                member.prefilled.together = None
+        if joining:
+            single = list(joining.values())
+            arriving.append((kv_cache.merge([entry.prefilled.own() for entry in single]), single))
+        return arriving
 
     def _index(self, row_id: str) -> int:
         return next(index for index, row in enumerate(self._rows) if row.row_id == row_id)

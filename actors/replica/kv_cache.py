@@ -175,6 +175,21 @@ class Slab:
         return kv + [array for state in self.states or () for array in state]
 
 
+@dataclass(frozen=True)
+class Run(Slab):
+    """Whole blocks one after the other, those of a full layer joined already; None where `blocks` have to be asked.
+
+    It shares no memory with `blocks`, so each of those may go while others stay.
+    """
+
+    blocks: tuple[Slab, ...] = ()
+
+    @property
+    def joined_nbytes(self) -> int:
+        """What it takes besides `blocks`."""
+        return sum(array.nbytes for entry in self.layers if entry is not None for array in entry)
+
+
 def restore(spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], tail: Slab | None, used: int) -> None:
     """Fill empty `caches` with whole slabs and the first `used` tokens of a tail, which the spec's rule allows."""
     total = sum(slab.tokens for slab in slabs) + used
@@ -185,20 +200,32 @@ def restore(spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], 
         if layer.kind is LayerKind.RECURRENT:
             cache.cache = list(next(states))
             continue
+        held = _with_layer(slabs, index)
         if layer.sealed:
-            _restore_sealed(layer, cache, [slab.layers[index] for slab in slabs], tail and tail.layers[index], used)
+            _restore_sealed(
+                cache, layer.window, [slab.layers[index] for slab in held], tail and tail.layers[index], total
+            )
             continue
         wanted = min(total, layer.window) if layer.window else total
-        keys, values = _last_tokens(index, slabs, tail, used, wanted)
+        keys, values = _last_tokens(index, held, tail, used, wanted)
         if layer.window:
             cache.state = (keys, values, total, 0, layer.window, keys.shape[2])
         else:
             cache.state = (keys, values, total)
 
 
-def _restore_sealed(layer: LayerSpec, cache: SealedKVCache, blocks: Sequence[Any], tail: Any | None, used: int) -> None:
-    total = len(blocks) * BLOCK_TOKENS + used
-    first = max(0, total - layer.window + 1) // BLOCK_TOKENS if layer.window else 0
+def _with_layer(slabs: Sequence[Slab], index: int) -> list[Slab]:
+    """The slabs, where a run that has not joined this layer is its blocks."""
+    held: list[Slab] = []
+    for slab in slabs:
+        held += slab.blocks if isinstance(slab, Run) and slab.layers[index] is None else [slab]
+    return held
+
+
+def _restore_sealed(cache: SealedKVCache, window: int, blocks: Sequence[Any], tail: Any | None, total: int) -> None:
+    # Only full layers are joined, so those of a window are one by one.
+    first = max(0, total - window + 1) // BLOCK_TOKENS if window else 0
+    used = total % BLOCK_TOKENS
     opened = (tail[0][:, :, :used], tail[1][:, :, :used]) if tail is not None and used else None
     cache.restore(sealing.join_tokens(blocks[first:]) if blocks[first:] else None, opened, total)
 
@@ -256,78 +283,6 @@ def extract(batch: Sequence[Any], row: int) -> list[Any]:
         if isinstance(cache, SealedKVCache):
             shared.direct, cache.shared = source.shared.direct, shared
     return caches
-
-
-class RowView:
-    """One row of caches, to cut slabs out of.
-
-    Args:
-        caches: a batch's caches, or one row's own (then `row` is None).
-        length: how many tokens have KV.
-    """
-
-    def __init__(self, spec: ModelCacheSpec, caches: Sequence[Any], row: int | None, length: int) -> None:
-        self._spec = spec
-        self._length = length
-        self._rows = slice(row or 0, (row or 0) + 1)
-        self._states: list[list[mx.array]] = []
-        # Per layer: a sealed cache, or keys and values, of this row or of all, and the position of their first token.
-        self._layers: list[SealedKVCache | tuple[mx.array, mx.array, int] | None] = []
-        padding: int | None = 0 if row is None else None
-        for layer, cache in zip(spec.layers, caches, strict=True):
-            if layer.kind is LayerKind.RECURRENT:
-                self._layers.append(None)
-                self._states.append([array[self._rows] for array in cache.cache if array is not None])
-            elif layer.sealed:
-                self._layers.append(cache)
-            elif layer.window:
-                single = cache if row is None else cache.extract(row)
-                keys, values = single._temporal_order(single.keys), single._temporal_order(single.values)
-                self._layers.append((keys, values, length - keys.shape[2]))
-            else:
-                if padding is None:
-                    # The same in every layer, and costs a wait for the device.
-                    padding = int(cache.left_padding[row].item())
-                self._layers.append((cache.keys, cache.values, -padding))
-
-    def slab(self, start: int, stop: int) -> Slab:
-        """A copy of the tokens [start, stop), not evaluated. It has a snapshot if they end where the row does.
-
-        Where layers are sealed that is one whole block, or a part of the open one from its beginning.
-        """
-        window_from = 0
-        for layer, held in zip(self._spec.layers, self._layers, strict=True):
-            if layer.window and isinstance(held, tuple):
-                window_from = max(window_from, min(stop, held[2]) - start)
-        entries: list[Entry | None] = []
-        for layer, held in zip(self._spec.layers, self._layers, strict=True):
-            if isinstance(held, SealedKVCache):
-                entry = self._sealed_entry(held, start, stop)
-                if entry is None:
-                    window_from = stop - start
-                entries.append(entry)
-                continue
-            first = start + window_from if layer.window else start
-            if held is None or first >= stop:
-                entries.append(None)
-                continue
-            keys, values, origin = held
-            rows = slice(0, 1) if layer.window else self._rows
-            span = (rows, slice(None), slice(first - origin, stop - origin))
-            entries.append((sealing.copied(keys[span]), sealing.copied(values[span])))
-        states = None
-        if self._states and stop == self._length:
-            states = [[sealing.copied(array) for array in state] for state in self._states]
-        return Slab(entries, stop - start, window_from, states)
-
-    def _sealed_entry(self, cache: SealedKVCache, start: int, stop: int) -> Entry | None:
-        block, row = start // BLOCK_TOKENS, self._rows.start
-        if stop - start == BLOCK_TOKENS:
-            sealed = cache.blocks(row, block, block + 1)
-            return None if sealed is None else sealing.copy(sealed)
-        assert start % BLOCK_TOKENS == 0 and block == self._length // BLOCK_TOKENS, "only the open block can be cut"
-        keys, values = cache.tail(row, stop - start)
-        return sealing.copied(keys), sealing.copied(values)
 
 
 def evaluate(slabs: Sequence[Slab]) -> None:

@@ -1,4 +1,4 @@
-"""Loading a model: its weights, an adapter on them, what identifies both. mlx-lm is imported here and in kv_cache."""
+"""Loading a model: its weights, an adapter on them, what identifies both. mlx-lm and, for pictures, mlx-vlm load it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from ...cluster.errors import ModelLoadError
-from . import attention
+from . import attention, vision
 from .end_tokens import read_end_tokens
 from .hub import (
     ADAPTER_CONFIG,
@@ -33,9 +33,12 @@ from .hub import (
 )
 from .kernels import measured_choice
 from .kv_cache import ModelCacheSpec, new_caches, read_spec
+from .pictures import PictureProcessor, sees
 from .prepare import device_bytes, prepare_weights
 from .sealed_cache import Choose
 from .sealing import FORMAT_VERSION, POLICIES
+from .vision import LanguagePart, Vision
+from .warm_up import default_budget_s, warm_up
 from .weights import WeightFile, bytes_in_memory, read_weight_file
 
 FULL_PRECISION = "fp16"
@@ -43,6 +46,17 @@ FULL_PRECISION = "fp16"
 
 logger = logging.getLogger(__name__)
 
+_IDENTITY_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _GIB = 2**30
 _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, ImportError, RuntimeError, OSError)
@@ -52,7 +66,8 @@ _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Imp
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
-    `direct` says where a decode step multiplies sealed codes as they are, None for nowhere."""
+    `direct` says where a decode step multiplies sealed codes as they are, None for nowhere; `vision` is what pictures
+    go through, None for a model of text."""
 
     model: Any
     folder: Path
@@ -64,6 +79,7 @@ class LoadedModel:
     dtype: str
     weights: str
     direct: Choose | None = None
+    vision: Vision | None = None
 
     @property
     def kv(self) -> str:
@@ -96,9 +112,9 @@ def model_id(
     field("dtype", dtype.encode())
     field("kv", f"{kv}.{FORMAT_VERSION}".encode())
     field("weights", weights.encode())
-    for library in ("mlx", "mlx-lm"):
+    for library in ("mlx", "mlx-lm", *(["mlx-vlm"] if sees(folder) else [])):
         field(library, version(library).encode())
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"):
+    for name in _IDENTITY_FILES:
         if (folder / name).is_file():
             field(name, (folder / name).read_bytes())
     for file in _weight_files(folder):
@@ -124,6 +140,7 @@ def load(
     kv: str = "q4",
     numerics: str = "fast",
     kernels: Path | None = None,
+    warm_up_s: float | None = None,
 ) -> LoadedModel:
     """Load a source and run one token through it, so that the first request meets a warm model.
 
@@ -136,6 +153,7 @@ def load(
         numerics: with `fast` a decode step reads sealed blocks the way that is measured to be faster here, with
             `reproducible` the way that prefill does, to the same bits.
         kernels: a file to keep the measurements in.
+        warm_up_s: how long to meet batches of usual sizes in advance; None for what the device needs.
 
     Raises:
         ModelLoadError: with the reason in one sentence.
@@ -147,10 +165,14 @@ def load(
     chosen = _pick_dtype(dtype)
     _check_memory(source, _weight_files(folder), chosen)
     try:
-        model, config = mlx_lm_load_model(folder, lazy=True)
+        seeing = sees(folder)
+        whole, config = vision.load_weights(folder) if seeing else mlx_lm_load_model(folder, lazy=True)
+        model: Any = LanguagePart(whole) if seeing else whole
         if adapter_folder is not None:
-            _add_adapter(model, adapter_folder)
-        kept = prepare_weights(model, chosen, weights, lambda fraction: progress(what, fraction))
+            if seeing:
+                raise ModelLoadError(f"{source} takes pictures: adapters are only served on models of text")
+            _add_adapter(whole, adapter_folder)
+        kept = prepare_weights(whole, chosen, weights, lambda fraction: progress(what, fraction))
         caches = make_prompt_cache(model)
         logits = model(mx.array([[0, 0]]), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
@@ -159,14 +181,12 @@ def load(
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
     direct = None
     if spec.policy is not None:
-        # MLX's CUDA build lacks the product of codes for some shapes, and says so only when it computes.
-        has_kernels = mx.default_device().type == mx.DeviceType.cpu or mx.metal.is_available()
-        if attention.install(model) and numerics == "fast" and has_kernels:
+        if attention.install(whole) and numerics == "fast":
             direct = _measured_choice(spec, caches, config, logits.dtype, kernels)
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     used = str(logits.dtype).removeprefix("mlx.core.")
-    return LoadedModel(
+    loaded = LoadedModel(
         model=model,
         folder=folder,
         model_id=model_id(folder, used, adapter_folder, kept, spec.policy.name if spec.policy else FULL_PRECISION),
@@ -177,12 +197,26 @@ def load(
         dtype=used,
         weights=kept,
         direct=direct,
+        vision=_vision(source, folder, whole) if seeing else None,
     )
+    budget_s = default_budget_s() if warm_up_s is None else warm_up_s
+    if budget_s > 0:
+        progress(f"warming up {source}", None)
+        warm_up(loaded, budget_s)
+    return loaded
+
+
+def _vision(source: str, folder: Path, model: Any) -> Vision | None:
+    try:
+        return Vision(model, PictureProcessor.load(folder))
+    except _LOAD_ERRORS as error:
+        logger.warning("%s is served for text alone: %s", source, first_sentence(error))
+        return None
 
 
 def _measured_choice(
     spec: ModelCacheSpec, caches: Sequence[Any], config: dict[str, Any], dtype: mx.Dtype, kernels: Path | None
-) -> Choose:
+) -> Choose | None:
     """By the model's first layer with KV."""
     cache: Any = next(cache for layer, cache in zip(spec.layers, caches, strict=True) if layer.sealed)
     kv_heads, key_dim, value_dim = cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3]

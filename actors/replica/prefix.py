@@ -13,12 +13,16 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 from ..kv_store.blocks import BLOCK_TOKENS
 
 TAILS_PER_BLOCK = 256
 """How many different continuations of one block are kept, the latest first."""
+
+RECOUNT_STEP = 4096
+"""Entries that are counted at a time, which takes milliseconds."""
 
 Value = TypeVar("Value")
 
@@ -87,7 +91,14 @@ def covers(rule: ReuseRule, parts: Sequence[tuple[Kept[Value], int]], count: int
     return True
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
+def _ensure(holds: bool, what: str) -> None:
+    # Not `assert`, which may be switched off.
+    if not holds:
+        raise AssertionError(what)
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many of the first tokens are equal."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:
@@ -136,8 +147,10 @@ class PrefixCache(Generic[Value]):
 
     def peek(self, root: bytes, block_ids: Sequence[bytes], prompt: Sequence[int]) -> int:
         """About how many of the prompt's first tokens `match` would find; from any thread."""
-        whole = self.leading(block_ids)
-        rest = prompt[whole * BLOCK_TOKENS : (whole + 1) * BLOCK_TOKENS]
+        # The last token is computed in any case, and a block that it ends is not cut.
+        most = len(prompt) - 1
+        whole = self.leading(block_ids[: most // BLOCK_TOKENS])
+        rest = prompt[whole * BLOCK_TOKENS : min(most, (whole + 1) * BLOCK_TOKENS)]
         tails = self._candidates(block_ids[whole - 1] if whole else root, rest)
         return whole * BLOCK_TOKENS + max((used for _, used in tails), default=0)
 
@@ -145,6 +158,16 @@ class PrefixCache(Generic[Value]):
         """A kept block, without using it."""
         entry = self._entries.get((block, None))
         return None if entry is None else entry.kept
+
+    def take_tail(self, parent: bytes, tokens: Sequence[int]) -> Kept[Value] | None:
+        """A kept tail of exactly these tokens, without using it."""
+        entry = self._entries.get((parent, tuple(tokens)))
+        return None if entry is None else entry.kept
+
+    @property
+    def holders(self) -> list[str]:
+        """Who has pinned something."""
+        return list(self._pins)
 
     def pin(self, holder: str, root: bytes, block_ids: Sequence[bytes], tails: Iterable[Sequence[int]]) -> None:
         """Keep these blocks and the tails after the last of them until `unpin`, however little room there is."""
@@ -157,15 +180,25 @@ class PrefixCache(Generic[Value]):
         if self._pins.pop(holder, None) is not None:
             self._evict()
 
-    def drop(self, block_ids: Iterable[bytes]) -> int:
-        """Forget these blocks and the tails after them. Returns how many bytes that were."""
+    def drop(self, root: bytes, block_ids: Iterable[bytes], first: Sequence[int]) -> int:
+        """Forget these blocks and the tails after them, and the tails after `root` that are the beginning of `first`.
+
+        Returns:
+            How many bytes that were.
+        """
         before = self.nbytes
+        for tail in self.ends(root, first):
+            self._remove((root, tail))
         for block in block_ids:
             for tail in list(self._tails.get(block, ())):
                 self._remove((block, tail))
             if block in self:
                 self._remove((block, None))
         return before - self.nbytes
+
+    def ends(self, root: bytes, first: Sequence[int]) -> list[tuple[int, ...]]:
+        """The tails after `root` that are the beginning of `first`."""
+        return [tail for tail in self._tails.get(root, ()) if tail == tuple(first[: len(tail)])]
 
     def match(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int) -> Hit[Value]:
         """The longest reusable prefix of `prompt`, at most `tokens_max` tokens, in O(blocks) look-ups."""
@@ -245,21 +278,53 @@ class PrefixCache(Generic[Value]):
         for key in list(self._entries):
             self._remove(key)
 
+    def reset(self) -> None:
+        """Forget everything, pins too, whatever state the tables are in. Events of before are lost."""
+        self._retracted.update(self.block_ids(), self._announced)
+        for table in (self._entries, self._tails, self._pins, self._announced):
+            table.clear()
+        self.nbytes = self.blocks = 0
+
     def check(self) -> None:
         """Raise AssertionError where the counts and tables disagree."""
-        assert self.nbytes == sum(entry.kept.nbytes for entry in self._entries.values())
-        assert self.nbytes <= self.bytes_max or all(map(self._is_pinned, self._entries))
-        assert self.blocks == len(self.block_ids())
-        tails = {(parent, tail) for parent, siblings in self._tails.items() for tail in siblings}
-        assert tails == {key for key in self._entries if key[1] is not None}
-        assert all(siblings == sorted(set(siblings)) for siblings in self._tails.values()) and all(self._tails.values())
+        for _ in self.recount():
+            pass
+
+    def recount(self) -> Iterator[None]:
+        """`check` a few thousand entries at a time, between which nothing may change."""
+        nbytes = blocks = 0
+        tails: dict[bytes, int] = {}
+        for number, ((parent, tail), entry) in enumerate(self._entries.items(), 1):
+            nbytes += entry.kept.nbytes
+            if tail is None:
+                blocks += 1
+                _ensure(len(entry.tokens) == BLOCK_TOKENS, "a block has another length")
+            else:
+                tails[parent] = tails.get(parent, 0) + 1
+                siblings = self._tails.get(parent, [])
+                at = bisect_left(siblings, tail)
+                _ensure(siblings[at : at + 1] == [tail], "a tail cannot be found")
+            if number % RECOUNT_STEP == 0:
+                yield
+        _ensure(nbytes == self.nbytes, f"{nbytes} bytes are kept, not {self.nbytes}")
+        _ensure(blocks == self.blocks, f"{blocks} blocks are kept, not {self.blocks}")
+        within = nbytes <= self.bytes_max or all(map(self._is_pinned, self._entries))
+        _ensure(within, f"{nbytes} bytes are kept, of {self.bytes_max}")
+        for number, (parent, siblings) in enumerate(self._tails.items(), 1):
+            _ensure(tails.get(parent) == len(siblings), "a tail is counted that is not there")
+            _ensure(all(one < two for one, two in pairwise(siblings)), "tails are out of order")
+            if number % RECOUNT_STEP == 0:
+                yield
+        _ensure(len(tails) == len(self._tails), "a tail is counted that is not there")
+        _ensure(all(block in self for block in self._announced), "a block is announced that is not there")
+        _ensure(not any(block in self for block in self._retracted), "a block is retracted that is there")
 
     def _candidates(self, parent: bytes, rest: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
         """Tails after `parent` and how many of their tokens `rest` begins with, the most first."""
         siblings = self._tails.get(parent, [])
         if not self._rule.recurrent:
             at = bisect_left(siblings, tuple(rest))
-            near = [(_common(tail, rest), tail) for tail in siblings[max(0, at - 1) : at + 1]]
+            near = [(common_length(tail, rest), tail) for tail in siblings[max(0, at - 1) : at + 1]]
             common, tail = max(near, default=(0, ()))
             if common:
                 yield tail, common

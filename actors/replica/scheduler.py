@@ -26,6 +26,7 @@ from enum import Enum
 from itertools import pairwise
 
 from ..kv_store.blocks import BLOCK_TOKENS
+from .pace import stop_inside
 
 HEADROOM_TOKENS = 256
 """Room that a row gets when it is admitted, beyond its prompt: one growth step of a dense cache."""
@@ -135,6 +136,11 @@ class Scheduler:
         waiting = sum(row.prompt - min(row.known, row.prompt) for row in list(self._waiting))
         return waiting + sum(row.prompt - row.done for row in list(self._prefilling.values()))
 
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of KV that the rows which hold a place leave."""
+        return max(0, self.limits.kv_tokens_max - self._cost(self._placed()))
+
     def row(self, request_id: str) -> Row | None:
         return self._rows.get(request_id)
 
@@ -221,22 +227,33 @@ class Scheduler:
         self._prefilling[row.request_id] = row
         return row.request_id
 
-    def next_chunk(self, budget: int) -> Chunk | None:
-        """The next prefill chunk, of at most `budget` tokens; None when no row is being prefilled.
+    def next_chunk(self, budget: int, step_budget: int = 0) -> Chunk | None:
+        """The next prefill chunk, of at most `budget` tokens, which are what is left of a step's `step_budget`.
 
         Among the most urgent rows it is the oldest one's turn at least every second time, and else that of the row
-        with the fewest tokens left, so a short prompt never waits for the whole of a long one.
+        with the fewest tokens left, so a short prompt never waits for the whole of a long one. (Where the later one is
+        longer than what is left of the earlier, taking turns would delay the first and bring the second nothing.)
+        What is left of a budget and too little for the oldest is for a prompt that it completes; the oldest's turn is
+        the next then.
+
+        Args:
+            step_budget: 0 where nothing of it was used yet.
+
+        Returns:
+            None when no row is being prefilled, or when what is left of the step's budget is better not used. A whole
+            budget of at least `TOKENS_MIN` always has a chunk.
         """
         if not self._prefilling or budget <= 0:
             return None
         urgency = max(row.priority for row in self._prefilling.values())
-        row = self._oldest(urgency)
-        if not row.passed:
-            urgent = [row for row in self._prefilling.values() if row.priority == urgency]
-            row = min(urgent, key=lambda row: (row.prompt - row.done, row.order))
-        size = self.limits.prefill_chunk_tokens
-        border = (row.done // size + 1) * size
-        return Chunk(row.request_id, row.done, min(row.prompt, border, row.done + budget))
+        urgent = [row for row in self._prefilling.values() if row.priority == urgency]
+        shortest = min(urgent, key=lambda row: (row.prompt - row.done, row.order))
+        oldest = self._oldest(urgency)
+        chunk = self._chunk(oldest if oldest.passed else shortest, budget, max(budget, step_budget))
+        if chunk is None and oldest.passed:
+            chunk = self._chunk(shortest, budget, max(budget, step_budget))
+            return chunk if chunk is not None and chunk.stop == shortest.prompt else None
+        return chunk
 
     def decoding(self) -> list[str]:
         """The rows of the next decode step."""
@@ -262,6 +279,14 @@ class Scheduler:
         assert len(self._prefilling) <= self.limits.prefill_rows_max
         suspects = [row for row in self._placed() if row.suspect]
         assert len(suspects) <= 1, "with two in one batch nobody could say who broke it"
+
+    def _chunk(self, row: Row, budget: int, step_budget: int) -> Chunk | None:
+        size = self.limits.prefill_chunk_tokens
+        border = (row.done // size + 1) * size
+        stop = min(row.prompt, border)
+        if stop - row.done > budget:
+            stop = stop_inside(row.done, budget, step_budget)
+        return Chunk(row.request_id, row.done, stop) if stop > row.done else None
 
     def _oldest(self, priority: int) -> Row:
         """The first of the rows of a priority that are being prefilled."""

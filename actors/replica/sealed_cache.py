@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from ..kv_store.blocks import BLOCK_TOKENS
 from . import sealing
+from .sealed_step import Step, mask_of, on_device, step_of
 from .sealing import Sealed, SealPolicy
 
 Choose = Callable[[int, int], bool]
@@ -31,16 +32,17 @@ Choose = Callable[[int, int], bool]
 
 class Shared:
     """What all layers of a batch have in common: `direct`, and what they compute alike in a step, kept until the rows'
-    lengths change."""
+    lengths change. A list of lengths is never changed in place, so that one that is the same need not be compared."""
 
     def __init__(self, direct: Choose | None = None) -> None:
         self.direct = direct
-        self._key: Any = None
+        self._lengths: list[int] | None = None
+        self._ragged: list[int] | None = None
         self._kept: dict[Any, Any] = {}
 
-    def get(self, key: Any, what: Any, make: Callable[[], Any]) -> Any:
-        if key != self._key:
-            self._key, self._kept = key, {}
+    def get(self, lengths: list[int], ragged: list[int] | None, what: Any, make: Callable[[], Any]) -> Any:
+        if (lengths is not self._lengths and lengths != self._lengths) or ragged != self._ragged:
+            self._lengths, self._ragged, self._kept = lengths, ragged, {}
         if what not in self._kept:
             self._kept[what] = make()
         return self._kept[what]
@@ -91,35 +93,37 @@ class SealedKVCache:
         """The position of every row's next token."""
         if len(self.lengths) == 1:
             return self.lengths[0]
-        return self._once("offset", lambda: mx.array(self.lengths))
+        return self._once("offset", lambda: on_device(self.lengths))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """(rows, 1, N, columns), true where a query may look; None where every query may look everywhere."""
-        return self._once(("mask", N, window_size, tuple(self.first)), lambda: self._make_mask(N, window_size or 0))
+        step = self._step(N)
+        what = ("mask", N, window_size, tuple(self.first))
+        return self._once(what, lambda: mask_of(step, self.lengths, self.first, N, window_size or 0))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (rows, kv_heads, N, dim) keys and values; returns all of them."""
         count = keys.shape[2]
-        new = self._new(count)
+        step = self._step(count)
         # What it refers to could not be changed in place.
         self.view = None
         if self._keys is None or self._values is None:
             self._keys = keys[:, :, :0]
             self._values = values[:, :, :0]
-        used = self._sealed_columns(count) // BLOCK_TOKENS
         if count == 1:
-            self._append_step(keys, values)
-        elif len(self.lengths) == 1:
-            self._keys = mx.concatenate([self._keys[:, :, : self._open(0)], keys], axis=2)
-            self._values = mx.concatenate([self._values[:, :, : self._open(0)], values], axis=2)
+            self._append_step(keys, values, step.opened)
+        elif not any(step.opened):
+            self._keys, self._values = keys[:, :, : step.columns], values[:, :, : step.columns]
+        elif self._ragged is None and len(self.lengths) == 1:
+            self._keys = mx.concatenate([self._keys[:, :, : step.opened[0]], keys], axis=2)
+            self._values = mx.concatenate([self._values[:, :, : step.opened[0]], values], axis=2)
         else:
-            self._append_ragged(keys, values)
-        columns = max(self._open(row) + more for row, more in enumerate(new))
-        open_keys, open_values = self._keys[:, :, :columns], self._values[:, :, :columns]
-        self._seal_full(new)
-        if used:
+            self._append_ragged(keys, values, step)
+        open_keys, open_values = self._keys[:, :, : step.columns], self._values[:, :, : step.columns]
+        self._seal_full(step)
+        if step.used:
             assert self._sealed is not None
-            sealed = sealing.blocks_of(self._sealed, 0, used)
+            sealed = sealing.blocks_of(self._sealed, 0, step.used)
             before_keys, before_values = sealing.unseal(sealed, self.policy, values.shape[3], keys.dtype)
             keys = mx.concatenate([before_keys, open_keys], axis=2)
             values = mx.concatenate([before_values, open_values], axis=2)
@@ -148,18 +152,24 @@ class SealedKVCache:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state)
 
-    def blocks(self, row: int, start: int, stop: int) -> Sealed | None:
-        """Blocks [start, stop) of the row, counted from its first token, as a view; None where one is dropped."""
-        if start < self.first[row] or self._sealed is None:
-            return None
-        assert stop * BLOCK_TOKENS <= self.lengths[row]
-        first = self.first[row]
-        return sealing.blocks_of(sealing.rows_of(self._sealed, slice(row, row + 1)), start - first, stop - first)
+    def blocks(self, rows: int | slice, start: int, stop: int) -> Sealed | None:
+        """Blocks [start, stop) of the row, counted from its first token, as a view; None where one is dropped.
 
-    def tail(self, row: int, count: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of the first `count` tokens of the row's open block, as views."""
-        assert self._keys is not None and self._values is not None and count <= self._open(row)
-        return self._keys[row : row + 1, :, :count], self._values[row : row + 1, :, :count]
+        Of several rows, none of which has dropped any, some may not have all of the blocks yet.
+        """
+        span = slice(rows, rows + 1) if isinstance(rows, int) else rows
+        first = min(self.first[span])
+        if start < max(self.first[span]) or self._sealed is None:
+            return None
+        assert stop * BLOCK_TOKENS <= max(self.lengths[span]) and (not first or len(self.first[span]) == 1)
+        return sealing.blocks_of(sealing.rows_of(self._sealed, span), start - first, stop - first)
+
+    def tail(self, rows: int | slice, count: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of the first `count` tokens of the rows' open blocks, as views."""
+        span = slice(rows, rows + 1) if isinstance(rows, int) else rows
+        assert self._keys is not None and self._values is not None
+        assert count <= max(length % BLOCK_TOKENS for length in self.lengths[span])
+        return self._keys[span, :, :count], self._values[span, :, :count]
 
     def restore(self, sealed: Sealed | None, tail: tuple[mx.array, mx.array] | None, length: int) -> None:
         """Fill an empty cache of one row with its last sealed blocks and its open tail."""
@@ -217,12 +227,17 @@ class SealedKVCache:
         inside = length // BLOCK_TOKENS != self.lengths[row] // BLOCK_TOKENS and length % BLOCK_TOKENS
         if length > self.lengths[row] or inside or length // BLOCK_TOKENS < self.first[row]:
             raise ValueError(f"a row of {self.lengths[row]} tokens cannot be cut to {length}")
-        self.lengths[row] = length
+        self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
 
     # Inside.
 
     def _once(self, what: Any, make: Callable[[], Any]) -> Any:
-        return self.shared.get((tuple(self.lengths), self._ragged and tuple(self._ragged)), what, make)
+        return self.shared.get(self.lengths, self._ragged, what, make)
+
+    def _step(self, count: int) -> Step:
+        what = ("step", count, self.window and tuple(self.first))
+        width = count if self._ragged else None
+        return self._once(what, lambda: step_of(self.lengths, self.first, self._new(count), width))
 
     def _open(self, row: int) -> int:
         return self.lengths[row] % BLOCK_TOKENS
@@ -235,57 +250,28 @@ class SealedKVCache:
         held = (length // BLOCK_TOKENS - first for length, first in zip(self.lengths, self.first, strict=True))
         return max(held, default=0)
 
-    def _sealed_columns(self, count: int) -> int:
-        """How many columns of sealed blocks the queries of the next `count` tokens see."""
-        last = [length + more - 1 for length, more in zip(self.lengths, self._new(count), strict=True)]
-        return BLOCK_TOKENS * max(max(0, p // BLOCK_TOKENS - first) for p, first in zip(last, self.first, strict=True))
-
-    def _make_mask(self, count: int, window: int) -> mx.array | None:
-        new = self._new(count)
-        sealed = self._sealed_columns(count)
-        opened = max(self._open(row) + more for row, more in enumerate(new))
-        lengths = self.lengths
-        alike = len(set(lengths)) == 1 and len(set(self.first)) == 1
-        if count == 1 and alike and not (window and self.first[0] * BLOCK_TOKENS <= lengths[0] - window):
-            return None
-        ends = mx.array([length + more - 1 for length, more in zip(lengths, new, strict=True)])
-        # A query in the padding sees what the row's last one sees: with nothing to see it would be no number.
-        queries = mx.minimum(mx.array(lengths)[:, None] + mx.arange(count)[None], ends[:, None])[:, None, :, None]
-        blocks = queries // BLOCK_TOKENS * BLOCK_TOKENS
-        starts = mx.array([first * BLOCK_TOKENS for first in self.first])[:, None, None, None]
-        bases = mx.array([length // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths])[:, None, None, None]
-        before = starts + mx.arange(sealed)
-        inside = bases + mx.arange(opened)
-        seen_before = before < blocks
-        seen_inside = (inside >= blocks) & (inside <= queries)
-        if window:
-            seen_before = seen_before & (before > queries - window)
-            seen_inside = seen_inside & (inside > queries - window)
-        return mx.concatenate([seen_before, seen_inside], axis=3) if sealed else seen_inside
-
-    def _append_step(self, keys: mx.array, values: mx.array) -> None:
+    def _append_step(self, keys: mx.array, values: mx.array, opened: list[int]) -> None:
         """One token a row, each at its own place in the tail."""
-        opened = [self._open(row) for row in range(len(self.lengths))]
         self._reserve(BLOCK_TOKENS)
         assert self._keys is not None and self._values is not None
-        if len(set(opened)) == 1:
-            start = self._once("place", lambda: mx.array([opened[0]]))
-            self._keys = mx.slice_update(self._keys, keys, start, axes=(2,))
-            self._values = mx.slice_update(self._values, values, start, axes=(2,))
+        place = opened[0]
+        if opened.count(place) == len(opened):
+            span = (slice(None), slice(None), slice(place, place + 1))
+            self._keys, self._values = sealing.put(self._keys, span, keys), sealing.put(self._values, span, values)
             return
-        places = self._once("places", lambda: mx.array(opened)[:, None, None, None])
+        places = self._once("places", lambda: on_device(opened)[:, None, None, None])
         self._keys = mx.put_along_axis(self._keys, places, keys, axis=2)
         self._values = mx.put_along_axis(self._values, places, values, axis=2)
 
-    def _append_ragged(self, keys: mx.array, values: mx.array) -> None:
+    def _append_ragged(self, keys: mx.array, values: mx.array, step: Step) -> None:
         """Several tokens a row, of different numbers and at different places."""
-        opened = [self._open(row) for row in range(len(self.lengths))]
-        before, columns = max(opened), max(o + n for o, n in zip(opened, self._new(keys.shape[2]), strict=True))
+        before = max(step.opened)
 
         def make() -> mx.array:
-            places = mx.arange(columns)[None]
-            starts = mx.array(opened)[:, None]
-            return mx.where(places < starts, places, before + places - starts)[:, None, :, None]
+            places = mx.arange(step.columns)[None]
+            starts = mx.array(step.opened)[:, None]
+            last = before + keys.shape[2] - 1
+            return mx.where(places < starts, places, mx.minimum(before + places - starts, last))[:, None, :, None]
 
         places = self._once("gather", make)
         assert self._keys is not None and self._values is not None
@@ -299,49 +285,44 @@ class SealedKVCache:
             widths = [(0, 0), (0, 0), (0, more), (0, 0)]
             self._keys, self._values = mx.pad(self._keys, widths), mx.pad(self._values, widths)
 
-    def _seal_full(self, new: Sequence[int]) -> None:
+    def _seal_full(self, step: Step) -> None:
         """Count the new tokens, and seal the blocks that are full now."""
         assert self._keys is not None and self._values is not None
-        opened = [self._open(row) for row in range(len(self.lengths))]
-        self.lengths = [length + more for length, more in zip(self.lengths, new, strict=True)]
-        full = [(o + more) // BLOCK_TOKENS for o, more in zip(opened, new, strict=True)]
-        if not any(full):
+        self.lengths = step.after
+        if not any(step.full):
             return
-        before = [
-            length // BLOCK_TOKENS - f - first for length, f, first in zip(self.lengths, full, self.first, strict=True)
-        ]
-        if len(full) == 1:
-            stop = full[0] * BLOCK_TOKENS
+        stop = max(step.full) * BLOCK_TOKENS
+        if len(step.full) == 1:
             fresh = sealing.seal(self._keys[:, :, :stop], self._values[:, :, :stop], self.policy)
-            self._sealed = (
-                fresh if not before[0] or self._sealed is None else sealing.join_tokens([self._sealed, fresh])
-            )
+            held = step.held[0] and self._sealed
+            self._sealed = sealing.join_tokens([held, fresh]) if held else fresh
+        else:
+            self._seal_rows(step, stop)
+        if step.rest is not None:
+            self._keys = mx.take_along_axis(self._keys, step.rest, axis=2)
+            self._values = mx.take_along_axis(self._values, step.rest, axis=2)
+        elif self._keys.shape[2] > BLOCK_TOKENS:
             # A copy: the whole chunk would stay alive with it.
-            self._keys, self._values = (
-                sealing.copied(self._keys[:, :, stop:]),
-                sealing.copied(self._values[:, :, stop:]),
-            )
-            return
-        # Neighbours that are alike in one go: a device takes as long for each operation on one row as on all.
-        for start, end in _runs(list(zip(full, before, strict=True))):
-            if full[start]:
-                span = (slice(start, end), slice(None), slice(0, full[start] * BLOCK_TOKENS))
-                self._place(start, before[start], sealing.seal(self._keys[span], self._values[span], self.policy))
-        if self._keys.shape[2] > BLOCK_TOKENS:
-            rest = mx.array([count * BLOCK_TOKENS for count in full])[:, None] + mx.arange(BLOCK_TOKENS)[None]
-            rest = mx.minimum(rest, self._keys.shape[2] - 1)[:, None, :, None]
-            self._keys = mx.take_along_axis(self._keys, rest, axis=2)
-            self._values = mx.take_along_axis(self._values, rest, axis=2)
+            self._keys = sealing.copied(self._keys[:, :, stop:])
+            self._values = sealing.copied(self._values[:, :, stop:])
 
-    def _place(self, row: int, block: int, fresh: Sealed) -> None:
-        needed = max(self._held(), block + fresh.tokens // BLOCK_TOKENS)
-        if self._sealed is None:
-            rows = len(self.lengths)
-            empty = (mx.zeros((rows, *array.shape[1:]), dtype=array.dtype) for array in fresh)
-            self._sealed = Sealed(*empty)
-        if self._sealed.tokens < needed * BLOCK_TOKENS:
-            self._sealed = sealing.pad_blocks(self._sealed, needed)
-        self._sealed = sealing.place(self._sealed, row, block, fresh)
+    def _seal_rows(self, step: Step, stop: int) -> None:
+        """All rows in one go, because a device takes as long for an operation on one row as on all. What is sealed of
+        a row that fills fewer blocks is not looked at before that place is taken by a block of its own."""
+        assert self._keys is not None and self._values is not None
+        rows = [row for row, full in enumerate(step.full) if full]
+        if not any(step.held):
+            self._sealed = sealing.seal(self._keys[:, :, :stop], self._values[:, :, :stop], self.policy)
+            return
+        which = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else mx.array(rows)
+        fresh = sealing.seal(self._keys[which][:, :, :stop], self._values[which][:, :, :stop], self.policy)
+        assert self._sealed is not None
+        held = max(have + full for have, full in zip(step.held, step.full, strict=True))
+        sealed = sealing.pad_blocks(self._sealed, max(held, self._sealed.tokens // BLOCK_TOKENS))
+        for start, end in _runs([(row - index, step.held[row], step.full[row]) for index, row in enumerate(rows)]):
+            row, full = rows[start], step.full[rows[start]]
+            sealed = sealing.place(sealed, row, step.held[row], sealing.part_of(fresh, start, end, full))
+        self._sealed = sealed
 
     def _drop(self) -> None:
         """Let go of blocks that no later query will see."""
@@ -356,48 +337,21 @@ class SealedKVCache:
             stop = length // BLOCK_TOKENS
             rows.append(self.blocks(row, start, stop) if stop > start else None)
         self.first = wanted
-        self._sealed = _stack(rows, [1] * len(rows))
+        self._sealed = sealing.join_rows(rows, [1] * len(rows))
 
     def _gather(self, caches: Sequence[SealedKVCache]) -> None:
         """Take over the arrays of `caches`, whose rows these are."""
-        held = self._held()
+        rows = [len(cache.lengths) for cache in caches]
         blocks = [
             None if cache._sealed is None else sealing.blocks_of(cache._sealed, 0, cache._held()) for cache in caches
         ]
-        self._sealed = _stack(blocks, [len(cache.lengths) for cache in caches]) if held else None
-        columns = max((cache._keys.shape[2] for cache in caches if cache._keys is not None), default=None)
-        if columns is None:
-            return
-        self._keys = _pad_columns([cache._keys for cache in caches], caches, columns)
-        self._values = _pad_columns([cache._values for cache in caches], caches, columns)
+        self._sealed = sealing.join_rows(blocks, rows) if self._held() else None
+        if any(cache._keys is not None for cache in caches):
+            self._keys = sealing.rows_joined([cache._keys for cache in caches], rows, axis=2)
+            self._values = sealing.rows_joined([cache._values for cache in caches], rows, axis=2)
 
 
 def _runs(items: Sequence[Any]) -> list[tuple[int, int]]:
     """Ranges of equal items."""
     starts = [index for index in range(len(items)) if index == 0 or items[index] != items[index - 1]]
     return list(zip(starts, [*starts[1:], len(items)], strict=True))
-
-
-def _stack(parts: Sequence[Sealed | None], rows: Sequence[int]) -> Sealed | None:
-    """Rows of different numbers of blocks as one batch; None where none has any."""
-    longest = max((part for part in parts if part is not None), key=lambda part: part.tokens, default=None)
-    if longest is None:
-        return None
-    blocks = longest.tokens // BLOCK_TOKENS
-    filled = [
-        Sealed(*(mx.zeros((count, *array.shape[1:]), dtype=array.dtype) for array in longest))
-        if part is None
-        else sealing.pad_blocks(part, blocks)
-        for part, count in zip(parts, rows, strict=True)
-    ]
-    return sealing.join_rows(filled)
-
-
-def _pad_columns(tails: Sequence[mx.array | None], caches: Sequence[SealedKVCache], columns: int) -> mx.array:
-    some = next(tail for tail in tails if tail is not None)
-    parts = []
-    for tail, cache in zip(tails, caches, strict=True):
-        if tail is None:
-            tail = mx.zeros((len(cache.lengths), some.shape[1], 0, some.shape[3]), dtype=some.dtype)
-        parts.append(mx.pad(tail, [(0, 0), (0, 0), (0, columns - tail.shape[2]), (0, 0)]))
-    return mx.concatenate(parts, axis=0)

@@ -131,6 +131,8 @@ def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) 
 def blocks_of(sealed: Sealed, start: int, stop: int) -> Sealed:
     """Blocks [start, stop), a view."""
     tokens = sealed.tokens
+    if start == 0 and stop * BLOCK_TOKENS == tokens:
+        return sealed
     parts = []
     for array, axis in zip(sealed, TOKEN_AXES, strict=True):
         width = array.shape[axis] * BLOCK_TOKENS // tokens
@@ -152,9 +154,34 @@ def join_tokens(parts: Sequence[Sealed]) -> Sealed:
     return Sealed(*(mx.concatenate(list(pieces), axis=axis) for pieces, axis in zip(arrays, TOKEN_AXES, strict=True)))
 
 
-def join_rows(parts: Sequence[Sealed]) -> Sealed:
-    """Rows after rows, of equal numbers of blocks."""
-    return Sealed(*(mx.concatenate(list(pieces), axis=0) for pieces in zip(*parts, strict=True)))
+def rows_joined(parts: Sequence[mx.array | None], rows: Sequence[int], axis: int) -> mx.array:
+    """Rows after rows, with zeros behind those that are shorter along `axis` than the longest.
+
+    Args:
+        parts: of four axes; None where rows have nothing. At least one is something.
+        rows: how many rows each part has.
+    """
+    some = max((part for part in parts if part is not None), key=lambda part: part.shape[axis])
+    whole = [part for part in parts if part is not None and part.shape[axis] == some.shape[axis]]
+    if len(whole) == len(parts):
+        return mx.concatenate(whole, axis=0) if len(whole) > 1 else whole[0]
+    joined = mx.zeros((sum(rows), *some.shape[1:]), dtype=some.dtype)
+    start = 0
+    for part, count in zip(parts, rows, strict=True):
+        if part is not None:
+            span = [slice(start, start + count), slice(None), slice(None), slice(None)]
+            span[axis] = slice(0, part.shape[axis])
+            joined[tuple(span)] = part
+        start += count
+    return joined
+
+
+def join_rows(parts: Sequence[Sealed | None], rows: Sequence[int]) -> Sealed | None:
+    """Rows of different numbers of blocks as one batch, as `rows_joined`; None where none has any."""
+    if all(part is None for part in parts):
+        return None
+    pieces = zip(*(part or (None,) * len(TOKEN_AXES) for part in parts), strict=True)
+    return Sealed(*(rows_joined(list(same), rows, axis) for same, axis in zip(pieces, TOKEN_AXES, strict=True)))
 
 
 def pad_blocks(sealed: Sealed, blocks: int) -> Sealed:
@@ -170,20 +197,36 @@ def pad_blocks(sealed: Sealed, blocks: int) -> Sealed:
     return Sealed(*parts)
 
 
+def part_of(sealed: Sealed, start: int, stop: int, blocks: int) -> Sealed:
+    """The first `blocks` blocks of rows [start, stop), a view."""
+    rows = sealed if stop - start == sealed.key_codes.shape[0] else rows_of(sealed, slice(start, stop))
+    return blocks_of(rows, 0, blocks)
+
+
 def place(sealed: Sealed, row: int, block: int, new: Sealed) -> Sealed:
     """The same with the blocks of `new` at `block` of its rows from `row` on."""
+    rows = slice(row, row + new.key_codes.shape[0])
     parts = []
     for array, fresh, axis in zip(sealed, new, TOKEN_AXES, strict=True):
-        width = array.shape[axis] * BLOCK_TOKENS // sealed.tokens
-        start = [0, 0, 0, 0]
-        start[0], start[axis] = row, block * width
-        parts.append(mx.slice_update(array, fresh, mx.array(start), axes=(0, 1, 2, 3)))
+        start = block * (array.shape[axis] * BLOCK_TOKENS // sealed.tokens)
+        span = [rows, slice(None), slice(None), slice(None)]
+        span[axis] = slice(start, start + fresh.shape[axis])
+        parts.append(put(array, tuple(span), fresh))
     return Sealed(*parts)
+
+
+def put(array: mx.array, span: tuple[slice, ...], new: mx.array) -> mx.array:
+    """The array with `new` at `span`; done in place where nobody else holds it."""
+    # An assignment changes what a name stands for, and this is another name.
+    changed = array[...]
+    changed[span] = new
+    return changed
 
 
 def copied(array: mx.array) -> mx.array:
     """A copy that does not keep alive what it was cut from; a slice may already be contiguous."""
-    return array + mx.zeros((), dtype=array.dtype)
+    # The one number that changes no other, and no zero's sign either.
+    return array + (-0.0 if mx.issubdtype(array.dtype, mx.floating) else 0)
 
 
 def copy(sealed: Sealed) -> Sealed:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import ray
 
 from ...cluster.config import Config
 from ...cluster.errors import NoReplica
-from ..messages import Decision, ReplicaReport, RouteRequest, decode, encode
+from .. import registry
+from ..messages import Decision, ReplicaReport, RouteRequest, StoreReport, decode, encode
+from .places import Place
 from .policy import Policy
 
 DECISIONS_KEPT = 1000
@@ -19,9 +24,15 @@ class RouterActor:
     """Chooses a replica for each request. Named `router` in the cluster's namespace.
 
     Methods take and return `satchel.actors.messages` as bytes where a message is named.
+
+    One that was started again learns all that it knew from the reports. Until every node has reported, or was silent
+    for as long as one that is lost, it does not say that nobody knows an agent, nor that its home is gone.
+
+    Args:
+        joined: the nodes that are to report; None asks the registry.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, joined: Iterable[str] | None = None) -> None:
         self._config = config
         routing = config.routing
         self._policy = Policy(
@@ -31,6 +42,8 @@ class RouterActor:
         )
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self._observing = asyncio.Lock()
+        self._unheard = set(_joined() if joined is None else joined)
+        self._listens_until = time.monotonic() + routing.replica_timeout_s
 
     async def route(self, request: bytes) -> bytes | dict[str, Any]:
         """A `Decision` for a `RouteRequest`, reserving its load; or an error on the wire (`NoReplica`)."""
@@ -48,23 +61,36 @@ class RouterActor:
         """Take a `ReplicaReport`. False asks the replica for a full one."""
         message = decode(ReplicaReport, report)
         async with self._observing:
-            # A replica that comes with 100,000 blocks holds nobody up: requests are routed between the parts.
-            parts = self._policy.observe_in_parts(message, time.monotonic())
-            complete = next(parts)
-            for _ in parts:
-                await asyncio.sleep(0)
+            return await _in_parts(self._policy.observe_in_parts(message, time.monotonic()))
+
+    async def store_report(self, report: bytes) -> bool:
+        """Take a `StoreReport`. False asks the store for a full one."""
+        message = decode(StoreReport, report)
+        async with self._observing:
+            complete = await _in_parts(self._policy.observe_store_in_parts(message, time.monotonic()))
+        if complete:
+            self._unheard.discard(message.node)
         return complete
 
     async def lose(self, replica: str) -> None:
         """Say that a call to `replica` failed: it is avoided until it reports again."""
         self._policy.lose(replica)
 
+    async def lose_node(self, node: str) -> None:
+        """Say that a whole node is gone: its replicas and its disk are avoided until they report again.
+
+        Only new processes are believed at first: other reports may have left before the loss.
+        """
+        self._policy.lose_node(node, time.monotonic())
+        self._unheard.discard(node)
+
     async def release(self, replica: str, request_id: str) -> None:
         """Say that the request is no load on `replica`: it was refused, or has ended before a report mentioned it."""
         self._policy.release(replica, request_id)
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Why a recent request went where it did: replica, reason, and by candidate the cost terms in seconds.
+        """Why a recent request went where it did: replica, node, reason, what was to be pulled from which other node,
+        and by candidate the cost terms in seconds.
 
         Args:
             request_id: the `x-request-id` of a response.
@@ -79,6 +105,9 @@ class RouterActor:
             "replica": decision.replica,
             "why": decision.why,
             "cached_tokens": decision.cached_tokens,
+            "node": decision.node,
+            "pull_from": decision.pull_from,
+            "pull_tokens": decision.pull_tokens,
             "costs_s": {
                 name: {term: seconds[position] for term, seconds in decision.costs_s.items()}
                 for position, name in enumerate(decision.candidates)
@@ -92,3 +121,70 @@ class RouterActor:
     async def alive(self, model: str) -> list[str]:
         """Names of the replicas of `model` that reported lately."""
         return self._policy.alive(model, time.monotonic())
+
+    async def where(self, agent: str) -> dict[str, Any] | None:
+        """As `places`, of one agent."""
+        return (await self.places([agent]))[0]
+
+    async def places(self, agents: list[str]) -> list[dict[str, Any] | None]:
+        """Where agents' memory is, in their order; None for those that no store has said it knows.
+
+        Args:
+            agents: their keys, `tenant/agent_id`.
+
+        Returns:
+            `home`: its home node, "" where no node that is known is; `alive`: whether that node's store reported
+            lately; `epoch`: the highest home epoch that was heard; `copies`: other nodes that have a copy, the newest
+            first, those whose stores are silent left out. Where that is not known yet, `unheard` has the nodes that are
+            still to say which agents they have.
+        """
+        alive = frozenset(self._policy.alive_nodes(time.monotonic()))
+        unheard = self._awaited()
+        found = [_place_view(self._policy.where(agent), alive) for agent in agents]
+        unsure = {"home": "", "alive": False, "epoch": 0, "copies": [], "unheard": unheard}
+        return [unsure if unheard and not (place and place["alive"]) else place for place in found]
+
+    def _awaited(self) -> list[str]:
+        """The nodes that are still to report."""
+        return sorted(self._unheard) if time.monotonic() < self._listens_until else []
+
+    async def agents_on(self, node: str) -> list[str]:
+        """Keys of the agents whose home the node is."""
+        return self._policy.places.agents_on(node)
+
+    async def nodes(self) -> list[dict[str, Any]]:
+        """Every node whose store has reported, by name; of those that are still to do so `name` and `alive` alone.
+
+        Returns:
+            `name`, `alive`, `seen_s` (how long ago it reported), `draining`, `disk_full`, `used_bytes`, `free_bytes`
+            (-1 where not known), `memory_free_bytes` of its machine (None where not known), `blocks` on its disk,
+            `agents` that it has as home or copy, `replicas` (names) and `links` (bytes a second by the node that it
+            pulled from, as measured).
+        """
+        heard = self._policy.nodes(time.monotonic())
+        names = {node["name"] for node in heard}
+        return heard + [{"name": name, "alive": True} for name in self._awaited() if name not in names]
+
+
+def _joined() -> list[str]:
+    """The nodes that have joined; none outside a cluster."""
+    return [entry.name for entry in registry.nodes()] if ray.is_initialized() else []
+
+
+def _place_view(place: Place | None, alive: frozenset[str]) -> dict[str, Any] | None:
+    if place is None:
+        return None
+    return {
+        "home": place.node,
+        "alive": place.node in alive,
+        "epoch": place.epoch,
+        "copies": [node for node in place.copies if node in alive],
+    }
+
+
+async def _in_parts(parts: Iterator[bool]) -> bool:
+    """Take a report. One with 100,000 blocks holds nobody up: requests are routed between its parts."""
+    complete = next(parts)
+    for _ in parts:
+        await asyncio.sleep(0)
+    return complete

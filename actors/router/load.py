@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
+
+from ..messages import ReplicaReport
+from .voice import Voice
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 """Assumed until a replica has measured its own rate."""
 
+DEFAULT_RESTORE_BYTES_PER_S = 1e9
+"""The same for reading KV from the node's disk; a Mac's is three times as fast."""
+
+DEFAULT_KV_BYTES_PER_TOKEN = 131_072
+"""The same for what a token's KV takes: an 8B model's in 16 bits, so that moving it looks no cheaper than it is."""
+
 DECODE_ROW_TOKENS = 64
-"""What each row that decodes beside a request costs, in tokens of prefill: a replica that prefills slowly also decodes
-slowly, the longer its steps the more rows they have."""
+"""What each row that decodes beside a request costs, in tokens of prefill, where no decode step was measured yet: a
+replica that prefills slowly also decodes slowly, the longer its steps the more rows they have."""
+
+DECODE_ROW_STEPS = 3
+"""The same in measured decode steps."""
 
 ROW_WAIT_S = 1.0
 """What each row beyond the batch's places adds: it waits for another to finish."""
@@ -40,18 +53,22 @@ class ReplicaState:
 
     name: str
     model: str
-    incarnation: str
-    former: tuple[str, ...] = ()
-    """Earlier processes of the replica, the last one last."""
-    sequence: int = -1
-    seen: float = 0.0
+    voice: Voice
+    node: str = ""
     rows_max: int = 1
     pending_tokens: int = 0
     token_s: float = 1.0 / DEFAULT_PREFILL_TOKENS_PER_S
     """Seconds to prefill a token."""
+    row_s: float = DECODE_ROW_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S
+    """Seconds that a row costs those beside it."""
+    kv_bytes: float = DEFAULT_KV_BYTES_PER_TOKEN
+    """What a token's KV takes."""
+    restore_token_s: float = DEFAULT_KV_BYTES_PER_TOKEN / DEFAULT_RESTORE_BYTES_PER_S
+    """Seconds to read a token's KV from the node's disk."""
+    free_bytes: float = inf
+    """Memory that is left for the KV of rows."""
     requests: dict[str, Load] = field(default_factory=dict)
     last_assigned: int = 0
-    lost: bool = False
     queue_s: float = 0.0
     decode_s: float = 0.0
     _reserved_tokens: int = 0
@@ -60,6 +77,17 @@ class ReplicaState:
     """The sum of `tokens` over those that one has."""
     _strangers: bool = False
     """Whether the last report named requests that are not counted here."""
+
+    def describe(self, report: ReplicaReport) -> None:
+        """Take what the report says of the replica itself. What is not measured, or cannot be, is assumed."""
+        self.node = report.node
+        self.rows_max, self.pending_tokens = max(1, report.rows_max), max(0, report.pending_tokens)
+        self.token_s = 1.0 / measured(report.prefill_tokens_per_s, DEFAULT_PREFILL_TOKENS_PER_S)
+        step_s = measured(report.decode_token_s, DECODE_ROW_TOKENS * self.token_s / DECODE_ROW_STEPS)
+        self.row_s = DECODE_ROW_STEPS * step_s
+        self.kv_bytes = measured(report.kv_bytes_per_token, DEFAULT_KV_BYTES_PER_TOKEN)
+        self.restore_token_s = self.kv_bytes / measured(report.restore_bytes_per_s, DEFAULT_RESTORE_BYTES_PER_S)
+        self.free_bytes = report.free_bytes if report.free_bytes >= 0 else inf
 
     def add(self, request_id: str, load: Load) -> None:
         """Count a request that is not counted yet."""
@@ -111,4 +139,9 @@ class ReplicaState:
             # The report is old when it arrives: no more can be left than was routed there.
             pending = min(pending, self._seen_tokens)
         self.queue_s = (pending + self._reserved_tokens) * self.token_s + max(0, rows + 1 - self.rows_max) * ROW_WAIT_S
-        self.decode_s = min(rows, self.rows_max) * DECODE_ROW_TOKENS * self.token_s
+        self.decode_s = min(rows, self.rows_max) * self.row_s
+
+
+def measured(value: float, otherwise: float) -> float:
+    """`value`, or `otherwise` where it is no rate: 0 before anything was measured, negative or not finite."""
+    return value if 0.0 < value < inf else otherwise

@@ -31,11 +31,15 @@ STORY = "story of 60 words or more"
 
 
 class Speaker:
-    """The model with its tokenizer."""
+    """The model with its tokenizer.
 
-    def __init__(self, folder: Path) -> None:
-        loaded = load(str(folder), dtype="float32", context_tokens_max=None, progress=lambda what, fraction: None)
-        self.model = loaded.model
+    Args:
+        folder: the model's.
+        model: the model, loaded already; None for one in float32.
+    """
+
+    def __init__(self, folder: Path, model: Any = None) -> None:
+        self.model = _load(folder) if model is None else model
         self.tokenizer: Any = load_tokenizer(folder)
 
     def tokens(self, messages: list[Message], tools: list[Any] | None = None, ask: bool = True) -> list[int]:
@@ -49,17 +53,21 @@ class Speaker:
         """Tokens of these messages."""
         return len(self.tokens(messages, ask=False))
 
-    def read(self, tokens: list[int]) -> list[Any]:
-        """A cache that holds these tokens."""
-        cache = make_prompt_cache(self.model)
+    def read(self, tokens: list[int], cache: list[Any] | None = None) -> list[Any]:
+        """A cache that holds these tokens: `cache`, which was empty, or a new one."""
+        cache = make_prompt_cache(self.model) if cache is None else cache
         for start in range(0, len(tokens), CHUNK):
             self.model(mx.array([tokens[start : start + CHUNK]]), cache=cache)
             mx.eval([layer.state for layer in cache])
         return cache
 
+    def whole_reply(self, text: str) -> list[int]:
+        """Token ids of a reply with its end."""
+        return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+
     def would_say(self, tokens: list[int], wanted: str, cache: list[Any] | None = None) -> bool:
         """Whether `wanted` and the end of the reply is what follows greedily."""
-        right = [*self.tokenizer.encode(wanted, add_special_tokens=False), self.tokenizer.eos_token_id]
+        right = self.whole_reply(wanted)
         if cache is None:
             cache = self.read(tokens[:-1])
             tokens = tokens[-1:]
@@ -73,6 +81,14 @@ class Speaker:
         """The greedy reply to a conversation."""
         parts = stream_generate(self.model, self.tokenizer, self.tokens(messages), max_tokens=most)
         return "".join(part.text for part in parts)
+
+
+def _load(folder: Path) -> Any:
+    def ignore(what: str, fraction: float | None) -> None:
+        """Progress is not shown."""
+
+    # No time is measured here, so nothing has to be warm.
+    return load(str(folder), dtype="float32", context_tokens_max=None, progress=ignore, warm_up_s=0.0).model
 
 
 def recall_row(speaker: Speaker, rng: random.Random, count: int, facts: int, length: int) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import psutil
 from neighbours import BENCHMARKS
 
@@ -22,11 +23,20 @@ from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
 
 CONSUMER = "bench"
-PREFIX_BYTES_MAX = 2**30
+PREFIX_BYTES_MAX = 4 * 2**30
 KV_MEMORY_FRACTION = 0.25
 TURNS_S_MAX = 900.0
 SPECIAL_TOKENS = 20
 """The last ids of a vocabulary are control tokens, which no prompt here has."""
+
+
+WARM_UP_ROUNDS = 2
+"""Of what is timed, before it, on a GPU."""
+
+
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU, which prepares itself for every new shape."""
+    return mx.default_device().type == mx.DeviceType.gpu
 
 
 @dataclass
@@ -48,7 +58,8 @@ class Desk:
     """
 
     def __init__(self, source: str) -> None:
-        self.loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None)
+        # What is timed is warmed up by its like.
+        self.loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None, warm_up_s=0.0)
         self.root = root_id(self.loaded.model_id, "tenant:bench")
         self._count = 0
         self._answers: dict[str, Answer] = {}
@@ -114,9 +125,9 @@ class Desk:
                 answer.ended = now
 
 
-def write_random_model(folder: Path, context: int) -> None:
-    """The model of 30 million random parameters that serving is measured with, for a longer context."""
-    command = [sys.executable, str(BENCHMARKS / "serve" / "folders.py"), str(folder), "random-30m"]
+def write_random_model(name: str, folder: Path, context: int) -> None:
+    """A model of random weights that serving is measured with, for a longer context."""
+    command = [sys.executable, str(BENCHMARKS / "serve" / "folders.py"), str(folder), name]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": context}, indent=1))

@@ -9,18 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
-from desk import Desk
+from desk import WARM_UP_ROUNDS, Desk, on_gpu
 from parts import Budget, Part, Say, median
 
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_ids
 from satchel.actors.kv_store.codec import Entry, Location, unpack_tokens
 from satchel.actors.kv_store.disk import DiskStore
-from satchel.actors.kv_store.segment_reader import StoredEntry, read_entries
+from satchel.actors.kv_store.segment_reader import Failure
 from satchel.actors.kv_store.segments import grouped, write_segment
 from satchel.actors.kv_store.shelf import DiskLimits
+from satchel.actors.replica.disk_tier import read_slabs
 from satchel.actors.replica.kv_cache import Slab
+from satchel.actors.replica.memory import kept_of
 from satchel.actors.replica.prefix import Kept
-from satchel.actors.replica.slab_codec import from_parts, to_parts
+from satchel.actors.replica.slab_codec import to_parts
 
 SESSION = "bench"
 DISK_BYTES_MAX = 16 * 2**30
@@ -49,7 +51,8 @@ def drop_from_page_cache(folder: Path) -> bool:
 def write_prefix(desk: Desk, prompt: list[int], store: DiskStore) -> list[bytes]:
     """Put what the engine knows of the prompt on disk. Returns the entries' ids, in order."""
     ids, spec = block_ids(desk.root, prompt), desk.loaded.spec
-    hit = desk.engine.prefixes.match(desk.root, ids, prompt, len(prompt))
+    # As a row finds it: its last token is computed.
+    hit = desk.engine.prefixes.match(desk.root, ids, prompt, len(prompt) - 1)
     mx.eval([array for slab in [*hit.blocks, *([hit.tail] if hit.tail else [])] for array in slab.arrays()])
     entries: list[Entry] = []
     for index, slab in enumerate(hit.blocks):
@@ -74,24 +77,23 @@ def _entry(block: bytes, parent: bytes, tokens: list[int], slab: Slab, parts: di
 def restore_prefix(desk: Desk, store: DiskStore, entry_ids: Sequence[bytes]) -> None:
     """Bring entries from the disk into the engine's prefix cache: looked up, read, verified, made arrays.
 
-    This is the whole way from the disk; a replica that restores by itself takes its place.
+    This is the whole way from the disk, but for the joining of blocks: the row does that when it is opened.
     """
     found = store.locate(desk.loaded.model_id, list(entry_ids))
     locations: list[Location] = [location for location in found if location is not None]
     blocks: list[tuple[int, Sequence[int], Kept[Slab]]] = []
     chain: list[bytes] = []
-    for read in read_entries(store.root, store.key, locations):
-        if not isinstance(read, StoredEntry):
-            raise RuntimeError(read.reason)
-        tokens = unpack_tokens(read.location.tokens)
-        slab = from_parts(desk.loaded.spec, read.parts, len(tokens), read.location.window_from)
-        kept = Kept(slab, slab.nbytes, slab.window_from, slab.states is not None)
-        if read.location.tail:
+    slabs, _ = read_slabs(desk.loaded.spec, store.root, store.key, locations)
+    for location, slab in zip(locations, slabs, strict=True):
+        if isinstance(slab, Failure):
+            raise RuntimeError(slab.reason)
+        tokens = unpack_tokens(location.tokens)
+        if location.tail:
             desk.engine.prefixes.put_blocks(chain, blocks)
-            desk.engine.prefixes.put_tail(desk.root, chain, tokens, kept)
+            desk.engine.prefixes.put_tail(desk.root, chain, tokens, kept_of(slab))
         else:
-            blocks.append((len(chain), tokens, kept))
-            chain.append(read.location.id)
+            blocks.append((len(chain), tokens, kept_of(slab)))
+            chain.append(location.id)
     desk.engine.prefixes.put_blocks(chain, blocks)
 
 
@@ -106,12 +108,13 @@ def first_token(
         nbytes = 0
         desk.clear()
         for number in budget.rounds(rounds):
-            if number == 0:
+            if number == 0 and on_gpu():
+                # It prepares itself for every new shape, so that a whole round goes before those that count.
+                for warm_up in range(WARM_UP_ROUNDS):
+                    _stored_round(desk, length, f"warm-up-{warm_up}", work, {key: [] for key in times})
+            elif number == 0:
                 desk.ask(desk.prompt(min(length, 2 * BLOCK_TOKENS + 9), f"warm-up/{length}"))
-            folder = work / f"kv-{length}-{number}"
-            folder.mkdir(parents=True)
-            with open_store(folder) as store:
-                nbytes, dropped = _round(desk, desk.prompt(length, f"{length}/{number}"), store, times)
+            nbytes, dropped = _stored_round(desk, length, str(number), work, times)
             say(f"  {length:,} tokens: " + ", ".join(f"{key} {found[-1]:,.1f} ms" for key, found in times.items()))
         if not times["cold"]:
             part.notes.append(f"There was no time for {length:,} tokens.")
@@ -134,14 +137,24 @@ def first_token(
         f"On the engine, without Ray and HTTP; medians, ratios within a round. Warm is from disk {where}, `cached` the "
         "same with the files in the page cache; both include the look-up, reading, checking and making arrays."
     )
+    if on_gpu():
+        part.notes.append(f"{WARM_UP_ROUNDS} whole rounds of each length, which do not count, came before.")
     return part
+
+
+def _stored_round(desk: Desk, length: int, name: str, work: Path, times: dict[str, list[float]]) -> tuple[int, bool]:
+    """`_round` of a prompt and a folder of that name."""
+    folder = work / f"kv-{length}-{name}"
+    folder.mkdir(parents=True)
+    with open_store(folder) as store:
+        return _round(desk, desk.prompt(length, f"{length}/{name}"), store, times)
 
 
 def _round(desk: Desk, prompt: list[int], store: DiskStore, times: dict[str, list[float]]) -> tuple[int, bool]:
     """One prompt's times. Returns the bytes on disk, and whether the page cache could be emptied."""
     desk.clear()
-    # The last token is always computed; where it ends a block, so is the block, for it is kept sealed only.
-    most = len(prompt) - (1 if len(prompt) % BLOCK_TOKENS else BLOCK_TOKENS)
+    # The last token is always computed.
+    most = len(prompt) - 1
     for key, reused in (("cold", 0), ("hot", most)):
         answer = desk.ask(prompt)
         assert answer.cached == reused, f"{answer.cached} tokens are reused instead of {reused}"

@@ -13,13 +13,14 @@ from parts import Budget, Part, Say, median
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_id, root_id
 from satchel.actors.kv_store.codec import Entry
 from satchel.actors.kv_store.disk import DiskStore
-from satchel.actors.kv_store.segment_reader import StoredEntry, read_entries
+from satchel.actors.kv_store.segment_reader import Failure
 from satchel.actors.kv_store.segments import grouped, write_segment
 from satchel.actors.replica import kv_cache, sealing
+from satchel.actors.replica.disk_tier import read_slabs
 from satchel.actors.replica.kv_cache import LayerKind, LayerSpec, ModelCacheSpec, Slab
 from satchel.actors.replica.sealed_cache import SealedKVCache
 from satchel.actors.replica.sealing import POLICIES
-from satchel.actors.replica.slab_codec import from_parts, to_parts
+from satchel.actors.replica.slab_codec import to_parts
 
 LAYERS, KV_HEADS, DIM = 32, 8, 128
 """Of Llama-3.1-8B."""
@@ -65,7 +66,9 @@ def restoring(tokens: int, rounds: int, work: Path, budget: Budget, say: Say) ->
             }
         )
     part.notes.append(f"Sealed in memory, written and synced in {wrote_s:.2f} s ({nbytes / 1e9 / wrote_s:.2f} GB/s).")
-    part.notes.append("Restoring verifies every part's digest, makes arrays and joins the blocks of each layer.")
+    part.notes.append(
+        "Restoring verifies every part's digest, makes arrays of each block, and joins the blocks of each layer."
+    )
     return part
 
 
@@ -99,11 +102,9 @@ def _restore(store: DiskStore, ids: list[bytes]) -> None:
     spec = _spec()
     locations = [location for location in store.locate(MODEL, ids) if location is not None]
     assert len(locations) == len(ids)
-    slabs = []
-    for read in read_entries(store.root, store.key, locations):
-        if not isinstance(read, StoredEntry):
-            raise RuntimeError(read.reason)
-        slabs.append(from_parts(spec, read.parts, BLOCK_TOKENS))
+    slabs, run = read_slabs(spec, store.root, store.key, locations, joins=True)
+    good = [slab for slab in slabs if not isinstance(slab, Failure)]
+    assert len(good) == len(slabs), "every part is as it was written"
     caches = [SealedKVCache(POLICIES["q4"]) for _ in range(LAYERS)]
-    kv_cache.restore(spec, caches, slabs, None, 0)
+    kv_cache.restore(spec, caches, good if run is None else [run], None, 0)
     mx.eval([cache.state for cache in caches])

@@ -12,9 +12,11 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,13 @@ from first_token import first_token
 from neighbours import BENCHMARKS, neighbour
 from parts import Budget, Part, markdown
 from quality import quality
+from recall import recall
 from replay import replay
 from restoring import restoring
 from sizes import sizes
 
 RESULTS = BENCHMARKS / "results"
-PARTS = ("sizes", "quality", "first-token", "restoring", "agents", "replay")
+PARTS = ("sizes", "quality", "recall", "first-token", "restoring", "agents", "replay")
 EMBEDDED, RANDOM = "embedded:recall", "random-30m"
 
 
@@ -50,24 +53,26 @@ def read_options() -> argparse.Namespace:
             raise argparse.ArgumentTypeError("numbers are positive")
         return found
 
-    def parts(text: str) -> list[str]:
+    def names(known: Sequence[str], text: str) -> list[str]:
         chosen = [name.strip() for name in text.split(",") if name.strip()]
-        if unknown := [name for name in chosen if name not in PARTS]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
+        if unknown := [name for name in chosen if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(known)}")
         return chosen
 
     add = parser.add_argument
-    add("--parts", type=parts, default=list(PARTS), help=", ".join(PARTS))
+    add("--parts", type=partial(names, PARTS), default=list(PARTS), help=", ".join(PARTS))
     add("--rounds", type=int, default=3)
     add("--budget-s", type=float, default=3600.0, help="after this many seconds nothing is begun")
     add("--quality-lengths", type=counts, default=[512, 1024, 2048, 4096])
     add("--samples", type=int, default=4, help="conversations for the quality")
+    add("--questions", type=int, default=48, help="codes asked for at each length")
     add("--lengths", type=counts, default=[1000, 2000, 4000, 8000], help="prompts of the embedded model")
-    add("--random-lengths", type=counts, default=[4000, 16_000], help="prompts of the random model")
+    add("--random-lengths", type=counts, default=[4000, 16_000], help="prompts of models of random weights")
     add("--restore-tokens", type=int, default=4096)
     add("--agent-tokens", type=int, default=4096, help="the long prompt of two agents")
     add("--answer-tokens", type=int, default=64)
-    add("--models", default=f"{EMBEDDED},{RANDOM}", help="whose engines are timed")
+    models = (EMBEDDED, *(name for name, shape in neighbour("serve", "shapes").SHAPES.items() if shape))
+    add("--models", type=partial(names, models), default=[EMBEDDED, RANDOM], help=", ".join(models))
     add("--traces", type=Path, help="whowhen_conversations.jsonl")
     add("--work", type=Path, help="where files are written, on the disk that is to be measured (else a temporary one)")
     add("--out", type=Path, default=RESULTS)
@@ -81,14 +86,14 @@ class Run:
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options, self.work = options, work
         self.budget = Budget(options.budget_s)
+        self._desks: dict[str, Desk] = {}
 
     def parts(self) -> dict[str, Callable[[], Part]]:
         """By name, in order; a part with several models is there once for each."""
         chosen, found = self.options, dict[str, Callable[[], Part]]()
-        models = [name.strip() for name in chosen.models.split(",") if name.strip()]
         for name in chosen.parts:
             if name in ("first-token", "agents"):
-                for model in models:
+                for model in chosen.models:
                     found[f"{name} {model}"] = lambda name=name, model=model: self._timed(name, model)
             else:
                 found[name] = getattr(self, f"_{name}")
@@ -100,6 +105,9 @@ class Run:
     def _quality(self) -> Part:
         return quality(self.options.quality_lengths, self.options.samples, self.budget, say)
 
+    def _recall(self) -> Part:
+        return recall(self.options.questions, self.budget, say)
+
     def _restoring(self) -> Part:
         return restoring(self.options.restore_tokens, self.options.rounds, self.work, self.budget, say)
 
@@ -109,11 +117,13 @@ class Run:
     def _timed(self, part: str, model: str) -> Part:
         options, source = self.options, model
         lengths: list[int] = options.lengths
-        if model == RANDOM:
-            source, lengths = str(self.work / RANDOM), options.random_lengths
+        if model != EMBEDDED:
+            source, lengths = str(self.work / model), options.random_lengths
             if not Path(source).exists():
-                write_random_model(Path(source), max(RANDOM_CONTEXT, max(lengths) + 64))
-        desk = Desk(source)
+                write_random_model(model, Path(source), max(RANDOM_CONTEXT, max(lengths) + 64))
+        if source not in self._desks:
+            self._desks[source] = Desk(source)
+        desk = self._desks[source]
         most = desk.loaded.context_tokens - options.answer_tokens
         if part == "agents":
             tokens = min(options.agent_tokens, most)
@@ -138,18 +148,26 @@ def main() -> None:
     }
     path = options.out / f"memory-{options.machine or machine.name_of(facts)}"
     with tempfile.TemporaryDirectory(prefix="satchel-memory-", dir=options.work) as work:
-        run = Run(options, Path(work))
+        run, failed = Run(options, Path(work)), list[str]()
         for name, measure in run.parts().items():
             if run.budget.left_s <= 0:
                 say(f"{name}: no time is left")
                 continue
             say(name)
             started = time.monotonic()
-            part = measure()
+            try:
+                part = measure()
+            except Exception:
+                # What the other parts find is worth having.
+                traceback.print_exc()
+                failed.append(name)
+                continue
             result["parts"][name] = {**asdict(part), "seconds": time.monotonic() - started}
             mx.clear_cache()
             save(path, result)
     print(markdown(result))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def save(path: Path, result: dict[str, Any]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from satchel.actors.kv_store.blocks import block_ids, root_id
-from satchel.actors.messages import GenerateRequest, RowUpdate, Sampling
+from satchel.actors.messages import GenerateRequest, Media, RowUpdate, Sampling
 from satchel.actors.replica import models
 from satchel.actors.replica.disk_tier import DiskTier
 from satchel.actors.replica.engine import Engine
@@ -77,6 +77,7 @@ class Bench:
         priority: int = 0,
         choices: int = 1,
         agent: str = "",
+        media: Sequence[Media] = (),
         **sampling,
     ):
         root = root_id(self.loaded.model_id, "tenant:test")
@@ -94,12 +95,15 @@ class Bench:
             deadline_s=deadline_s,
             generated=generated,
             choices=choices,
+            media=list(media),
         )
-        restored = None
+        restored, features = None, {}
         if self._disk is not None:
             hot = self.engine.prefixes.peek(root, request.block_ids, prompt)
             restored = self._disk.load(request, hot)
-        self.engine.submit(request, lambda error: self.refused.update({name: error}) if error else None, restored)
+            features = self.engine.pictures.read_back(request, restored.known(prompt) if restored is not None else hot)
+        refuse = lambda error: self.refused.update({name: error}) if error else None  # noqa: E731
+        self.engine.submit(request, refuse, restored, features)
 
     def turn(self) -> bool:
         busy = self.engine.turn()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from satchel.actors.kv_store.codec import Entry
 from satchel.actors.kv_store.segment_reader import Failure, read_entries
@@ -100,3 +102,17 @@ class Copies:
                 self._last.store.close()
             shutil.rmtree(self._last.root)
             self._last = None
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `prepare` made."""
+    return prepare(tmp_path_factory.mktemp("prepared") / "kv")
+
+
+@pytest.fixture(name="copy")
+def copies(prepared: Path, tmp_path: Path) -> Iterator[Copies]:
+    """Makes copies of the prepared folder."""
+    made = Copies(prepared, tmp_path)
+    yield made
+    made.close()

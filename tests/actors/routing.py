@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from satchel.actors.messages import Decision, ReplicaReport, RouteRequest
+from satchel.actors.messages import Decision, ReplicaReport, RouteRequest, StoreReport
 from satchel.actors.router.policy import Policy
 
 BLOCKS = [bytes([index]) * 32 for index in range(20)]
@@ -35,6 +35,12 @@ def report(replica: str, **fields: object) -> ReplicaReport:
         "full": True,
     }
     return ReplicaReport(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def store(node: str, **fields: object) -> StoreReport:
+    """A full report, unless `fields` say otherwise."""
+    values = {"node": node, "incarnation": "1", "sequence": 0, "announced": [], "retracted": [], "full": True}
+    return StoreReport(**{**values, **fields})  # type: ignore[arg-type]
 
 
 def route(

@@ -71,7 +71,7 @@ def test_what_was_committed_is_there_again(tmp_path):
     assert (agents.sequence, agents.nbytes) == (sequence, nbytes)
     (head,) = database.heads("t/x")
     assert (head.branch, head.model, head.root, head.turns) == (first.branch, MODEL, b"r" * 32, 1)
-    assert agents.erased() == ["t/y"], "tombstones last"
+    assert agents.forgotten() == ["t/y"], "tombstones last"
     database.close()
 
 
@@ -249,7 +249,8 @@ def test_rows_are_bound_to_their_agent_and_to_the_homes_key(tmp_path):
     """Whoever can write the file and has no key cannot give one agent another one's memory."""
     filled(tmp_path / "kv")
     with contextlib.closing(sqlite3.connect(tmp_path / "kv" / NAME)) as plain:
-        plain.execute("UPDATE branches SET agent = 't/x' WHERE agent = 't/0'")
+        for table in ("branches", "contents"):
+            plain.execute(f"UPDATE {table} SET agent = 't/x' WHERE agent = 't/0'")
         plain.execute("UPDATE branches SET epoch = epoch + 100 WHERE agent = 't/1'")
         (mine, yours) = [
             plain.execute("SELECT branch FROM branches WHERE agent = ?", (agent,)).fetchone()[0]
@@ -299,6 +300,22 @@ def test_what_was_erased_is_in_no_file_any_more(tmp_path):
         assert secret.encode() not in data, path
         assert content(secret).tokens[:32] not in data, path
     assert len(said(database, "t/bob")) == 6
+    database.close()
+
+
+def test_what_was_erased_by_a_process_that_died_at_once_is_in_no_file_of_the_next_one(tmp_path):
+    """It had no time to empty its log."""
+    database = AgentDatabase(tmp_path / "kv")
+    agents = opened(database)
+    secret = "the secret of ann " * 50
+    commit(agents, "t/ann", secret)
+    agents.forget("t/ann", 1e9)
+    shutil.copytree(tmp_path / "kv", tmp_path / "left")
+    database.close()
+    assert any(secret.encode() in path.read_bytes() for path in (tmp_path / "left").iterdir())
+    database = AgentDatabase(tmp_path / "left")
+    assert not any(secret.encode() in path.read_bytes() for path in (tmp_path / "left").iterdir())
+    assert database.tombstones() == ["t/ann"]
     database.close()
 
 

@@ -228,7 +228,7 @@ def test_a_first_turn_under_way_is_barred_though_nothing_is_known_yet():
     assert not store.forget("x"), "there was nothing"
     assert store.commit("x", "secret", since=since) == Outcome("forgotten")
     assert not store.forget("never heard of")
-    assert store.agents.erased() == ["x"], "names that callers make up leave no tombstones"
+    assert store.agents.forgotten() == ["x"], "names that callers make up leave no tombstones"
 
 
 def test_tombstones_are_bounded_and_one_that_went_still_bars():
@@ -237,13 +237,13 @@ def test_tombstones_are_bounded_and_one_that_went_still_bars():
     for index in range(6):
         store.commit(f"a{index}", "secret")
         assert store.forget(f"a{index}")
-    assert len(store.agents.erased()) == 3
+    assert len(store.agents.forgotten()) == 3
     for index in range(6):
         assert store.commit(f"a{index}", "secret", since=since) == Outcome("forgotten"), index
     store.now = 31 * 86400.0
     store.commit("b", "x")
     store.forget("b")
-    assert store.agents.erased() == ["b"]
+    assert store.agents.forgotten() == ["b"]
 
 
 def test_a_fork_has_the_same_branches_and_goes_its_own_way():

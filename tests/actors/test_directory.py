@@ -7,7 +7,7 @@ import random
 import pytest
 
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS
-from satchel.actors.router.directory import PART_BLOCKS, Directory, Home
+from satchel.actors.router.directory import FEW_BITS, PART_BLOCKS, Directory, Disk, Home
 
 BLOCKS = [bytes([index]) * 32 for index in range(20)]
 
@@ -106,7 +106,51 @@ def test_who_is_forgotten_leaves_no_blocks_no_homes_and_no_bit():
         directory.forget(name)
         directory.check()
         assert directory.home("agent", "m") is None
-        assert directory.replicas == {"stays"} and directory.blocks == 3
+        assert directory.holders == {"stays"} and directory.blocks == 3
     directory.forget("never seen")
     directory.announce("new", BLOCKS[:1])
     assert max(directory._holders.values()) < 1 << 2
+
+
+@pytest.mark.parametrize("count", [1, FEW_BITS, FEW_BITS + 1, 200])
+def test_many_holders_of_one_prefix_are_all_found(count: int):
+    """However many drop out at the same block, and wherever their places are; memory and disk of one name are two."""
+    directory = Directory()
+    for index in range(count):
+        directory.announce(f"r{index}", BLOCKS[:4])
+        directory.announce(Disk(f"r{index}"), BLOCKS[:9])
+    directory.announce("last", BLOCKS[:1])
+    runs = directory.runs(BLOCKS[:12])
+    assert [runs[directory.place(f"r{index}")] for index in range(count)] == [4] * count
+    assert [runs[directory.place(Disk(f"r{index}"))] for index in range(count)] == [9] * count
+    assert runs[directory.place("last")] == 1
+    assert runs[directory.place("nobody")] == runs[-1] == 0
+    assert directory.held(Disk("r0")) == set(BLOCKS[:9]) and directory.count("r0") == 4
+
+
+def test_a_place_is_free_again_and_nobody_else_moves():
+    directory = Directory()
+    for name in "abcd":
+        directory.announce(name, BLOCKS[:2])
+    places = [directory.place(name) for name in "abcd"]
+    for name in "bc":
+        directory.forget(name)
+    directory.announce("e", BLOCKS[:3])
+    directory.check()
+    assert [directory.place(name) for name in "aed"] == [places[0], places[1], places[3]]
+    assert directory.held_tokens(BLOCKS, "abde") == {
+        "a": 2 * BLOCK_TOKENS, "b": 0, "d": 2 * BLOCK_TOKENS, "e": 3 * BLOCK_TOKENS,
+    }  # fmt: skip
+
+
+def test_blocks_with_the_same_holders_share_one_integer():
+    """With a thousand holders it is longer than the block's id."""
+    directory = Directory()
+    for name in ("a", "b"):
+        for index in range(100):
+            directory.announce(f"{name}{index}", [])
+    directory.announce("b99", ids(50))
+    directory.announce(Disk("n"), ids(50))
+    assert len({id(mask) for mask in directory._holders.values()}) == 1
+    directory.retract("b99", ids(50)[:10])
+    assert len({id(mask) for mask in directory._holders.values()}) == 2

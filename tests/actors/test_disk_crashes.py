@@ -14,32 +14,12 @@ import pytest
 from satchel.actors.kv_store.codec import Entry
 from satchel.cluster.errors import DiskError, DiskFull
 
+from . import kv_scenes
 from .kv_files import ROOT, Bench, Failing, NoSync, Photographed, chain, payload, tail
-from .kv_scenes import (
-    ALICE,
-    BOB,
-    CACHE,
-    LONG,
-    OPERATIONS,
-    REPLACED,
-    SHORT,
-    Copies,
-    found,
-    no_orphans,
-    prepare,
-)
+from .kv_scenes import ALICE, BOB, CACHE, LONG, OPERATIONS, REPLACED, SHORT, found, no_orphans
 
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Path:
-    return prepare(tmp_path_factory.mktemp("prepared") / "kv")
-
-
-@pytest.fixture
-def copy(prepared, tmp_path) -> Iterator[Copies]:
-    copies = Copies(prepared, tmp_path)
-    yield copies
-    copies.close()
+copies, prepared = kv_scenes.copies, kv_scenes.prepared
+"""Fixtures."""
 
 
 @pytest.mark.parametrize("power_loss", [False, True], ids=["killed", "power loss"])

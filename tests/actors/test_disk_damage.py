@@ -5,33 +5,15 @@ from __future__ import annotations
 import random
 import sqlite3
 from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from satchel.actors.kv_store.segment_reader import Failure, read_entries
 
+from . import kv_scenes
 from .kv_files import MODEL, chain, payload
-from .kv_scenes import (
-    BOB,
-    CACHE,
-    Copies,
-    found,
-    no_orphans,
-    prepare,
-)
+from .kv_scenes import BOB, CACHE, found, no_orphans
 
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Path:
-    return prepare(tmp_path_factory.mktemp("prepared") / "kv")
-
-
-@pytest.fixture
-def copy(prepared, tmp_path) -> Iterator[Copies]:
-    copies = Copies(prepared, tmp_path)
-    yield copies
-    copies.close()
+copies, prepared = kv_scenes.copies, kv_scenes.prepared
+"""Fixtures."""
 
 
 def damaged(good: bytes) -> Iterator[tuple[str, bytes | None]]:

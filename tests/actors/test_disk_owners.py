@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from satchel.actors.kv_store import disk, placement
-from satchel.actors.kv_store.codec import Entry
+from satchel.actors.kv_store.codec import Entry, owner_tag
 from satchel.actors.kv_store.compaction import rewrite
 from satchel.actors.kv_store.segment_reader import Failure, read_entries
 from satchel.cluster.errors import InvalidRecord
@@ -148,3 +148,30 @@ def test_what_dies_while_its_file_is_rewritten_does_not_come_back(bench, monkeyp
     bench.store.forget("default/alice")
     assert bench.lacks(bob[1]) and bench.has(bob[0])
     assert payload(bob[1]) not in bench.bytes_on_disk(), "and is erased in the next round"
+
+
+def test_owners_are_settled_of_what_is_uncertain_only(bench):
+    lost, known = chain(2, owners=("default/alice",)), chain(1, first=9, owners=("default/alice",))
+    bench.put(lost)
+    bench.store.close()
+    (bench.root / "index").unlink()
+    bench.open()
+    bench.put(known)
+    assert {record.id for record in bench.store.uncertain()} == {entry.id for entry in lost}
+    bob, carol = (owner_tag(bench.store.key, f"default/{name}") for name in ("bob", "carol"))
+    assert bench.store.settle({lost[0].id: [bob, carol], known[0].id: [bob], bytes(32): [bob], lost[1].id: []}) == 1
+    assert bench.store.owners() == {bob, carol, owner_tag(bench.store.key, "default/alice")}
+    assert [record.id for record in bench.store.uncertain()] == [lost[1].id]
+    assert bench.store.forget("default/bob") == [lost[1].id] and bench.has(lost[0], *known)
+    assert bench.store.forget("default/alice") == [known[0].id] and bench.has(lost[0])
+    assert bench.store.forget("default/carol") == [lost[0].id] and bench.files() == []
+
+
+def test_what_an_owner_has_rightly_is_not_taken_with_the_rest(bench):
+    entries = chain(3, owners=("default/alice",))
+    bench.put(entries)
+    assert bench.store.forget("default/alice", lambda record: record.id == entries[1].id) == [
+        entry.id for entry in entries if entry is not entries[1]
+    ]
+    assert bench.has(entries[1]) and payload(entries[0]) not in bench.bytes_on_disk()
+    assert bench.store.forget("default/alice") == [entries[1].id]

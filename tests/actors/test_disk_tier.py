@@ -104,6 +104,50 @@ def test_a_new_process_computes_only_what_is_new(loaded: LoadedModel, node: Node
     assert cold.tokens == warm.tokens and cold.cached == 0
 
 
+@pytest.mark.parametrize(("known", "more"), [(70, 200), (70, 600), (256, 600), (470, 600)])
+def test_what_was_known_is_found_however_much_follows(loaded: LoadedModel, node: Node, known: int, more: int):
+    """The open end of what is on the disk lies behind any block of the next prompt, not only behind its last."""
+    bench, disk = process(loaded, node)
+    bench.run("first", prompt_of(known), agent=AGENT, max_tokens=1)
+    write_down(bench, disk)
+    node.restart()
+    bench, disk = process(loaded, node)
+    warm = bench.run("warm", prompt_of(known) + prompt_of(more, seed=2), agent=AGENT)
+    assert warm.cached is not None and warm.cached >= known
+
+
+@pytest.fixture(scope="module", params=["q4", "fp16"])
+def kept(request: pytest.FixtureRequest) -> LoadedModel:
+    """The embedded model, by how it keeps KV."""
+    return models.load(
+        "embedded:recall",
+        context_tokens_max=None,
+        progress=lambda what, fraction: None,
+        numerics="reproducible",
+        kv=request.param,
+    )
+
+
+@pytest.mark.parametrize("length", [2, 255, 256, 257, 511, 512, 513])
+def test_the_same_prompt_costs_one_token_hot_and_warm(kept: LoadedModel, node: Node, length: int):
+    """Around the end of a block too, whose full precision is gone once the answer fills it."""
+    bench, disk = process(kept, node)
+    prompt = prompt_of(length)
+    cold = bench.run("cold", prompt, agent=AGENT)
+    write_down(bench, disk)
+    hot = bench.run("hot", prompt, agent=AGENT)
+    write_down(bench, disk)
+    node.restart()
+    other, disk = process(kept, node)
+    warm = other.run("warm", prompt, agent=AGENT)
+    assert (cold.cached, hot.cached, warm.cached) == (0, length - 1, length - 1)
+    assert cold.tokens == hot.tokens == warm.tokens
+    # Neither the blocks nor the tail of the prompt are written a second time.
+    write_down(other, disk)
+    answer_blocks = (length + 11) // 256 - (length - 1) // 256
+    assert disk.counters.written_blocks <= answer_blocks + 1
+
+
 def test_what_is_restored_has_the_same_bytes(loaded: LoadedModel, node: Node):
     bench, disk = process(loaded, node)
     bench.run("row", prompt_of(600), agent=AGENT)
@@ -176,3 +220,22 @@ def test_every_kind_of_layer_comes_back(tmp_path: Path, node: Node, family: str,
     other, _ = process(loaded, node)
     warm = other.run("warm", longer, agent=AGENT, max_tokens=1)
     assert warm.cached == 620 + 16
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("kv", ["q4", "fp16"])
+def test_every_kind_of_layer_serves_a_prompt_that_ends_a_block(tmp_path: Path, node: Node, family: str, kv: str):
+    """Windows have enough before the last token, and recurrent layers a snapshot right there."""
+    folder = write_model(tmp_path / family, family)
+    loaded = models.load(
+        str(folder), context_tokens_max=None, progress=lambda *_: None, weights="stored", kv=kv, numerics="reproducible"
+    )
+    bench, disk = process(loaded, node)
+    cold = bench.run("cold", prompt_of(512), agent=AGENT, max_tokens=5)
+    hot = bench.run("hot", prompt_of(512), agent=AGENT, max_tokens=5)
+    write_down(bench, disk)
+    node.restart()
+    other, _ = process(loaded, node)
+    warm = other.run("warm", prompt_of(512), agent=AGENT, max_tokens=5)
+    assert (cold.cached, hot.cached, warm.cached) == (0, 511, 511)
+    assert hot.tokens == warm.tokens

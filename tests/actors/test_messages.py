@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgpack
 import pytest
 
@@ -13,18 +15,24 @@ from satchel.actors.messages import (
     RouteRequest,
     RowUpdate,
     Sampling,
+    StoreReport,
     decode,
     encode,
 )
 from satchel.cluster import errors
+
+# Pairs and triples come out of msgpack as lists.
+CLAIMS: Any = [["t/a", 3, True]]
+TOMBSTONES: Any = [["t/c", 2]]
 
 MESSAGES = [
     GenerateRequest("r", "c", "m", "t/a", [1, 2], [b"x" * 32], b"r" * 32, Sampling(seed=2**63 - 1), 3, 1.5, 4),
     Frame([RowUpdate("r", [1, 2], None, 5), RowUpdate("s", [], "error", None, {"kind": "QueueFull"})]),
     Frame([]),
     RouteRequest("r", "m", "", [b"x"], 7, ["a"]),
-    Decision("a", "prefix", 256, ["a"], {"queue": [0.5]}),
-    ReplicaReport("a", "m", "i", 1, 2, 3, 4, 5, 6.0, ["r"], [b"x"], [], True),
+    Decision("a", "prefix", 512, ["a"], {"queue": [0.5]}, "mac0", "mac1", 256),
+    ReplicaReport("a", "m", "i", 1, 2, 3, 4, 5, 6.0, ["r"], [b"x"], [], True, "mac0", 0.02, 3e9, 36864.0, -1),
+    StoreReport("mac0", "i", 1, [b"x"], [], False, CLAIMS, ["t/b"], TOMBSTONES, {"mac1": 1e9}, 5, 6, True),
 ]
 
 

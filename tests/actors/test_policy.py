@@ -8,7 +8,8 @@ import pytest
 
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS
 from satchel.actors.messages import Decision, RouteRequest
-from satchel.actors.router.policy import GONE_S, Policy
+from satchel.actors.router.members import GONE_S
+from satchel.actors.router.policy import FIRST_PREFILL_S, Policy
 
 from .routing import BLOCKS, RATE, make_policy, probe, report, route
 
@@ -81,6 +82,16 @@ def test_new_agents_go_round_though_one_replica_holds_their_system_prompt():
     assert (decision.replica, decision.why) == ("z", "prefix"), "a long conversation is found without its home"
 
 
+def test_a_new_agent_does_not_wait_where_it_need_not():
+    """Only its first prefill is no matter: of a replica with half a second of work and an idle one it gets the idle
+    one, though the other is next in turn."""
+    policy = make_policy("a", "b")
+    route(policy, "first", request_id="q")
+    policy.release("a", "q")
+    policy.observe(report("b", sequence=1, full=False, active=["other"], pending_tokens=int(0.5 * RATE)), 0.0)
+    assert route(policy, "second").replica == "a"
+
+
 def test_the_last_token_of_a_prompt_is_always_computed():
     """A prompt of whole blocks that are all held still needs its last block, or the tokens before its last one."""
     policy = make_policy()
@@ -94,31 +105,39 @@ def test_the_last_token_of_a_prompt_is_always_computed():
 
 
 def test_stickiness_is_bounded():
-    """An agent leaves its home once another replica is sooner by more than `sticky_penalty_s_max` and what that one
-    would have to compute a second time."""
+    """An agent leaves its home once another replica is sooner by more than `sticky_penalty_s_max`."""
     for queued_s, leaves in ((1.9, False), (2.2, True), (60.0, True)):
         policy = make_policy("a")
         route(policy, "agent", request_id="first")
         policy.release("a", "first")
         policy.observe(report("b"), 0.0)
-        # A row beside it costs 0.064 s, and the 100 tokens of the agent 0.1 s elsewhere, twice.
+        # A row beside it costs 0.064 s, and the 100 tokens of the agent 0.1 s elsewhere.
         policy.observe(report("a", sequence=1, pending_tokens=int(queued_s * RATE), active=["other"]), 0.0)
         decision = route(policy, "agent")
         assert (decision.replica, decision.why) == (("b", "home_busy") if leaves else ("a", "agent_home"))
 
 
 def test_leaving_home_costs_what_is_computed_twice():
-    """Beyond the penalty, a home that holds 2,560 tokens keeps its agent for as long as these take elsewhere, twice."""
-    for queued_s, leaves in ((6.0, False), (7.5, True)):
+    """Beyond the penalty, a home that holds 2,560 tokens keeps its agent for as long as these take elsewhere, and once
+    more where others wait: as long as they do, up to that."""
+    for waits_s, queued_s, leaves in (
+        (0.0, 4.4, False),
+        (0.0, 4.7, True),
+        (1.0, 6.4, False),
+        (1.0, 6.7, True),
+        (9.0, 15.9, False),
+        (9.0, 16.3, True),
+    ):
         policy = make_policy()
         policy.observe(report("a", announced=BLOCKS[:10]), 0.0)
         route(policy, "agent", request_id="first", tokens=10 * BLOCK_TOKENS + 1, blocks=10)
         policy.release("a", "first")
-        policy.observe(report("b"), 0.0)
+        # Each has one row, so decoding costs the same.
+        policy.observe(report("b", pending_tokens=int(waits_s * RATE), active=["another"]), 0.0)
         busy = report("a", sequence=1, full=False, pending_tokens=int(queued_s * RATE), active=["other"])
         policy.observe(busy, 0.0)
         decision = route(policy, "agent", tokens=10 * BLOCK_TOKENS + 1, blocks=10)
-        assert (decision.replica == "b") == leaves
+        assert (decision.replica == "b") == leaves, (waits_s, queued_s)
 
 
 def test_a_home_that_evicted_its_agent_keeps_it_by_the_penalty_only():
@@ -138,7 +157,7 @@ def test_a_home_that_evicted_its_agent_keeps_it_by_the_penalty_only():
     policy.observe(report("a", sequence=2, full=False, retracted=BLOCKS[2:10]), 1.0)
     evicted = turn(1.0)
     assert (evicted.replica, evicted.cached_tokens) == ("a", 2 * BLOCK_TOKENS)
-    assert evicted.costs_s["away"] == [0.0, pytest.approx(2.0 + 2 * BLOCK_TOKENS / RATE)]
+    assert evicted.costs_s["away"] == [0.0, 2.0]
 
 
 def test_what_was_routed_somewhere_is_expected_there():
@@ -227,8 +246,18 @@ def test_each_rule_adds_its_own_terms(rule: str, chosen: str, why: str):
         policy.release(name, "q")
     decision = route(policy, "one", tokens=2600, blocks=10)
     assert (decision.replica, decision.why) == (chosen, why)
-    stranger = route(policy, "two", tokens=100)
-    assert stranger.costs_s["prefill"] == pytest.approx([0.025] * 3 if rule == "satchel" else [0.1] * 3)
+
+
+def test_what_a_first_prefill_costs_more_than_elsewhere_decides_nothing_up_to_a_limit():
+    """All of it under the other rules, and for a request without an agent."""
+    policy = make_policy("b")
+    policy.observe(report("a", announced=BLOCKS), 0.0)
+    least_s, most_s = 0.1, 20 * BLOCK_TOKENS / RATE + 0.1
+    for agent, there_s in (("new", most_s - FIRST_PREFILL_S), ("", most_s)):
+        costs = route(policy, agent, tokens=20 * BLOCK_TOKENS + 100, blocks=20, exclude=["b"]).costs_s
+        assert costs["prefill"] == pytest.approx([least_s]), "alone it is the least"
+        decision = route(policy, agent and "newer", tokens=20 * BLOCK_TOKENS + 100, blocks=20)
+        assert (decision.replica, decision.costs_s["prefill"]) == ("a", pytest.approx([least_s, there_s]))
 
 
 def test_a_rule_that_nobody_knows_is_refused():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_ids, root_id
+from satchel.actors.replica import prefix
 from satchel.actors.replica.prefix import Kept, PrefixCache, ReuseRule
 
 ROOT = root_id(b"m" * 32, "t")
@@ -52,6 +54,67 @@ def test_at_most_all_but_the_last_token_is_reused():
         keep(cache, tokens)
         expected = length - 1 if length % BLOCK_TOKENS else length - BLOCK_TOKENS
         assert reusable(cache, tokens) == expected
+
+
+def test_a_block_that_the_last_token_ends_is_found_by_its_tail():
+    """A sealed block cannot be cut; where the tail that became it is kept too, all but the last token is found."""
+    for blocks in (1, 2):
+        cache: PrefixCache[str] = PrefixCache(10_000)
+        tokens = list(range(blocks * BLOCK_TOKENS))
+        ids = block_ids(ROOT, tokens)
+        keep(cache, tokens)
+        assert cache.peek(ROOT, ids, tokens) == reusable(cache, tokens) == (blocks - 1) * BLOCK_TOKENS
+        start = (blocks - 1) * BLOCK_TOKENS
+        cache.put_tail(ROOT, ids[:-1], tokens[start:-1], Kept("end", NBYTES))
+        assert cache.peek(ROOT, ids, tokens) == reusable(cache, tokens) == len(tokens) - 1
+        found = cache.take_tail(ids[-2] if blocks > 1 else ROOT, tokens[start:-1])
+        assert found is not None and found.value == "end"
+        assert cache.take_tail(ROOT, tokens[:7]) is None
+        # A longer prompt takes the block itself.
+        assert reusable(cache, [*tokens, 7]) == len(tokens)
+        cache.check()
+
+
+DAMAGE: dict[str, Callable[[PrefixCache[str]], object]] = {
+    "bytes": lambda cache: setattr(cache, "nbytes", cache.nbytes - NBYTES),
+    "blocks": lambda cache: setattr(cache, "blocks", cache.blocks + 1),
+    "lost tail": lambda cache: cache._tails.popitem(),
+    "tail too many": lambda cache: next(iter(cache._tails.values())).append((2**31,)),
+    "tails of nobody": lambda cache: cache._tails.update({b"x" * 32: [(1,)]}),
+    "no tails": lambda cache: cache._tails.update({b"x" * 32: []}),
+    "out of order": lambda cache: next(iter(cache._tails.values())).reverse(),
+    "lost entry": lambda cache: cache._entries.popitem(),
+    "over budget": lambda cache: setattr(cache, "bytes_max", NBYTES),
+    "half a block": lambda cache: cache._entries[(cache.block_ids()[0], None)].tokens.pop(),
+    "announced": lambda cache: cache._announced.add(b"x" * 32),
+    "retracted": lambda cache: cache._retracted.update(cache.block_ids()),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("step", [1, 4096])
+def test_every_wrong_count_is_found_and_forgotten(what: str, step: int, monkeypatch: pytest.MonkeyPatch):
+    """`reset` works on tables in any state, tells what is gone, and leaves a cache that keeps and finds."""
+    monkeypatch.setattr(prefix, "RECOUNT_STEP", step)
+    cache: PrefixCache[str] = PrefixCache(10_000)
+    for first in (0, 1, 2):
+        keep(cache, [*range(600), first, 7])
+    ids = cache.block_ids()
+    cache.pin("somebody", ROOT, ids, [])
+    cache.unpin("somebody")
+    cache.check()
+    cache.drain_events()
+    DAMAGE[what](cache)
+    with pytest.raises(AssertionError):
+        cache.check()
+    cache.reset()
+    cache.bytes_max = 10_000
+    cache.check()
+    _, retracted = cache.drain_events()
+    assert set(ids) <= set(retracted) | ({ids[-1]} if what == "lost entry" else set()) and not cache.block_ids()
+    keep(cache, list(range(600)))
+    assert reusable(cache, [*range(600), 1]) == 600
+    cache.check()
 
 
 def test_a_diverging_prompt_reuses_the_common_part_only():
@@ -197,3 +260,15 @@ def test_a_hundred_thousand_blocks_cost_no_more_than_ten():
         return Counting.reads
 
     assert reads(10_000) == reads(10)
+
+
+def test_a_short_conversation_is_dropped_without_what_others_said_after_the_same_root() -> None:
+    """All that was said before the first block is full lies under one root, everybody's."""
+    cache: PrefixCache[str] = PrefixCache(1000, ReuseRule())
+    root = b"r" * 32
+    for tokens in ([1, 2, 3], [1, 2, 9], [7]):
+        cache.put_tail(root, [], tokens, Kept("kv", 10))
+    assert cache.ends(root, [1, 2, 3, 4]) == [(1, 2, 3)]
+    assert cache.drop(root, [], [1, 2, 3, 4]) == 10
+    assert cache.ends(root, [1, 2, 9]) == [(1, 2, 9)] and cache.ends(root, [7]) == [(7,)]
+    cache.check()

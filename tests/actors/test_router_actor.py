@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from itertools import pairwise
 
+import pytest
+
 from satchel.actors.messages import Decision, ReplicaReport, RouteRequest, decode, encode
 from satchel.actors.router.actor import RouterActor
 from satchel.actors.router.directory import PART_BLOCKS
 from satchel.cluster.config import default_config
 from satchel.cluster.errors import NoReplica, from_wire
 
-from .routing import BLOCKS, report
+from .routing import BLOCKS, report, store
 
 
 async def ask(router: RouterActor, request_id: str) -> Decision:
@@ -22,7 +24,7 @@ async def ask(router: RouterActor, request_id: str) -> Decision:
 
 async def test_a_decision_travels_and_can_be_explained():
     """By the response's id, though a row's is longer: the reason, and each candidate's terms, which add up."""
-    router = RouterActor(default_config())
+    router = RouterActor(default_config(), joined=())
     assert await router.report(encode(report("a", announced=BLOCKS)))
     assert await router.report(encode(report("b")))
     decision = await ask(router, "request/1")
@@ -37,7 +39,7 @@ async def test_a_decision_travels_and_can_be_explained():
 
 
 async def test_what_a_request_will_leave_is_noted_once_it_is_answered():
-    router = RouterActor(default_config())
+    router = RouterActor(default_config(), joined=())
     await router.report(encode(report("a")))
     await ask(router, "r")
     assert router._policy.directory.blocks == 0
@@ -45,14 +47,73 @@ async def test_what_a_request_will_leave_is_noted_once_it_is_answered():
     assert router._policy.directory.blocks == 4
 
 
+async def test_nodes_report_and_are_asked_for():
+    """A pull is decided and explained; where an agent is, who has copies, and which nodes there are."""
+    router = RouterActor(default_config(), joined=())
+    await router.report(encode(report("a", node="n0", kv_bytes_per_token=1000, prefill_tokens_per_s=100.0)))
+    assert await router.store_report(encode(store("n0", agents=[["t/agent", 2, True]], links={"n1": 1e9})))
+    holds = store("n1", announced=BLOCKS[:4], agents=[["t/agent", 2, False]])
+    assert await router.store_report(encode(holds))
+    assert not await router.store_report(encode(store("n1", sequence=2, full=False, used_bytes=7, free_bytes=9)))
+    decision = await ask(router, "r")
+    assert (decision.node, decision.pull_from, decision.pull_tokens) == ("n0", "n1", 4 * 256)
+    explained = await router.explain("r")
+    assert explained is not None
+    assert (explained["node"], explained["pull_from"], explained["pull_tokens"]) == ("n0", "n1", 4 * 256)
+    assert explained["costs_s"]["a"]["pull"] > 0.0 and explained["costs_s"]["a"]["restore"] > 0.0
+    assert await router.where("t/agent") == {"home": "n0", "alive": True, "epoch": 2, "copies": ["n1"]}
+    assert await router.where("t/nobody") is None
+    assert await router.agents_on("n0") == ["t/agent"] and await router.agents_on("n1") == []
+    first, second = await router.nodes()
+    assert (first["name"], first["links"], first["replicas"]) == ("n0", {"n1": 1e9}, ["a"])
+    assert (second["used_bytes"], second["free_bytes"], second["blocks"], second["agents"]) == (7, 9, 4, 1)
+    assert 0.0 <= second["seen_s"] < 5.0 and second["alive"]
+    await router.lose_node("n1")
+    assert await router.where("t/agent") == {"home": "n0", "alive": True, "epoch": 2, "copies": []}
+    assert [node["alive"] for node in await router.nodes()] == [True, False]
+    assert (await ask(router, "s")).pull_from == ""
+    await router.lose_node("n0")
+    answer = await router.route(encode(RouteRequest("t", "m", "", [], 5)))
+    assert isinstance(answer, dict) and isinstance(from_wire(answer), NoReplica)
+
+
+async def test_a_router_that_began_anew_says_what_it_knows_and_no_more():
+    """Until all nodes have said everything: no agent is new or lost, and no node is gone."""
+    router = RouterActor(default_config(), joined=["n0", "n1"])
+    unsure = {"home": "", "alive": False, "epoch": 0, "copies": [], "unheard": ["n0", "n1"]}
+    assert await router.where("t/agent") == unsure
+    assert await router.nodes() == [{"name": "n0", "alive": True}, {"name": "n1", "alive": True}]
+    assert not await router.store_report(encode(store("n1", sequence=7, full=False)))
+    assert await router.where("t/agent") == unsure, "a part of what it has says little"
+    await router.store_report(encode(store("n1", sequence=8, agents=[["t/agent", 2, False]])))
+    assert await router.where("t/agent") == {**unsure, "unheard": ["n0"]}, "its home is not lost"
+    assert [(node["name"], node["alive"]) for node in await router.nodes()] == [("n1", True), ("n0", True)]
+    await router.store_report(encode(store("n0", agents=[["t/agent", 2, True]])))
+    known = {"home": "n0", "alive": True, "epoch": 2, "copies": ["n1"]}
+    assert await router.places(["t/agent", "t/nobody"]) == [known, None]
+
+
+@pytest.mark.parametrize("how", ["silent", "lost"])
+async def test_a_router_that_began_anew_waits_for_no_node_for_ever(how: str, monkeypatch: pytest.MonkeyPatch):
+    router = RouterActor(default_config(), joined=["n0", "n1"])
+    await router.store_report(encode(store("n1", agents=[["t/agent", 2, False]])))
+    if how == "lost":
+        await router.lose_node("n0")
+    else:
+        monkeypatch.setattr(router, "_listens_until", 0.0)
+    assert await router.where("t/agent") == {"home": "", "alive": False, "epoch": 2, "copies": ["n1"]}
+    assert await router.where("t/nobody") is None
+    assert [node["name"] for node in await router.nodes()] == ["n1"]
+
+
 async def test_without_a_replica_the_answer_is_an_error():
-    answer = await RouterActor(default_config()).route(encode(RouteRequest("r", "m", "", [], 5)))
+    answer = await RouterActor(default_config(), joined=()).route(encode(RouteRequest("r", "m", "", [], 5)))
     assert isinstance(answer, dict) and isinstance(from_wire(answer), NoReplica)
 
 
 async def test_requests_are_routed_while_a_large_report_is_taken():
     """And the next report waits for its end, so that what it says is not undone."""
-    router = RouterActor(default_config())
+    router = RouterActor(default_config(), joined=())
     await router.report(encode(report("a")))
     many = [index.to_bytes(32, "big") for index in range(PART_BLOCKS * 8)]
     order: list[str] = []

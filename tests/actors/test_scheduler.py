@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from satchel.actors.replica.scheduler import Limits, Row, Scheduler, State
+from satchel.actors.kv_store.blocks import BLOCK_TOKENS
+from satchel.actors.replica.pace import TOKENS_MIN
+from satchel.actors.replica.scheduler import Chunk, Limits, Row, Scheduler, State
 
 LIMITS = Limits(rows_max=4, queue_requests_max=6, prefill_chunk_tokens=256, kv_tokens_max=6000)
 
@@ -14,7 +16,7 @@ def drive(scheduler: Scheduler, now: float = 0.0) -> tuple[list[str], list[str]]
     while True:
         while (admitted := scheduler.admit()) is not None:
             scheduler.reused(admitted, 0)
-        chunk = scheduler.next_chunk(budget)
+        chunk = scheduler.next_chunk(budget, scheduler.limits.prefill_chunk_tokens)
         if chunk is None:
             break
         assert 0 < chunk.stop - chunk.start <= budget
@@ -198,20 +200,64 @@ def test_so_many_prompts_share_the_prefill_and_no_more():
         assert admit_all(scheduler) == [str(index) for index in range(most)]
 
 
-def test_chunks_end_at_borders_and_within_the_budget():
-    """Whatever a row begins with, its chunks end at multiples of the chunk size, the budget's end, or its own."""
-    scheduler = Scheduler(Limits(1, 1, 512, 100_000))
-    scheduler.add(Row("r", prompt=1400, max_tokens=1))
-    assert scheduler.admit() == "r"
-    scheduler.reused("r", 299)
+def stops_of(row: Row, reused: int, budgets: list[int], size: int = 512) -> list[int]:
+    """Where the chunks of a lone row end that has `reused` tokens, with these budgets one after the other."""
+    scheduler = Scheduler(Limits(1, 1, size, 100_000))
+    scheduler.add(row)
+    assert scheduler.admit() == row.request_id
+    scheduler.reused(row.request_id, reused)
     stops = []
-    for budget in (512, 512, 100, 512):
+    for budget in budgets:
         chunk = scheduler.next_chunk(budget)
         assert chunk is not None
+        assert chunk.stop - chunk.start <= budget
         scheduler.prefilled(chunk)
         stops.append(chunk.stop)
-    assert stops == [512, 1024, 1124, 1400]
-    assert scheduler.decoding() == ["r"]
+    return stops
+
+
+def test_chunks_end_at_borders_and_within_the_budget():
+    """Whatever a row begins with, its chunks end at multiples of the chunk size, at grains, or with the row."""
+    assert stops_of(Row("r", 1400, 1), 299, [512, 512, 100, 512]) == [512, 1024, 1088, 1400]
+
+
+def test_chunks_after_a_reused_prefix_end_where_blocks_do():
+    """The first one is shorter for it; where it would be shorter than half, only every second one ends there."""
+    assert stops_of(Row("r", 2000, 1), 299, [256, 256, 256], 2048) == [512, 768, 1024]
+    assert stops_of(Row("r", 2000, 1), 511, [256, 256, 256], 2048) == [640, 768, 1024]
+    assert stops_of(Row("r", 2000, 1), 299, [64, 64, 64], 2048) == [352, 384, 448]
+
+
+def test_what_a_short_prompt_leaves_of_a_budget_moves_no_chunk_of_a_long_one():
+    """A small call costs nearly a chunk's, and one that ends elsewhere shifts all later chunks off the blocks."""
+    scheduler = Scheduler(Limits(4, 4, 2048, 100_000))
+    for name, prompt in (("long", 2000), ("short", 155)):
+        scheduler.add(Row(name, prompt, 1))
+    admit_all(scheduler)
+    assert scheduler.next_chunk(256) == Chunk("short", 0, 155)
+    scheduler.prefilled(Chunk("short", 0, 155))
+    assert scheduler.next_chunk(101, 256) is None
+    assert scheduler.next_chunk(TOKENS_MIN - 1) is None
+    assert scheduler.next_chunk(TOKENS_MIN) == Chunk("long", 0, TOKENS_MIN)
+    scheduler.prefilled(Chunk("long", 0, 200))
+    assert scheduler.next_chunk(101, 256) is None, "56 tokens to the block's end"
+    scheduler.prefilled(Chunk("long", 200, 170 + BLOCK_TOKENS))
+    assert scheduler.next_chunk(101, 256) == Chunk("long", 426, 512)
+
+
+def test_what_the_oldest_cannot_use_is_for_prompts_that_end():
+    """Short prompts that come together are prefilled together, and the next step begins with the oldest."""
+    scheduler = Scheduler(Limits(8, 8, 2048, 100_000, prefill_rows_max=8))
+    for name, prompt in (("oldest", 2000), ("a", 20), ("b", 30), ("c", 40), ("d", 1000)):
+        scheduler.add(Row(name, prompt, 1))
+    admit_all(scheduler)
+    budget, done = 256, []
+    while chunk := scheduler.next_chunk(budget, 256):
+        scheduler.prefilled(chunk)
+        budget -= chunk.stop - chunk.start
+        done.append(chunk.request_id)
+    assert done == ["a", "b", "c"]
+    assert chunks(scheduler, 256, 3) == ["oldest", "d", "oldest"]
 
 
 KEYS = tuple(bytes([index]) for index in range(8))
@@ -314,3 +360,14 @@ def test_an_urgent_prompt_does_not_wait_for_a_turn_to_prefill():
     scheduler.add(Row("urgent", 5000, 1, priority=1))
     assert scheduler.plan(0.0).preempted == ["young"]
     assert admit_all(scheduler) == ["urgent"]
+
+
+def test_free_memory_is_what_the_dense_batch_leaves():
+    """Rows x longest, with room for a step: a short row beside a long one takes as much as the long one."""
+    scheduler = Scheduler(Limits(4, 4, 256, 1000))
+    assert scheduler.free_tokens == 1000
+    scheduler.add(Row("long", prompt=198, max_tokens=100))
+    scheduler.add(Row("waiting", prompt=1, max_tokens=100))
+    assert scheduler.free_tokens == 1000, "who waits holds nothing"
+    admit_all(scheduler)
+    assert scheduler.free_tokens == 1000 - 2 * 200

@@ -8,67 +8,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import pytest
 
-from satchel.actors.replica.scheduler import HEADROOM_TOKENS, STEP_TOKENS, Chunk, Limits, Row, Scheduler, State
+from satchel.actors.replica.pace import TOKENS_MIN
+from satchel.actors.replica.scheduler import (
+    HEADROOM_TOKENS,
+    STEP_TOKENS,
+    Chunk,
+    Row,
+    Scheduler,
+    State,
+)
+
+from .scheduler_worlds import World, make_world
 
 BLOCK = 256
 PATIENCE = 20
-
-
-@dataclass(frozen=True)
-class World:
-    """What may happen. `calm` means that no row is lost, late or sent back, so nothing is computed twice."""
-
-    seed: int
-    limits: Limits
-    steps: int = 500
-    bursts: float = 0.12
-    """How often requests come, per step."""
-    priorities: int = 1
-    aborts: float = 0.0
-    deadlines: bool = False
-    poisoned: float = 0.0
-    """Share of rows that break every decode step they are in."""
-    failures: float = 0.0
-    """Share of all calls that fail by chance."""
-    forgetful: bool = False
-    """Computed blocks are soon gone."""
-
-    @property
-    def calm(self) -> bool:
-        even = self.priorities == 1 and not self.forgetful and self.limits.kv_tokens_max > 10**6
-        return even and not (self.aborts or self.deadlines or self.poisoned or self.failures)
-
-    @property
-    def fair(self) -> bool:
-        return self.priorities == 1 and not (self.poisoned or self.failures)
-
-
-def make_world(seed: int) -> World:
-    rng = random.Random(seed)
-    kind = seed % 5
-    limits = Limits(
-        rows_max=rng.randint(1, 8),
-        queue_requests_max=rng.randint(4, 24),
-        prefill_chunk_tokens=rng.choice([256, 512]),
-        kv_tokens_max=10**7 if kind == 0 else rng.choice([700, 1500, 2500, 8000, 30_000]),
-        prefill_rows_max=rng.randint(1, 4),
-    )
-    world = World(seed, limits, bursts=rng.choice([0.03, 0.1, 0.4]))
-    if kind == 1:
-        return replace(world, forgetful=True)
-    if kind == 2:
-        return replace(world, priorities=3, aborts=0.03, forgetful=rng.random() < 0.5)
-    if kind == 3:
-        roomy = replace(limits, kv_tokens_max=10**7)
-        return replace(world, limits=roomy, bursts=0.2, priorities=3, poisoned=0.1, aborts=0.02)
-    if kind == 4:
-        return replace(world, priorities=2, aborts=0.03, deadlines=True, failures=0.02, poisoned=0.03)
-    return world
 
 
 @dataclass
@@ -287,38 +245,68 @@ class Simulation:
         return row
 
     def prefill(self) -> None:
-        budget = self.rng.choice([90, BLOCK, 2 * BLOCK, 2 * BLOCK + 77])
+        step = budget = self.rng.choice([90, BLOCK, 2 * BLOCK, 2 * BLOCK + 77])
         while True:
             while self.admit() is not None:
                 pass
-            chunk = self.scheduler.next_chunk(budget)
+            chunk = self.scheduler.next_chunk(budget, step)
+            assert self.scheduler.next_chunk(budget, step) == chunk, self.say("a question changes nothing")
             if chunk is None:
-                assert budget == 0 or not self.rows(State.PREFILLING)
+                assert budget < step or not self.rows(State.PREFILLING), self.say("nothing is prefilled")
+                assert not any(self.is_end(row, budget) for row in self.rivals()), self.say("an end would have fitted")
                 return
             assert 0 < chunk.stop - chunk.start <= budget
-            assert self.scheduler.next_chunk(budget) == chunk, self.say("a question changes nothing")
-            budget -= chunk.stop - chunk.start
+            self.check_worth(chunk, budget, step)
             if self.chance(self.world.failures):
                 self.leave(chunk.request_id, "error")
+                budget -= chunk.stop - chunk.start
                 continue
-            self.take_turns(chunk.request_id)
+            self.take_turns(chunk, budget, step)
+            budget -= chunk.stop - chunk.start
             self.compute(chunk)
             self.check()
 
-    def take_turns(self, name: str) -> None:
-        """The oldest of the most urgent has every second chunk, and the shortest of them the others."""
-        urgency = max(row.priority for row in self.rows(State.PREFILLING))
-        rivals = [row for row in self.rows(State.PREFILLING) if row.priority == urgency]
-        oldest, shortest = min(row.order for row in rivals), min(row.prompt - row.done for row in rivals)
-        row = self.row(name)
-        assert row.priority == urgency, self.say("a less urgent prompt goes first")
-        first = next(rival.request_id for rival in rivals if rival.order == oldest)
-        if row.order == oldest:
-            assert row.prompt - row.done == shortest or first in self.passed, self.say("a short prompt waits")
-            self.passed.discard(first)
+    def rivals(self) -> list[Row]:
+        """The most urgent of the rows being prefilled."""
+        rows = self.rows(State.PREFILLING)
+        urgency = max((row.priority for row in rows), default=0)
+        return [row for row in rows if row.priority == urgency]
+
+    def is_end(self, row: Row, budget: int) -> bool:
+        """Whether the budget completes the row's prompt in one chunk."""
+        size = self.world.limits.prefill_chunk_tokens
+        return row.prompt - row.done <= budget and row.prompt <= (row.done // size + 1) * size
+
+    def check_worth(self, chunk: Chunk, budget: int, step: int) -> None:
+        """A chunk ends its prompt or lies within a border. Of a step's whole budget another one uses at least half, up
+        to half a grain; what is left of one is used up to where whole ones end, or not at all."""
+        size, tokens = self.world.limits.prefill_chunk_tokens, chunk.stop - chunk.start
+        if chunk.stop == self.row(chunk.request_id).prompt or chunk.stop % size == 0:
+            return
+        if budget < step:
+            assert tokens >= TOKENS_MIN, self.say(f"a fragment: {chunk}")
+            assert chunk.stop % step == 0, self.say(f"{chunk} moves the chunks after it")
         else:
-            assert row.prompt - row.done == shortest and first not in self.passed, self.say("the oldest waits")
-            self.passed.add(first)
+            assert 2 * tokens >= budget, self.say(f"{chunk} of {budget}")
+            assert chunk.stop % (TOKENS_MIN // 2) == 0, self.say(f"{chunk} ends anywhere")
+
+    def take_turns(self, chunk: Chunk, budget: int, step: int) -> None:
+        """The oldest of the most urgent has every second chunk, and the shortest of them the others; where the oldest
+        has no use for the rest of a budget, it waits for the next one, and prompts that end go before."""
+        row, rivals = self.row(chunk.request_id), self.rivals()
+        assert row in rivals, self.say("a less urgent prompt goes first")
+        oldest = min(rivals, key=lambda rival: rival.order)
+        shortest = min(rival.prompt - rival.done for rival in rivals)
+        if row is oldest:
+            passed = oldest.request_id in self.passed
+            assert row.prompt - row.done == shortest or passed, self.say("a short prompt waits")
+            self.passed.discard(oldest.request_id)
+            return
+        assert row.prompt - row.done == shortest, self.say("neither the oldest nor the shortest")
+        if oldest.request_id in self.passed:
+            assert budget < step and not self.is_end(oldest, budget), self.say("the oldest waits")
+            assert self.is_end(row, budget), self.say("the oldest waits for a prompt that does not end")
+        self.passed.add(oldest.request_id)
 
     def compute(self, chunk: Chunk) -> None:
         row = self.row(chunk.request_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 
 import mlx.core as mx
 import numpy as np
@@ -119,7 +120,8 @@ def test_chunks_do_not_matter(window: int):
     assert np.abs(whole - want).max() <= TOLERANCE * np.abs(want).max()
     rng = random.Random(4)
     sizes = {
-        "one by one": chunks_of(1),
+        # Over the ends of two blocks, and of every window.
+        "one by one": chain([200], repeat(1, 450), repeat(1000)),
         "64": chunks_of(64),
         "256": chunks_of(256),
         "512": chunks_of(512),
@@ -154,7 +156,7 @@ def test_company_does_not_matter(window: int, seed: int):
         joining = [waiting.pop() for _ in range(min(len(waiting), rng.choice([0, 1, 3])))]
         if joining:
             fresh = SealedKVCache.merge([SealedKVCache(Q4, window) for _ in joining])
-            counts = [rng.randint(1, lengths[name]) for name in joining]
+            counts = [rng.randint(max(1, lengths[name] - 300), lengths[name]) for name in joining]
             fresh.prepare(lengths=counts, right_padding=[max(counts) - count for count in counts])
             out = np.array(attend(fresh, [rows[name] for name in joining], [0] * len(joining), max(counts)))
             fresh.finalize()
@@ -249,3 +251,25 @@ def test_layers_share_what_they_have_in_common():
     caches = [SealedKVCache(Q4, lengths=[3, 300], shared=shared) for _ in range(2)]
     assert caches[0].offset is caches[1].offset
     assert caches[0].make_mask(1) is caches[1].make_mask(1)
+
+
+def test_one_padded_row_is_a_batch_like_any_other():
+    """Its columns are rounded up, so that a device meets few numbers of them; what it computes is not changed."""
+    row = make_row(6, 275)
+    want, other = run_alone(row, chunks_of(275))
+    cache, done = SealedKVCache.merge([SealedKVCache(Q4)]), 0
+    for count in (10, 64, 200, 1):
+        cache.prepare(lengths=[count], right_padding=[-count % 64])
+        part = (row[0][:, :, : done + count], row[1][:, :, : done + count], row[2][:, :, : done + count])
+        out = np.array(attend(cache, [part], [done], count + -count % 64))[:, :, :count]
+        cache.finalize()
+        assert np.array_equal(out, want[:, :, done : done + count]), count
+        done += count
+    assert sealed_bytes(cache) == sealed_bytes(other)
+
+
+def test_a_copy_keeps_every_bit_and_what_is_put_changes_no_other_array():
+    array = mx.array([[-0.0, 0.0, 1.5]], dtype=mx.bfloat16)
+    assert np.array(sealing.copied(array).view(mx.uint16)).tobytes() == np.array(array.view(mx.uint16)).tobytes()
+    changed = sealing.put(array, (slice(None), slice(0, 1)), mx.ones((1, 1), dtype=mx.bfloat16))
+    assert changed[0, 0].item() == 1 and array[0, 0].item() == 0

@@ -16,8 +16,8 @@ from satchel.actors.kv_store import actor
 from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.kv_store.agent_db import NAME
 from satchel.actors.kv_store.blocks import block_ids, root_id
+from satchel.actors.kv_store.codec import unpack_tokens
 from satchel.cluster.config import Config, parse_config
-from satchel.cluster.errors import Unavailable
 
 MODEL, OTHER = b"m" * 32, b"o" * 32
 
@@ -143,8 +143,9 @@ async def test_the_line_for_a_turn_has_a_limit(monkeypatch):
 async def test_blocks_are_those_that_replicas_know_the_agents_tokens_by():
     store = KVStoreActor(config())
     await keep(store, "t/x", "a", tokens=600)
-    ((model, ids),) = result(await store.blocks("t/x"))
-    assert (model, ids) == (MODEL, block_ids(root_id(MODEL, "tenant:t"), range(600)))
+    ((model, root, ids, first),) = result(await store.blocks("t/x"))
+    assert (model, root, ids) == (MODEL, root_id(MODEL, "tenant:t"), block_ids(root, range(600)))
+    assert list(unpack_tokens(first)) == list(range(256))
     assert result(await store.blocks("t/nobody")) == []
 
 
@@ -205,39 +206,31 @@ async def test_a_disk_that_fails_at_the_end_keeps_none_and_leaves_the_turn_its_o
     assert result(await store.begin("t/x", "t2", MODEL, {}))["branch"] is not None
 
 
-class _Disk:
-    def __init__(self, failures: int = 0) -> None:
-        self.forgotten: list[str] = []
-        self.failures = failures
-
-    def forget(self, owner: str) -> None:
-        if self.failures:
-            self.failures -= 1
-            raise Unavailable("the disk is busy")
-        self.forgotten.append(owner)
-
-    def stats(self) -> dict[str, Any]:
-        return {"blocks": 3}
-
-
-async def test_kv_on_disk_goes_with_its_agent_even_if_the_process_died_in_between(tmp_path, monkeypatch):
-    monkeypatch.setattr(actor, "ERASE_RETRY_S", 0.01)
-    disk = _Disk(failures=2)
-    store = KVStoreActor(config(), tmp_path, disk)
-    await keep(store, "t/x", "a")
+async def test_a_clock_that_was_set_back_changes_no_order_and_frees_no_turn_from_its_tombstone(tmp_path, monkeypatch):
+    """Numbers begin with the clock, so that they are new where the file was lost; where it is there, it counts."""
+    store = KVStoreActor(config(), tmp_path)
+    before = result(await store.recall("t/y", MODEL, {}))["since"]
+    kept = await keep(store, "t/x", "a")
     await keep(store, "t/y", "b")
-    assert result(await store.forget("t/x")) is True
-    while store._erasing:
-        await asyncio.sleep(0.01)
-    assert disk.forgotten == ["t/x"], "tried until it worked"
-    assert result(await store.stats())["disk"] == {"blocks": 3}
+    result(await store.forget("t/y"))
     store._database.close()
-    again = _Disk()
-    store = KVStoreActor(config(), tmp_path, again)
-    await store.stats()
-    while store._erasing:
-        await asyncio.sleep(0.01)
-    assert again.forgotten == ["t/x"]
+    assert store._disk is not None
+    store._disk.close()
+    yesterday = time.time() - 86400
+    monkeypatch.setattr(time, "time", lambda: yesterday)
+    again = KVStoreActor(config(), tmp_path)
+    late = {"token_ids": bytes(4), "text": "x", "transcript": b"[]", "messages": 1, "model": MODEL, "since": before}
+    assert result(await again.commit("t/y", **late))["kind"] == "forgotten"
+    newer = await keep(again, "t/x", "c")
+    assert newer["epoch"] > kept["epoch"] and newer["branch"] > kept["branch"]
+    assert result(await again.info("t/x"))["main"] == kept["branch"], "the oldest is still the oldest"
+    assert (await keep(again, "t/y", "d"))["kind"] == "opened", "it may come back all the same"
+
+
+async def test_the_disk_is_a_part_of_what_is_counted(tmp_path):
+    store = KVStoreActor(config(), tmp_path)
+    assert result(await store.stats())["disk"]["blocks"] == 0
+    assert result(await KVStoreActor(config()).stats())["disk"] == {}
 
 
 async def test_errors_come_as_answers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from satchel.actors.messages import RowUpdate, Sampling, TokenLogprobs
+from satchel.actors.messages import Media, RowUpdate, Sampling, TokenLogprobs
 from satchel.api.app import create_app
-from satchel.api.backend import ReplicaStats, ServedModel
+from satchel.api.backend import NodeState, ReplicaStats, ServedModel
 from satchel.api.server import HttpServer
 from satchel.api.text import TextModel, load_text_model
 from satchel.cluster.config import Config, parse_config
@@ -126,7 +126,9 @@ class FakeGeneration:
     def __init__(self, request_id: str, script: list[Any], replica: str, sampling: Sampling) -> None:
         self.sampling = sampling
         self.replica = replica
+        self.node = ""
         self.why = "test: scripted"
+        self.move_to = ""
         self.request_id = request_id
         self.script = script
         self.aborts = 0
@@ -166,6 +168,13 @@ class FakeBackend:
         self.refusal: BaseException | None = None
         self.answering: dict[str, bool] = {model.name: True for model in served}
         self.replicas: list[ReplicaStats] = []
+        self.machines = [NodeState("local", "127.0.0.1", (("127.0.0.1", "ethernet"),), True)]
+        self.placed: dict[str, str] = {}
+        self.move_to = ""
+        self.processes: dict[str, int] = {}
+        self.decisions: dict[str, dict[str, Any]] = {}
+        self.failovers = 0
+        self.asked = 0
         self.say("Hello there")
 
     def row(self, text: str, *, finish: str = "stop", cached: int = 0, step: int = 1) -> list[Any]:
@@ -204,6 +213,7 @@ class FakeBackend:
         deadline_s: float | None = None,
         choices: int = 1,
         beside: str = "",
+        media: Sequence[Media] = (),
     ) -> FakeGeneration:
         self.requests.append(
             {
@@ -216,12 +226,15 @@ class FakeBackend:
                 "deadline_s": deadline_s,
                 "choices": choices,
                 "beside": beside,
+                "media": media,
             }
         )
         if self.refusal is not None:
             raise self.refusal
         script = self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]
         generation = FakeGeneration(request_id, script, f"{model.name}#{len(self.generations) % 2}", sampling)
+        generation.node = self.placed.get(generation.replica, "")
+        generation.move_to = self.move_to
         self.generations.append(generation)
         return generation
 
@@ -229,7 +242,17 @@ class FakeBackend:
         return self.answering
 
     async def stats(self) -> list[ReplicaStats]:
+        self.asked += 1
         return self.replicas
+
+    async def pids(self) -> dict[str, int]:
+        return self.processes
+
+    async def nodes(self) -> list[NodeState]:
+        return self.machines
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        return self.decisions.get(request_id)
 
     @property
     def sampling(self) -> Sampling:

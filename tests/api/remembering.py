@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from satchel.api.agents import AgentMemory
 from satchel.api.app import create_app
 from satchel.api.generation import Generator
 from satchel.cluster.config import Config
-from satchel.cluster.errors import Unavailable, from_wire
+from satchel.cluster.errors import AgentNotFound, InvalidRequest, Unavailable, from_wire
 
 
 class LocalStore:
@@ -26,7 +28,7 @@ class LocalStore:
         self.down: set[str] = set()
         self.stuck: set[str] = set()
         self.calls: list[str] = []
-        self.released: list[tuple[bytes, list[bytes]]] = []
+        self.released: list[tuple[bytes, bytes, list[bytes], bytes]] = []
         self.in_memory = 0
         self.cleared = 0
 
@@ -41,11 +43,25 @@ class LocalStore:
             raise from_wire(answer["error"])
         return answer["result"]
 
-    async def release(self, model_id: bytes, block_ids: list[bytes]) -> int:
-        self.released.append((model_id, block_ids))
+    async def where(self, agent: str) -> dict[str, Any]:
+        await self.call("info", agent)
+        return {"home": "local", "alive": True, "epoch": 1, "copies": []}
+
+    async def places(self, agents: Sequence[str]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for agent in agents:
+            with suppress(AgentNotFound):
+                found[agent] = await self.where(agent)
+        return found
+
+    async def move(self, agent: str, node: str) -> dict[str, Any]:
+        raise InvalidRequest(f"there is no node {node!r}", param="to")
+
+    async def release(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
+        self.released.append((model_id, root, block_ids, first))
         return 1000 * len(block_ids)
 
-    async def held(self, model_id: bytes, block_ids: list[bytes]) -> int:
+    async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
         return self.in_memory
 
     async def clear(self) -> int:

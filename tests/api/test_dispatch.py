@@ -37,6 +37,7 @@ class FakeLink:
     def __init__(self, backend: FakeBackend, name: str, *script: Any) -> None:
         self.backend, self.name, self.script = backend, name, list(script)
         self.consumer = f"consumer of {name}"
+        self.broken = asyncio.Event()
         self.rows: dict[str, Any] = {}
         self.taken: list[GenerateRequest] = []
         self.aborted: list[str] = []
@@ -77,6 +78,7 @@ class FakeBackend:
         self.links = {name: FakeLink(self, name, *script) for name, script in scripts.items()}
         self.loads: dict[str, int] = dict.fromkeys(scripts, 0)
         self.away = 0
+        self.failovers = 0
         self.beside: list[str] = []
         self.tasks: set[asyncio.Task[Any]] = set()
         endpoint = {"unread_tokens_max": UNREAD_MAX}
@@ -92,10 +94,10 @@ class FakeBackend:
             raise NoReplica("none")
         name = next((name for name in self.links if name not in exclude), next(iter(self.links)))
         self.loads[name] += 1
-        return Decision(name, "why")
+        return Decision(name, "why", node=f"node of {name}")
 
-    async def link(self, name: str) -> FakeLink:
-        return self.links[name]
+    async def link(self, decision: Decision) -> FakeLink:
+        return self.links[decision.replica]
 
     def release(self, name: str, request_id: str) -> None:
         self.loads[name] -= 1
@@ -119,6 +121,7 @@ async def test_a_replica_lost_while_it_was_asked_is_counted_once():
     row = generation(backend)
     await row.start()
     assert row.replica == "b"
+    assert backend.failovers == 0, "nothing had been said that could go on"
     backend.links["b"].say(7, 8, finish="stop")
     backend.links["c"].say(9, finish="stop")
     assert await said(row) == [7, 8]
@@ -149,6 +152,7 @@ async def test_a_row_goes_on_with_what_it_has_said_so_far():
     assert (second.prompt, second.generated) == ([1, 2, 3, 7, 8], 2)
     assert (second.sampling.max_tokens, second.sampling.min_tokens, second.choices) == (4, 3, 1)
     assert backend.beside == ["a", ""], "the companions' replica is the one that was lost"
+    assert (row.replica, row.node, backend.failovers) == ("b", "node of b", 1)
 
 
 async def test_a_row_waits_for_a_lone_replica_to_come_back(monkeypatch: pytest.MonkeyPatch):
@@ -228,6 +232,19 @@ async def test_a_reader_that_reads_may_read_any_amount():
         backend.links["a"].say(token)
         assert (await anext(updates)).tokens == [token]
     await row.abort()
+
+
+async def test_a_row_that_cannot_go_on_is_no_failover(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rows, "RECOVERY_S", 0.05)
+    monkeypatch.setattr(rows, "RECOVERY_POLL_S", 0.01)
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    backend.away = 1000
+    backend.links["a"].lose()
+    with pytest.raises(NoReplica):
+        await said(row)
+    assert backend.failovers == 0
 
 
 def test_merged_updates_keep_every_tokens_logprobs():

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from satchel.api import cli
-from satchel.cluster.config import Config, Home
+from satchel.cluster.config import Config
 
 METRICS = """# TYPE satchel_replica_up gauge
 satchel_replica_up{replica="stub-0",model="recall"} 1.0
@@ -25,6 +25,21 @@ satchel_requests_running{replica="stub-0"} 3.0
 satchel_requests_total{replica="stub-0"} 7.0
 """
 
+CLUSTER = {
+    "nodes": [
+        {
+            "name": "local",
+            "address": "127.0.0.1",
+            "up": True,
+            "links": [],
+            "memory_free_bytes": 12_300_000_000,
+            "tiers": {"memory_bytes": 4_560_000, "disk_bytes": None},
+            "agents": None,
+        }
+    ],
+    "replicas": [{"id": "stub-0", "node": "local", "pid": 7, "tokens_per_s": 12.5}],
+}
+
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
@@ -32,6 +47,7 @@ class Handler(BaseHTTPRequestHandler):
             "/health": json.dumps({"status": "ok", "models": {"recall": True}}),
             "/v1/models": json.dumps({"object": "list", "data": [{"id": "recall", "object": "model"}]}),
             "/metrics": METRICS,
+            "/v1/cluster?agents=0": json.dumps(CLUSTER),
         }
         self._answer(200, bodies[self.path])
 
@@ -71,7 +87,7 @@ class Worker:
         return os.getpid()
 
 
-def deploy(config: Config, home: Home, *, report: Callable[[str, float | None], None]) -> Deployment:
+def deploy(config: Config, *, report: Callable[[str, float | None], None]) -> Deployment:
     import ray
 
     report("Loading recall", 0.5)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from satchel.cluster.config import Home, default_config
+from satchel.cluster.connection import satchel_version
 from satchel.cluster.doctor import check_home, check_port, check_version, examine
 from satchel.cluster.ports import free_port
-from satchel.cluster.runtime import satchel_version
 
 
 def satchel(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -21,7 +21,8 @@ def satchel(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_version_and_help(tmp_path: Path) -> None:
     assert satchel("--version", cwd=tmp_path).stdout == f"satchel {satchel_version()}\n"
     help_text = satchel("--help", cwd=tmp_path).stdout
-    assert all(command in help_text for command in ("serve", "status", "models", "chat", "probe", "doctor"))
+    commands = ("serve", "status", "models", "chat", "probe", "doctor", "agents", "explain", "up", "down", "leave")
+    assert all(command in help_text for command in commands)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,13 @@ def test_version_and_help(tmp_path: Path) -> None:
         ["models", "load", "owner/name"],
         ["models", "unload", "name"],
         ["chat", "hello"],
+        ["agents"],
+        ["agents", "list"],
+        ["agents", "show", "ann"],
+        ["agents", "move", "ann", "mac1"],
+        ["agents", "fork", "ann", "bob"],
+        ["agents", "forget", "ann"],
+        ["explain", "r1"],
     ],
 )
 def test_without_a_server_there_is_a_sentence(command: list[str], tmp_path: Path) -> None:
@@ -66,6 +74,7 @@ def test_the_command_line_starts_quickly() -> None:
     """`satchel status` must not wait for Ray or MLX to be imported."""
     program = "import sys, satchel.api.cli, satchel.api.cli_views, satchel.api.cli_serve, satchel.api.cli_chat\n"
     program += "import satchel.api.cli_models, satchel.api.cli_progress\n"
+    program += "import satchel.api.cli_agents, satchel.api.cli_service\n"
     program += "print(*sorted({'ray', 'mlx', 'transformers', 'mlx_lm'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == ""

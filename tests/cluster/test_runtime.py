@@ -6,8 +6,9 @@ import os
 
 import pytest
 
+from satchel.cluster.connection import NAMESPACE, connect_ray, find_cluster
 from satchel.cluster.errors import HomeInUse
-from satchel.cluster.runtime import NAMESPACE, LocalCluster, connect_ray, find_cluster
+from satchel.cluster.runtime import LocalCluster
 
 
 class Probe:

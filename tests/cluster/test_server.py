@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 from satchel.cluster.config import Home
+from satchel.cluster.connection import ClusterRecord, find_cluster
 from satchel.cluster.home import read_json
 from satchel.cluster.ports import free_port
 from satchel.cluster.processes import Session, end_session, session_members
-from satchel.cluster.runtime import ClusterRecord, find_cluster
 
 STUB = Path(__file__).with_name("stub_server.py")
 START_TIMEOUT_S = 120.0
@@ -128,7 +128,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 def assert_nothing_left(server: Server, session: Session, private_dir: Path) -> None:
     assert session_members(session.sid) == []
     assert not private_dir.exists()
-    assert sorted(path.name for path in server.home.run.iterdir()) == ["lock", "ray_head.log", "ray_token"]
+    assert sorted(path.name for path in server.home.run.iterdir()) == ["lock", "ray.log", "ray_token"]
 
 
 def test_the_views_show_the_running_server(shared: Server) -> None:
@@ -138,6 +138,8 @@ def test_the_views_show_the_running_server(shared: Server) -> None:
     status = json.loads(satchel("status", "--json", *home).stdout)
     assert status["status"] == "ok" and status["pid"] == shared.process.pid
     assert status["replicas"]["stub-0"]["satchel_requests_running"] == 3
+    assert status["replicas"]["stub-0"]["node"] == "local" and status["nodes"][0]["memory_free_bytes"] == 12.3e9
+    assert "12 GB" in table.stdout and "4.6 MB" in table.stdout
     assert "recall" in satchel("models", *home).stdout
     assert json.loads(satchel("models", "--json", *home).stdout)[0]["id"] == "recall"
 

@@ -30,7 +30,7 @@ def config() -> Config:
 
 @pytest.fixture(scope="session")
 def deployment(cluster: LocalCluster, config: Config) -> Deployment:
-    return deploy(config, cluster.home, report=lambda what, fraction: None)
+    return deploy(config, report=lambda what, fraction: None)
 
 
 @pytest.fixture(scope="session")

@@ -1,53 +1,128 @@
-"""A replica that dies: streams go on elsewhere, new requests avoid it, and it comes back by itself."""
+"""A replica, the router or the store that dies: streams go on, nothing is lost, and it comes back by itself."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 import ray
 
+from satchel.actors.handles import ROUTER, actor_handle, store_actor_name
 from satchel.actors.messages import Sampling
 from satchel.actors.replica.consumers import LEASE_S
-from satchel.api.client import Cluster
+from satchel.api.client import Cluster, Reply
 from satchel.api.dispatch import RayBackend
 
 from .test_endpoint import ENDLESS, running, user, wait_until
 
 
-def test_a_stream_survives_the_death_of_its_replica(handles: Cluster, http: httpx.Client):
-    """Sampled, not greedy: noise belongs to seed and position, so the text is the same to the letter."""
-    body = {
-        "messages": [user("Say the numbers from one to fifty.")],
-        "temperature": 1.2,
-        "seed": 11,
-        "agent_id": "survivor",
-        "max_tokens": 120,
-        "ignore_eos": True,
-    }
+def test_streams_survive_the_death_of_their_replica(
+    handles: Cluster, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+):
+    """Sampled, not greedy: noise belongs to seed and position, so the text is the same to the letter. Also where the
+    caller gave no seed, and one was drawn."""
+    drawn: list[int] = []
+    draw = secrets.randbits
+    monkeypatch.setattr(secrets, "randbits", lambda bits: drawn.append(draw(bits)) or drawn[-1])
+    said = [user("Say the numbers from one to fifty.")]
+    sampled: dict[str, Any] = {"temperature": 1.2, "ignore_eos": True}
+    body = {"messages": said, **sampled, "seed": 11, "agent_id": "survivor", "max_tokens": 120}
     undisturbed = http.post("/v1/chat/completions", json=body)
     expected = undisturbed.json()["choices"][0]["message"]["content"]
     home = undisturbed.headers["x-satchel-replica"]
-    pid = process_id(handles, home)
-    text, lines = "", 0
-    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
-        assert response.headers["x-satchel-replica"] == home
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                chunk = response_chunk(line)
-                text += chunk["choices"][0]["delta"].get("content") or ""
-                lines += 1
-                if lines == 20:
-                    os.kill(pid, signal.SIGKILL)
+    pid, went_on = process_id(handles, home), handles._backend.failovers
+
+    def without_seed() -> Reply:
+        return handles.generate_sync(said, agent="survivor", max_tokens=600, **sampled)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(without_seed)
+        wait_until(lambda: running(http) == 1)
+        text = streamed(http, body, during=lambda pieces: os.kill(pid, signal.SIGKILL) if pieces == 20 else None)
+        reply = other.result(timeout=60)
     assert text == expected
-    again = http.post("/v1/chat/completions", json={**body, "max_tokens": 5})
-    assert again.status_code == 200
+    assert reply.replica == home and handles._backend.failovers == went_on + 1, "both were disturbed"
+    again = handles.generate_sync(said, max_tokens=600, seed=drawn[0], **sampled)
+    assert again.text == reply.text and again.completion_tokens == 600
     wait_until(lambda: answering(http) == 2, timeout_s=60)
     assert process_id(handles, home) != pid
+
+
+def streamed(http: httpx.Client, body: dict[str, Any], during: Callable[[int], object]) -> str:
+    """The text of a streamed answer; `during` is called after each piece with their number."""
+    text, pieces = "", 0
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                text += response_chunk(line)["choices"][0]["delta"].get("content") or ""
+                pieces += 1
+                during(pieces)
+    return text
+
+
+class Talker:
+    """An agent that is told codes and asked for them, each turn appended to its stored transcript."""
+
+    def __init__(self, http: httpx.Client, name: str) -> None:
+        self._http, self.name, self.tokens, self.computed = http, name, 0, 0
+
+    def body(self, text: str, **more: Any) -> dict[str, Any]:
+        return {"messages": [user(text)], "agent_id": self.name, "agent_continue": True, "temperature": 0, **more}
+
+    def say(self, text: str) -> str:
+        """Whatever is not there at the moment is waited for, or the error says that it is."""
+        ends = time.monotonic() + 30
+        while (answer := self._http.post("/v1/chat/completions", json=self.body(text))).status_code != 200:
+            assert answer.status_code == 503 and time.monotonic() < ends, answer.text
+            time.sleep(0.2)
+        usage = answer.json()["usage"]
+        self.computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        return answer.json()["choices"][0]["message"]["content"]
+
+
+def kill_actor(name: str) -> None:
+    """As a crash does: its process ends at once, and another one starts."""
+    ray.kill(actor_handle(name), no_restart=False)
+
+
+def test_a_router_that_dies_is_missed_by_no_stream_and_learns_everything_again(handles: Cluster, http: httpx.Client):
+    """It is killed in the middle of an answer. What it knew comes from the reports: where the agent lives, and which
+    replica has its KV."""
+    ann = Talker(http, "routed")
+    ann.say("Remember: the code of quokka is 5813.")
+    body = ann.body("Say the numbers from one to fifty.", agent_continue=False, seed=3, temperature=1.0, max_tokens=200)
+    expected = streamed(http, body, lambda pieces: None)
+    before = http.get("/v1/cluster/agents/routed").json()
+    killed = streamed(http, body, lambda pieces: kill_actor(ROUTER) if pieces == 10 else None)
+    assert killed == expected
+    assert ann.say("What is the code of quokka?") == "The code of quokka is 5813."
+    wait_until(lambda: http.get("/v1/cluster/agents/routed").json() == before)
+    said = ann.say("What is the code of quokka?")
+    assert said == "The code of quokka is 5813." and ann.computed < 30, "it was routed to where its KV is"
+
+
+@pytest.mark.parametrize("when", ["between turns", "mid-answer"])
+def test_a_store_that_dies_loses_no_turn(http: httpx.Client, when: str):
+    """What was answered to the end is remembered, and what was remembered before stays so."""
+    ann = Talker(http, f"stored-{when[:3]}")
+    store = store_actor_name("local")
+    ann.say("Remember: the code of heron is 2002.")
+    if when == "between turns":
+        kill_actor(store)
+    else:
+        numbers = ann.body("Say the numbers from one to fifty.", max_tokens=120)
+        assert "three" in streamed(http, numbers, lambda pieces: kill_actor(store) if pieces == 1 else None)
+        assert http.get(f"/v1/agents/{ann.name}").json()["messages"] == 4, "its second turn is there"
+    assert ann.say("What is the code of heron?") == "The code of heron is 2002."
 
 
 def process_id(handles: Cluster, replica: str) -> int:

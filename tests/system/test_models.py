@@ -197,6 +197,7 @@ cluster.load_sync("embedded:recall", name="orphan", report=die)
     assert server.command("models", "unload", "orphan").returncode == 0
 
 
+@pytest.mark.slow
 def test_python_handles_load_and_unload_too(server: Server):
     script = """
 import asyncio

@@ -1,4 +1,7 @@
-"""`satchel serve` with the real model, as a newcomer runs it: start, talk, hang on, Ctrl-C, nothing left."""
+"""`satchel serve` with the real model, as a newcomer runs it: start, talk, hang on, Ctrl-C, nothing left.
+
+The server goes on where one stopped whose every process was killed: an agent's memory outlives them all.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,111 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+from openai import OpenAI
 
 from satchel.cluster.ports import free_port
 from satchel.cluster.processes import session_members
 from tests.system.serving import COMMAND, serving
 
+CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
+SETTLE_S = 5.0
+
+
+class Alice:
+    """The agent as an OpenAI client sees it."""
+
+    def __init__(self, port: int) -> None:
+        self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+    def say(self, messages: list[Any], **extra: Any) -> tuple[str, int, int]:
+        """The answer, and how many tokens of the prompt there were and were found."""
+        answer = self.client.chat.completions.create(
+            model="satchel/recall",
+            messages=messages,
+            temperature=0,
+            max_tokens=40,
+            extra_headers={"X-Agent-ID": "alice"},
+            extra_body=extra,
+        )
+        usage = answer.usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        cached = usage.prompt_tokens_details.cached_tokens or 0
+        return answer.choices[0].message.content or "", usage.prompt_tokens, cached
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def kill_everything(server_pid: int) -> None:
+    """The server, its Ray and all actors, as a power cut would."""
+    members = [member for sid in sessions_of(server_pid) for member in session_members(sid)]
+    os.kill(server_pid, signal.SIGKILL)
+    for member in members:
+        try:
+            os.kill(member, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def sessions_of(server_pid: int) -> set[int]:
+    """The Unix sessions of the server's children; Ray leads one of its own."""
+    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
+    return {os.getsid(int(child)) for child in children} | {os.getsid(server_pid)}
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A server that was killed without warning, and the conversation that it had with alice."""
+
+    home: Path
+    messages: list[Any]
+    prompt_tokens: int
+
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, Path, int]]:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     home, port = tmp_path_factory.mktemp("home"), free_port()
+    messages: list[dict[str, str]] = []
     with serving(home, "--port", str(port)) as process:
-        yield process, home, port
+        alice = Alice(port)
+        for name, code in CODES.items():
+            # Long enough for several blocks.
+            filler = " ".join(f"The code of {name}{letter} is {int(code) - i}." for i, letter in enumerate("xyz", 1))
+            messages.append(user(f"The code of {name} is {code}. {filler}"))
+            content, prompt, _ = alice.say(messages)
+            messages.append({"role": "assistant", "content": content})
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http:
+            ends = time.monotonic() + SETTLE_S
+            while not written_bytes(http):
+                assert time.monotonic() < ends, "KV is written within a second or so"
+                time.sleep(0.1)
+        time.sleep(1.0)
+        kill_everything(process.pid)
+        process.wait(timeout=10)
+    return Killed(home, messages, prompt)
+
+
+def written_bytes(http: httpx.Client) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("satchel_written_bytes_total"))
+
+
+@pytest.fixture(scope="module")
+def server(killed: Killed) -> Iterator[tuple[subprocess.Popen, Path, int]]:
+    port = free_port()
+    with serving(killed.home, "--port", str(port)) as process:
+        yield process, killed.home, port
 
 
 def test_a_client_that_hangs_up_disturbs_no_other(server: tuple[subprocess.Popen, Path, int]):
@@ -39,6 +129,29 @@ def test_a_client_that_hangs_up_disturbs_no_other(server: tuple[subprocess.Popen
         next(lines)
         first.close()
         assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_an_agent_goes_on_after_every_process_was_killed(server: tuple[subprocess.Popen, Path, int], killed: Killed):
+    _, home, port = server
+    alice = Alice(port)
+    assert killed.prompt_tokens > 256, "the conversation crosses a block"
+    # What the client sends is the whole conversation, as OpenAI has it.
+    content, asked, cached = alice.say([*killed.messages, user("What is the code of Carla?")])
+    assert CODES["Carla"] in content
+    assert cached >= killed.prompt_tokens, "all that was said before comes from the disk, the last answer included"
+    assert asked - cached < 30
+    # And the agent knows the conversation itself.
+    content, _, cached = alice.say([user("What is the code of Felix?")], agent_continue=True)
+    assert CODES["Felix"] in content and cached >= asked
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http:
+        info = http.get("/v1/agents/alice").json()
+        assert info["tier"] == "hot" and info["blocks"] >= 1 and info["turns"] == len(CODES) + 2
+        assert http.delete("/v1/agents/alice").status_code == 200
+        assert http.get("/v1/agents/alice").status_code == 404
+        ends = time.monotonic() + 60
+        while list((home / "kv").rglob("*.safetensors")):
+            assert time.monotonic() < ends, "what is forgotten is off the disk within a minute"
+            time.sleep(0.2)
 
 
 def test_a_stream_outlives_the_only_replica(server: tuple[subprocess.Popen, Path, int]):

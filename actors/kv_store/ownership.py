@@ -1,0 +1,291 @@
+"""Who may have KV on the disk: nobody who was forgotten, but for what he has come to know again since.
+
+A replica writes an agent's KV some time after the turn that computed it. If the agent is forgotten meanwhile, that KV
+comes late, and a file cannot tell in which of its owner's lives it was computed. The agent's branches can: what is
+rightly his they hold the tokens of. So of owners with a tombstone only that is accepted (`claims.Claims`), and as a
+turn's KV may come just before its branch, a living agent's KV waits a moment for it.
+
+Erasing has an order: the tombstone is written, the owner is barred here, the commits under way end, and then what he
+has goes from the disk. So nothing is committed behind an erasure.
+
+After the index of KV was built anew, owners that came later than the file are not known. The branches of all agents
+tell them too, before anything is erased.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ...cluster.errors import SatchelError, Unavailable
+from .agents import Agents
+from .claims import Branch, Census, Claims
+from .codec import EntryRecord, SegmentRecord, owner_tag
+from .disk import DiskStore
+from .placement import Placed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CLAIM_WAIT_S = 1.0
+"""How long KV waits for its branch. Turns are committed before their KV or soon after it."""
+
+KEPT_WITHIN_S = 30.0
+"""How long the event loop may take to let pulled KV count."""
+
+BARRED_MAX = 10_000
+"""As many as there are tombstones."""
+
+ERASE_TRIES = 10
+ERASE_RETRY_S = 5.0
+
+_AGENTS_A_PAGE = 16
+_SETTLED_TOGETHER = 512
+
+Ask = Callable[[Callable[[Agents], Any]], Awaitable[Any]]
+"""Calls its argument in the one thread that may use `Agents`."""
+
+
+class Ownership:
+    """Bars, erases and settles owners of the KV in `store`. For one event loop.
+
+    Attributes:
+        end_pulls: called in a thread before an owner's KV is erased, to end what fetches more of it.
+        settled_total: entries whose owners were found out from the agents' branches.
+    """
+
+    def __init__(self, store: DiskStore, ask: Ask) -> None:
+        self._store = store
+        self._ask = ask
+        self._begun = False
+        self._beginning = asyncio.Lock()
+        # Agents with a tombstone, by their tags, the latest last.
+        self._barred: OrderedDict[bytes, str] = OrderedDict()
+        # Calls that may let an owner have something.
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._news = asyncio.Event()
+        self._to_erase: OrderedDict[str, None] = OrderedDict()
+        # What agents got that came back before their erasing was done.
+        self._since: dict[str, set[bytes]] = {}
+        self._work: asyncio.Task[None] | None = None
+        self.end_pulls: Callable[[str], object] | None = None
+        self.settled_total = 0
+
+    async def ready(self) -> None:
+        """Know who was forgotten before this process began, and go on with what it left. Cheap after the first call.
+
+        Raises:
+            SatchelError: the tombstones cannot be read now; the next call tries again.
+        """
+        if self._begun:
+            return
+        async with self._beginning:
+            if not self._begun:
+                for agent in await self._ask(lambda agents: agents.forgotten()):
+                    self._bar(agent)
+                self._begun = True
+                self._work = asyncio.create_task(self._go_on())
+
+    async def idle(self) -> None:
+        """Wait until nothing is left to settle or to erase."""
+        while self._work is not None and not self._work.done():
+            await asyncio.wait([self._work])
+
+    def forgotten(self, agent: str) -> None:
+        """Bar the agent, whose tombstone has been written, and have its KV erased."""
+        self._bar(agent)
+        self._to_erase[agent] = None
+        self._to_erase.move_to_end(agent)
+        self._since[agent] = set()
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._erase_all())
+
+    def committed(self, agent: str) -> None:
+        """A turn of the agent has been committed: what waits for its branch may look again."""
+        if self._tag(agent) in self._barred:
+            self._news.set()
+            self._news = asyncio.Event()
+
+    async def fenced(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do what may let an owner have something. It goes on where the caller is cancelled; erasing waits for it."""
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
+
+    async def unclaimed(self, entries: Sequence[EntryRecord]) -> dict[bytes, set[bytes]]:
+        """By ids, the tags of owners of `entries` that may not have them. Wants to be `fenced`."""
+        await self.ready()
+        without: dict[bytes, set[bytes]] = {}
+        for tag in {tag for entry in entries for tag in entry.owners}:
+            if (agent := self._barred.get(tag)) is None:
+                continue
+            since = self._since.get(agent, set())
+            theirs = [entry for entry in entries if tag in entry.owners]
+            left = {entry.id for entry in await self._left(agent, theirs, CLAIM_WAIT_S)}
+            for entry in left:
+                without.setdefault(entry, set()).add(tag)
+            since.update(entry.id for entry in theirs if entry.id not in left)
+        return without
+
+    async def ownable(self, ids: Sequence[bytes], agent: str, *, wait: bool) -> list[bytes]:
+        """Those of the entries that the agent may have. Wants to be `fenced`.
+
+        Args:
+            wait: whether their branch is about to be committed.
+        """
+        await self.ready()
+        if self._tag(agent) not in self._barred:
+            return list(ids)
+        since = self._since.get(agent, set())
+        records = await asyncio.to_thread(self._store.records, ids)
+        left = await self._left(agent, records, CLAIM_WAIT_S if wait else 0.0)
+        theirs = {record.id for record in records} - {record.id for record in left}
+        since.update(theirs)
+        return [entry for entry in ids if entry in theirs]
+
+    async def claims(self, agent: str) -> Claims:
+        """What the agent has in memory."""
+        return (await self._claims(agent))[1]
+
+    async def _left(self, agent: str, entries: Sequence[EntryRecord], wait_s: float) -> list[EntryRecord]:
+        """Those of the entries that the agent's branches lack, after waiting for one to come while it lives."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + wait_s
+        while True:
+            news = self._news
+            alive, claims = await self._claims(agent)
+            left = [entry for entry in entries if not claims.holds(entry)]
+            rest = ends - loop.time()
+            if not left or not alive or rest <= 0:
+                return left
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), rest)
+
+    async def _claims(self, agent: str) -> tuple[bool, Claims]:
+        """Whether the agent lives or is about to, and what it has."""
+        alive, branches = await self._ask(lambda agents: (agents.lives(agent), branches_of(agents, agent)))
+        # Not in the agents' thread: hashing takes a while, and commits wait for that one.
+        return alive, await asyncio.to_thread(Claims, branches)
+
+    def _tag(self, agent: str) -> bytes:
+        return owner_tag(self._store.key, agent)
+
+    def _bar(self, agent: str) -> None:
+        tag = self._tag(agent)
+        self._barred[tag] = agent
+        self._barred.move_to_end(tag)
+        if len(self._barred) > BARRED_MAX:
+            self._barred.popitem(last=False)
+
+    async def _go_on(self) -> None:
+        """What the last process may have left undone, before anything else is erased."""
+        try:
+            await self._settle()
+            there = await asyncio.to_thread(self._store.owners)
+        except (SatchelError, OSError) as error:
+            logger.error("owners of KV could not be settled: %s", error)
+            self._to_erase.update(dict.fromkeys(self._barred.values()))
+        else:
+            found = [agent for tag, agent in self._barred.items() if tag in there]
+            # One in any case: an erasing may have been cut off, or its owner be unknown since the index was lost, and
+            # with anybody's goes what is left of it, and what nobody claims.
+            self._to_erase.update(dict.fromkeys(found or list(self._barred.values())[-1:]))
+        await self._erase_all()
+
+    async def _settle(self) -> None:
+        census = await asyncio.to_thread(lambda: Census(self._store.uncertain(), self._store.key))
+        if not census.entries:
+            return
+        page = await self._ask(lambda agents: _page(agents, ""))
+        while page:
+            await asyncio.to_thread(_count, census, page)
+            after = page[-1][0]
+            page = await self._ask(lambda agents, after=after: _page(agents, after))
+        owners = list(census.owners.items())
+        for start in range(0, len(owners), _SETTLED_TOGETHER):
+            batch = dict(owners[start : start + _SETTLED_TOGETHER])
+            self.settled_total += await asyncio.to_thread(self._store.settle, batch)
+        logger.warning("of %d entries without known owners agents have %d", census.entries, self.settled_total)
+
+    async def _erase_all(self) -> None:
+        while self._to_erase:
+            # The latest first: what an earlier process has left must not hold it up.
+            agent, _ = self._to_erase.popitem()
+            since = self._since.setdefault(agent, set())
+            for _ in range(ERASE_TRIES):
+                try:
+                    await self._erase(agent, since)
+                    break
+                except (SatchelError, OSError) as error:
+                    logger.error("the KV of agent %s cannot be erased now: %s", agent, error)
+                    await asyncio.sleep(ERASE_RETRY_S)
+            if self._since.get(agent) is since:
+                del self._since[agent]
+
+    async def _erase(self, agent: str, since: set[bytes]) -> None:
+        if self.end_pulls is not None:
+            await asyncio.to_thread(self.end_pulls, agent)
+        if under_way := list(self._under_way):
+            await asyncio.wait(under_way)
+        # It may have come back already, get more while this is going on, and even be forgotten and come back again.
+        claims = await self.claims(agent)
+
+        def keep(record: EntryRecord) -> bool:
+            return record.id in since or record.id in self._since.get(agent, ()) or claims.holds(record)
+
+        await asyncio.to_thread(self._store.forget, agent, keep)
+
+
+class OwnedKeeper:
+    """Commits what was pulled as `disk_commit` does what was computed. For threads other than that of `loop`.
+
+    Args:
+        loop: the one of `owned`.
+    """
+
+    def __init__(self, store: DiskStore, owned: Ownership, loop: asyncio.AbstractEventLoop) -> None:
+        self._store, self._owned, self._loop = store, owned, loop
+
+    def commit(self, record: SegmentRecord) -> Placed:
+        async def work() -> Placed:
+            without = await self._owned.unclaimed(record.entries)
+            return await asyncio.to_thread(self._store.commit, record, without)
+
+        return self._fenced(work())
+
+    def touch(self, ids: Sequence[bytes], owner: str = "") -> None:
+        async def work() -> None:
+            theirs = await self._owned.ownable(ids, owner, wait=False) if owner else list(ids)
+            if len(theirs) < len(ids):
+                await asyncio.to_thread(self._store.touch, ids, "")
+            await asyncio.to_thread(self._store.touch, theirs, owner)
+
+        self._fenced(work())
+
+    def _fenced(self, work: Coroutine[Any, Any, T]) -> T:
+        done = asyncio.run_coroutine_threadsafe(self._owned.fenced(work), self._loop)
+        try:
+            return done.result(KEPT_WITHIN_S)
+        except TimeoutError:
+            raise Unavailable("what was pulled cannot be kept now") from None
+
+
+def branches_of(agents: Agents, agent: str) -> list[Branch]:
+    """The agent's branches, the oldest first. For the agents' own thread."""
+    found = ((head, agents.content(head)) for head in agents.heads(agent))
+    return [Branch(head.model, head.root, content.tokens) for head, content in found if content is not None]
+
+
+def _page(agents: Agents, after: str) -> list[tuple[str, list[Branch]]]:
+    return [(agent, branches_of(agents, agent)) for agent, _ in agents.list("", after, _AGENTS_A_PAGE)]
+
+
+def _count(census: Census, page: Iterable[tuple[str, list[Branch]]]) -> None:
+    for agent, branches in page:
+        census.count(agent, Claims(branches))

@@ -1,0 +1,201 @@
+"""The methods of a node's store that the stores of other nodes call. Every answer is `{"result": ...}` or an error."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine
+from typing import Any
+
+from ...cluster.errors import SatchelError, Unavailable
+from .actor import Answer, KVStoreActor
+from .branches import Content, Head
+from .copies import SEND_S, Copies
+from .homes import Memory, Place, Role, buried_up_to, life
+from .node_blocks import NodeBlocks
+from .peers import head_from_wire
+from .pull_wire import Wanted
+from .succession import Succession
+
+VERSIONS_MAX = 10_000
+
+
+class PeerCalls(KVStoreActor):
+    """A part of `NodeStoreActor`, which sets these."""
+
+    _loop: asyncio.AbstractEventLoop
+    _succession: Succession
+    _copies: Copies
+    _blocks: NodeBlocks | None
+    # Of copies that came lately: of which home epoch, and the home's count.
+    _versions: OrderedDict[str, tuple[int, int]]
+
+    def _note(self, agent: str) -> None:
+        """What this node has of the agent has changed."""
+        raise NotImplementedError
+
+    async def become_home(self, agent: str, above: int) -> Answer:
+        """As `adopt`, from the copy that is here: the home itself asks for it. Returns the new epoch."""
+        answer = await self._answer(lambda: self._homes.adopt(agent, above).epoch)
+        self._note(agent)
+        self._copies.be_late(agent)
+        return answer
+
+    async def take_copy(
+        self, agent: str, epoch: int, version: int, heads: list[dict[str, Any]], contents: dict[int, list[Any]]
+    ) -> Answer:
+        """Keep a copy of an agent's words.
+
+        Args:
+            epoch: the home's.
+            version: the home's count when it had these branches. What was sent earlier and comes later changes nothing.
+
+        Returns:
+            The branches whose contents are missing (`Homes.take_copy`).
+        """
+        copied = [head_from_wire(head) for head in heads]
+        found = {branch: Content(*content) for branch, content in contents.items()}
+
+        def earlier() -> int:
+            place = self._homes.place(agent)
+            if place.role is Role.HOME and place.epoch < epoch:
+                self._loop.call_soon_threadsafe(self._succession.doubt, agent)
+            return place.epoch
+
+        def work() -> list[int]:
+            if self._versions.get(agent, (0, 0)) > (epoch, version):
+                return []
+            self._agents.witness(copied)
+            with self._database.transaction():
+                missing = self._homes.take_copy(agent, epoch, copied, found)
+                self._agents.make_room(agent, time.monotonic())
+            if not missing:
+                self._versions[agent] = epoch, version
+                self._versions.move_to_end(agent)
+                if len(self._versions) > VERSIONS_MAX:
+                    self._versions.popitem(last=False)
+            return missing
+
+        try:
+            if life(await self._in_order(earlier)) < life(epoch):
+                # What is here was forgotten.
+                await self._bury(agent, buried_up_to(Place(epoch, Role.COPY)))
+            return await self._answer(work)
+        except SatchelError as error:
+            return {"error": error.to_wire()}
+        finally:
+            self._note(agent)
+
+    async def send_copy(self, agent: str, to: str) -> Answer:
+        """Bring another node's copy of the agent up to date with what is here. Returns the home epoch of that."""
+
+        async def work() -> int:
+            return (await self._copies.send(agent, to, SEND_S)).epoch
+
+        return await self._guarded(work())
+
+    async def take_in(
+        self, agent: str, epoch: int, heads: list[dict[str, Any]], contents: dict[int, list[Any]]
+    ) -> Answer:
+        """Keep what a former home of the agent has and this one has not. Returns how many branches that were."""
+        memory = Memory(agent, epoch, [(head_from_wire(head), Content(*contents[head["branch"]])) for head in heads])
+
+        def work() -> int:
+            self._agents.witness([head for head, _ in memory.branches])
+            lacking = self._homes.lacking(memory)
+            if lacking:
+                self._agents.take_in(agent, lacking, time.monotonic())
+            return len(lacking)
+
+        answer = await self._answer(work)
+        if answer.get("result"):
+            self._note(agent)
+            self._copies.be_late(agent)
+        return answer
+
+    async def standing(self, agents: list[str]) -> Answer:
+        """What this node says of these agents (`succession.Standing`), of those that it has heard of."""
+        return await self._answer(lambda: [list(said) for said in self._succession.standing(agents)])
+
+    async def doubt(self, agent: str) -> Answer:
+        """The agent may have another home now; this node finds out."""
+        self._succession.doubt(agent)
+        return {"result": None}
+
+    async def fetch(self, agent: str, source: str, deadline_s: float) -> Answer:
+        """Pull what another node's disk has of the agent's KV and this one's has not, of all branches known here.
+
+        Returns:
+            `{"tokens", "blocks", "bytes"}`: tokens of the chains that are here now, and what has come for it.
+        """
+
+        def contents() -> list[tuple[Head, Content]]:
+            heads = [head for head in self._agents.heads(agent) if head.root]
+            return [(head, found) for head in heads if (found := self._agents.content(head)) is not None]
+
+        async def work() -> dict[str, int]:
+            if self._blocks is None:
+                raise Unavailable("this node keeps no KV on disk")
+            return await self._blocks.fetch(agent, await self._in_order(contents), source, deadline_s)
+
+        return await self._guarded(work())
+
+    async def pull(self, source: str, wanted: list[Any], owner: str, deadline_s: float) -> Answer:
+        """Fetch a chain for a request that is about to be computed here.
+
+        Args:
+            wanted: model id, root id, block ids, and the tokens after them.
+        """
+        model, root, chain, rest = wanted
+
+        async def work() -> dict[str, Any]:
+            if self._blocks is None:
+                raise Unavailable("this node keeps no KV on disk")
+            return await self._blocks.pull(Wanted(model, root, tuple(chain), None, rest), source, owner, deadline_s)
+
+        return await self._guarded(work())
+
+    async def block_addresses(self) -> Answer:
+        """Where this node's blocks are served, the fastest link first: [host, port] each."""
+        return {"result": self._blocks.addresses if self._blocks is not None else []}
+
+    async def buried(self) -> Answer:
+        """[agent, epoch] of those that were forgotten: nothing up to that epoch may be there any more."""
+
+        def work() -> list[tuple[str, int]]:
+            places = [(agent, self._homes.place(agent)) for agent in self._agents.forgotten()]
+            return [(agent, epoch) for agent, place in places if (epoch := buried_up_to(place)) >= 0]
+
+        return await self._answer(work)
+
+    async def bury(self, agent: str, epoch: int) -> Answer:
+        """Forget an agent that was forgotten elsewhere, unless it lives again in a later epoch."""
+        return await self._guarded(self._bury(agent, epoch))
+
+    async def _bury(self, agent: str, epoch: int) -> bool:
+        def work() -> bool:
+            if not self._homes.to_bury([(agent, epoch)]):
+                return False
+            with self._database.transaction():
+                self._agents.bury(agent, time.time())
+                self._homes.bury(agent, epoch)
+            self._database.scrub()
+            return True
+
+        if self._owned is not None:
+            await self._owned.ready()
+        buried = await self._in_order(work)
+        if buried:
+            self._wake(agent)
+            self._note(agent)
+            if self._owned is not None:
+                self._owned.forgotten(agent)
+        return buried
+
+    async def _guarded(self, work: Coroutine[Any, Any, Any]) -> Answer:
+        try:
+            found = await work
+        except SatchelError as error:
+            return {"error": error.to_wire()}
+        return found if isinstance(found, dict) and "error" in found else {"result": found}

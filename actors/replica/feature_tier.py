@@ -1,0 +1,51 @@
+"""Pictures' features on the disk: kept like the open tails of conversations, after a parent of their own.
+
+So everything that holds for KV on the disk holds for them too: digests, owners, budgets, and the way between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..kv_store.codec import tail_id
+from ..kv_store.media import NAME_WORDS, features_parent, words_of
+from ..messages import GenerateRequest, Media
+from .disk_tier import DiskTier, Turn, Written
+from .vision import Features
+
+
+class FeatureTier:
+    """For agents' pictures; `offer` is for the engine's thread, `load` for any but an event loop's."""
+
+    def __init__(self, disk: DiskTier) -> None:
+        self._disk = disk
+
+    def offer(self, request: GenerateRequest, media: Media, features: Features) -> None:
+        """Write down what was made of an agent's picture, behind the request; or that the agent has used it too."""
+        if not request.agent:
+            return
+        name = words_of(media.key, NAME_WORDS, video=media.video)
+        parent = features_parent(request.root_id, name)
+        known = tail_id(parent, name)
+        new = [] if known in self._disk.saved else [Written(parent, name, _named(features))]
+        self._disk.offer(Turn(request.agent, [known], [], new))
+
+    def load(self, request: GenerateRequest, indexes: Sequence[int]) -> dict[int, Features]:
+        """What the disk has for these of a request's pictures."""
+        found: dict[int, Features] = {}
+        for index in indexes:
+            media = request.media[index]
+            name = words_of(media.key, NAME_WORDS, video=media.video)
+            arrays = self._disk.read(features_parent(request.root_id, name), name, request.agent)
+            if arrays is not None and "embeddings" in arrays:
+                levels = (arrays[f"level.{level}"] for level in range(len(arrays) - 1))
+                found[index] = Features(arrays["embeddings"], tuple(levels))
+        return found
+
+
+def _named(features: Features) -> dict[str, mx.array]:
+    return {"embeddings": features.embeddings} | {
+        f"level.{level}": array for level, array in enumerate(features.levels)
+    }

@@ -1,0 +1,211 @@
+"""Rows whose pictures are encoded before the scheduler hears of them, one picture a turn, and what is kept of pictures.
+
+A picture costs a decoding row one pause of its encoding. So a turn encodes one, of the row that waits longest among
+the most urgent; what others have encoded meanwhile costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from PIL import Image
+
+from ...cluster.errors import InvalidRequest, PictureLost, SatchelError
+from ..kv_store.media import is_word
+from ..messages import GenerateRequest, Media
+from .feature_tier import FeatureTier
+from .memory import Sequence
+from .pictures import Layout
+from .scheduler import Row
+from .vision import Features, RowPictures, Vision
+
+
+def _name(request: GenerateRequest, index: int) -> bytes:
+    """What the features of a picture are kept under: of a model and for whom, as the root says."""
+    return request.root_id + request.media[index].key
+
+
+class FeatureCache:
+    """What encoders made of pictures, by a name for each, least recently used first out.
+
+    Attributes:
+        hits, encodes: how often a picture was found, and how often encoded.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.nbytes = 0
+        self.hits = self.encodes = 0
+        self._features: OrderedDict[bytes, Features] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._features
+
+    def get(self, key: bytes) -> Features | None:
+        found = self._features.get(key)
+        if found is not None:
+            self._features.move_to_end(key)
+        return found
+
+    def put(self, key: bytes, features: Features) -> None:
+        if key in self._features or features.nbytes > self.bytes_max:
+            return
+        self._features[key] = features
+        self.nbytes += features.nbytes
+        while self.nbytes > self.bytes_max:
+            _, gone = self._features.popitem(last=False)
+            self.nbytes -= gone.nbytes
+
+
+@dataclass
+class _Waiting:
+    sequence: Sequence
+    row: Row
+    missing: list[int] = field(default_factory=list)
+
+
+class PictureQueue:
+    """
+    Args:
+        vision: None for a model that takes no pictures.
+        bytes_max: for features that no row needs any more.
+        disk: where agents' are written down; None for nowhere.
+    """
+
+    def __init__(self, vision: Vision | None, bytes_max: int, disk: FeatureTier | None = None) -> None:
+        self.features = FeatureCache(bytes_max)
+        self._vision = vision
+        self._disk = disk
+        self._waiting: dict[str, _Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def refusal(self, media: list[Media], prompt: list[int]) -> SatchelError | None:
+        """Why pictures are not taken; None where they are."""
+        if not media:
+            return None
+        if self._vision is None:
+            return InvalidRequest("this model takes no pictures", param="messages")
+        ends = [(one.start, one.start + len(one.tokens)) for one in media]
+        ordered = all(before[1] <= after[0] for before, after in pairwise(ends))
+        if not ordered or ends[0][0] < 0 or ends[-1][1] > len(prompt):
+            return InvalidRequest("the pictures' places are not in the prompt", param="messages")
+        return None
+
+    def begin(self, sequence: Sequence, row: Row, known: int) -> bool:
+        """Take in a row with its pictures, whose first `known` tokens have KV. Whether it need not wait here, as
+        everything is known or not needed."""
+        media = sequence.request.media
+        if not media or self._vision is None:
+            return True
+        pictures = RowPictures([(one.start, len(one.tokens)) for one in media])
+        self._vision.place(
+            pictures, sequence.given(0, len(sequence.request.prompt)), [(one.grid, one.video) for one in media]
+        )
+        sequence.pictures = pictures
+        missing = [index for index, one in enumerate(media) if one.start + len(one.tokens) > known]
+        # Of the others nobody needs more than their KV.
+        self.features.hits += len(media) - len(missing)
+        missing = [index for index in missing if not self._find(sequence, index)]
+        if missing:
+            self._waiting[sequence.id] = _Waiting(sequence, row, missing)
+        return not missing
+
+    def step(self, attempt: Callable[[str, Callable[[], None]], None]) -> Iterator[Row]:
+        """Encode at most one picture; the rows that need no more.
+
+        Args:
+            attempt: does something for a request, which ends if that fails.
+        """
+        encoded = False
+        for waiting in sorted(self._waiting.values(), key=lambda entry: -entry.row.priority):
+            while waiting.missing:
+                if self._find(waiting.sequence, waiting.missing[0]):
+                    waiting.missing.pop(0)
+                    continue
+                if encoded:
+                    break
+                encoded = True
+                attempt(waiting.sequence.id, lambda entry=waiting: self.encode(entry.sequence, entry.missing[0]))
+                if waiting.sequence.id not in self._waiting:
+                    break
+                waiting.missing.pop(0)
+            if not waiting.missing and self._waiting.pop(waiting.sequence.id, None) is not None:
+                yield waiting.row
+
+    def expired(self, now: float) -> list[str]:
+        """Rows whose deadline has passed; they are let go."""
+        late = [name for name, waiting in self._waiting.items() if waiting.row.deadline <= now]
+        for name in late:
+            del self._waiting[name]
+        return late
+
+    def leave(self, request_id: str) -> None:
+        """The row is over; one that is not here is ignored."""
+        self._waiting.pop(request_id, None)
+
+    def prefilled(self, sequence: Sequence) -> None:
+        """The row needs its features no more, unless it is sent back."""
+        if sequence.pictures is not None:
+            sequence.pictures.features.clear()
+
+    def require(self, sequence: Sequence, start: int, stop: int) -> None:
+        """See that the features for tokens [start, stop) are there: what was thought to be known may have gone."""
+        if sequence.pictures is None:
+            return
+        for index in sequence.pictures.touched(start, stop):
+            if index not in sequence.pictures.features and not self._find(sequence, index):
+                self.encode(sequence, index)
+
+    def encode(self, sequence: Sequence, index: int) -> None:
+        """Encode a picture of a row."""
+        assert self._vision is not None and sequence.pictures is not None
+        media, words = sequence.request.media[index], sequence.request.prompt
+        if not media.pixels:
+            raise PictureLost("a picture of this conversation is not in memory any more: send it again")
+        size = 3 * media.width * media.height
+        frames = [
+            Image.frombytes("RGB", (media.width, media.height), media.pixels[at * size : (at + 1) * size])
+            for at in range(media.frames)
+        ]
+        places = frozenset(at for at in range(len(media.tokens)) if is_word(words[media.start + at]))
+        span = Layout(tuple(media.tokens), places, tuple(media.grid))
+        features = self._vision.encode(span, frames, video=media.video)
+        self.features.encodes += 1
+        self._keep(sequence, index, features)
+
+    def read_back(self, request: GenerateRequest, hot_tokens: int) -> dict[int, Features]:
+        """What the disk has of a request's pictures beyond its first `hot_tokens` tokens. For any thread."""
+        if self._disk is None:
+            return {}
+        lacking = [
+            index
+            for index, media in enumerate(request.media)
+            if media.start + len(media.tokens) > hot_tokens and _name(request, index) not in self.features
+        ]
+        return self._disk.load(request, lacking) if lacking else {}
+
+    def put_back(self, sequence: Sequence, found: Mapping[int, Features]) -> None:
+        """Take what was read back."""
+        for index, features in found.items():
+            self.features.put(_name(sequence.request, index), features)
+
+    def _keep(self, sequence: Sequence, index: int, features: Features) -> None:
+        assert sequence.pictures is not None
+        self.features.put(_name(sequence.request, index), features)
+        sequence.pictures.features[index] = features
+        if self._disk is not None:
+            self._disk.offer(sequence.request, sequence.request.media[index], features)
+
+    def _find(self, sequence: Sequence, index: int) -> bool:
+        assert sequence.pictures is not None
+        features = self.features.get(_name(sequence.request, index))
+        if features is None:
+            return False
+        self.features.hits += 1
+        self._keep(sequence, index, features)
+        return True

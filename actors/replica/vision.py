@@ -1,0 +1,250 @@
+"""The model's side of pictures: the encoder, positions, and what the language part is given in place of tokens.
+
+Nothing here knows families. mlx-vlm's models have one way in, `get_input_embeddings`, which makes of token ids and
+pixels what their language part takes: an embedding a token, and for some levels of the encoder (DeepStack) what is
+added behind the first layers. It is called for one picture's span alone, and what comes out is kept as `Features`; so a
+prompt may be computed in any chunks, beside any other rows, and a picture is encoded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
+from PIL import Image
+
+from .pictures import Layout, PictureProcessor
+
+_PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"}
+"""What of the way in is understood here. Positions are made for the whole prompt instead."""
+
+_IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
+"""mlx-vlm's own language parts look at causal masks only."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the language part takes for a picture's span.
+
+    Attributes:
+        embeddings: (tokens, dim).
+        levels: what is added behind the first layers, each (tokens, dim), zero where a token does not stand for the
+            picture; empty for most models.
+    """
+
+    embeddings: mx.array
+    levels: tuple[mx.array, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        return [self.embeddings, *self.levels]
+
+
+@dataclass
+class RowPictures:
+    """A row's pictures.
+
+    Attributes:
+        spans: (first token, number of tokens) of each.
+        features: as far as they are known, by the index of the span.
+        positions: (axes, tokens) of the prompt, where positions are not just counted; `shift` is what a later token's
+            place in the row has to be moved by.
+    """
+
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    features: dict[int, Features] = field(default_factory=dict)
+    positions: np.ndarray | None = None
+    shift: int = 0
+
+    def touched(self, start: int, stop: int) -> list[int]:
+        """The spans that have tokens in [start, stop)."""
+        return [index for index, (first, count) in enumerate(self.spans) if first < stop and start < first + count]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive tokens of a row, which begin at `start`."""
+
+    tokens: Sequence[int]
+    start: int
+    pictures: RowPictures | None = None
+
+
+def load_weights(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """A model with its weights, which are read when they are used, and its config.
+
+    Raises:
+        ValueError: the model is of a kind that is not served.
+    """
+    from mlx_vlm.utils import load_config, load_model
+
+    model = load_model(folder, lazy=True)
+    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "language_model"):
+        raise ValueError("it has no language part of its own")
+    return model, load_config(folder)
+
+
+def _axes_of(language: Any) -> int:
+    """How many numbers a position has where a model is told positions; 0 where it counts them itself."""
+    return 3 if hasattr(language, "get_rope_index") else 0
+
+
+class LanguagePart:
+    """The language part of a model, called as mlx-lm's models are."""
+
+    def __init__(self, model: Any) -> None:
+        self._language = model.language_model
+        self._axes = _axes_of(self._language)
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
+        """Logits, (rows, tokens, vocabulary); `given` as `Vision` makes it, or nothing for text alone."""
+        if self._axes and "position_ids" not in given:
+            first = mx.array(cache[0].offset).reshape(-1, 1)
+            places = mx.broadcast_to(first + mx.arange(tokens.shape[1]), tokens.shape)
+            given["position_ids"] = mx.stack([places] * self._axes)
+        return self._language(tokens, cache=cache, **given).logits
+
+    def make_cache(self) -> list[Any]:
+        """mlx-lm's caches in the place of mlx-vlm's copies of them.
+
+        Raises:
+            ValueError: it wants one that mlx-lm does not have.
+        """
+        own = self._language.make_cache() if hasattr(self._language, "make_cache") else None
+        return mlx_lm_caches(self._language) if own is None else [_cache_like(cache) for cache in own]
+
+
+def _cache_like(cache: Any) -> Any:
+    match type(cache).__name__:
+        case "KVCache" | "SimpleKVCache":
+            return KVCache()
+        case "RotatingKVCache":
+            return RotatingKVCache(cache.max_size, cache.keep)
+        case "ArraysCache":
+            return ArraysCache(len(cache.cache))
+    raise ValueError(f"its layers keep a {type(cache).__name__}, which is not known here")
+
+
+class Vision:
+    """
+    Args:
+        model: as mlx-vlm loads it.
+    """
+
+    def __init__(self, model: Any, processor: PictureProcessor) -> None:
+        self._model = model
+        self._language = model.language_model
+        self._processor = processor
+        self._axes = _axes_of(self._language)
+
+    def encode(self, span: Layout, frames: Sequence[Image.Image], *, video: bool) -> Features:
+        """What the language part takes for a picture, or for frames that are encoded together; computed.
+
+        Raises:
+            ValueError: the model wants something besides that is not understood here.
+        """
+        ids = mx.array([span.tokens])
+        given = {name: _array(value) for name, value in self._processor.inputs(frames, video=video).items()}
+        pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, dtype=mx.int32)
+        made = self._model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
+        unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
+        if unknown:
+            raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
+        places = mx.array(sorted(span.places))
+        embeddings = made["inputs_embeds"][0]
+        levels = []
+        for level in made["deepstack_visual_embeds"] or ():
+            whole = mx.zeros(embeddings.shape, dtype=level.dtype)
+            whole[places] = level
+            levels.append(whole)
+        features = Features(embeddings, tuple(levels))
+        mx.eval(features.arrays())
+        return features
+
+    def place(self, pictures: RowPictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]) -> None:
+        """Count the positions of a prompt.
+
+        Args:
+            tokens: all of it.
+            grids: of every picture, and whether it is of a video.
+        """
+        if not self._axes or not pictures.spans:
+            return
+        stills, videos = ([list(grid) for grid, video in grids if video == kind] for kind in (False, True))
+        positions, shift = self._language.get_rope_index(
+            mx.array([list(tokens)]), mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
+        )
+        pictures.positions = np.array(positions)[:, 0]
+        pictures.shift = int(shift.reshape(-1)[0].item())
+
+    def inputs(self, parts: Sequence[Part], width: int) -> dict[str, Any]:
+        """What the language part is given for a batch besides token ids, rows being padded to `width`."""
+        given: dict[str, Any] = {}
+        if self._axes:
+            given["position_ids"] = mx.array(np.stack([self._positions(part, width) for part in parts], axis=1))
+        touched = [[] if part.pictures is None else self._touched(part) for part in parts]
+        if not any(touched):
+            return given
+        given["inputs_embeds"] = mx.stack([self._embedded(*row, width) for row in zip(parts, touched, strict=True)])
+        seen = np.zeros((len(parts), width), bool)
+        levels: list[list[mx.array]] = []
+        for row, spans in enumerate(touched):
+            for begin, end, features, first in spans:
+                seen[row, begin:end] = True
+                for level, array in enumerate(features.levels):
+                    if level == len(levels):
+                        levels.append([])
+                    levels[level].append(array[first : first + end - begin])
+        if levels:
+            given["visual_pos_masks"] = mx.array(seen)
+            given["deepstack_visual_embeds"] = [mx.concatenate(level) for level in levels]
+        return given
+
+    def steps(self, lengths: Sequence[int], rows: Sequence[RowPictures | None]) -> dict[str, Any]:
+        """The same for a decode step of rows that have `lengths` tokens."""
+        if not self._axes:
+            return {}
+        places = [length + (row.shift if row else 0) for length, row in zip(lengths, rows, strict=True)]
+        return {"position_ids": mx.array(np.tile(np.array(places, np.int32)[None, :, None], (self._axes, 1, 1)))}
+
+    def _touched(self, part: Part) -> list[tuple[int, int, Features, int]]:
+        """Of every picture in the part: where it begins and ends there, its features, and the first of their tokens."""
+        assert part.pictures is not None
+        stop, found = part.start + len(part.tokens), []
+        for index in part.pictures.touched(part.start, stop):
+            first, count = part.pictures.spans[index]
+            begin, end = max(first, part.start), min(first + count, stop)
+            found.append((begin - part.start, end - part.start, part.pictures.features[index], begin - first))
+        return found
+
+    def _embedded(self, part: Part, spans: list[tuple[int, int, Features, int]], width: int) -> mx.array:
+        """(width, dim)"""
+        tokens = [*part.tokens, *[0] * (width - len(part.tokens))]
+        plain = self._model.get_input_embeddings(mx.array([tokens]), None).inputs_embeds[0]
+        pieces, done = [], 0
+        for begin, end, features, first in spans:
+            pieces += [plain[done:begin], features.embeddings[first : first + end - begin].astype(plain.dtype)]
+            done = end
+        return mx.concatenate([*pieces, plain[done:]])
+
+    def _positions(self, part: Part, width: int) -> np.ndarray:
+        """(axes, width)"""
+        pictures, places = part.pictures, np.arange(part.start, part.start + width, dtype=np.int32)
+        if pictures is None or pictures.positions is None:
+            return np.tile(places, (self._axes, 1))
+        known = pictures.positions[:, part.start : part.start + len(part.tokens)].astype(np.int32)
+        rest = np.tile(places[known.shape[1] :] + pictures.shift, (self._axes, 1))
+        return np.concatenate([known, rest], axis=1)
+
+
+def _array(value: Any) -> Any:
+    return mx.array(value) if isinstance(value, np.ndarray) else value

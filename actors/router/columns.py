@@ -1,0 +1,56 @@
+"""The replicas of one model as arrays, so that a decision among a thousand is a few operations. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from .directory import Directory
+from .load import ReplicaState
+from .nodes import Nodes
+
+
+class Columns:
+    """`states` in their order, a row each. Made anew when one comes or goes; `refresh` when one changes.
+
+    Args:
+        states: in order of their names.
+    """
+
+    def __init__(self, states: Sequence[ReplicaState], directory: Directory, nodes: Nodes) -> None:
+        self.states = list(states)
+        self.names = [state.name for state in states]
+        self.rows = {name: row for row, name in enumerate(self.names)}
+        count = len(states)
+        self.memory = np.array([directory.place(name) for name in self.names], np.intp)
+        """The place of each one's memory in `Directory.runs`."""
+        self.node = np.array([nodes.index(state.node) for state in states], np.intp)
+        """The index of each one's node, -1 where it is not known."""
+        self.seen, self.queue_s, self.decode_s = np.empty(count), np.empty(count), np.empty(count)
+        self.token_s, self.restore_token_s, self.kv_bytes = np.empty(count), np.empty(count), np.empty(count)
+        self.free_bytes, self.last_assigned = np.empty(count), np.empty(count)
+        for state in states:
+            self.refresh(state)
+
+    def refresh(self, state: ReplicaState) -> None:
+        """Take what a report says of the replica."""
+        row = self.rows[state.name]
+        self.token_s[row], self.restore_token_s[row] = state.token_s, state.restore_token_s
+        self.kv_bytes[row], self.free_bytes[row] = state.kv_bytes, state.free_bytes
+        self.refresh_load(state)
+
+    def refresh_load(self, state: ReplicaState) -> None:
+        """Take what was counted or counts no more, and whether it is lost."""
+        row = self.rows[state.name]
+        self.seen[row] = -inf if state.voice.lost else state.voice.seen
+        self.queue_s[row], self.decode_s[row] = state.queue_s, state.decode_s
+        self.last_assigned[row] = state.last_assigned
+
+    def check(self, directory: Directory, nodes: Nodes) -> None:
+        """Raise AssertionError where a row is not its replica's."""
+        fresh = Columns(self.states, directory, nodes)
+        for name, array in vars(fresh).items():
+            if isinstance(array, np.ndarray):
+                assert (array == getattr(self, name)).all(), f"{name} is out of date"

@@ -1,0 +1,191 @@
+"""Nodes as their stores describe them: who lives, and how fast KV comes from one to another. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..messages import StoreReport
+from .load import measured
+from .voice import Voice
+
+ASSUMED_LINK_BYTES_PER_S = 100e6
+"""Between nodes that have not moved anything yet: a poor gigabit network, so that a pull is no slower than expected."""
+
+LINK_WEIGHT = 0.3
+"""How much a new measurement counts beside those before it."""
+
+LINK_RETRY_S = 600.0
+"""A link that was measured slower than what is assumed is believed for this long: unused, it is not measured again."""
+
+FIRST = 8
+"""For how many nodes there is room at first."""
+
+LINKS_MAX = 4096
+"""How many links a node may have."""
+
+
+class Link(NamedTuple):
+    bytes_per_s: float
+    measured_at: float
+
+
+@dataclass(slots=True, eq=False)
+class NodeState:
+    """A node's store as its last report describes it."""
+
+    name: str
+    index: int
+    voice: Voice
+    used_bytes: int = 0
+    free_bytes: int = -1
+    memory_free_bytes: int = -1
+    disk_full: bool = False
+    draining: bool = False
+    links: dict[str, Link] = field(default_factory=dict)
+    """Measured ones, by the node from which KV came."""
+
+
+class Nodes:
+    """All nodes whose stores have reported. What costs are computed from is kept as arrays, by a node's `index`."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, NodeState] = {}
+        self._names: dict[int, str] = {}
+        self._free = list(range(FIRST))
+        self.seen = np.full(FIRST, -inf)
+        """When each was last heard; -inf for those that are lost."""
+        self.disks = np.full(FIRST, -1)
+        """The place of each one's disk in `Directory.runs`."""
+        self.writes = np.zeros(FIRST, bool)
+        """Whether each can write down what it pulls."""
+        self.draining = np.zeros(FIRST, bool)
+        self.busy_until = np.full(FIRST, -inf)
+        """When what others pull from each will have left it."""
+        self.rates = np.full((FIRST, FIRST), ASSUMED_LINK_BYTES_PER_S)
+        """Bytes a second, to one from another."""
+
+    def join(self, name: str, voice: Voice, disk: int) -> NodeState:
+        """Take in a node, or the new process of one that is known: what is measured stays.
+
+        Args:
+            disk: the place of its disk in `Directory.runs`.
+        """
+        state = self.states.get(name)
+        if state is not None:
+            state.voice = voice
+            return state
+        if not self._free:
+            self._grow()
+        state = self.states[name] = NodeState(name, heapq.heappop(self._free), voice)
+        self._names[state.index] = name
+        self.disks[state.index] = disk
+        for other in self.states.values():
+            # Others may have measured it before it was heard.
+            self._set_rates(state, other)
+        return state
+
+    def describe(self, state: NodeState, report: StoreReport, now: float) -> None:
+        """Take what the report says of the node itself."""
+        index = state.index
+        state.used_bytes, state.free_bytes = report.used_bytes, report.free_bytes
+        state.memory_free_bytes = report.memory_free_bytes
+        state.disk_full, state.draining = report.disk_full, report.draining
+        self.seen[index] = -inf if state.voice.lost else now
+        self.writes[index], self.draining[index] = not report.disk_full, report.draining
+        slow = [
+            name
+            for name, link in state.links.items()
+            if link.bytes_per_s < ASSUMED_LINK_BYTES_PER_S and now - link.measured_at > LINK_RETRY_S
+        ]
+        for name in slow:
+            del state.links[name]
+        for name, rate in report.links.items():
+            known = state.links.get(name)
+            if measured(rate, 0.0) and name != state.name and (known or len(state.links) < LINKS_MAX):
+                # Of a link that is suddenly less than half as fast, what was measured before says nothing any more.
+                old = known.bytes_per_s if known and rate >= known.bytes_per_s / 2 else rate
+                state.links[name] = Link(old + LINK_WEIGHT * (rate - old), now)
+        for name in {*slow, *report.links} & self.states.keys():
+            self._set_rates(state, self.states[name])
+
+    def lives(self, name: str, now: float, timeout_s: float) -> bool:
+        state = self.states.get(name)
+        return state is not None and state.voice.lives(now, timeout_s)
+
+    def drains(self, name: str) -> bool:
+        state = self.states.get(name)
+        return state is not None and state.draining
+
+    def lose(self, name: str, until: float) -> None:
+        """Avoid the node until its store reports again, `until` or later."""
+        state = self.states.get(name)
+        if state is not None:
+            state.voice.lose(until)
+            self.seen[state.index] = -inf
+
+    def forget(self, name: str) -> None:
+        """The node is gone, with all that was measured of it."""
+        state = self.states.pop(name)
+        state.links.clear()
+        for other in self.states.values():
+            other.links.pop(name, None)
+        index = state.index
+        self.seen[index] = self.busy_until[index] = -inf
+        self.disks[index] = -1
+        self.writes[index] = self.draining[index] = False
+        self.rates[index, :] = self.rates[:, index] = ASSUMED_LINK_BYTES_PER_S
+        del self._names[index]
+        heapq.heappush(self._free, index)
+
+    def index(self, name: str) -> int:
+        """The node's index, -1 where it is not known."""
+        state = self.states.get(name)
+        return -1 if state is None else state.index
+
+    def named(self, index: int) -> str:
+        """The name of the node with this index."""
+        return self._names[index]
+
+    def reserve(self, source: int, seconds: float, now: float) -> None:
+        """A pull from `source` was decided: the next one waits for it."""
+        self.busy_until[source] = max(self.busy_until[source], now) + seconds
+
+    def check(self) -> None:
+        """Raise AssertionError where the tables disagree."""
+        taken = [state.index for state in self.states.values()]
+        assert sorted(taken + self._free) == list(range(len(self.seen)))
+        assert (self.seen[self._free] == -inf).all() and (self.disks[self._free] == -1).all()
+        assert (self.rates > 0.0).all()
+        for name, state in self.states.items():
+            assert state.name == name == self._names[state.index] and self.disks[state.index] >= 0
+            assert self.seen[state.index] == (-inf if state.voice.lost else state.voice.seen)
+            assert self.draining[state.index] == state.draining
+            for other, link in state.links.items():
+                if other in self.states:
+                    assert self.rates[state.index, self.states[other].index] == link.bytes_per_s
+
+    def _set_rates(self, one: NodeState, other: NodeState) -> None:
+        """Both ways between two nodes: as measured, else as measured the other way, else as assumed."""
+        there, back = one.links.get(other.name), other.links.get(one.name)
+        for to, source, link in ((one, other, there or back), (other, one, back or there)):
+            self.rates[to.index, source.index] = link.bytes_per_s if link else ASSUMED_LINK_BYTES_PER_S
+
+    def _grow(self) -> None:
+        old = len(self.seen)
+        self.seen, self.busy_until = _doubled(self.seen, -inf), _doubled(self.busy_until, -inf)
+        self.disks = _doubled(self.disks, -1)
+        self.writes, self.draining = _doubled(self.writes, False), _doubled(self.draining, False)
+        rates = np.full((2 * old, 2 * old), ASSUMED_LINK_BYTES_PER_S)
+        rates[:old, :old] = self.rates
+        self.rates = rates
+        self._free = list(range(old, 2 * old))
+
+
+def _doubled(array: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
+    return np.concatenate([array, np.full(len(array), fill, array.dtype)])

@@ -1,0 +1,182 @@
+"""Which node is an agent's home, and which have a copy of its memory. Pure; fed by the stores' reports.
+
+A *home epoch* counts an agent's moves, and only grows. Every store claims agents: a key, an epoch, and whether it is
+the home. Home is who claims so with the highest epoch that anybody ever named; whoever claims a lower one was home
+before and is a copy now, or stale. So it does not matter in which order reports come, nor that a node returns with
+what it knew before its agents were adopted elsewhere. A tombstone's epoch ends every claim up to it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .directory import parts
+
+REMEMBERED_MAX = 100_000
+"""Of how many agents that nobody claims the epoch is remembered, and as many tombstones; the oldest go first."""
+
+
+class Claim(NamedTuple):
+    """What a node says of an agent."""
+
+    node: str
+    epoch: int
+    is_home: bool
+
+
+class Place(NamedTuple):
+    """Where an agent's memory is: `node` is "" where nobody who is known is its home. Copies are the newest first."""
+
+    node: str
+    epoch: int
+    copies: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Agent:
+    epoch: int
+    """The highest that anybody named, also those who claim it no more."""
+    claims: tuple[Claim, ...] = ()
+    away: str = ""
+    """Where its last turn was answered, "" where that was its home."""
+
+
+class AgentPlaces:
+    """Agents by key. Its memory is bounded by what stores claim, and `remembered_max`."""
+
+    def __init__(self, remembered_max: int = REMEMBERED_MAX) -> None:
+        self._agents: dict[str, _Agent] = {}
+        self._nodes: dict[str, set[str]] = {}
+        """The agents that each node claims, as home or not."""
+        self._unclaimed: OrderedDict[str, int] = OrderedDict()
+        self._buried: OrderedDict[str, int] = OrderedDict()
+        self._remembered_max = remembered_max
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+    def where(self, agent: str) -> Place | None:
+        """Where the agent's memory is; None where no node claims it."""
+        known = self._agents.get(agent)
+        if known is None:
+            return None
+        home = _home(known)
+        others = sorted((-claim.epoch, claim.node) for claim in known.claims if claim.node != home)
+        return Place(home, known.epoch, tuple(node for _, node in others))
+
+    def answer(self, agent: str, node: str) -> bool:
+        """A turn of the agent is answered on the node. Whether the one before it was too, and that is not its home."""
+        known = self._agents.get(agent)
+        if known is None:
+            return False
+        before, known.away = known.away, node if node != _home(known) else ""
+        return bool(node) and known.away == before == node
+
+    def agents_on(self, node: str) -> list[str]:
+        """The agents whose home the node is, by key."""
+        return sorted(agent for agent in self._nodes.get(node, ()) if _home(self._agents[agent]) == node)
+
+    def count(self, node: str) -> int:
+        """How many agents the node claims, as home or as a copy."""
+        return len(self._nodes.get(node, ()))
+
+    def update(
+        self,
+        node: str,
+        claimed: Sequence[Sequence[object]],
+        retracted: Sequence[str],
+        buried: Sequence[Sequence[object]],
+        *,
+        whole: bool,
+    ) -> Iterator[None]:
+        """Take what a store reports, and pause between its parts; the tables agree at every pause.
+
+        Args:
+            claimed: [agent, home epoch, is home].
+            buried: [agent, home epoch] of tombstones.
+            whole: the node has the agents of `claimed` and no others.
+        """
+        for part in parts(buried):
+            for agent, epoch in part:
+                self._bury(str(agent), int(epoch))
+            yield
+        kept: set[str] = set()
+        for part in parts(claimed):
+            for agent, epoch, is_home in part:
+                self._claim(str(agent), Claim(node, int(epoch), bool(is_home)))
+                kept.add(str(agent))
+            yield
+        gone = [*retracted, *(self._nodes.get(node, set()) - kept if whole else ())]
+        for part in parts(gone):
+            for agent in part:
+                self._drop(agent, node)
+            yield
+
+    def forget(self, node: str) -> None:
+        """The node is gone: it claims nothing any more. What it was the home of keeps its epoch."""
+        for agent in list(self._nodes.get(node, ())):
+            self._drop(agent, node)
+
+    def check(self) -> None:
+        """Raise AssertionError where the tables disagree."""
+        claimed: dict[str, set[str]] = {}
+        for agent, known in self._agents.items():
+            assert known.claims and known.epoch >= max(claim.epoch for claim in known.claims)
+            assert len({claim.node for claim in known.claims}) == len(known.claims), "a node claims an agent once"
+            assert known.epoch > self._buried.get(agent, -1)
+            for claim in known.claims:
+                assert claim.epoch > self._buried.get(agent, -1), "what is buried is claimed by nobody"
+                claimed.setdefault(claim.node, set()).add(agent)
+        assert claimed == self._nodes
+        assert not self._agents.keys() & self._unclaimed.keys()
+        assert max(len(self._unclaimed), len(self._buried)) <= self._remembered_max
+
+    def _claim(self, agent: str, claim: Claim) -> None:
+        if claim.epoch <= self._buried.get(agent, -1):
+            self._drop(agent, claim.node)
+            return
+        known = self._agents.get(agent)
+        if known is None:
+            known = self._agents[agent] = _Agent(self._unclaimed.pop(agent, claim.epoch))
+        known.epoch = max(known.epoch, claim.epoch)
+        known.claims = (*(other for other in known.claims if other.node != claim.node), claim)
+        self._nodes.setdefault(claim.node, set()).add(agent)
+
+    def _drop(self, agent: str, node: str) -> None:
+        known = self._agents.get(agent)
+        claims = self._nodes.get(node)
+        if known is None or claims is None or agent not in claims:
+            return
+        claims.discard(agent)
+        if not claims:
+            del self._nodes[node]
+        known.claims = tuple(claim for claim in known.claims if claim.node != node)
+        if not known.claims:
+            del self._agents[agent]
+            if known.epoch > self._buried.get(agent, -1):
+                self._remember(self._unclaimed, agent, known.epoch)
+
+    def _bury(self, agent: str, epoch: int) -> None:
+        if epoch <= self._buried.get(agent, -1):
+            return
+        self._remember(self._buried, agent, epoch)
+        if self._unclaimed.get(agent, epoch + 1) <= epoch:
+            del self._unclaimed[agent]
+        known = self._agents.get(agent)
+        for claim in known.claims if known else ():
+            if claim.epoch <= epoch:
+                self._drop(agent, claim.node)
+
+    def _remember(self, table: OrderedDict[str, int], agent: str, epoch: int) -> None:
+        table[agent] = epoch
+        table.move_to_end(agent)
+        if len(table) > self._remembered_max:
+            table.popitem(last=False)
+
+
+def _home(known: _Agent) -> str:
+    """Two homes of one epoch cannot be; should they, the first by name is taken, in whatever order they came."""
+    return min((claim.node for claim in known.claims if claim.is_home and claim.epoch == known.epoch), default="")

@@ -1,0 +1,233 @@
+"""Where agents' memory is: asked of the router, kept as long as it is right, and taken over where a node is lost.
+
+An agent that no store knows gets a home by its name alone, so everybody who asks chooses the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from ray.exceptions import RayError
+
+from ..actors.handles import ROUTER, actor_handle, store_actor_name
+from ..actors.kv_store.peers import copy_nodes
+from ..cluster.config import Config
+from ..cluster.errors import SatchelError, Unavailable, from_wire
+from .lost_nodes import has_ended
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KNOWN_MAX = 10_000
+NODES_S = 1.0
+"""How long the list of living nodes is believed."""
+
+ROUTER_S = 2.0
+ANSWER_S = 180.0
+"""How long a store that lives may take for an answer, beside the wait for a turn."""
+
+ADOPT_S = 5.0
+LOOK_S = 1.0
+"""How often it is checked, while a store is waited for, whether its node still lives."""
+
+FIRST_LOOK_S = 0.2
+"""The first time it is: Ray takes a second to say that a process is gone."""
+
+
+class AgentHomes:
+    """For one event loop."""
+
+    def __init__(self, config: Config) -> None:
+        self._head = config.machines[0].name
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._nodes = {self._head: True}
+        self._read_at = -NODES_S
+        self._stores: dict[str, Any] = {}
+        self._adoptions: dict[str, asyncio.Task[str]] = {}
+        self._checks: dict[str, asyncio.Task[bool]] = {}
+        # A turn may wait that long for the one before it, and a move for KV.
+        self._answer_s = config.timeouts.turn_wait_s + ANSWER_S
+
+    def known(self, agent: str) -> str:
+        """The node where the agent's memory was found last, "" where it was not looked for."""
+        return self._known.get(agent, "")
+
+    def note(self, agent: str, node: str) -> None:
+        """It is there."""
+        self._known[agent] = node
+        self._known.move_to_end(agent)
+        if len(self._known) > KNOWN_MAX:
+            self._known.popitem(last=False)
+
+    def forget(self, agent: str) -> None:
+        """It is not there any more."""
+        self._known.pop(agent, None)
+
+    async def alive(self) -> list[str]:
+        """The nodes whose stores report, the head where nobody can tell."""
+        return [name for name, lives in (await self.nodes()).items() if lives] or [self._head]
+
+    async def nodes(self) -> dict[str, bool]:
+        """Every node that was heard, and whether its store reports; what was known last where nobody can tell."""
+        if time.monotonic() - self._read_at > NODES_S:
+            try:
+                found = await self._router("nodes")
+            except Unavailable as error:
+                logger.warning("%s", error.message)
+            else:
+                self._nodes = {node["name"]: bool(node["alive"]) for node in found}
+                self._read_at = time.monotonic()
+        return self._nodes
+
+    async def check(self, node: str) -> bool:
+        """Whether the node still runs, as far as can be seen now: what was asked of it has failed, or takes long.
+
+        Where it does not, the router is told, so that nobody waits until it is silent for too long.
+        """
+        return await _shared(self._checks, node, lambda: self._check(node))
+
+    async def _check(self, node: str) -> bool:
+        if not await has_ended(node):
+            return True
+        logger.warning("nothing runs on node %s any more", node)
+        try:
+            await self._router("lose_node", node)
+        except Unavailable as error:
+            logger.warning("%s", error.message)
+        self._nodes[node] = False
+        for agent in [agent for agent, home in self._known.items() if home == node]:
+            self.forget(agent)
+        return False
+
+    async def locate(self, agent: str) -> str:
+        """The node to ask for the agent's memory. Where its home is lost, a copy becomes its home.
+
+        Raises:
+            Unavailable: its memory is on nodes that are not there.
+        """
+        if (node := self._known.get(agent)) is not None:
+            self._known.move_to_end(agent)
+            return node
+        place = await self.where(agent)
+        if place is None:
+            node = copy_nodes(agent, await self.alive(), 1)[0]
+        elif place["alive"]:
+            node = place["home"]
+        elif place["copies"]:
+            node = await _shared(self._adoptions, agent, lambda: self._adopt(agent, place))
+        else:
+            lost = place["home"] or "a node that has left"
+            raise Unavailable(f"the memory of agent {agent.partition('/')[2]!r} is on {lost}, which does not answer")
+        self.note(agent, node)
+        return node
+
+    async def _adopt(self, agent: str, place: dict[str, Any]) -> str:
+        for node in place["copies"]:
+            try:
+                epoch = await self.ask(node, "adopt", agent, place["epoch"], timeout_s=ADOPT_S)
+            except SatchelError as error:
+                logger.warning("node %s cannot take over agent %s: %s", node, agent, error.message)
+                continue
+            logger.warning("agent %s lives on %s now (epoch %d); %s is lost", agent, node, epoch, place["home"])
+            return node
+        raise Unavailable(f"no copy of the memory of agent {agent.partition('/')[2]!r} answers")
+
+    async def where(self, agent: str) -> dict[str, Any] | None:
+        """`{"home", "alive", "epoch", "copies"}`, None where no store knows the agent; one node knows where it is.
+
+        Raises:
+            Unavailable: that is not known now.
+        """
+        try:
+            place = await self._router("where", agent)
+        except Unavailable:
+            if len(self._nodes) > 1:
+                raise
+            return None
+        if place is not None and (unheard := place.get("unheard")):
+            raise Unavailable(f"node {unheard[0]} has not said yet which agents it has", retry_after_s=1.0)
+        return place
+
+    async def places(self, agents: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """As `where`, by agent, of those that stores know.
+
+        Raises:
+            Unavailable: the router does not answer.
+        """
+        found = await self._router("places", list(agents))
+        known = ((agent, place) for agent, place in zip(agents, found, strict=True) if place is not None)
+        return {agent: place for agent, place in known if not place.get("unheard")}
+
+    async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float | None = None, **named: Any) -> Any:
+        """What the store of a node answers.
+
+        Raises:
+            SatchelError: what it raised; `Unavailable` where it has died, its node is lost, or the time is up.
+        """
+        try:
+            handle = self._stores.get(node)
+            if handle is None:
+                handle = self._stores[node] = await asyncio.to_thread(actor_handle, store_actor_name(node))
+            call = getattr(handle, method)
+            # What a turn leaves may be a megabyte to write down.
+            sent = (
+                await asyncio.to_thread(call.remote, *arguments, **named)
+                if method == "commit"
+                else call.remote(*arguments, **named)
+            )
+            answer = await self._while_alive(node, sent, timeout_s)
+        except (RayError, ValueError, TimeoutError) as error:
+            self._stores.pop(node, None)
+            if not isinstance(error, TimeoutError):
+                await self.check(node)
+            message = f"the store of agents' memory on {node} does not answer now"
+            raise Unavailable(message, retry_after_s=2.0) from error
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer["result"]
+
+    async def _while_alive(self, node: str, sent: Any, timeout_s: float | None) -> Any:
+        """The answer. Ray takes 14 s to notice that a machine is gone, the router 5.
+
+        Raises:
+            TimeoutError: the node is lost, or the time is up.
+        """
+        answer = asyncio.ensure_future(sent)
+        ends = time.monotonic() + (self._answer_s if timeout_s is None else timeout_s)
+        look_s = FIRST_LOOK_S
+        try:
+            while True:
+                left = ends - time.monotonic()
+                done, _ = await asyncio.wait({answer}, timeout=min(look_s, max(0.0, left)))
+                if done:
+                    return answer.result()
+                if node not in await self.alive() or not await self.check(node) or time.monotonic() >= ends:
+                    raise TimeoutError
+                look_s = LOOK_S
+        finally:
+            answer.cancel()
+
+    async def _router(self, method: str, *arguments: Any) -> Any:
+        try:
+            async with asyncio.timeout(ROUTER_S):
+                handle = await asyncio.to_thread(actor_handle, ROUTER)
+                return await getattr(handle, method).remote(*arguments)
+        except (RayError, ValueError, TimeoutError) as error:
+            raise Unavailable("the router does not answer now", retry_after_s=2.0) from error
+
+
+async def _shared(tasks: dict[str, asyncio.Task[T]], key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What `work` returns, done once for all who ask at the same time, whichever of them gives up."""
+    task = tasks.get(key)
+    if task is None:
+        # In a context of its own: Ray cancels the calls that it takes for a request's children with the request.
+        task = tasks[key] = asyncio.create_task(work(), context=contextvars.Context())
+        task.add_done_callback(lambda _: tasks.pop(key, None))
+    return await asyncio.shield(task)

@@ -1,0 +1,88 @@
+"""The routes under `/v1/cluster`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+
+from ..cluster.errors import InvalidRequest, Unavailable
+from .agents import AgentMemory
+from .backend import Backend
+from .cluster_views import AGENTS_MAX, TokenRates, cluster_view
+from .openai_answers import error_body
+from .requests import TENANT, agent_key
+
+VIEW_S = 12.0
+"""How long everything that a view asks may take together."""
+
+FRESH_S = 1.0
+"""How long a view is shown again, so that whoever looks often asks the cluster no more for it."""
+
+
+class MoveBody(BaseModel):
+    """The body of `/v1/agents/{id}/move`; `to` is the name of a node."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    to: str
+
+
+class ClusterRoutes:
+    """What nodes and replicas do, and why requests went where they did."""
+
+    def __init__(self, backend: Backend, memory: AgentMemory | None) -> None:
+        self._backend = backend
+        self._store = memory.store if memory is not None else None
+        self._rates = TokenRates(time.monotonic)
+        self._views: dict[bool, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
+        """With agents and without: when each was begun, and who makes it."""
+
+    async def show(self, request: Request) -> Response:
+        """Nodes, replicas and the first agents; `agents` says how many of those at most."""
+        given = request.query_params.get("agents", str(AGENTS_MAX))
+        if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) <= AGENTS_MAX):
+            raise InvalidRequest(f"agents must be 0 to {AGENTS_MAX}", param="agents")
+        # Shielded: others may wait for the same view.
+        view = await asyncio.shield(self._view(bool(int(given))))
+        shown = view["agents"][: int(given)]
+        if len(shown) < len(view["agents"]):
+            view = {**view, "agents": shown, "agents_count": len(shown), "agents_has_more": True}
+        return JSONResponse(view)
+
+    def _view(self, with_agents: bool) -> asyncio.Task[dict[str, Any]]:
+        """The view that is being made or has just been, else a new one."""
+        begun_at, task = self._views.get(with_agents, (0.0, None))
+        if task is None or (task.done() and time.monotonic() - begun_at > FRESH_S):
+            # Nobody's child: the request that asked first may end before the others.
+            task = asyncio.create_task(self._look(with_agents), context=contextvars.Context())
+            self._views[with_agents] = time.monotonic(), task
+        return task
+
+    async def _look(self, with_agents: bool) -> dict[str, Any]:
+        store = self._store if with_agents else None
+        try:
+            async with asyncio.timeout(VIEW_S):
+                return await cluster_view(self._backend, store, self._rates, tenant=TENANT)
+        except TimeoutError:
+            raise Unavailable(f"the cluster did not answer within {VIEW_S:.0f} s") from None
+
+    async def where(self, agent_id: str) -> Response:
+        """The home of one agent, and which nodes have copies of its memory."""
+        key = agent_key(agent_id)
+        if self._store is None:
+            raise Unavailable("this endpoint keeps no agents' memory", retry_after_s=None)
+        return JSONResponse({"id": agent_id, "object": "agent.place", **await self._store.where(key)})
+
+    async def explain(self, request_id: str) -> Response:
+        """Why a recent request went where it did."""
+        decision = await self._backend.explain(request_id)
+        if decision is None:
+            message = f"no decision about request {request_id!r} is remembered"
+            return JSONResponse(error_body(404, message, code="decision_not_found", param="request_id"), 404)
+        return JSONResponse({"object": "decision", "id": request_id, **decision})

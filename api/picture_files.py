@@ -1,0 +1,102 @@
+"""Reads what a URL holds in itself, and files of this machine out of folders that the config names. Blocking."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+_URL_SAFE = str.maketrans("-_", "+/", " \t\r\n")
+
+
+class Unreadable(Exception):
+    """What is not read. Its text goes on after the place: "is outside ..."."""
+
+
+def data_url(url: str, bytes_max: int) -> bytes:
+    """What a `data:` URL holds, whatever it says of its kind.
+
+    Raises:
+        Unreadable: it is malformed, or holds more than `bytes_max`.
+    """
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise Unreadable("is a data URL without a comma")
+    # Three bytes of four characters, or one of three: more text than this cannot fit.
+    if len(body) > 4 * bytes_max + 4:
+        raise _too_large(bytes_max)
+    data = _base64(body) if head.lower().endswith(";base64") else unquote_to_bytes(body)
+    if len(data) > bytes_max:
+        raise _too_large(bytes_max)
+    return data
+
+
+def _base64(body: str) -> bytes:
+    text = (unquote(body) if "%" in body else body).translate(_URL_SAFE).rstrip("=")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise Unreadable("is a data URL whose base64 is damaged") from None
+
+
+def read_file(url: str, roots: Sequence[str], bytes_max: int) -> bytes:
+    """A regular file within one of `roots`, by its path or `file://` URL.
+
+    Links are followed first, so one that leads out of a root is outside.
+
+    Raises:
+        Unreadable: it is outside of all roots, is not there, is no regular file, or has more than `bytes_max`.
+    """
+    if not roots:
+        raise Unreadable("names a file of this machine, and media.file_roots names no folder for such")
+    # One sentence, whether it is there or not: nobody learns what else is on this machine.
+    outside = Unreadable("names a file outside of the folders in media.file_roots")
+    try:
+        path = Path(os.path.realpath(_path(url)))
+        root = next((root for root in map(os.path.realpath, roots) if path.is_relative_to(root)), None)
+    except (OSError, ValueError):
+        raise outside from None
+    if root is None:
+        raise outside
+    try:
+        return _read(Path(root), path.relative_to(root).parts, bytes_max)
+    except OSError:
+        raise Unreadable("names a file that is not there or cannot be read") from None
+
+
+def _path(url: str) -> str:
+    if url.startswith("/"):
+        return url
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError("another machine's file")
+    return unquote(parts.path)
+
+
+def _read(root: Path, parts: Sequence[str], bytes_max: int) -> bytes:
+    """Steps down folder by folder and follows no link, so nobody can put one in between check and use."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    opened = os.open(root, flags | os.O_DIRECTORY)
+    try:
+        for index, part in enumerate(parts):
+            folder = os.O_DIRECTORY if index < len(parts) - 1 else 0
+            below = os.open(part, flags | folder, dir_fd=opened)
+            os.close(opened)
+            opened = below
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise Unreadable("names no regular file")
+        with os.fdopen(os.dup(opened), "rb") as file:
+            content = file.read(bytes_max + 1)
+    finally:
+        os.close(opened)
+    if len(content) > bytes_max:
+        raise _too_large(bytes_max)
+    return content
+
+
+def _too_large(bytes_max: int) -> Unreadable:
+    return Unreadable(f"has more than {bytes_max} bytes (media.source_bytes_max)")

@@ -1,0 +1,94 @@
+"""Reads one film from standard input, in a process of its own, and writes some of its frames to standard output.
+
+FFmpeg believes what a file says about itself, and has had its share of bugs. Here it has a limit of memory, no file but
+the one it is given, and nobody else's requests beside it.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import resource
+import sys
+from typing import Any
+
+import msgpack
+import psutil
+from PIL import Image
+
+from .picture_decode import Undecodable, as_picture, check_size
+from .picture_sources import Picture
+from .video_decode import Deadline, FrameSampler, Sampling
+
+_BYTES_MAX = 256 * 2**20
+_BYTES_A_PIXEL = 40
+"""And so many for each pixel of the largest frame: frames that a decoder looks back at, and those that are kept."""
+_THREADS = 2
+_DAMAGED = "is a video that cannot be read, or is damaged"
+_FRAMES_A_SECOND = 25.0
+
+
+def read_film(data: bytes, sampling: Sampling) -> list[Picture]:
+    """
+    Raises:
+        Undecodable: it cannot be read, is too large, or takes too long.
+    """
+    import cv2
+
+    _limit_memory(_BYTES_MAX + _BYTES_A_PIXEL * sampling.pixels_max)
+    stream: Any = io.BytesIO(data)
+    film = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, _THREADS])
+    if not film.isOpened():
+        raise Undecodable(_DAMAGED)
+    width, height = film.get(cv2.CAP_PROP_FRAME_WIDTH), film.get(cv2.CAP_PROP_FRAME_HEIGHT)
+    check_size(int(width), int(height), sampling.pixels_max)
+    deadline, sampler = Deadline(sampling.timeout_s), FrameSampler(sampling)
+    rate = film.get(cv2.CAP_PROP_FPS)
+    rate = rate if math.isfinite(rate) and rate > 0 else _FRAMES_A_SECOND
+    seconds = 0.0
+    for index in itertools.count():
+        if not film.grab():
+            break
+        deadline.check()
+        stated = film.get(cv2.CAP_PROP_POS_MSEC) / 1000
+        # Some files have no times, or wrong ones.
+        seconds = stated if math.isfinite(stated) and stated > seconds else max(seconds, index / rate)
+        if sampler.wants(seconds):
+            sampler.take(_picture(film.retrieve(), sampling, seconds))
+    return sampler.frames()
+
+
+def _picture(retrieved: tuple[bool, Any], sampling: Sampling, seconds: float) -> Picture:
+    worked, frame = retrieved
+    if not worked or frame.ndim != 3:
+        raise Undecodable(_DAMAGED)
+    check_size(frame.shape[1], frame.shape[0], sampling.pixels_max)
+    # OpenCV gives blue, green, red.
+    return as_picture(Image.fromarray(frame[..., ::-1].copy()), sampling.shown(), seconds)
+
+
+def _limit_memory(further_bytes: int) -> None:
+    """Let this process allocate so much more; macOS knows no such limit and keeps none."""
+    if sys.platform == "linux":
+        most = psutil.Process().memory_info().vms + further_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    sampling = Sampling(**json.loads(sys.argv[1]))
+    try:
+        frames = read_film(sys.stdin.buffer.read(), sampling)
+    except Undecodable as refusal:
+        answer: Any = str(refusal)
+    except ImportError:
+        answer = "is a film, and OpenCV, which reads films, does not load here"
+    else:
+        answer = [(frame.width, frame.height, frame.pixels, frame.seconds) for frame in frames]
+    sys.stdout.buffer.write(msgpack.packb(answer) or b"")
+
+
+if __name__ == "__main__":
+    main()

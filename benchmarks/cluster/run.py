@@ -1,0 +1,133 @@
+"""Measures several nodes: moving KV, first tokens after a move, recovery from a killed node, and (simulated) speed.
+
+    python benchmarks/cluster/run.py [--parts moving,recovering] [--rounds 3] [--budget-s 1800]
+
+Figures are medians over the rounds, ratios are taken within a round. Nothing here is a test of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from arriving import arriving
+from beside import BENCHMARKS, neighbour
+from moving import moving
+from recovering import recovering
+from together import together
+
+parts = neighbour("memory", "parts")
+kept = neighbour("", "kept")
+RESULTS = BENCHMARKS / "results"
+PARTS = ("moving", "recovering", "arriving", "together")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+
+    def numbers(kind: type, text: str) -> list[Any]:
+        found = [kind(word) for word in text.split(",") if word.strip()]
+        if not all(0 < number < float("inf") for number in found):
+            raise argparse.ArgumentTypeError("numbers are positive")
+        return found
+
+    def count(text: str) -> int:
+        if (found := int(text)) < 1:
+            raise argparse.ArgumentTypeError("numbers are positive")
+        return found
+
+    def names(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in chosen if name not in PARTS]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
+        return chosen
+
+    add = parser.add_argument
+    add("--parts", type=names, default=list(PARTS), help=", ".join(PARTS))
+    add("--rounds", type=count, default=3, help="of moving and arriving")
+    add("--kills", type=count, default=5, help="of each kind, for recovering")
+    add("--budget-s", type=float, default=1800.0, help="after this many seconds nothing is begun")
+    add("--tokens", type=count, default=8192, help="that are moved; at the most 25,000 fit in Ray's object store")
+    add("--gbits", type=partial(numbers, float), default=[10.0, 1.0], help="links for moving")
+    add("--agent-tokens", type=count, default=4000)
+    add("--mbits", type=partial(numbers, int), default=[10_000, 1000, 100], help="links for arriving")
+    add("--work", type=Path, help="where files are written, on the disk that is to be measured (else a temporary one)")
+    add("--out", type=Path, default=RESULTS)
+    add("--machine", help="the machine's name in the results' file names")
+    return parser.parse_args(arguments)
+
+
+def measures(options: argparse.Namespace, work: Path, budget: Any) -> dict[str, Callable[[], Any]]:
+    """The chosen parts by name, each with what it needs."""
+    known: dict[str, Callable[[Path], Any]] = {
+        "moving": lambda folder: moving(options.tokens, options.gbits, options.rounds, folder, budget, say),
+        "recovering": lambda folder: recovering(options.kills, folder, budget, say),
+        "arriving": lambda folder: arriving(options.agent_tokens, options.mbits, options.rounds, folder, budget, say),
+        "together": lambda folder: together(),
+    }
+
+    def measure(name: str) -> Any:
+        (folder := work / name).mkdir()
+        return known[name](folder)
+
+    return {name: partial(measure, name) for name in dict.fromkeys(options.parts)}
+
+
+def main() -> None:
+    options = read_options()
+    machine = neighbour("serve", "machine")
+    facts = machine.facts("gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu")
+    result: dict[str, Any] = {
+        "machine": facts,
+        "versions": machine.versions(sys.executable, None),
+        "when": kept.now(),
+        # Without the paths of this machine.
+        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
+        "parts": {},
+    }
+    path = options.out / f"cluster-{options.machine or machine.name_of(facts)}"
+    result["parts"] = kept.earlier(path, result, PARTS)
+    budget, failed = parts.Budget(options.budget_s), list[str]()
+    with tempfile.TemporaryDirectory(prefix="satchel-cluster-", dir=options.work) as work:
+        for name, measure in measures(options, Path(work), budget).items():
+            if budget.left_s <= 0:
+                say(f"{name}: no time is left")
+                continue
+            say(name)
+            load, started, when = os.getloadavg()[0], time.monotonic(), kept.now()
+            try:
+                part = measure()
+            except Exception:
+                # What the other parts find is worth having.
+                traceback.print_exc()
+                failed.append(name)
+                continue
+            part.notes.append(f"{when}, load of the machine before it {load:.2f}.")
+            result["parts"][name] = {**asdict(part), "seconds": time.monotonic() - started}
+            kept.save(path, result, markdown)
+    print(markdown(result))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The results as tables."""
+    return parts.markdown(result).replace("# Memory", "# Several nodes", 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Results that are kept from run to run: a JSON file, and the same as Markdown tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FACTS = ("machine", "versions")
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def earlier(path: Path, result: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The parts `names` that other runs with the same machine and versions have left in the results: each says when it
+    was measured. What is measured now takes their places."""
+    try:
+        kept = json.loads(path.with_name(path.name + ".json").read_text(encoding="utf-8"))
+        same = all({**kept[name], "load_before": 0} == {**result[name], "load_before": 0} for name in FACTS)
+        return {name: part for name in names if (part := kept["parts"].get(name)) is not None} if same else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def save(path: Path, result: dict[str, Any], markdown: Callable[[dict[str, Any]], str]) -> None:
+    """After every part, so that what was measured stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = json.dumps(plain(result), indent=1, allow_nan=False)
+    path.with_name(path.name + ".json").write_text(told + "\n", encoding="utf-8")
+    path.with_name(path.name + ".md").write_text(markdown(result) + "\n", encoding="utf-8")
+
+
+def plain(value: Any) -> Any:
+    """For JSON: no NaN, and no more digits than were measured."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return None if value != value else float(f"{value:.6g}")
+    return value

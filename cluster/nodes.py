@@ -1,0 +1,73 @@
+"""The machines of a cluster, as the config names them."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass as validated
+
+from .units import STRICT, Bytes
+
+Kind = Literal["thunderbolt", "ethernet", "wifi"]
+
+ASSUMED_BYTES_PER_S: dict[Kind, float] = {"thunderbolt": 1.0e9, "ethernet": 1.0e8, "wifi": 2.0e7}
+"""What a link is believed to carry until that has been measured."""
+
+
+def _ip(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise ValueError("an IP address, such as 192.168.1.10") from None
+
+
+Address = Annotated[str, AfterValidator(_ip)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+
+
+@validated(frozen=True, config=STRICT)
+class Link:
+    """An address at which other nodes reach this one for KV; a Thunderbolt bridge has one of its own."""
+
+    address: Address
+    kind: Kind = "ethernet"
+
+
+@validated(frozen=True, config=STRICT)
+class Node:
+    """One machine.
+
+    `address` is the one by which the machines of the cluster know each other (Ray's). `ssh` is what the ssh client
+    calls it; the first node, on which the server is started, has none. `links` are for KV, in any order; none means
+    the address. `home` is its SATCHEL_HOME, and `command` the command line of Satchel there.
+    """
+
+    name: Name
+    address: Address = "127.0.0.1"
+    ssh: Annotated[str, Field(min_length=1, pattern=r"^[^-\s][^\s]*$")] | None = None
+    links: tuple[Link, ...] = ()
+    home: Annotated[str, Field(min_length=1)] | None = None
+    command: Annotated[str, Field(min_length=1)] = "satchel"
+    kv_bytes_max: Bytes | None = None
+    """KV memory of its replicas' running batches; None takes the config's `scheduling.kv_bytes_max`."""
+    disk_bytes_max: Bytes | None = None
+    """Agents' KV on its disk; None takes the config's."""
+    give_bytes_per_s_max: Bytes | None = None
+    """How fast the others may fetch its KV, all together; None is as fast as links and processors are."""
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.address).is_loopback
+
+    @property
+    def resource(self) -> str:
+        """The Ray resource that only this node has, and everything has to want that is to run here."""
+        return f"satchel-node-{self.name}"
+
+    @property
+    def data_links(self) -> tuple[Link, ...]:
+        """Where others get KV from, the fastest kind first."""
+        links = self.links or (Link(address=self.address),)
+        return tuple(sorted(links, key=lambda link: -ASSUMED_BYTES_PER_S[link.kind]))

@@ -1,0 +1,52 @@
+"""A store whose agents have homes, for tests of moving them: `LocalStore` with places made up here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from satchel.cluster.errors import AgentBusy, AgentNotFound, InvalidRequest
+
+from .remembering import LocalStore
+
+
+class HomesStore(LocalStore):
+    """Of `untold` agents nobody says where they are; what is asked of `stuck_agents` never comes; `busy` ones stay."""
+
+    def __init__(self, *arguments: Any, nodes: tuple[str, ...] = ("mac0", "mac1")) -> None:
+        super().__init__(*arguments)
+        self.nodes = nodes
+        self.homes: dict[str, str] = {}
+        self.busy: set[str] = set()
+        self.untold: set[str] = set()
+        self.stuck_agents: set[str] = set()
+        self.moves: list[tuple[str, str]] = []
+        self.placings = 0
+        self.going = asyncio.Event()
+        """Moves wait for it."""
+        self.going.set()
+
+    async def where(self, agent: str) -> dict[str, Any]:
+        if agent in self.stuck_agents:
+            await asyncio.Event().wait()
+        await self.call("info", agent)
+        if agent in self.untold:
+            raise AgentNotFound("nobody has told where it is")
+        home = self.homes.get(agent, "mac0")
+        return {"home": home, "epoch": 1, "copies": [node for node in self.nodes[1:] if node != home]}
+
+    async def places(self, agents: Sequence[str]) -> dict[str, dict[str, Any]]:
+        self.placings += 1
+        return await super().places(agents)
+
+    async def move(self, agent: str, node: str) -> dict[str, Any]:
+        await self.going.wait()
+        self.moves.append((agent, node))
+        if node not in self.nodes:
+            raise InvalidRequest(f"there is no node {node!r}")
+        if agent in self.busy:
+            raise AgentBusy("the agent is busy")
+        await self.call("info", agent)
+        self.homes[agent] = node
+        return {"node": node, "tokens": 300, "blocks": 1, "bytes": 5000, "seconds": 0.25}

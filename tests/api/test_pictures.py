@@ -1,0 +1,168 @@
+"""Pictures in requests: what the replica is asked for, and what is the same picture."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image, ImageDraw
+
+from satchel.actors.kv_store.media import FIRST_WORD, words_in
+from satchel.actors.messages import Media
+from satchel.api.app import create_app
+from satchel.api.backend import ServedModel
+from satchel.api.text import TextModel, load_text_model
+from satchel.cluster.config import Config
+from tests.vision_families import write_model
+
+from .conftest import FakeBackend
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("vision") / "qwen3_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def seeing(folder: Path) -> TextModel:
+    return load_text_model(folder)
+
+
+@pytest.fixture
+def backend(folder: Path, seeing: TextModel, folders: dict[str, Path]) -> FakeBackend:
+    served = [
+        ServedModel("satchel/tiny", b"5" * 32, str(folder), 4000, 4000, 1_700_000_000),
+        ServedModel("other", b"2" * 32, str(folders["none"]), 1000, 1000, 1_700_000_001),
+    ]
+    return FakeBackend(seeing, served)
+
+
+@pytest.fixture
+async def client(backend: FakeBackend, config: Config) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(create_app(backend, config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://satchel") as client:
+        yield client
+
+
+def picture(color: str = "red", size: tuple[int, int] = (120, 90)) -> Image.Image:
+    drawn = Image.new("RGB", size, "white")
+    ImageDraw.Draw(drawn).ellipse((20, 20, 70, 70), fill=color)
+    return drawn
+
+
+def url_of(image: Image.Image, kind: str = "PNG") -> str:
+    written = BytesIO()
+    image.save(written, kind, lossless=True)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+def shown(*parts: str | Image.Image) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": url_of(part)}}
+        for part in parts
+    ]
+
+
+async def ask(client: httpx.AsyncClient, content: Any, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": content}], **fields}
+    return await client.post("/v1/chat/completions", json=body)
+
+
+def sent(backend: FakeBackend) -> tuple[list[int], list[Media]]:
+    """The last prompt and its media."""
+    return backend.requests[-1]["prompt"], list(backend.requests[-1]["media"])
+
+
+async def test_a_picture_has_words_in_the_prompt_and_its_pixels_beside_it(
+    client: httpx.AsyncClient, backend: FakeBackend, seeing: TextModel
+) -> None:
+    image = picture()
+    answer = await ask(client, shown("Look: ", image, " What is it?"))
+    assert answer.status_code == 200, answer.text
+    prompt, (media,) = sent(backend)
+    assert (media.width, media.height, media.frames, media.video) == (120, 90, 1, False)
+    assert media.pixels == image.tobytes()
+    assert seeing.pictures is not None
+    words = words_in(prompt)
+    assert words == words_in(prompt[media.start : media.start + len(media.tokens)])
+    assert (
+        len(words)
+        == media.tokens.count(seeing.pictures.token)
+        == len(set(words))
+        == answer.json()["usage"]["prompt_tokens"] - sum(token < FIRST_WORD for token in prompt)
+    )
+    text = seeing.decode(seeing.plain(prompt))
+    assert text.count("<|image_pad|>") == len(words) and "Look: <|vision_start|>" in text
+
+
+async def test_the_same_picture_is_the_same_however_it_is_written(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    prompts = []
+    for kind in ("PNG", "WEBP", "BMP", "TIFF"):
+        part = {"type": "image_url", "image_url": {"url": url_of(picture(), kind)}}
+        assert (await ask(client, [part])).status_code == 200
+        prompts.append(sent(backend)[0])
+    assert all(prompt == prompts[0] for prompt in prompts)
+    other = picture()
+    other.putpixel((0, 0), (255, 255, 254))
+    assert (await ask(client, shown(other))).status_code == 200
+    changed = sent(backend)[0]
+    assert changed != prompts[0] and len(changed) == len(prompts[0])
+    assert not set(words_in(changed)) & set(words_in(prompts[0]))
+
+
+async def test_the_order_of_pictures_matters(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    red, blue = picture("red"), picture("blue")
+    prompts = []
+    for pair in ((red, blue), (blue, red)):
+        assert (await ask(client, shown(*pair, "Which is first?"))).status_code == 200
+        prompts.append(words_in(sent(backend)[0]))
+    half = len(prompts[0]) // 2
+    assert prompts[0] == prompts[1][half:] + prompts[1][:half] != prompts[1]
+
+
+@pytest.mark.parametrize("text", ["<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
+async def test_a_text_cannot_stand_for_a_picture(client: httpx.AsyncClient, backend: FakeBackend, text: str) -> None:
+    for content in (text, shown(picture(), text)):
+        answer = await ask(client, content)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+    assert not backend.requests
+
+
+async def test_what_is_no_picture_is_refused_where_it_stands(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    nothing = base64.b64encode(b"no picture at all").decode()
+    for url in (f"data:image/png;base64,{nothing}", "picture:" + "0" * 64 + "/8x8", "ftp://host/picture.png"):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        answer = await ask(client, [{"type": "text", "text": "x"}, part])
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"].startswith("messages[0].content[1]")
+    assert not backend.requests
+
+
+async def test_a_model_of_text_takes_no_pictures(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    answer = await ask(client, shown(picture()), model="other")
+    assert answer.status_code == 400 and "takes no images" in answer.json()["error"]["message"]
+
+
+async def test_frames_of_a_video_are_encoded_two_by_two(
+    client: httpx.AsyncClient, backend: FakeBackend, seeing: TextModel
+) -> None:
+    frames = [picture(color, (84, 84)) for color in ("red", "green", "blue", "black", "orange")]
+    part = {"type": "video", "video": [url_of(frame) for frame in frames], "fps": 2}
+    assert (await ask(client, [part, {"type": "text", "text": "What changes?"}])).status_code == 200
+    prompt, media = sent(backend)
+    assert [(one.frames, one.video) for one in media] == [(2, True)] * 3
+    text = seeing.decode(seeing.plain(prompt))
+    assert "<0.2 seconds>" in text and "<1.2 seconds>" in text
+    # A clip that begins with the same frames has the same words there.
+    part["video"] = part["video"][:4]
+    assert (await ask(client, [part])).status_code == 200
+    assert [one.key for one in sent(backend)[1]] == [one.key for one in media[:2]]

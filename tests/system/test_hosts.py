@@ -1,0 +1,252 @@
+"""One cluster on several hosts: agents move between them, outlive them, and hosts come and go as they like.
+
+The hosts are network namespaces of this machine with addresses of their own; the tests are users outside of them. They
+tell one story, in order: starting hosts takes most of the time.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from satchel.cluster.connection import Invitation
+from satchel.cluster.launch import Launcher
+from satchel.cluster.nodes import Node
+from satchel.cluster.runtime import clean_up_after_killed_run
+
+from . import hosts as namespaces
+from .hosts import holders, hosts, named, wait_until
+from .hosts_world import NODES, RETURN_S, START_S, World, ended, hear, succeeds
+from .secure_shell import IMPOSTOR, NOWHERE, STRANGER
+
+CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
+NUMBERS = "Say the numbers from one to sixty."
+ALL = [*NODES, "mac2"]
+
+ANSWER_S = 30.0
+"""For what is asked while a host is cut off: the router takes 5 s to notice."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    if (reason := namespaces.missing()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("hosts")
+    try:
+        with hosts(3) as machines:
+            found = World(folder, machines)
+            try:
+                found.begin()
+                yield found
+            finally:
+                found.end()
+                if (log := found.home("mac0").run / "server.log").exists():
+                    print(log.read_text())
+                if found.secure_shell is not None:
+                    found.secure_shell.stop()
+    finally:
+        # Those that were killed have left Ray's folders behind.
+        for node in ALL:
+            clean_up_after_killed_run(found.home(node))
+
+
+def test_a_host_joins_by_hand_and_hands_its_agents_over_when_it_leaves(world: World):
+    talk, starting = world.talk, world.up()
+    # The other host has joined already, so this one may.
+    wait_until(world.home("mac1").cluster_file.exists, START_S)
+    third = world.join(*world.invitation())
+    hear(third, "has joined")
+    assert "Ready: " in succeeds(starting, START_S)
+    wait_until(lambda: talk.answering() == set(ALL), RETURN_S)
+
+    carol, dave = named("carol", "mac0", ALL), named("dave", "mac2", ALL)
+    known = talk.tell_codes(carol, CODES)
+    assert talk.http.post(f"/v1/agents/{carol}/move", json={"to": "mac2"}).status_code == 200
+    said = talk.ask(carol, "What is the code of Carla?")
+    assert CODES["Carla"] in said.text and said.node == "mac2" and said.cached >= known
+    assert talk.ask(dave, "Remember: the code of heron is 2002.").node == "mac2"
+
+    succeeds(world.satchel(world.third, "leave", home="mac2"))
+    assert "2 of 2 agents live on other nodes now" in succeeds(third, 10)
+    assert talk.nodes() == {"mac0": True, "mac1": True}, "it is no node any more, not one that is down"
+    # Nobody has asked for them, and they are at home already.
+    places = [talk.where(agent) for agent in (carol, dave)]
+    assert all(place["home"] in NODES and place["alive"] for place in places), places
+    said = talk.ask(carol, "What is the code of Felix?")
+    assert CODES["Felix"] in said.text and said.prompt - said.cached < 30, "its KV has come too"
+    assert "2002" in talk.ask(dave, "What is the code of heron?").text
+
+
+def test_an_agent_moves_and_outlives_its_host_in_the_middle_of_an_answer(world: World):
+    world.whole()
+    talk, alice, fred = world.talk, named("alice", "mac0", NODES), named("fred", "mac1", NODES)
+    talk.ask(fred, "Remember: the code of tern is 3003.")
+    known = talk.tell_codes(alice, CODES)
+    assert known > 256, "there are whole blocks"
+    assert talk.ask(alice, "What is the code of Anna?").node == "mac0"
+    place = talk.where(alice)
+    assert (place["home"], place["copies"]) == ("mac0", ["mac1"])
+
+    moved = succeeds(world.satchel(world.head, "agents", "move", alice, "mac1", home="mac0"))
+    assert f"{alice} has moved from mac0 to mac1: " in moved
+    said = talk.ask(alice, "What is the code of Carla?")
+    assert CODES["Carla"] in said.text and said.node == "mac1"
+    assert said.cached >= known and said.prompt - said.cached < 30, "only the new words are computed"
+
+    assert talk.http.post(f"/v1/agents/{alice}/fork", json={"as": "mirror"}).status_code == 200
+    undisturbed = talk.ask("mirror", NUMBERS, max_tokens=400)
+    assert "fifty-nine, sixty" in undisturbed.text
+    wait_until(lambda: talk.where(alice)["copies"] == ["mac0"], 10)
+
+    def kill(pieces: int) -> None:
+        if pieces == 30:
+            world.kill(world.second)
+
+    text = talk.stream(alice, NUMBERS, kill, max_tokens=400)
+    assert text == undisturbed.text, "one stream, nothing twice and nothing missing"
+    place = talk.where(alice)
+    assert place["home"] == "mac0" and place["alive"]
+    said = talk.ask(alice, "What is the code of Ben?")
+    assert CODES["Ben"] in said.text and said.node == "mac0"
+    assert said.prompt - said.cached < 30, "the answer is remembered whole"
+    # All that it knew is here too, whoever was at home there.
+    assert CODES["Felix"] in talk.ask("mirror", "What is the code of Felix?").text
+    assert talk.nodes() == {"mac0": True, "mac1": False}
+
+
+def test_a_head_that_was_killed_finds_everybody_s_memory_again(world: World):
+    """Also what the other host has, that was killed just before and has had no time to come back."""
+    talk, alice, fred = world.talk, named("alice", "mac0", NODES), named("fred", "mac1", NODES)
+    world.kill(world.head)
+    succeeds(world.up(), START_S)
+    world.whole()
+    said = talk.ask(alice, "What is the code of Emma?")
+    assert CODES["Emma"] in said.text and said.node == "mac0", "who has come back claims nobody"
+    said = talk.ask(fred, "What is the code of tern?")
+    assert "3003" in said.text and said.node == "mac1", "nobody has asked for it while its home was away"
+    wait_until(lambda: talk.where(alice)["copies"] == ["mac1"], 20)
+
+
+def test_while_a_host_is_cut_off_its_agents_go_on_and_afterwards_the_newest_home_counts(world: World):
+    world.whole()
+    talk = world.talk
+    dora, eric = named("dora", "mac1", NODES), named("eric", "mac1", NODES)
+    talk.ask(dora, "Remember: the code of zebra is 4711.")
+    talk.ask(eric, "Remember: the code of quokka is 5813.")
+    before = talk.where(dora)
+    assert (before["home"], before["copies"]) == ("mac1", ["mac0"])
+    world.second.cut()
+    try:
+        began = time.monotonic()
+        said = talk.ask(dora, "What is the code of zebra?", timeout_s=ANSWER_S)
+        assert time.monotonic() - began < ANSWER_S
+        assert "4711" in said.text and said.node == "mac0"
+        began = time.monotonic()
+        refused = talk.http.post(f"/v1/agents/{dora}/move", json={"to": "mac1"})
+        assert refused.status_code in (400, 503), refused.text
+        # Nobody waits for those who are not there.
+        assert (gone := talk.http.delete(f"/v1/agents/{eric}")).status_code == 200, gone.text
+        assert time.monotonic() - began < ANSWER_S
+        world.deleted[eric] = "quokka"
+    finally:
+        world.second.heal()
+    world.whole()
+    wait_until(lambda: talk.where(dora)["copies"] == ["mac1"], 20)
+    after = talk.where(dora)
+    assert after["home"] == "mac0" and after["epoch"] > before["epoch"]
+    # A store believes for two seconds what it has heard of the others.
+    wait_until(lambda: talk.http.post(f"/v1/agents/{dora}/move", json={"to": "mac1"}).status_code == 200, 10)
+    said = talk.ask(dora, "What is the code of zebra?")
+    assert "4711" in said.text
+    assert said.prompt - said.cached < 30, "what was said while it was cut off has come too"
+
+
+def test_who_may_not_join_is_told_why_in_a_sentence(world: World):
+    address, token = world.invitation()
+    wrong = world.folder / "wrong"
+    wrong.write_text("0" * 64)
+    nowhere = f"{world.head.address}:9"
+    refused = {
+        "the cluster at .* has another secret": world.join(address, wrong, home="refused0"),
+        "no cluster answers at .*:9: .*refused": world.join(nowhere, token, home="refused1"),
+    }
+    for reason, process in refused.items():
+        said = ended(process, 30)
+        assert process.returncode == 1 and "Traceback" not in said
+        lines = [line for line in said.splitlines() if line.startswith("satchel: ")]
+        assert len(lines) == 1, said
+        assert re.match(f"satchel: {reason}", lines[0]), said
+    assert world.talk.nodes() == {"mac0": True, "mac1": True}
+
+
+def start(world: World, nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a head that keeps these nodes says of each when it has tried."""
+    monkeypatch.setenv("PATH", world.path)
+    address, token = world.invitation()
+    said: list[str] = []
+    launcher = Launcher(tuple(nodes), world.home("another"), Invitation(address, token.read_text()), said.append)
+    try:
+        wait_until(lambda: len({line.split()[1] for line in said}) == len(nodes), 60)
+    finally:
+        launcher.stop()
+    return [next(line for line in said if line.startswith(f"Node {node.name} ")) for node in nodes]
+
+
+def test_a_host_that_cannot_run_satchel_is_named_with_what_to_do(world: World, monkeypatch: pytest.MonkeyPatch):
+    """There is none, or another version."""
+    old = world.folder / "old" / "satchel-0.0.1.dist-info"
+    old.mkdir(parents=True)
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: satchel\nVersion: 0.0.1\n")
+    another = Node("mac2", address=world.third.address, ssh=world.third.name, home=str(world.folder / "old" / "home"))
+    nowhere, other = start(
+        world,
+        [
+            replace(another, command="/no/such/satchel"),
+            replace(another, name="mac3", command=f"env PYTHONPATH={old.parent} {sys.executable} -m satchel.api.cli"),
+        ],
+        monkeypatch,
+    )
+    assert "/no/such/satchel" in nowhere and "`command` in the config has to say where Satchel is on mac2" in nowhere
+    assert re.search(r"runs satchel .*, this machine satchel 0\.0\.1, .*; install the same\)", other), other
+    assert world.talk.nodes() == {"mac0": True, "mac1": True}
+
+
+def test_a_host_that_ssh_does_not_reach_is_named_with_what_to_do(world: World, monkeypatch: pytest.MonkeyPatch):
+    if world.no_secure_shell is not None:
+        pytest.skip(world.no_secure_shell)
+    why = {
+        STRANGER: "Permission denied",
+        IMPOSTOR: "Host key verification failed",
+        NOWHERE: "No route to host",
+    }
+    nodes = [Node(f"mac{3 + number}", address=world.third.address, ssh=name) for number, name in enumerate(why)]
+    for (name, reason), line in zip(why.items(), start(world, nodes, monkeypatch), strict=True):
+        assert "has not come up" in line and reason in line, line
+        assert f"`ssh {name}` has to work from here, without a question" in line
+
+
+def test_what_was_deleted_while_a_host_was_away_does_not_come_back_with_it(world: World):
+    if not world.deleted:
+        pytest.skip("nothing was deleted: that happens in a test before")
+    for agent, word in world.deleted.items():
+        assert world.talk.http.get(f"/v1/agents/{agent}").status_code == 404
+        assert agent not in world.talk.agents()
+        ends = time.monotonic() + 60
+        while files := [str(path) for node in NODES for path in holders(world.home(node).kv, word)]:
+            assert time.monotonic() < ends, f"{word!r} is still in {files}"
+            time.sleep(0.2)
+
+
+def test_down_ends_everything_on_all_hosts(world: World):
+    world.whole()
+    folders = [Path(world.record(node).temp_dir).parent for node in NODES]
+    assert all(folder.is_dir() for folder in folders)
+    assert "Stopped" in succeeds(world.satchel(world.head, "down", home="mac0"))
+    wait_until(lambda: not world.left(), 10)
+    assert not [folder for folder in folders if folder.exists()]
