@@ -65,6 +65,8 @@ class Succession:
         self._node, self._homes, self._heads, self._in_order, self._peers = node, homes, heads, in_order, peers
         self._bury, self._changed = bury, changed
         self._doubts: dict[str, None] = {}
+        # Nodes that did not say what happened there when they were asked.
+        self._unheard: set[str] = set()
         self.awake = asyncio.Event()
 
     def doubt(self, agent: str) -> None:
@@ -84,24 +86,33 @@ class Succession:
         return found
 
     async def learn(self) -> None:
-        """Hear from all other nodes that answer what was forgotten and who lives elsewhere now."""
-        others = await self._peers.others()
-        for result in await asyncio.gather(*(self._learn_from(node) for node in others), return_exceptions=True):
-            if isinstance(result, SatchelError):
-                logger.warning("not all is known of what happened elsewhere: %s", result.message)
-            elif isinstance(result, BaseException):
-                raise result
+        """Hear from all other nodes what was forgotten and who lives elsewhere now; `resolve` asks those again that do
+        not answer."""
+        self._unheard = set(await self._peers.others())
+        await self._learn_from_unheard()
+
+    async def _learn_from_unheard(self) -> None:
+        await asyncio.gather(*map(self._learn_from, self._unheard))
 
     async def _learn_from(self, node: str) -> None:
-        told = await self._peers.call(node, "buried", timeout_s=ASK_S)
-        for agent, epoch in await self._in_order(lambda: self._homes.to_bury(told)):
-            await self._bury(agent, epoch)
-        mine = await self._in_order(self._homes.every)
-        for start in range(0, len(mine), TOGETHER):
-            await self._ask(node, mine[start : start + TOGETHER])
+        try:
+            told = await self._peers.call(node, "buried", timeout_s=ASK_S)
+            for agent, epoch in await self._in_order(lambda: self._homes.to_bury(told)):
+                await self._bury(agent, epoch)
+            mine = await self._in_order(self._homes.every)
+            for start in range(0, len(mine), TOGETHER):
+                await self._ask(node, mine[start : start + TOGETHER])
+        except SatchelError as error:
+            logger.warning("not all is known of what happened elsewhere: %s", error.message)
+        else:
+            self._unheard.discard(node)
 
     async def resolve(self) -> None:
-        """Ask the others of those that are in doubt; again later where nobody can tell."""
+        """Ask the others of those that are in doubt, and those that have not answered before; again later where nobody
+        can tell."""
+        if self._unheard:
+            self._unheard &= {*await self._peers.others()}
+            await self._learn_from_unheard()
         doubts, self._doubts = list(self._doubts), {}
         if doubts:
             for node in await self._peers.others():

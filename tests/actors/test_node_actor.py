@@ -236,6 +236,20 @@ async def test_a_lost_home_is_replaced_by_its_copy_and_is_a_copy_when_it_comes_b
         assert world.said("a", X) == {"?"}
 
 
+async def test_who_did_not_say_what_was_forgotten_is_asked_again(tmp_path):
+    async with cluster(tmp_path) as world:
+        await world.speak("a", X, "one")
+        await world.stop("a")
+        await world.call("b", "forget", X)
+        back = world.start("a")
+        world.cut.add(frozenset("ab"))
+        await back.learn()
+        assert world.said("a", X) == {"one"}, "nobody could tell"
+        world.cut.clear()
+        await back.tend()
+        assert not world.said("a", X)
+
+
 async def test_no_turn_begins_at_a_node_that_has_not_asked_the_others_yet(tmp_path):
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "one")
