@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-VERSION = 4
+VERSION = 5
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class Frame:
 class RouteRequest:
     """What the router needs to choose: ids and sizes, no tokens. `beside` is a replica that has just got a request with
     the same prompt, "" for none; `near` is the node whose store has the agent's memory or will have it, "" where nobody
-    knows."""
+    knows. `pictures` are [id of its features, token of the prompt at which it ends, how many tokens it has]."""
 
     request_id: str
     model: str
@@ -145,6 +145,7 @@ class RouteRequest:
     exclude: list[str] = field(default_factory=list)
     beside: str = ""
     near: str = ""
+    pictures: list[tuple[bytes, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +177,12 @@ class ReplicaReport:
     """A replica's heartbeat to the router.
 
     `incarnation` is new at every start of the process. `sequence` counts reports; the router answers "resync" when it
-    missed one, and then `announced` holds every block the replica has and `full` is True. `active` lists the requests
-    that are queued or running there.
+    missed one, and then `announced` holds the ids of all blocks and pictures' features that the replica has, and `full`
+    is True. `active` lists the requests that are queued or running there.
 
     Of the figures, 0 is "not measured yet": the rate of prefill, `decode_token_s` (the time of a decode step),
-    `restore_bytes_per_s` (KV from the node's disk into memory) and `kv_bytes_per_token` (as it is kept and moved).
+    `restore_bytes_per_s` (KV from the node's disk into memory), `kv_bytes_per_token` (as it is kept and moved) and
+    `encode_token_s` (the time to encode a picture, for each of its tokens).
     `free_bytes` is the memory left for the KV of further rows, -1 where that is not known.
     """
 
@@ -202,19 +204,20 @@ class ReplicaReport:
     restore_bytes_per_s: float = 0.0
     kv_bytes_per_token: float = 0.0
     free_bytes: int = -1
+    encode_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
     """A store's heartbeat to the router: what its node's disk holds, and which agents.
 
-    `incarnation`, `sequence`, `full` and the answer are as in `ReplicaReport`. A store with very many blocks may send
+    `incarnation`, `sequence`, `full` and the answer are as in `ReplicaReport`. A store with very many ids may send
     some in the full report and the others in those that follow at once.
 
-    `announced` and `retracted` are ids of blocks on the disk. `agents` are [key, home epoch, is home] of those that
-    came or changed, `agents_retracted` keys of those this node has no more, `tombstones` [key, epoch]: whatever has
-    this epoch or a lower one was forgotten. Neither a block nor a key is both announced and retracted in one report. A
-    full report has all blocks, agents and tombstones.
+    `announced` and `retracted` are ids of what is on the disk: blocks, tails and pictures' features. `agents` are
+    [key, home epoch, is home] of those that came or changed, `agents_retracted` keys of those this node has no more,
+    `tombstones` [key, epoch]: whatever has this epoch or a lower one was forgotten. Neither an id nor a key is both
+    announced and retracted in one report. A full report has all ids, agents and tombstones.
 
     `links` are bytes a second, by the node from which this one pulled since its last report, as measured. `used_bytes`
     are those of KV on the disk, `disk_full` says that no more can be written, and `draining` that no agent is to come

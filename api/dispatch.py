@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from ..actors import registry
 from ..actors.handles import ROUTER, actor_handle, replica_actor_name
 from ..actors.kv_store.blocks import block_ids, root_id, scope_of
+from ..actors.kv_store.media import features_needed
 from ..actors.messages import Decision, Frame, GenerateRequest, Media, RouteRequest, RowUpdate, Sampling, decode, encode
 from ..cluster.config import Config
 from ..cluster.errors import NoReplica, ReplicaLost, Unavailable, from_wire
@@ -238,6 +239,9 @@ class RayBackend:
             exclude=list(exclude),
             beside=beside,
             near=self._homes.known(request.agent) if request.agent else "",
+            pictures=features_needed(
+                request.root_id, request.prompt, [(one.start, len(one.tokens)) for one in request.media]
+            ),
         )
         try:
             answer = await asyncio.wait_for((await self._get_router()).route.remote(encode(message)), ANSWER_S)

@@ -1,4 +1,4 @@
-"""Which KV an agent's branches stand on, as far as their token ids tell. Pure."""
+"""Which KV an agent's branches stand on, and which features of pictures, as far as their token ids tell. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from .blocks import BLOCK_TOKENS, block_ids
-from .codec import TOKEN_BYTES, EntryRecord, owner_tag
+from .codec import TOKEN_BYTES, EntryRecord, owner_tag, pack_tokens
+from .media import features_parent, names_in
 
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
@@ -37,10 +38,13 @@ class Claims:
         for _, root, tokens in branches:
             # Without a root they are shared with nobody, so nobody finds them again.
             if root:
-                ids = block_ids(root, array("I", tokens))
+                numbers = array("I", tokens)
+                ids = block_ids(root, numbers)
                 self.blocks.update(dict.fromkeys(ids))
                 places = {parent: number * _BLOCK_BYTES for number, parent in enumerate([root, *ids])}
                 self._places.append((places, tokens))
+                for name in dict.fromkeys(names_in(numbers)):
+                    self._places.append(({features_parent(root, name): 0}, pack_tokens(name)))
 
     def holds(self, entry: EntryRecord) -> bool:
         """Whether the entry is one of them."""
@@ -58,7 +62,8 @@ class Claims:
         return {parent for places, _ in self._places for parent in places}
 
     def rests(self) -> list[tuple[bytes, bytes]]:
-        """(parent, packed tokens) of what each branch has after its last whole block, where there is something."""
+        """(parent, packed tokens) of what each branch has after its last whole block, where there is something, and of
+        its pictures' features."""
         found = []
         for places, tokens in self._places:
             parent, start = next(reversed(places.items()))

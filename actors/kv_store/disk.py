@@ -163,9 +163,7 @@ class DiskStore:
             except DiskError:
                 shelf.totals["failed_removals"] += 1
             kept = set(placed.kept)
-            self._changes.note(
-                [each.id for each in record.entries if each.id in kept and not each.tail], placed.retracted
-            )
+            self._changes.note([each.id for each in record.entries if each.id in kept], placed.retracted)
             shelf.purge_if_possible(self._clock())
             return placed
 
@@ -244,10 +242,10 @@ class DiskStore:
             return retracted
 
     def changes(self, whole: bool) -> tuple[list[bytes], list[bytes]]:
-        """Ids that have come and that have gone since the last call, or all that are there; of blocks, not of tails."""
+        """Ids that have come and that have gone since the last call, or all that are there."""
         with self._held("telling what changed") as shelf:
             changed = self._changes.take()
-            return (shelf.index.live_blocks(), []) if whole else changed
+            return (shelf.index.live_ids(), []) if whole else changed
 
     def records(self, ids: Sequence[bytes]) -> list[EntryRecord]:
         """What is known of those of the entries that are there."""

@@ -272,9 +272,9 @@ class Index:
         found = self._rows("WHERE e.id = ? AND e.live = 1", (entry_id,))
         return found[0] if found and found[0].record.id == entry_id else None
 
-    def live_blocks(self) -> list[bytes]:
-        """The ids of all blocks that are there."""
-        return [entry for (entry,) in self._database.execute("SELECT id FROM entries WHERE live = 1 AND tail = 0")]
+    def live_ids(self) -> list[bytes]:
+        """The ids of all entries that are there."""
+        return [entry for (entry,) in self._database.execute("SELECT id FROM entries WHERE live = 1")]
 
     def live_tails(self, parent: bytes) -> list[Row]:
         return self._rows("WHERE e.parent = ? AND e.live = 1 AND e.tail = 1", (parent,))

@@ -25,6 +25,7 @@ from ...cluster.environment import cluster_key, default_home
 from ...cluster.errors import SatchelError, Unavailable
 from ...cluster.nodes import Node
 from ..messages import StoreReport
+from ..reporter import Reporter
 from .actor import Answer
 from .copies import FETCH_S, SEND_S, Copies
 from .homes import Memory, Role, buried_up_to
@@ -32,7 +33,6 @@ from .node_blocks import NodeBlocks
 from .ownership import OwnedKeeper
 from .peer_calls import PeerCalls
 from .peers import Peers, RayPeers
-from .reporter import Reporter
 from .succession import Succession
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class NodeStoreActor(PeerCalls):
             keeper = OwnedKeeper(self._disk, self._owned, self._loop)
             self._blocks = NodeBlocks(self._disk, key, node, self._session, self._peers, keeper)
             self._owned.end_pulls = self._blocks.end_pulls
-        self._reporter = Reporter(self._report, self._introduce)
+        self._reporter = Reporter(self._report, before_full=self._introduce)
         if given is None:
             threading.Thread(target=self._reporter.run, name="reporter", daemon=True).start()
             self._tending = asyncio.create_task(self._tend_for_ever())

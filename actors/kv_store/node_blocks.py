@@ -1,4 +1,4 @@
-"""A node's KV for the others, and theirs for it: one server, and pulls into the node's own store."""
+"""A node's KV and pictures' features for the others, and theirs for it: one server, and pulls into the node's store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .block_client import BlockPuller
 from .block_server import BlockServer
 from .blocks import BLOCK_TOKENS, block_ids
 from .branches import Content, Head
+from .codec import tail_id
 from .disk import DiskStore
+from .media import features_parent, names_in
 from .peers import Peers
 from .pull_session import PullResult
 from .pull_wire import Wanted
@@ -53,7 +55,7 @@ class NodeBlocks:
     def __init__(
         self, disk: DiskStore, cluster_key: bytes, node: Node, session: str, peers: Peers, keeper: Keeper
     ) -> None:
-        self._peers = peers
+        self._disk, self._peers = disk, peers
         listen = [(link.address, 0) for link in node.data_links]
         self._server = BlockServer(disk, cluster_key, node.name, listen, bytes_per_s=node.give_bytes_per_s_max)
         self._puller = BlockPuller(disk, cluster_key, node.name, session, keeper=keeper)
@@ -83,26 +85,40 @@ class NodeBlocks:
     async def fetch(
         self, agent: str, branches: Sequence[tuple[Head, Content]], source: str, deadline_s: float
     ) -> dict[str, int]:
-        """Pull the KV of these branches.
+        """Pull the KV of these branches and the features of their pictures, as far as they are not here.
 
         Returns:
-            `{"tokens", "blocks", "bytes"}`: tokens of the chains that are here now, and what has come for it.
+            `{"tokens", "blocks", "bytes"}`: tokens of the chains that are here now, and what has come.
 
         Raises:
             SatchelError: a pull cannot be made.
         """
         ends = time.monotonic() + deadline_s
         total = {"tokens": 0, "blocks": 0, "bytes": 0}
-        for head, content in branches:
-            tokens = array("I", content.tokens)
-            chain = await asyncio.to_thread(block_ids, head.root, tokens)
-            rest = tokens[len(chain) * BLOCK_TOKENS :]
+        for wanted in await asyncio.to_thread(self._wanted, branches):
             left = ends - time.monotonic()
             if left <= 0:
                 break
-            found = await self.pull(Wanted(head.model, head.root, tuple(chain), tokens, rest), source, agent, left)
+            found = await self.pull(wanted, source, agent, left)
             total = {name: total[name] + found[name] for name in total}
         return total
+
+    def _wanted(self, branches: Sequence[tuple[Head, Content]]) -> list[Wanted]:
+        """All KV first: with it nobody needs the features, unless other words come before the pictures."""
+        chains: list[Wanted] = []
+        features: dict[bytes, Wanted] = {}
+        for head, content in branches:
+            tokens = array("I", content.tokens)
+            chain = block_ids(head.root, tokens)
+            rest = tokens[len(chain) * BLOCK_TOKENS :]
+            chains.append(Wanted(head.model, head.root, tuple(chain), tokens, rest))
+            for name in names_in(tokens):
+                found = Wanted(head.model, features_parent(head.root, name), (), None, name, tails_max=1)
+                features[found.root] = found
+        return chains + [wanted for wanted in features.values() if not self._has(wanted)]
+
+    def _has(self, features: Wanted) -> bool:
+        return self._disk.locate(features.model, [tail_id(features.root, features.rest)])[0] is not None
 
     async def pull(self, wanted: Wanted, source: str, owner: str, deadline_s: float) -> dict[str, Any]:
         """Fetch a chain: `{"tokens", "blocks", "bytes", "seconds"}`.

@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,9 @@ from ...cluster.environment import default_home
 from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable
 from ...cluster.nodes import Node
 from .. import registry
-from ..handles import ROUTER, actor_handle, replica_actor_name
+from ..handles import actor_handle, replica_actor_name
 from ..kv_store.codec import unpack_tokens
-from ..messages import Frame, GenerateRequest, ReplicaReport, RowUpdate, decode, encode
+from ..messages import Frame, GenerateRequest, RowUpdate, decode, encode
 from .consumers import Consumers
 from .node_store import NodeStore, kv_bytes_max
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 0.5
 SWITCH_S = 0.0005
 """How long the engine's thread may keep the interpreter from the others. With Python's own 5 ms a call to this actor,
 which changes threads several times, takes ten times as long while the engine works."""
@@ -78,7 +76,6 @@ class ReplicaActor:
         self._scheduling = scheduling
         self._node = node.name
         self._kv_bytes_max = kv_bytes_max(node, scheduling, neighbours)
-        self._incarnation = uuid.uuid4().hex
         sys.setswitchinterval(SWITCH_S)
         self._loading = _Loading()
         self._engine: Engine | None = None
@@ -249,7 +246,7 @@ class ReplicaActor:
         def clear(engine: Engine) -> int:
             held = engine.prefixes.nbytes
             engine.prefixes.clear()
-            return held
+            return held + engine.pictures.features.clear()
 
         return await self._on_engine(clear)
 
@@ -292,6 +289,7 @@ class ReplicaActor:
         from . import models
         from .disk_tier import DiskTier
         from .engine import Engine
+        from .engine_reports import EngineReports
 
         try:
             loaded = models.load(
@@ -314,7 +312,8 @@ class ReplicaActor:
             return
         self._disk = DiskTier(loaded.spec, loaded.model_id, NodeStore(self._node)) if loaded.spec.reusable else None
         self._engine = Engine(loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk)
-        threading.Thread(target=self._report_forever, name="reporter", daemon=True).start()
+        reports = EngineReports(self._name, self._model.name, self._node, self._engine, self._disk)
+        threading.Thread(target=reports.reporter.run, name="reporter", daemon=True).start()
         try:
             self._engine.run()
         except BaseException:
@@ -347,61 +346,3 @@ class ReplicaActor:
             ray.kill(actor_handle(replica_actor_name(self._name)), no_restart=True)
         except (RayError, ValueError):
             os._exit(0)
-
-    # The reporter's thread.
-
-    def _report_forever(self) -> None:
-        sequence, full, failed_checks = 0, True, 0
-        while True:
-            if self._engine is not None and self._engine.failed_checks != failed_checks:
-                # What wrong tables had announced nobody knows.
-                full, failed_checks = True, self._engine.failed_checks
-            try:
-                report, events_taken = self._snapshot(sequence, full)
-                sequence += 1
-                router = actor_handle(ROUTER)
-                complete = ray.get(router.report.remote(encode(report)), timeout=REPORT_S * 4)
-                full = not (complete and events_taken)
-            except Exception as error:
-                # The router restarts or is slow: what this report said may be lost, so the next one says everything.
-                # Whatever else it is, a replica that stops reporting is avoided for ever.
-                logger.warning("a report did not arrive: %s: %s", type(error).__name__, error)
-                full = True
-            time.sleep(REPORT_S)
-
-    def _snapshot(self, sequence: int, full: bool) -> tuple[ReplicaReport, bool]:
-        """The state for the router, and whether block events are in it: a long step lets the report go without."""
-        engine = self._engine
-        assert engine is not None
-        taken: list[tuple[list[bytes], list[bytes]]] = []
-        done = threading.Event()
-
-        def take() -> None:
-            announced, retracted = engine.prefixes.drain_events()
-            taken.append((engine.prefixes.block_ids() if full else announced, retracted))
-            done.set()
-
-        engine.call(take)
-        events_taken = done.wait(REPORT_S)
-        announced, retracted = taken[0] if events_taken else ([], [])
-        report = ReplicaReport(
-            replica=self._name,
-            model=self._model.name,
-            incarnation=self._incarnation,
-            sequence=sequence,
-            running=engine.scheduler.running,
-            waiting=engine.scheduler.waiting,
-            pending_tokens=engine.scheduler.pending_tokens,
-            rows_max=engine.limits.rows_max,
-            prefill_tokens_per_s=engine.pace.tokens_per_s,
-            active=engine.active,
-            announced=announced,
-            retracted=retracted,
-            full=full and events_taken,
-            node=self._node,
-            decode_token_s=engine.pace.step_s,
-            restore_bytes_per_s=self._disk.restore_bytes_per_s if self._disk is not None else 0.0,
-            kv_bytes_per_token=float(engine.loaded.spec.bytes_per_token),
-            free_bytes=engine.scheduler.free_tokens * engine.loaded.spec.bytes_per_token,
-        )
-        return report, events_taken

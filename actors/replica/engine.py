@@ -129,6 +129,14 @@ class Engine:
         """How often its tables did not add up, and what rows left was forgotten."""
         return self._idle.failures
 
+    def changes(self, *, whole: bool) -> tuple[list[bytes], list[bytes]]:
+        """Ids of blocks and features that have come to memory and gone from it since the last call; with `whole` all
+        that are there instead of those that have come. On the engine's thread."""
+        (blocks, gone), (features, lost) = self.prefixes.drain_events(), self.pictures.features.changes.take()
+        if whole:
+            blocks, features = self.prefixes.block_ids(), self.pictures.features.ids()
+        return [*blocks, *features], [*gone, *lost]
+
     @property
     def active(self) -> list[str]:
         """Ids of the requests that are queued or running."""

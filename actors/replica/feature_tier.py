@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..kv_store.codec import tail_id
-from ..kv_store.media import NAME_WORDS, features_parent, words_of
+from ..kv_store.media import features_id, features_parent, name_at
 from ..messages import GenerateRequest, Media
 from .disk_tier import DiskTier, Turn, Written
 from .vision import Features
@@ -26,9 +25,9 @@ class FeatureTier:
         """Write down what was made of an agent's picture, behind the request; or that the agent has used it too."""
         if not request.agent:
             return
-        name = words_of(media.key, NAME_WORDS, video=media.video)
+        name = name_at(request.prompt, media.start, len(media.tokens))
+        known = features_id(request.root_id, name)
         parent = features_parent(request.root_id, name)
-        known = tail_id(parent, name)
         new = [] if known in self._disk.saved else [Written(parent, name, _named(features))]
         self._disk.offer(Turn(request.agent, [known], [], new))
 
@@ -37,7 +36,7 @@ class FeatureTier:
         found: dict[int, Features] = {}
         for index in indexes:
             media = request.media[index]
-            name = words_of(media.key, NAME_WORDS, video=media.video)
+            name = name_at(request.prompt, media.start, len(media.tokens))
             arrays = self._disk.read(features_parent(request.root_id, name), name, request.agent)
             if arrays is not None and "embeddings" in arrays:
                 levels = (arrays[f"level.{level}"] for level in range(len(arrays) - 1))

@@ -6,6 +6,7 @@ the most urgent; what others have encoded meanwhile costs nothing.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from itertools import pairwise
 from PIL import Image
 
 from ...cluster.errors import InvalidRequest, PictureLost, SatchelError
-from ..kv_store.media import is_word
+from ..kv_store.changes import Changes
+from ..kv_store.media import features_id, is_word, name_at
 from ..messages import GenerateRequest, Media
 from .feature_tier import FeatureTier
 from .memory import Sequence
@@ -22,42 +24,61 @@ from .pictures import Layout
 from .scheduler import Row
 from .vision import Features, RowPictures, Vision
 
+SLOWER_WEIGHT = 0.3
+"""The share of a new measure in the time of encoding where that got slower: the first of a shape compiles kernels."""
 
-def _name(request: GenerateRequest, index: int) -> bytes:
-    """What the features of a picture are kept under: of a model and for whom, as the root says."""
-    return request.root_id + request.media[index].key
+
+def _id(request: GenerateRequest, index: int) -> bytes:
+    media = request.media[index]
+    return features_id(request.root_id, name_at(request.prompt, media.start, len(media.tokens)))
 
 
 class FeatureCache:
-    """What encoders made of pictures, by a name for each, least recently used first out.
+    """What encoders made of pictures, by `features_id`, least recently used first out.
 
     Attributes:
         hits, encodes: how often a picture was found, and how often encoded.
+        changes: for the router.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.nbytes = 0
         self.hits = self.encodes = 0
+        self.changes = Changes()
         self._features: OrderedDict[bytes, Features] = OrderedDict()
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._features
+    def __contains__(self, entry: bytes) -> bool:
+        return entry in self._features
 
-    def get(self, key: bytes) -> Features | None:
-        found = self._features.get(key)
+    def ids(self) -> list[bytes]:
+        return list(self._features)
+
+    def get(self, entry: bytes) -> Features | None:
+        found = self._features.get(entry)
         if found is not None:
-            self._features.move_to_end(key)
+            self._features.move_to_end(entry)
         return found
 
-    def put(self, key: bytes, features: Features) -> None:
-        if key in self._features or features.nbytes > self.bytes_max:
+    def put(self, entry: bytes, features: Features) -> None:
+        if entry in self._features or features.nbytes > self.bytes_max:
             return
-        self._features[key] = features
+        self._features[entry] = features
         self.nbytes += features.nbytes
-        while self.nbytes > self.bytes_max:
-            _, gone = self._features.popitem(last=False)
+        self.changes.note([entry], [])
+        self._shrink(self.bytes_max)
+
+    def clear(self) -> int:
+        """Let go of everything. Returns the bytes."""
+        held = self.nbytes
+        self._shrink(0)
+        return held
+
+    def _shrink(self, bytes_max: int) -> None:
+        while self.nbytes > bytes_max:
+            entry, gone = self._features.popitem(last=False)
             self.nbytes -= gone.nbytes
+            self.changes.note([], [entry])
 
 
 @dataclass
@@ -73,10 +94,14 @@ class PictureQueue:
         vision: None for a model that takes no pictures.
         bytes_max: for features that no row needs any more.
         disk: where agents' are written down; None for nowhere.
+
+    Attributes:
+        encode_token_s: the smoothed time of encoding (seconds) for each token of a picture, 0 before the first.
     """
 
     def __init__(self, vision: Vision | None, bytes_max: int, disk: FeatureTier | None = None) -> None:
         self.features = FeatureCache(bytes_max)
+        self.encode_token_s = 0.0
         self._vision = vision
         self._disk = disk
         self._waiting: dict[str, _Waiting] = {}
@@ -174,9 +199,15 @@ class PictureQueue:
         ]
         places = frozenset(at for at in range(len(media.tokens)) if is_word(words[media.start + at]))
         span = Layout(tuple(media.tokens), places, tuple(media.grid))
+        started = time.perf_counter()
         features = self._vision.encode(span, frames, video=media.video)
+        self._note_time((time.perf_counter() - started) / len(media.tokens))
         self.features.encodes += 1
         self._keep(sequence, index, features)
+
+    def _note_time(self, token_s: float) -> None:
+        slower = 0.0 < self.encode_token_s < token_s
+        self.encode_token_s += (SLOWER_WEIGHT if slower else 1.0) * (token_s - self.encode_token_s)
 
     def read_back(self, request: GenerateRequest, hot_tokens: int) -> dict[int, Features]:
         """What the disk has of a request's pictures beyond its first `hot_tokens` tokens. For any thread."""
@@ -185,25 +216,25 @@ class PictureQueue:
         lacking = [
             index
             for index, media in enumerate(request.media)
-            if media.start + len(media.tokens) > hot_tokens and _name(request, index) not in self.features
+            if media.start + len(media.tokens) > hot_tokens and _id(request, index) not in self.features
         ]
         return self._disk.load(request, lacking) if lacking else {}
 
     def put_back(self, sequence: Sequence, found: Mapping[int, Features]) -> None:
         """Take what was read back."""
         for index, features in found.items():
-            self.features.put(_name(sequence.request, index), features)
+            self.features.put(_id(sequence.request, index), features)
 
     def _keep(self, sequence: Sequence, index: int, features: Features) -> None:
         assert sequence.pictures is not None
-        self.features.put(_name(sequence.request, index), features)
+        self.features.put(_id(sequence.request, index), features)
         sequence.pictures.features[index] = features
         if self._disk is not None:
             self._disk.offer(sequence.request, sequence.request.media[index], features)
 
     def _find(self, sequence: Sequence, index: int) -> bool:
         assert sequence.pictures is not None
-        features = self.features.get(_name(sequence.request, index))
+        features = self.features.get(_id(sequence.request, index))
         if features is None:
             return False
         self.features.hits += 1

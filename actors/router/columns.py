@@ -31,6 +31,7 @@ class Columns:
         self.seen, self.queue_s, self.decode_s = np.empty(count), np.empty(count), np.empty(count)
         self.token_s, self.restore_token_s, self.kv_bytes = np.empty(count), np.empty(count), np.empty(count)
         self.free_bytes, self.last_assigned = np.empty(count), np.empty(count)
+        self.encode_token_s = np.empty(count)
         for state in states:
             self.refresh(state)
 
@@ -39,6 +40,7 @@ class Columns:
         row = self.rows[state.name]
         self.token_s[row], self.restore_token_s[row] = state.token_s, state.restore_token_s
         self.kv_bytes[row], self.free_bytes[row] = state.kv_bytes, state.free_bytes
+        self.encode_token_s[row] = state.encode_token_s
         self.refresh_load(state)
 
     def refresh_load(self, state: ReplicaState) -> None:

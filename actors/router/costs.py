@@ -22,8 +22,11 @@ Integers = npt.NDArray[np.int64]
 RESTORE_SETUP_S = 0.005
 """What reading anything back from the disk takes besides the bytes: asking the store, opening files."""
 
+ENCODE_SETUP_S = 0.03
+"""What encoding a picture takes besides: a step of its own, and the pixels have to be prepared."""
+
 PULL_SETUP_S = 0.03
-"""The same for pulling: asking two stores, connecting, committing."""
+"""What pulling takes besides: asking two stores, connecting, committing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +119,18 @@ def best_ways(
         np.where(pulls, pull_s[rows, source], 0.0),
         (prompt_tokens - held) * token_s,
     )
+
+
+def encoding_s(
+    tokens: int, end: int, held: Integers, memory: Integers, disk: Integers, encode_token_s: Floats
+) -> Floats:
+    """What a picture of a prompt costs each replica: nothing where the KV behind it is had, or its features are.
+
+    Args:
+        tokens, end: how many tokens it has, and where in the prompt it ends.
+        held: tokens of the prompt that need not be computed.
+        memory, disk: not 0 where its features are in the replica's memory, or on its node's disk.
+        encode_token_s: seconds to encode a picture, for each of its tokens.
+    """
+    encoded_s = np.where(disk > 0, RESTORE_SETUP_S, tokens * encode_token_s + ENCODE_SETUP_S)
+    return np.where((held >= end) | (memory > 0), 0.0, encoded_s)

@@ -17,6 +17,9 @@ DEFAULT_RESTORE_BYTES_PER_S = 1e9
 DEFAULT_KV_BYTES_PER_TOKEN = 131_072
 """The same for what a token's KV takes: an 8B model's in 16 bits, so that moving it looks no cheaper than it is."""
 
+DEFAULT_ENCODE_TOKEN_S = 0.002
+"""The same for encoding a picture, for each of its tokens: a second for one of 700 x 700 pixels."""
+
 DECODE_ROW_TOKENS = 64
 """What each row that decodes beside a request costs, in tokens of prefill, where no decode step was measured yet: a
 replica that prefills slowly also decodes slowly, the longer its steps the more rows they have."""
@@ -67,6 +70,8 @@ class ReplicaState:
     """Seconds to read a token's KV from the node's disk."""
     free_bytes: float = inf
     """Memory that is left for the KV of rows."""
+    encode_token_s: float = DEFAULT_ENCODE_TOKEN_S
+    """Seconds to encode a picture, for each of its tokens."""
     requests: dict[str, Load] = field(default_factory=dict)
     last_assigned: int = 0
     queue_s: float = 0.0
@@ -88,6 +93,7 @@ class ReplicaState:
         self.kv_bytes = measured(report.kv_bytes_per_token, DEFAULT_KV_BYTES_PER_TOKEN)
         self.restore_token_s = self.kv_bytes / measured(report.restore_bytes_per_s, DEFAULT_RESTORE_BYTES_PER_S)
         self.free_bytes = report.free_bytes if report.free_bytes >= 0 else inf
+        self.encode_token_s = measured(report.encode_token_s, DEFAULT_ENCODE_TOKEN_S)
 
     def add(self, request_id: str, load: Load) -> None:
         """Count a request that is not counted yet."""

@@ -1,6 +1,6 @@
 """Which replica answers a request, and why. Pure: `now` is an argument.
 
-The cost of a replica is a sum of terms, all in seconds. The first four are the time to the first token there, the
+The cost of a replica is a sum of terms, all in seconds. The first five are the time to the first token there, the
 others what the request does to everybody's time:
 
     queue     what was routed there before and is still to be prefilled, the places that are taken, and a wait where
@@ -11,6 +11,7 @@ others what the request does to everybody's time:
               how far is the best mix for each replica (`costs.py`). For an agent that nobody knows, all three without
               what they are over the least of them, up to `FIRST_PREFILL_S`: it pays once and comes back many times,
               and all agents may begin with one system prompt
+    encode    the pictures after what is had that way whose features are neither in memory nor on the node's disk
     decode    the rows that decode beside the request: all answers come slower
     away      for every replica but the agent's home: `sticky_penalty_s_max`, and what the home need not compute but
               this one must, for that is work done twice: up to its queue, since where nobody waits nobody loses by
@@ -18,11 +19,12 @@ others what the request does to everybody's time:
 
 Costs are compared, so a prefix that every candidate holds decides nothing, and one that a single replica holds draws
 requests only until its queue outweighs the prefill elsewhere. A request counts from the moment it is routed, and so do
-the blocks that it will leave and the pull that it causes, so a burst spreads and still computes a prefix once in each
-place; of replicas whose costs are even, the one that was given work least recently is taken.
+the blocks and features that it will leave and the pull that it causes, so a burst spreads and still computes a prefix
+once in each place; of replicas whose costs are even, the one that was given work least recently is taken.
 
 An agent's home is the replica of its last turn; where that is gone, or its memory has moved since, the replicas of the
-node that its stores call home. Nodes that are drained keep the agents they have and get no other requests.
+node that its stores call home. An agent that nobody knows and that asks about a picture that somebody knows has none:
+it goes where that costs least. Nodes that are drained keep the agents they have and get no other requests.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import numpy as np
 from ..kv_store.blocks import BLOCK_TOKENS
 from ..messages import Decision, RouteRequest
 from .columns import Columns
-from .costs import Floats, Integers, Sources, Ways, best_ways
+from .costs import Floats, Integers, Sources, Ways, best_ways, encoding_s
 from .directory import Home
 from .load import ROW_WAIT_S, Load
 from .members import Members
@@ -54,8 +56,8 @@ CANDIDATES_SHOWN = 64
 """Of how many replicas a decision tells the costs: the cheapest."""
 
 RULES = {
-    "satchel": ("queue", "pull", "restore", "prefill", "decode", "away"),
-    "prefix": ("queue", "restore", "prefill", "decode"),
+    "satchel": ("queue", "pull", "restore", "prefill", "encode", "decode", "away"),
+    "prefix": ("queue", "restore", "prefill", "encode", "decode"),
     "least_loaded": ("queue", "decode"),
     "round_robin": (),
 }
@@ -111,7 +113,7 @@ class Policy(Members):
         beside = self._beside(case)
         ways, sources, hot = self._ways(case, beside, now)
         new = bool(request.agent) and not case.known and self._rule == "satchel"
-        costs = self._costs(case, ways, new)
+        costs = self._costs(case, ways, new, now)
         total = costs["total"]
         chosen = _least_recent(case, total) if beside is None else beside
         if beside is not None:
@@ -123,7 +125,8 @@ class Policy(Members):
         state = case.columns.states[case.rows[chosen]]
         held, pulled, source = int(ways.held[chosen]), int(ways.pulled[chosen]), int(ways.source[chosen])
         load = Load(now, max(0, request.prompt_tokens - held))
-        move_to = self._assign(state, request, load, request.block_ids[int(hot[chosen]) // BLOCK_TOKENS :])
+        coming = [*request.block_ids[int(hot[chosen]) // BLOCK_TOKENS :], *(entry for entry, _, _ in request.pictures)]
+        move_to = self._assign(state, request, load, coming)
         pull_from = ""
         if pulled:
             pull_from = self._nodes.named(int(sources[source]))
@@ -155,7 +158,9 @@ class Policy(Members):
         if request.agent:
             seat, place = self.directory.home(request.agent, request.model), self.places.where(request.agent)
             seat = self._still(seat, place)
-        at_home = self._at_home(columns, rows, seat, place, request.near)
+        seen_before = any(self.directory.runs([entry]).any() for entry, _, _ in request.pictures)
+        near = "" if seen_before and seat is None and place is None else request.near
+        at_home = self._at_home(columns, rows, seat, place, near)
         if self._nodes.draining.any():
             rows = self._staying(columns, rows, at_home)
         home = [position for row in at_home if (position := _position(rows, row)) is not None]
@@ -216,9 +221,9 @@ class Policy(Members):
             hot[beside] = usable
         disk, near, indices, sources = None, hot, rows[:0], None
         if self._nodes.states and runs.any():
-            disks = np.where(now - self._nodes.seen <= self._timeout_s, runs[self._nodes.disks], 0)
+            disks = self._on_disks(runs, now)
             nodes = columns.node[rows]
-            disk = np.where(nodes < 0, 0, disks[nodes])
+            disk = disks[nodes]
             near = np.maximum(hot, disk)
             if "pull" in RULES[self._rule]:
                 indices, sources = self._sources(disks, near, nodes, now)
@@ -246,7 +251,23 @@ class Policy(Members):
         rates[(nodes < 0) | ~self._nodes.writes[nodes]] = 0.0
         return indices, Sources(disks[indices], wait_s, rates)
 
-    def _costs(self, case: _Case, ways: Ways, new: bool) -> dict[str, Floats]:
+    def _encode_s(self, case: _Case, held: Integers, now: float) -> Floats:
+        """Seconds to come by the features of the request's pictures, where `held` tokens need not be computed."""
+        columns, rows = case.columns, case.rows
+        encode_s = np.zeros(len(rows))
+        for entry, end, tokens in case.request.pictures:
+            found = self.directory.runs([entry])
+            disk = self._on_disks(found, now)[columns.node[rows]]
+            memory = found[columns.memory[rows]]
+            encode_s += encoding_s(tokens, end, held, memory, disk, columns.encode_token_s[rows])
+        return encode_s
+
+    def _on_disks(self, runs: Integers, now: float) -> Integers:
+        """What nodes whose stores report have of `runs` on their disks, and a zero at the end, where -1 points."""
+        living = now - self._nodes.seen <= self._timeout_s
+        return np.append(np.where(living, runs[self._nodes.disks], 0), 0)
+
+    def _costs(self, case: _Case, ways: Ways, new: bool, now: float) -> dict[str, Floats]:
         """Seconds by term; `new` is an agent that nobody knows."""
         columns, rows = case.columns, case.rows
         full = case.request.prompt_tokens * columns.kv_bytes[rows] > columns.free_bytes[rows]
@@ -262,6 +283,7 @@ class Policy(Members):
             "pull": ways.pull_s * weight,
             "restore": ways.restore_s * weight,
             "prefill": prefill_s,
+            "encode": self._encode_s(case, ways.held, now),
             "decode": columns.decode_s[rows],
             "away": away_s,
         }

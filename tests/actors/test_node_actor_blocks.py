@@ -11,6 +11,7 @@ import pytest
 
 from satchel.actors.kv_store import node_blocks, ownership
 from satchel.actors.kv_store.codec import owner_tag
+from satchel.actors.kv_store.media import NAME_WORDS, features_parent, words_of
 from satchel.actors.kv_store.pull_writer import PullWriter
 
 from .kv_files import MODEL, ROOT, chain, tail
@@ -85,6 +86,31 @@ async def test_a_move_brings_the_kv_and_says_how_much(tmp_path, monkeypatch):
         assert (await world.call("b", "stats"))["disk"]["blocks"] == 2
         owners = world.stores["b"]._disk.owners()  # pyright: ignore[reportOptionalMemberAccess]
         assert owner_tag(world.stores["b"]._disk.key, X) in owners  # pyright: ignore[reportOptionalMemberAccess]
+
+
+async def test_features_of_pictures_go_where_the_words_go_and_are_forgotten_with_them(tmp_path):
+    """Those of both pictures, and what another agent's look alike is not touched."""
+    name, second = tuple(words_of(b"k" * 32, NAME_WORDS)), tuple(words_of(b"s" * 32, 3))
+    tokens = [5, *words_of(b"k" * 32, 40), 6, *second, 7]
+    features = [tail(list(each), 50, features_parent(ROOT, each), owners=(X,)) for each in (name, second)]
+    other = tail([*words_of(b"o" * 32, NAME_WORDS)], 51, features_parent(ROOT, name), owners=(Y,))
+    async with cluster(tmp_path, replication=0) as world:
+        await world.speak("a", X, "look", tokens)
+        await world.speak("a", Y, "else", [5, *words_of(b"o" * 32, 40)])
+        for entry in (*features, other):
+            await world.put("a", [entry])
+        await world.call("a", "move", X, "b")
+        assert world.has("b", *features) and not world.on_disk("b", other)
+        await world.call("b", "forget", X)
+        for node in "ab":
+            owned = world.stores[node]._owned
+            assert owned is not None
+            await owned.idle()
+            assert not any(world.on_disk(node, entry) for entry in features), node
+        await world.speak("b", X, "look again", tokens[: tokens.index(6)])
+        for entry in features:
+            await world.put("b", [entry])
+        assert world.has("b", features[0]) and not world.has("b", features[1]), "what it sees again is its own again"
 
 
 async def test_a_node_whose_disk_takes_nothing_gets_the_words_all_the_same(tmp_path):

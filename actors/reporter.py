@@ -1,4 +1,4 @@
-"""Sends a store's heartbeats to the router, from a thread of its own."""
+"""Sends the heartbeats of a replica or a store to the router, from a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import ray
 
-from ..handles import ROUTER, actor_handle
-from ..messages import StoreReport, encode
+from .handles import ROUTER, actor_handle
+from .messages import ReplicaReport, StoreReport, encode
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +20,17 @@ REPORT_S = 0.5
 ANSWER_S = 2.0
 
 
-def tell_router(report: bytes) -> bool:
-    """Send a `StoreReport`. Returns whether the router understood it; False asks for a full one."""
-    return bool(ray.get(actor_handle(ROUTER).store_report.remote(report), timeout=ANSWER_S))
+def tell_router(report: ReplicaReport | StoreReport) -> bool:
+    """Send a report. Returns whether the router understood it; False asks for a full one."""
+    router, message = actor_handle(ROUTER), encode(report)
+    call = router.report if isinstance(report, ReplicaReport) else router.store_report
+    return bool(ray.get(call.remote(message), timeout=ANSWER_S))
 
 
-class Reporter:
+Report = TypeVar("Report", ReplicaReport, StoreReport)
+
+
+class Reporter(Generic[Report]):
     """
     Args:
         make: the report with a sequence number, and everything in it if it is to be full.
@@ -35,9 +41,10 @@ class Reporter:
 
     def __init__(
         self,
-        make: Callable[[int, bool], StoreReport],
-        before_full: Callable[[], None],
-        tell: Callable[[bytes], bool] = tell_router,
+        make: Callable[[int, bool], Report],
+        *,
+        before_full: Callable[[], None] = lambda: None,
+        tell: Callable[[Report], bool] = tell_router,
     ) -> None:
         self.incarnation = uuid.uuid4().hex
         self._make, self._before_full, self._tell = make, before_full, tell
@@ -62,7 +69,7 @@ class Reporter:
                 self.step()
             except Exception as error:
                 # The router restarts or is slow: what this report said may be lost, so the next one says everything.
-                # Whatever else it is, a store that stops reporting is taken for lost.
+                # Whatever else it is, who stops reporting is taken for lost.
                 logger.warning("a report did not arrive: %s: %s", type(error).__name__, error)
                 time.sleep(REPORT_S)
             if not self._stopped:
@@ -75,4 +82,4 @@ class Reporter:
             self._before_full()
         report = self._make(self._sequence, full)
         self._sequence += 1
-        self._full = not self._tell(encode(report))
+        self._full = not self._tell(report)
