@@ -22,6 +22,10 @@ POLL_S = 0.1
 LISTEN_S = 10.0
 KEEP_ALIVE_S = 60
 HEAD_S = 60.0
+SEND_BUFFER_BYTES = 128 * 2**10
+"""What the system may hold of an answer until the client takes it. On a link where an acknowledgement takes 10 ms, so
+much is sent every 10 ms."""
+
 HEAD_BYTES_MAX = 64 * 2**10
 
 
@@ -119,6 +123,8 @@ async def _listener(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it. Without, a token may wait 40 ms for the client to acknowledge the one before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Nor may megabytes of an answer that nobody reads wait in the system, which is no limit of ours.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if sys.platform == "linux":
             # Else a client that takes nothing would keep its connection, and what is written to it, for ever.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_S))

@@ -73,10 +73,13 @@ class VideoLayout:
 
 def sees(folder: Path) -> bool:
     """Whether the model in `folder` is one for pictures that mlx-vlm knows."""
+    config = json.loads((folder / "config.json").read_text())
+    if not config.get("vision_config"):
+        return False
+    # Not before: it takes a second.
     from mlx_vlm.utils import get_model_type
 
-    config = json.loads((folder / "config.json").read_text())
-    kind = get_model_type(config) if config.get("vision_config") else None
+    kind = get_model_type(config)
     return kind is not None and find_spec(f"mlx_vlm.models.{kind}") is not None
 
 

@@ -10,7 +10,7 @@ written out. Where attention is all there is, rows in company must also equal th
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +125,18 @@ class Family:
 KINDS = ((None, "fp16"), (None, "q4"), (4, "q4"))
 """Bits of the weights, and how KV is kept."""
 
+QUANTIZED = ("qwen3", "gemma3_text", "deepseek_v2", "nemotron_h")
+"""Those whose 4-bit weights are tried every time: each has layers of another kind."""
 
-@pytest.fixture(
-    scope="module",
-    params=[(name, *kind) for name in FAMILIES for kind in KINDS],
-    ids=lambda param: "-".join(map(str, param)),
-)
+
+def _params() -> Iterator[Any]:
+    for name in FAMILIES:
+        for bits, kv in KINDS:
+            marks = [pytest.mark.slow] if bits is not None and name not in QUANTIZED else []
+            yield pytest.param((name, bits, kv), marks=marks, id=f"{name}-{bits}-{kv}")
+
+
+@pytest.fixture(scope="module", params=_params())
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(tmp_path_factory.mktemp("models"), *request.param)
 
