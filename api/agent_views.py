@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 from ..actors.kv_store.blocks import BLOCK_TOKENS
@@ -9,6 +11,7 @@ from ..cluster.errors import InvalidRequest
 from .agent_store import Store
 from .agents import AgentMemory
 from .backend import Backend
+from .picture_prompt import pictures_said
 from .requests import agent_key
 
 PAGE_MAX = 100
@@ -45,12 +48,15 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
     Returns:
         `tokens`, `blocks` (of KV that the tokens fill), `messages`, `turns` and `model` of its main branch, `bytes` and
         `branches` of all, `created` and `last_used` in Unix time, and `tier`: `hot` where a replica has blocks of it
-        in memory, `warm` where the disk has blocks or open tails of it, else `cold`.
+        in memory, `warm` where the disk has blocks or open tails of it, else `cold`. `pictures` are those that the
+        main branch's transcript names, in the order of first use and each once: `hash` (of the RGB pixels, in
+        hexadecimal), `width` and `height` in pixels, as the model was shown it. Of a video each frame is one.
 
     Raises:
         AgentNotFound: nothing is known of it.
     """
     view = _view(await store.call("info", key), await _names(backend))
+    view["pictures"] = await asyncio.to_thread(_pictures, await store.call("transcript", key))
     for stand in await store.call("blocks", key):
         if await store.held(*stand):
             return {**view, "tier": "hot"}
@@ -128,6 +134,11 @@ def _branch_view(branch: dict[str, Any], names: dict[bytes, str]) -> dict[str, A
         "turns": branch["turns"],
         "last_used": int(branch["used"]),
     }
+
+
+def _pictures(transcript: bytes) -> list[dict[str, Any]]:
+    said = pictures_said(json.loads(transcript))
+    return [{"hash": each.hash.hex(), "width": each.width, "height": each.height} for each in said]
 
 
 def _key(agent: str, name: str) -> str:

@@ -34,7 +34,9 @@ app.add_typer(agents, name="agents")
 
 ConfigOption = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option("--config", metavar="FILE", help="A YAML file; without one, the small model that ships is served."),
+    typer.Option(
+        "--config", metavar="FILE", help="A YAML file; without one, the two small models that ship are served."
+    ),
 ]
 
 

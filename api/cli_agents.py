@@ -72,9 +72,10 @@ def show(context: typer.Context, agent: AgentArgument, json: JsonOption = False,
     console = Console(markup=False, highlight=False)
     where = f" on {found['home']}" if found.get("home") else ""
     copies = f", copies on {', '.join(found['copies'])}" if found.get("copies") else ""
-    console.print(
-        f"{found['id']}{where}{copies}: {found['tier']}, {size(found['bytes'])} of words, used {_used(found)}"
-    )
+    count = len(found["pictures"])
+    pictures = f", {count:,} picture{'s' if count > 1 else ''}" if count else ""
+    words = f"{size(found['bytes'])} of words"
+    console.print(f"{found['id']}{where}{copies}: {found['tier']}, {words}{pictures}, used {_used(found)}")
     shown = table("branch", "model", "tokens", "messages", "turns", "used")
     for branch in found["branches"]:
         numbers = [f"{branch[name]:,}" for name in ("tokens", "messages", "turns")]

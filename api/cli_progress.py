@@ -1,4 +1,4 @@
-"""What a starting server says: lines, and in a terminal a bar for the step that runs."""
+"""What a starting server says: lines, and in a terminal a bar for each step that runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Progress:
         self._console = Console(highlight=False, soft_wrap=True, markup=False)
         self._guard = threading.Lock()
         self._bars: Bars | None = None
-        self._task: TaskID | None = None
-        self._step = ""
+        self._tasks: dict[str, TaskID] = {}
+        self._steps: dict[str, str] = {}
         self._closed = False
 
     def say(self, *lines: str) -> None:
@@ -27,16 +27,23 @@ class Progress:
                 self._print(line)
 
     def report(self, step: str, fraction: float | None) -> None:
-        """Says which step runs and how far it is: 0 to 1, or None where that is unknown."""
+        """Says which step runs and how far it is: 0 to 1, or None where that is unknown.
+
+        Steps `NAME: WHAT` of several names run beside each other. One without a name ends all of them.
+        """
+        name, colon, _ = step.partition(": ")
+        name = name if colon else ""
         with self._guard:
             if self._closed:
                 return
-            if not self._console.is_terminal:
-                if step != self._step:
-                    self._print(step)
-            else:
-                self._show(step, fraction)
-            self._step = step
+            new = self._steps.get(name) != step
+            if new and not name:
+                self._steps.clear()
+            self._steps[name] = step
+            if self._console.is_terminal:
+                self._show(name, step, fraction, new)
+            elif new:
+                self._print(step)
 
     def close(self) -> None:
         """Takes the bar away. Later steps are not shown."""
@@ -52,7 +59,7 @@ class Progress:
         except OSError:
             self._console.quiet = True
 
-    def _show(self, step: str, fraction: float | None) -> None:
+    def _show(self, name: str, step: str, fraction: float | None, new: bool) -> None:
         if self._bars is None:
             columns = (
                 SpinnerColumn(),
@@ -62,9 +69,9 @@ class Progress:
             )
             self._bars = Bars(*columns, console=self._console, transient=True)
             self._bars.start()
-        if step != self._step or self._task is None:
-            if self._task is not None:
-                self._bars.remove_task(self._task)
-            self._task = self._bars.add_task(step, total=None if fraction is None else 1.0)
+        if new:
+            for other in [other for other in self._tasks if other == name or not name or not other]:
+                self._bars.remove_task(self._tasks.pop(other))
+            self._tasks[name] = self._bars.add_task(step, total=None if fraction is None else 1.0)
         if fraction is not None:
-            self._bars.update(self._task, total=1.0, completed=fraction)
+            self._bars.update(self._tasks[name], total=1.0, completed=fraction)

@@ -144,7 +144,7 @@ class Agent:
         return self._run(forget_agent(self._memory, self._key))
 
     async def info(self) -> dict[str, Any]:
-        """Tokens, blocks, bytes, messages, branches, model and last use.
+        """Tokens, blocks, bytes, messages, branches, pictures, model and last use (see `agent_views.agent_info`).
 
         Raises:
             AgentNotFound: nothing is known of this agent.

@@ -193,3 +193,10 @@ def media_said(messages: Sequence[Any]) -> list[Medium]:
     """The media of a transcript, in order."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     return [medium for part in parts if (medium := referred(part)) is not None]
+
+
+def pictures_said(messages: Sequence[Any]) -> list[Picture]:
+    """The pictures of a transcript without their pixels, in the order of first use, each once. A video is its frames,
+    whether the model was shown them as one or as pictures."""
+    frames = (frame for medium in media_said(messages) for frame in medium.frames)
+    return list({frame.hash: frame for frame in frames}.values())

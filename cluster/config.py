@@ -317,4 +317,9 @@ def load_config(path: Path) -> Config:
 
 def default_config() -> Config:
     """What is served where no config file is given; the same as `configs/one-mac.yaml`."""
-    return Config(models=(Model(name="satchel/recall", source="embedded:recall"),))
+    return Config(
+        models=(
+            Model(name="satchel/recall", source="embedded:recall"),
+            Model(name="satchel/shapes", source="embedded:shapes"),
+        )
+    )

@@ -16,7 +16,7 @@ import pytest
 
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS
 from satchel.cluster.ports import free_port
-from tests.system.serving import serving
+from tests.system.serving import serving_recall
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "scenarios"
 NAMES = ("endpoint", "gossip", "ledger", "minds", "prisoners", "replay", "story", "traces")
@@ -37,7 +37,7 @@ def scenarios(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home, port = tmp_path_factory.mktemp("scenarios"), free_port()
-    with serving(home, "--port", str(port)):
+    with serving_recall(home, port):
         yield f"http://127.0.0.1:{port}"
 
 

@@ -85,14 +85,17 @@ class Engine:
         self.executor = BatchExecutor(loaded)
         self.memory = RowMemory(loaded.spec, self.executor, scheduling.prefix_bytes_max)
         self.prefixes = self.memory.prefixes
+        self._inbox = Inbox()
         self.pictures = PictureQueue(
-            loaded.vision, scheduling.vision_bytes_max, FeatureTier(disk) if disk is not None else None
+            loaded.vision,
+            scheduling.vision_bytes_max,
+            FeatureTier(disk) if disk is not None else None,
+            self._inbox.wake,
         )
         self.counters = Counters()
         self.beat = time.monotonic()
         self._turns = Turns(self.memory, disk)
         self._sequences: dict[str, Sequence] = {}
-        self._inbox = Inbox()
         self._idle = IdleCheck(self.memory, lambda: not self._inbox.empty)
         self._outbox = outbox
         self._out: dict[str, list[RowUpdate]] = defaultdict(list)
@@ -172,10 +175,12 @@ class Engine:
 
     def turn(self) -> bool:
         """One turn of the loop. Returns False when there was nothing to do."""
+        moved = False
         self._turns.hand_over()
         self._take_commands()
         for row in self.pictures.step(self._attempt):
             self.scheduler.add(row)
+            moved = True
         now = time.monotonic()
         plan = self.scheduler.plan(now)
         for request_id in [*plan.expired, *self.pictures.expired(now)]:
@@ -188,7 +193,7 @@ class Engine:
         prefilled = self._prefill()
         decoded = self._decode()
         self._flush()
-        return bool(prefilled or decoded or self.pictures or plan.expired or plan.cut or plan.preempted)
+        return bool(prefilled or decoded or moved or plan.expired or plan.cut or plan.preempted)
 
     def _wait(self) -> None:
         """Sleep until a command comes; while rows wait for their deadline, at most a little."""
@@ -257,7 +262,8 @@ class Engine:
         if request.request_id in self._sequences:
             return Unavailable(f"request {request.request_id} has not left yet")
         refused = self.pictures.refusal(request.media, tokens)
-        return refused or refusal(Sequence(request, tokens, []).given(), self.loaded, self.scheduler)
+        given = Sequence(request, tokens, []).given()
+        return refused or refusal(given, self.loaded, self.scheduler, len(self.pictures))
 
     def _prefill(self) -> bool:
         step_budget = budget = self.pace.budget(bool(self.scheduler.decoding()))

@@ -1,15 +1,18 @@
-"""Rows whose pictures are encoded before the scheduler hears of them, one picture a turn, and what is kept of pictures.
+"""Rows whose pictures are encoded before the scheduler hears of them, one picture at a time, and what is kept of them.
 
-A picture costs a decoding row one pause of its encoding. So a turn encodes one, of the row that waits longest among
-the most urgent; what others have encoded meanwhile costs nothing.
+A picture takes as long to encode as many decode steps. So it is done beside the steps, on a thread and a stream of its
+own, and never two at once: next is the one of the row that waits longest among the most urgent. What others have
+encoded meanwhile costs nothing. Pictures are not encoded in batches: features must not depend on their company.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 
 from PIL import Image
@@ -23,6 +26,8 @@ from .memory import Sequence
 from .pictures import Layout
 from .scheduler import Row
 from .vision import Features, RowPictures, Vision
+
+logger = logging.getLogger(__name__)
 
 SLOWER_WEIGHT = 0.3
 """The share of a new measure in the time of encoding where that got slower: the first of a shape compiles kernels."""
@@ -85,25 +90,39 @@ class FeatureCache:
 class _Waiting:
     sequence: Sequence
     row: Row
-    missing: list[int] = field(default_factory=list)
+    missing: list[int]
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """What the encoder has in hand: a picture of a row, and its features and the time that they took (seconds)."""
+
+    sequence: Sequence
+    index: int
+    made: Future[tuple[Features, float]]
 
 
 class PictureQueue:
-    """
+    """For the engine's thread.
+
     Args:
         vision: None for a model that takes no pictures.
         bytes_max: for features that no row needs any more.
         disk: where agents' are written down; None for nowhere.
+        wake: called on another thread when a picture has been encoded.
 
     Attributes:
         encode_token_s: the smoothed time of encoding (seconds) for each token of a picture, 0 before the first.
     """
 
-    def __init__(self, vision: Vision | None, bytes_max: int, disk: FeatureTier | None = None) -> None:
+    def __init__(
+        self, vision: Vision | None, bytes_max: int, disk: FeatureTier | None, wake: Callable[[], None]
+    ) -> None:
         self.features = FeatureCache(bytes_max)
         self.encode_token_s = 0.0
-        self._vision = vision
-        self._disk = disk
+        self._vision, self._disk, self._wake = vision, disk, wake
+        self._encoder = ThreadPoolExecutor(1, "encoder")
+        self._encoding: _Encoding | None = None
         self._waiting: dict[str, _Waiting] = {}
 
     def __len__(self) -> int:
@@ -141,26 +160,36 @@ class PictureQueue:
         return not missing
 
     def step(self, attempt: Callable[[str, Callable[[], None]], None]) -> Iterator[Row]:
-        """Encode at most one picture; the rows that need no more.
+        """Take what was encoded and begin with the next picture. Gives the rows that need no more.
 
         Args:
             attempt: does something for a request, which ends if that fails.
         """
-        encoded = False
+        if self._encoding is not None and self._encoding.made.done():
+            encoding, self._encoding = self._encoding, None
+            self._finish(encoding, attempt)
         for waiting in sorted(self._waiting.values(), key=lambda entry: -entry.row.priority):
-            while waiting.missing:
-                if self._find(waiting.sequence, waiting.missing[0]):
-                    waiting.missing.pop(0)
-                    continue
-                if encoded:
-                    break
-                encoded = True
-                attempt(waiting.sequence.id, lambda entry=waiting: self.encode(entry.sequence, entry.missing[0]))
-                if waiting.sequence.id not in self._waiting:
-                    break
-                waiting.missing.pop(0)
-            if not waiting.missing and self._waiting.pop(waiting.sequence.id, None) is not None:
+            sequence, missing = waiting.sequence, waiting.missing
+            while missing and (self._has(sequence, missing[0]) or self._find(sequence, missing[0])):
+                missing.pop(0)
+            if missing and self._encoding is None:
+                attempt(sequence.id, lambda sequence=sequence, index=missing[0]: self._begin(sequence, index))
+            if not missing and self._waiting.pop(sequence.id, None) is not None:
                 yield waiting.row
+
+    def _begin(self, sequence: Sequence, index: int) -> None:
+        made = self._encoder.submit(self._work(sequence, index))
+        self._encoding = _Encoding(sequence, index, made)
+        made.add_done_callback(lambda _: self._wake())
+
+    def _finish(self, encoding: _Encoding, attempt: Callable[[str, Callable[[], None]], None]) -> None:
+        sequence, index, error = encoding.sequence, encoding.index, encoding.made.exception()
+        if error is None:
+            # Also where the row is gone: others may ask for the same picture.
+            self._encoded(sequence, index, *encoding.made.result())
+        elif sequence.id in self._waiting:
+            logger.warning("a picture of %s could not be encoded beside the steps: %s", sequence.id, error)
+            attempt(sequence.id, lambda: self.encode(sequence, index))
 
     def expired(self, now: float) -> list[str]:
         """Rows whose deadline has passed; they are let go."""
@@ -183,25 +212,39 @@ class PictureQueue:
         if sequence.pictures is None:
             return
         for index in sequence.pictures.touched(start, stop):
-            if index not in sequence.pictures.features and not self._find(sequence, index):
+            if not self._has(sequence, index) and not self._find(sequence, index):
                 self.encode(sequence, index)
 
     def encode(self, sequence: Sequence, index: int) -> None:
-        """Encode a picture of a row."""
-        assert self._vision is not None and sequence.pictures is not None
-        media, words = sequence.request.media[index], sequence.request.prompt
+        """Encode a picture of a row, while everybody waits."""
+        self._encoded(sequence, index, *self._work(sequence, index)())
+
+    def _work(self, sequence: Sequence, index: int) -> Callable[[], tuple[Features, float]]:
+        """Encodes a picture, on any thread.
+
+        Raises:
+            PictureLost: nobody has its pixels any more.
+        """
+        vision, media, words = self._vision, sequence.request.media[index], sequence.request.prompt
+        assert vision is not None
         if not media.pixels:
             raise PictureLost("a picture of this conversation is not in memory any more: send it again")
-        size = 3 * media.width * media.height
-        frames = [
-            Image.frombytes("RGB", (media.width, media.height), media.pixels[at * size : (at + 1) * size])
-            for at in range(media.frames)
-        ]
         places = frozenset(at for at in range(len(media.tokens)) if is_word(words[media.start + at]))
         span = Layout(tuple(media.tokens), places, tuple(media.grid))
-        started = time.perf_counter()
-        features = self._vision.encode(span, frames, video=media.video)
-        self._note_time((time.perf_counter() - started) / len(media.tokens))
+
+        def work() -> tuple[Features, float]:
+            started, size = time.perf_counter(), 3 * media.width * media.height
+            frames = [
+                Image.frombytes("RGB", (media.width, media.height), media.pixels[at * size : (at + 1) * size])
+                for at in range(media.frames)
+            ]
+            features = vision.encode(span, frames, video=media.video)
+            return features, time.perf_counter() - started
+
+        return work
+
+    def _encoded(self, sequence: Sequence, index: int, features: Features, seconds: float) -> None:
+        self._note_time(seconds / len(sequence.request.media[index].tokens))
         self.features.encodes += 1
         self._keep(sequence, index, features)
 
@@ -231,6 +274,11 @@ class PictureQueue:
         sequence.pictures.features[index] = features
         if self._disk is not None:
             self._disk.offer(sequence.request, sequence.request.media[index], features)
+
+    @staticmethod
+    def _has(sequence: Sequence, index: int) -> bool:
+        assert sequence.pictures is not None
+        return index in sequence.pictures.features
 
     def _find(self, sequence: Sequence, index: int) -> bool:
         assert sequence.pictures is not None

@@ -144,12 +144,16 @@ class Scheduler:
     def row(self, request_id: str) -> Row | None:
         return self._rows.get(request_id)
 
-    def refusal(self, prompt: int) -> str | None:
-        """`full` where the queue is, `too_long` for a prompt that memory can never hold, None where `add` may go."""
+    def refusal(self, prompt: int, coming: int = 0) -> str | None:
+        """`full` where the queue is, `too_long` for a prompt that memory can never hold, None where `add` may go.
+
+        Args:
+            coming: rows that have been taken in and are not added yet.
+        """
         if prompt + STEP_TOKENS > self.limits.kv_tokens_max:
             return "too_long"
         free = self.limits.rows_max - self.running
-        if len(self._waiting) >= self.limits.queue_requests_max + max(free, 0):
+        if len(self._waiting) + coming >= self.limits.queue_requests_max + max(free, 0):
             return "full"
         return None
 

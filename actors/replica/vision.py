@@ -145,9 +145,12 @@ class Vision:
         self._language = model.language_model
         self._processor = processor
         self._axes = _axes_of(self._language)
+        self._settle()
 
     def encode(self, span: Layout, frames: Sequence[Image.Image], *, video: bool) -> Features:
         """What the language part takes for a picture, or for frames that are encoded together; computed.
+
+        On any thread, beside the language part's on another, but not for two pictures at a time.
 
         Raises:
             ValueError: the model wants something besides that is not understood here.
@@ -168,7 +171,13 @@ class Vision:
             levels.append(whole)
         features = Features(embeddings, tuple(levels))
         mx.eval(features.arrays())
+        self._settle()
         return features
+
+    def _settle(self) -> None:
+        """Compute all that the model's modules hold: what one thread has left undone no other thread can do."""
+        held = (value for module in self._model.modules() for value in (*module.values(), *vars(module).values()))
+        mx.eval([value for value in held if isinstance(value, mx.array)])
 
     def place(self, pictures: RowPictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]) -> None:
         """Count the positions of a prompt.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,7 +115,12 @@ class Bench:
     def drain(self) -> None:
         """Turn until nothing is left to do."""
         for _ in range(5000):
-            if not self.turn() and not self.engine.scheduler.waiting:
+            if self.turn():
+                continue
+            if self.engine.pictures:
+                # They are encoded on another thread.
+                time.sleep(0.005)
+            elif not self.engine.scheduler.waiting:
                 return
         raise AssertionError("the engine does not come to rest")
 

@@ -7,10 +7,13 @@ reference is mlx-vlm's own: all pictures encoded together, the whole prompt in o
 
 from __future__ import annotations
 
+import asyncio
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -19,34 +22,78 @@ import pytest
 from mlx_vlm.utils import load_model
 from PIL import Image
 
-from satchel.actors.kv_store.media import media_key, picture_hash, words_of
+from satchel.actors.kv_store.blocks import root_id
+from satchel.actors.kv_store.branches import Content, Head
+from satchel.actors.kv_store.media import is_word, picture_hash
+from satchel.actors.kv_store.node_blocks import NodeBlocks
 from satchel.actors.messages import Media
 from satchel.actors.replica import executor, models
-from satchel.actors.replica.pictures import PictureProcessor
+from satchel.actors.replica.disk_tier import DiskTier
+from satchel.actors.replica.models import LoadedModel
+from satchel.actors.replica.pace import PrefillPace
+from satchel.actors.replica.pictures import Layout, PictureProcessor
 from satchel.actors.replica.vision import Part, RowPictures
+from satchel.api.picture_prompt import Medium, place, with_words
+from satchel.api.picture_sources import Picture
+from satchel.cluster.nodes import Node as ClusterNode
 from tests.vision_families import FAMILIES, write_model
 
 from .conftest import Bench
-from .test_disk_tier import Node, process, write_down
+from .test_disk_tier import AGENT as ALICE
+from .test_disk_tier import Node, write_down
 from .test_families import TOLERANCE, Forced, Logits
 
 ANSWER = 12
 SIZES = ((200, 150), (120, 130), (64, 64), (200, 150))
+CLIPS = (range(8), range(4, 12))
+"""Frames of two clips, of which the second begins with the second half of the first."""
+
+CLIP_ENCODES = {"qwen2_5_vl": 2, "qwen3_vl": 6}
+"""How much of both is encoded, where a model knows videos: as a whole, or each two frames by themselves."""
+
+AGAIN, OTHER = (0, 1, 3, 6, 7), 100
+"""Rows that agents ask and that are asked elsewhere, with all pictures; from OTHER on, and from twice as much, they
+are behind another first word."""
 
 
 @dataclass
 class Script:
     """A row: the prompt with words, its pictures, the answer that it is forced to give, and the same as the model gets
-    it."""
+    it; `shown` is what its pictures are of."""
 
     prompt: list[int]
     media: list[Media]
     answer: list[int]
     given: list[int]
+    shown: list[Medium]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.given, *self.answer]
+
+    def cuts(self, place: int) -> bool:
+        """Whether a picture begins before this place and goes on behind it."""
+        return any(one.start < place < one.start + len(one.tokens) for one in self.media)
+
+    def behind(self, word: int) -> Script:
+        media = [replace(one, start=one.start + 1) for one in self.media]
+        return replace(self, prompt=[word, *self.prompt], media=media, given=[word, *self.given])
+
+
+def frames_in(one: Media) -> list[Image.Image]:
+    size = len(one.pixels) // one.frames
+    pixels = [one.pixels[at * size : (at + 1) * size] for at in range(one.frames)]
+    return [Image.frombytes("RGB", (one.width, one.height), frame) for frame in pixels]
 
 
 class Scene:
-    """A tiny model of a family and the rows that it answers."""
+    """A tiny model of a family and the rows that it answers.
+
+    Attributes:
+        rows: their numbers, but for what is behind other words; `again` are those of AGAIN.
+        expected: the logits of all of them.
+        encodes: how many different things their pictures are.
+    """
 
     def __init__(self, folder: Path, family: str, kv: str) -> None:
         self.folder = write_model(folder, family)
@@ -56,91 +103,112 @@ class Scene:
         assert self.loaded.kv == kv and self.loaded.vision is not None
         self.processor = PictureProcessor.load(self.folder)
         noise = np.random.default_rng(5)
-        self.pictures = [
-            Image.fromarray(noise.integers(0, 255, (height, width, 3), dtype=np.uint8)) for width, height in SIZES
-        ]
+        self.media = [Medium([noisy(noise, *size)]) for size in SIZES]
         rng = random.Random(3)
-        # Plain text, one picture, two of them, a long text with all, and the first two rows' pictures exchanged.
-        plans = [(60,), (5, 0, 20), (3, 0, 7, 1, 30), (240, 2, 40, 3, 150, 1, 9), (5, 3, 20), (60, 0, 300)]
+        # Plain text, one picture, two of them, a long text with all, of which two lie across the ends of blocks, and
+        # the first two rows' pictures exchanged.
+        plans = [(60,), (5, 0, 20), (3, 0, 7, 1, 30), (-253, 2, -500, 3, 15, 1, 9), (5, 3, 20), (60, 0, 300)]
+        if family in CLIP_ENCODES:
+            film = [noisy(noise, 90, 70) for _ in range(CLIPS[-1].stop)]
+            for clip in CLIPS:
+                frames = [replace(film[frame], seconds=at / 2) for at, frame in enumerate(clip)]
+                self.media.append(Medium(frames, video=True))
+            plans += [(250, 4, 20), (3, 5, 10, 0, 7)]
+        self.encodes = len(SIZES) + CLIP_ENCODES.get(family, 0)
+        self.rows = range(len(plans))
         self.scripts = {row: self.script(rng, plan) for row, plan in enumerate(plans)}
+        self.again = [row for row in AGAIN if row in self.scripts]
+        for row in self.again:
+            for time in (1, 2):
+                self.scripts[row + time * OTHER] = self.scripts[row].behind(3000 - time)
+        # Chunks of prompts end there.
+        assert all(self.scripts[3].cuts(place) for place in (256, 512))
+        self.expected = self._reference()
 
     def script(self, rng: random.Random, plan: Sequence[int]) -> Script:
-        """Numbers of text tokens, between which are indexes of pictures."""
+        """Numbers of text tokens (negative: up to which place), between which are indexes of media."""
         prompt: list[int] = []
         media: list[Media] = []
         for index, number in enumerate(plan):
             if index % 2 == 0:
-                prompt += [rng.randrange(3000) for _ in range(number)]
+                prompt += [rng.randrange(3000) for _ in range(number if number >= 0 else -number - len(prompt))]
                 continue
-            picture = self.pictures[number]
-            layout = self.processor.layout(*picture.size).span
-            key = media_key([picture_hash(*picture.size, picture.tobytes())])
-            media.append(
-                Media(len(prompt), list(layout.tokens), key, list(layout.grid), *picture.size, picture.tobytes())
-            )
-            words = iter(words_of(key, len(layout.places)))
-            prompt += [next(words) if at in layout.places else token for at, token in enumerate(layout.tokens)]
+            words, found = written(self.processor, self.media[number])
+            media += [replace(one, start=one.start + len(prompt)) for one in found]
+            prompt += words
         given = list(prompt)
         for one in media:
             given[one.start : one.start + len(one.tokens)] = one.tokens
         answer = [rng.randrange(3000) for _ in range(ANSWER)]
-        return Script(prompt, media, answer, given)
+        return Script(prompt, media, answer, given, [self.media[number] for number in plan[1::2]])
 
-    def other(self, row: int) -> Script:
-        """The row's pictures behind another text."""
-        script = self.scripts[row]
-        media = [replace(one, start=one.start + 1) for one in script.media]
-        return replace(script, prompt=[2999, *script.prompt], media=media, given=[2999, *script.given])
-
-    def reference(self) -> Logits:
-        return self._by_mlx_vlm() if self.loaded.kv == "fp16" else self._in_one_pass()
-
-    def _by_mlx_vlm(self) -> Logits:
+    def _reference(self) -> Logits:
         model: Any = load_model(self.folder)
         found: Logits = {}
         for row, script in self.scripts.items():
-            tokens = mx.array([[*script.given, *script.answer]])
-            made: dict[str, Any] = {}
-            if script.media:
-                images = [Image.frombytes("RGB", (one.width, one.height), one.pixels) for one in script.media]
-                given = dict(
-                    self.processor._processor(
-                        text=[" ".join([self.processor.placeholder] * len(images))], images=images
-                    )
-                )
-                named = {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
-                pixels = mx.array(named.pop("pixel_values"))
-                made = model.get_input_embeddings(
-                    tokens, pixels, mask=mx.ones(tokens.shape, dtype=mx.int32), **named
-                ).to_dict()
-            # It looks at the mask where it has no cache to count by, and would take any for the prompt's.
-            made = {name: value for name, value in made.items() if value is not None and name != "attention_mask_4d"}
-            logits = model.language_model(tokens, **made).logits[0]
-            self._note(found, row, script, logits)
+            # Of pictures together with videos some of mlx-vlm's models encode the pictures only.
+            alone = self.loaded.kv == "fp16" and len({medium.video for medium in script.shown}) <= 1
+            logits = self._by_mlx_vlm(model, script) if alone else in_one_pass(self.loaded, script)
+            for drawn in range(ANSWER):
+                found[(row, drawn)] = logits[len(script.prompt) - 1 + drawn]
         return found
 
-    def _in_one_pass(self) -> Logits:
-        vision = self.loaded.vision
-        assert vision is not None
-        found: Logits = {}
-        for row, script in self.scripts.items():
-            pictures = RowPictures([(one.start, len(one.tokens)) for one in script.media])
-            vision.place(pictures, script.given, [(one.grid, False) for one in script.media])
-            for index, one in enumerate(script.media):
-                image = Image.frombytes("RGB", (one.width, one.height), one.pixels)
-                span = self.processor.layout(*image.size).span
-                pictures.features[index] = vision.encode(span, [image], video=False)
-            tokens = [*script.given, *script.answer]
-            beside = vision.inputs([Part(tokens, 0, pictures)], len(tokens))
-            logits = self.loaded.model(mx.array([tokens]), cache=self.loaded.new_caches(), **beside)[0]
-            self._note(found, row, script, logits)
-        return found
+    def _by_mlx_vlm(self, model: Any, script: Script) -> np.ndarray:
+        tokens, given = mx.array([script.tokens]), dict[str, Any]()
+        if script.shown:
+            processor, video = self.processor, script.shown[0].video
+            mark = processor.video_placeholder if video else processor.placeholder
+            clips = [[image_of(frame) for frame in medium.frames] for medium in script.shown]
+            images = [image for images in clips for image in images]
+            pixels = {"videos": [np.stack(images) for images in clips]} if video else {"images": images}
+            given = dict(processor._processor(text=[" ".join([mark] * len(clips))], **pixels))
+        named = {
+            name: mx.array(value) if isinstance(value, np.ndarray) else value
+            for name, value in given.items()
+            if name not in ("input_ids", "attention_mask")
+        }
+        every = mx.ones(tokens.shape, dtype=mx.int32)
+        made = model.get_input_embeddings(tokens, named.pop("pixel_values", None), mask=every, **named).to_dict()
+        # It looks at the mask where it has no cache to count by, and would take any for the prompt's.
+        made = {name: value for name, value in made.items() if value is not None and name != "attention_mask_4d"}
+        return np.array(model.language_model(tokens, **made).logits[0].astype(mx.float32))
 
-    @staticmethod
-    def _note(found: Logits, row: int, script: Script, logits: mx.array) -> None:
-        values = np.array(logits.astype(mx.float32))
-        for drawn in range(ANSWER):
-            found[(row, drawn)] = values[len(script.prompt) - 1 + drawn]
+
+def written(processor: PictureProcessor, medium: Medium) -> tuple[list[int], list[Media]]:
+    """What stands for it in a prompt."""
+    placed = place(processor, processor.video_placeholder if medium.video else processor.placeholder, [medium])
+    tokens = processor._tokenizer.encode(placed.text, add_special_tokens=False)
+    return with_words(processor, tokens, placed)
+
+
+def noisy(noise: np.random.Generator, width: int, height: int) -> Picture:
+    return picture_of(noise.integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def picture_of(pixels: np.ndarray) -> Picture:
+    """Of (height, width, 3) bytes."""
+    height, width, _ = pixels.shape
+    return Picture(width, height, pixels.tobytes(), picture_hash(width, height, pixels.tobytes()))
+
+
+def image_of(picture: Picture) -> Image.Image:
+    return Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
+
+
+def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
+    """(tokens, vocabulary), with pictures that are encoded for it."""
+    vision = loaded.vision
+    assert vision is not None
+    pictures = RowPictures([(one.start, len(one.tokens)) for one in script.media])
+    vision.place(pictures, script.given, [(one.grid, one.video) for one in script.media])
+    for index, one in enumerate(script.media):
+        words = script.prompt[one.start : one.start + len(one.tokens)]
+        places = frozenset(at for at, word in enumerate(words) if is_word(word))
+        span = Layout(tuple(one.tokens), places, tuple(one.grid))
+        pictures.features[index] = vision.encode(span, frames_in(one), video=one.video)
+    beside = vision.inputs([Part(script.tokens, 0, pictures)], len(script.tokens))
+    logits = loaded.model(mx.array([script.tokens]), cache=loaded.new_caches(), **beside)[0]
+    return np.array(logits.astype(mx.float32))
 
 
 @pytest.fixture(
@@ -155,80 +223,112 @@ Make = Callable[..., tuple[Bench, Logits]]
 
 @pytest.fixture
 def forced(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Make:
-    def make(**scheduling: Any) -> tuple[Bench, Logits]:
+    def make(**fields: Any) -> tuple[Bench, Logits]:
         noted: Logits = {}
-        scripts = {row: [*script.given, *script.answer] for row, script in scene.scripts.items()}
+        scripts = {row: script.tokens for row, script in scene.scripts.items()}
         monkeypatch.setattr(executor, "BatchSampler", lambda *_: Forced(scripts, noted))
-        return Bench(scene.loaded, **scheduling), noted
+        return Bench(scene.loaded, **fields), noted
 
     return make
 
 
-def submit(bench: Bench, scene: Scene, row: int, name: str) -> None:
+def submit(bench: Bench, scene: Scene, row: int, name: str, agent: str = "") -> None:
     script = scene.scripts[row]
-    bench.submit(name, script.prompt, media=script.media, seed=row, max_tokens=ANSWER)
+    bench.submit(name, script.prompt, media=script.media, seed=row, max_tokens=ANSWER, agent=agent)
 
 
-def compare(noted: Logits, expected: Logits, what: str) -> None:
-    assert noted.keys() >= expected.keys(), what
-    for key, wanted in expected.items():
-        scale = np.abs(wanted).max()
-        assert np.abs(noted[key] - wanted).max() <= TOLERANCE * scale, f"{what}: row {key[0]}, draw {key[1]}"
+def compare(noted: Logits, expected: Logits, rows: Sequence[int], what: str) -> None:
+    """And forget what was noted."""
+    for key in ((row, drawn) for row in rows for drawn in range(ANSWER)):
+        scale = np.abs(expected[key]).max()
+        assert np.abs(noted[key] - expected[key]).max() <= TOLERANCE * scale, f"{what}: row {key[0]}, draw {key[1]}"
+    noted.clear()
 
 
 def test_pictures_alone_in_company_cached_and_in_chunks(scene: Scene, forced: Make) -> None:
-    expected = scene.reference()
-    alone: Logits = {}
-    for row in scene.scripts:
+    for row in scene.rows:
         bench, noted = forced()
         submit(bench, scene, row, "row")
         bench.drain()
         assert bench.rows["row"].finish == "length", bench.rows["row"].error
-        alone |= noted
-    compare(alone, expected, "alone")
+        compare(noted, scene.expected, [row], "alone")
     rng = random.Random(1)
-    for chunk, together in ((256, False), (1024, True)) if scene.loaded.kv == "q4" else ((512, True),):
-        bench, noted = forced(prefill_chunk_tokens=chunk, prefill_rows_max=3)
+    for chunk, together in ((64, False), (1024, True)):
+        bench, noted = forced(prefill_chunk_tokens=max(chunk, 256), prefill_rows_max=3)
+        bench.engine.pace = PrefillPace(chunk, pause_s=0.1)
+        bench.engine.executor.batched_prefill = together
         for round_name in ("cold", "cached"):
-            bench.engine.executor.batched_prefill = together
-            for row in rng.sample(list(scene.scripts), len(scene.scripts)):
+            for row in rng.sample(scene.rows, len(scene.rows)):
                 submit(bench, scene, row, f"{round_name}{row}")
                 for _ in range(rng.randrange(4)):
                     bench.turn()
             bench.drain()
-            compare(noted, expected, f"{round_name}, chunks of {chunk}")
-            noted.clear()
-        # Four pictures, of which every one is encoded once however many rows have it.
-        assert bench.engine.pictures.features.encodes == len(SIZES)
-        for row, script in scene.scripts.items():
-            assert bench.rows[f"cached{row}"].cached == len(script.prompt) - 1
+            compare(noted, scene.expected, scene.rows, f"{round_name}, chunks of {chunk}")
+        # Every picture is encoded once however many rows have it, and of clips what their frames have in common.
+        assert bench.engine.pictures.features.encodes == scene.encodes
+        for row in scene.rows:
+            assert bench.rows[f"cached{row}"].cached == len(scene.scripts[row].prompt) - 1
 
 
-def test_features_outlive_their_process(scene: Scene, tmp_path: Path) -> None:
-    """A picture of an agent is encoded once, whatever is asked about it, by whom, and in which process."""
-    if scene.loaded.kv != "q4":
-        pytest.skip("how KV is kept does not matter here")
-    node = Node(tmp_path / "kv")
+def fetch(scene: Scene, source: Node, target: Node) -> None:
+    """What a store does for an agent that moves to its node: `target` gets all that the agent has on the other."""
+    branches: list[tuple[Head, Content]] = []
+    for number, row in enumerate(scene.again):
+        tokens = [*scene.scripts[row].prompt, *scene.scripts[row].answer]
+        root = root_id(scene.loaded.model_id, "tenant:test")
+        head = Head(ALICE, number, 1, scene.loaded.model_id, root, 1, False, 1, len(tokens), 0, 0.0, 0.0)
+        branches.append((head, Content(array("I", tokens).tobytes(), "", b"[]")))
+    peers: Any = SimpleNamespace()
+    giver, taker = (
+        NodeBlocks(node.store, bytes(range(32)), ClusterNode(name=name), "s1", peers, node.store)
+        for name, node in (("mac0", source), ("mac1", target))
+    )
+
+    async def call(*_: Any, timeout_s: float) -> Any:
+        return giver.addresses
+
+    peers.call = call
     try:
-        for number, row in enumerate((1, 2, 1)):
-            bench, disk = process(scene.loaded, node)
-            script = scene.scripts[row]
-            if number:
-                # Another text before it, so that no KV is of use.
-                script = scene.other(row)
-            bench.submit("row", script.prompt, media=script.media, agent=f"default/agent{number}", max_tokens=2)
-            bench.drain()
-            assert bench.rows["row"].finish == "length" and (bench.rows["row"].cached or 0) <= 1
-            new = {one.key for one in script.media} - ({one.key for one in scene.scripts[1].media} if number else set())
-            assert bench.engine.pictures.features.encodes == len(new if number < 2 else ())
-            write_down(bench, disk)
-            node.restart()
-        # What was asked before has its KV there: of that picture nothing else is needed.
-        bench, disk = process(scene.loaded, node)
-        bench.submit("row", script.prompt, media=script.media, agent="default/again", max_tokens=2)
-        bench.drain()
-        assert bench.rows["row"].cached == len(script.prompt) - 1
-        counted = bench.engine.pictures.features
-        assert (counted.encodes, counted.hits) == (0, 1)
+        asyncio.run(taker.fetch(ALICE, branches, "mac0", 20.0))
     finally:
-        node.store.close()
+        taker.close()
+        giver.close()
+
+
+def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_path: Path) -> None:
+    """A picture is encoded once, whatever is asked about it, by whom, in which process and on which node; and where a
+    prompt has its KV there, nothing of its pictures is needed."""
+    nodes = [Node(tmp_path / name) for name in ("first", "second")]
+
+    def start(node: Node) -> tuple[Bench, Logits, DiskTier]:
+        disk = DiskTier(scene.loaded.spec, scene.loaded.model_id, node)
+        return *forced(disk=disk), disk
+
+    def ask(bench: Bench, noted: Logits, times: int, agent: str, what: str) -> list[int]:
+        """How much of each prompt need not be computed."""
+        rows = [row + times * OTHER for row in scene.again]
+        for row in rows:
+            submit(bench, scene, row, f"{what}{row}", agent)
+        bench.drain()
+        compare(noted, scene.expected, rows, what)
+        return [bench.rows[f"{what}{row}"].cached or 0 for row in rows]
+
+    try:
+        bench, noted, disk = start(nodes[0])
+        assert max(ask(bench, noted, 0, ALICE, "cold")) == 0
+        assert max(ask(bench, noted, 1, "default/bob", "seen by another agent")) <= 1
+        assert bench.engine.pictures.features.encodes == scene.encodes
+        write_down(bench, disk)
+        fetch(scene, *nodes)
+        for node, where in zip(nodes, ("restored", "moved"), strict=True):
+            node.restart()
+            bench, noted, disk = start(node)
+            known = ask(bench, noted, 0, "default/carol", f"{where}, with KV")
+            assert known == [len(scene.scripts[row].prompt) - 1 for row in scene.again]
+            assert max(ask(bench, noted, 2, "default/carol", f"{where}, features alone")) <= 1
+            assert bench.engine.pictures.features.encodes == disk.counters.corrupt_blocks == 0
+            write_down(bench, disk)
+    finally:
+        for node in nodes:
+            node.store.check()
+            node.store.close()

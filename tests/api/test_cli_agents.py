@@ -93,6 +93,19 @@ async def test_an_agent_is_shown_with_its_home(served: Served) -> None:
     assert text.startswith("ann on mac0, copies on mac1: cold")
     found = json.loads(await served.says("agents", "show", "ann", "--json"))
     assert (found["id"], found["object"], found["home"], len(found["branches"])) == ("ann", "agent", "mac0", 1)
+    assert "picture" not in text and found["pictures"] == []
+
+
+@pytest.mark.parametrize(("shown", "said"), [([7], "1 picture,"), ([7, 8, 7], "2 pictures,")])
+async def test_of_an_agents_pictures_the_number_is_shown(served: Served, shown: list[int], said: str) -> None:
+    """Each counts once, however often the transcript names it."""
+    parts = [{"type": "image_url", "image_url": {"url": f"picture:{number:064x}/8x6"}} for number in shown]
+    transcript = json.dumps([{"role": "user", "content": parts}]).encode()
+    content = {"token_ids": bytes(4), "text": "x", "transcript": transcript, "model": b"1" * 32}
+    await served.store.call("commit", "default/eve", **content, messages=1, since=0)
+    assert f" of words, {said} used " in await served.says("agents", "show", "eve")
+    found = json.loads(await served.says("agents", "show", "eve", "--json"))["pictures"]
+    assert found[0] == {"hash": f"{7:064x}", "width": 8, "height": 6}
 
 
 async def test_an_agent_is_moved(served: Served) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from PIL import Image, ImageDraw
 
-from satchel.actors.kv_store.media import FIRST_WORD, words_in
+from satchel.actors.kv_store.media import FIRST_WORD, picture_hash, words_in
 from satchel.actors.messages import Media
 from satchel.api.app import create_app
 from satchel.api.backend import ServedModel
@@ -21,6 +21,7 @@ from satchel.cluster.config import Config
 from tests.vision_families import write_model
 
 from .conftest import FakeBackend
+from .remembering import Remembering
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +167,28 @@ async def test_frames_of_a_video_are_encoded_two_by_two(
     part["video"] = part["video"][:4]
     assert (await ask(client, [part])).status_code == 200
     assert [one.key for one in sent(backend)[1]] == [one.key for one in media[:2]]
+
+
+def listed(image: Image.Image) -> dict[str, Any]:
+    """What an agent that was shown it says of it."""
+    return {"hash": picture_hash(*image.size, image.tobytes()).hex(), "width": image.width, "height": image.height}
+
+
+async def test_an_agent_lists_what_it_was_shown_each_once(backend: FakeBackend, config: Config) -> None:
+    endpoint = Remembering(backend, config)
+    red, blue, green, black = picture("red"), picture("blue", (100, 80)), picture("green"), picture("black")
+    async with endpoint.client as client:
+        await endpoint.say("Hi")
+        assert (await client.get("/v1/agents/ann")).json()["pictures"] == []
+        await endpoint.go_on({"role": "user", "content": shown(blue, "and", red, blue)})
+        film = {"type": "video", "video": [url_of(frame) for frame in (green, red, black, green)], "fps": 2}
+        await endpoint.go_on({"role": "user", "content": [film, *shown(red)]})
+        assert len((await endpoint.transcript())[-2]["content"]) == 2
+        agent = (await client.get("/v1/agents/ann")).json()
+        assert agent["pictures"] == [listed(image) for image in (blue, red, green, black)]
+        await endpoint.say({"role": "user", "content": shown(picture("orange"))})
+        agent = (await client.get("/v1/agents/ann")).json()
+        assert len(agent["branches"]) == 2 and len(agent["pictures"]) == 4, "another branch's are not among them"
+        endpoint.store.calls.clear()
+        (agent,) = (await client.get("/v1/agents")).json()["data"]
+        assert "pictures" not in agent and endpoint.store.calls == ["agents"], "a list reads no transcripts"

@@ -13,6 +13,8 @@ from satchel.cluster.config import Config, parse_config
 from satchel.cluster.ports import free_port
 from satchel.cluster.runtime import LocalCluster
 
+from .serving import RECALL
+
 ROWS_MAX = 8
 QUEUE_MAX = 12
 
@@ -21,7 +23,7 @@ QUEUE_MAX = 12
 def config() -> Config:
     return parse_config(
         {
-            "models": [{"name": "satchel/recall", "source": "embedded:recall", "replicas": 2}],
+            "models": [{**RECALL, "replicas": 2}],
             "endpoint": {"port": free_port(), "body_bytes_max": "1 MiB"},
             "scheduling": {"rows_max": ROWS_MAX, "queue_requests_max": QUEUE_MAX},
         }

@@ -15,7 +15,7 @@ from satchel.cluster.connection import ClusterRecord, find_cluster
 from . import secure_shell
 from .hosts import Host, Talk, stand_in_ssh, wait_until
 from .secure_shell import SecureShell
-from .serving import COMMAND
+from .serving import COMMAND, RECALL
 
 NODES = ["mac0", "mac1"]
 """Those that the config names."""
@@ -53,9 +53,8 @@ class World:
             },
         ]
         endpoint = {"listen": self.head.address, "port": PORT}
-        models = [{"name": "satchel/recall", "source": "embedded:recall"}]
         # JSON is YAML.
-        self.config.write_text(json.dumps({"models": models, "nodes": nodes, "endpoint": endpoint}))
+        self.config.write_text(json.dumps({"models": [RECALL], "nodes": nodes, "endpoint": endpoint}))
 
     def home(self, node: str) -> Home:
         return Home(self.folder / node)

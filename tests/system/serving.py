@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 COMMAND = [sys.executable, "-m", "satchel.api.cli"]
+RECALL = {"name": "satchel/recall", "source": "embedded:recall"}
 
 
 @contextmanager
@@ -34,3 +36,13 @@ def serving(home: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=30)
+
+
+@contextmanager
+def serving_recall(home: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """As `serving`, with the text model alone: tests that show no pictures need not start the one that sees."""
+    config = home / "config.yaml"
+    # JSON is YAML.
+    config.write_text(json.dumps({"models": [RECALL]}))
+    with serving(home, "--config", str(config), "--port", str(port)) as process:
+        yield process

@@ -1,10 +1,12 @@
 """`satchel serve` with the real model, as a newcomer runs it: start, talk, hang on, Ctrl-C, nothing left.
 
-The server goes on where one stopped whose every process was killed: an agent's memory outlives them all.
+It serves what it does without a config, and goes on where a server stopped whose every process was killed: an agent's
+memory outlives them all.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -14,17 +16,18 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from openai import OpenAI
+from PIL import Image, ImageDraw
 
 from satchel.cluster.ports import free_port
 from satchel.cluster.processes import session_members
-from tests.system.serving import COMMAND, serving
+from tests.system.serving import COMMAND, serving, serving_recall
 
 CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
 SETTLE_S = 5.0
@@ -86,7 +89,7 @@ class Killed:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     home, port = tmp_path_factory.mktemp("home"), free_port()
     messages: list[dict[str, str]] = []
-    with serving(home, "--port", str(port)) as process:
+    with serving_recall(home, port) as process:
         alice = Alice(port)
         for name, code in CODES.items():
             # Long enough for several blocks.
@@ -156,11 +159,11 @@ def test_an_agent_goes_on_after_every_process_was_killed(server: tuple[subproces
 
 def test_a_stream_outlives_the_only_replica(server: tuple[subprocess.Popen, Path, int]):
     """It waits for the replica to start again and goes on with the same words."""
-    _, home, port = server
-    session = json.loads((home / "run" / "cluster.json").read_text())["ray_sid"]
+    _, _, port = server
     body = {"messages": [{"role": "user", "content": "Say the numbers from one to forty."}]}
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
         whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        pids = {replica["id"]: replica["pid"] for replica in client.get("/v1/cluster").json()["replicas"]}
         text = ""
         with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
             for count, line in enumerate(line for line in response.iter_lines() if line.startswith("data: {")):
@@ -168,12 +171,8 @@ def test_a_stream_outlives_the_only_replica(server: tuple[subprocess.Popen, Path
                 assert "error" not in chunk, chunk
                 text += chunk["choices"][0]["delta"].get("content") or ""
                 if count == 15:
-                    os.kill(process_named("ray::ReplicaActor", session), signal.SIGKILL)
+                    os.kill(pids["satchel-recall-0"], signal.SIGKILL)
     assert text == whole
-
-
-def process_named(name: str, session: int) -> int:
-    return next(pid for pid in session_members(session) if psutil.Process(pid).cmdline()[0].startswith(name))
 
 
 def test_a_newcomer_talks_through_the_command_line(server: tuple[subprocess.Popen, Path, int]):
@@ -188,7 +187,25 @@ def test_a_newcomer_talks_through_the_command_line(server: tuple[subprocess.Pope
     )
     assert said.stdout.splitlines() == ["Noted.", "The code of otto is 5150."]
     status = subprocess.run([*COMMAND, "status", "--json", "--home", str(home)], capture_output=True, check=True)
-    assert list(json.loads(status.stdout)["replicas"]) == ["satchel-recall-0"]
+    assert list(json.loads(status.stdout)["replicas"]) == ["satchel-recall-0", "satchel-shapes-0"]
+
+
+def test_a_newcomer_shows_a_picture(server: tuple[subprocess.Popen, Path, int]):
+    """The model that sees is served beside the one for text, which is the default."""
+    _, home, port = server
+    picture, written = Image.new("RGB", (96, 96), "white"), BytesIO()
+    ImageDraw.Draw(picture).ellipse((30, 30, 70, 70), fill="red")
+    picture.save(written, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the picture?"}]
+    body = {"model": "satchel/shapes", "agent_id": "scout", "messages": [{"role": "user", "content": content}]}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+        served = client.get("/v1/models").json()["data"]
+        assert [model["id"] for model in served] == ["satchel/recall", "satchel/shapes"]
+        said = client.post("/v1/chat/completions", json=body).json()
+    assert said["choices"][0]["message"]["content"] == "A red circle."
+    show = [*COMMAND, "agents", "show", "scout", "--home", str(home)]
+    assert " 1 picture," in subprocess.run(show, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("arguments", ["home=sys.argv[1]", "home=sys.argv[1], address=sys.argv[2]"])

@@ -1,0 +1,140 @@
+"""What a request with a picture consists of, timed on an engine without Ray and HTTP, and what that lets one expect."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from vision_beside import neighbour
+
+from satchel.actors.kv_store.blocks import block_ids
+from satchel.actors.kv_store.media import picture_hash
+from satchel.actors.messages import GenerateRequest, Sampling
+from satchel.api.picture_prompt import Medium, place, with_words
+from satchel.api.picture_sources import Picture
+from satchel.api.text import load_text_model
+from satchel.cluster.errors import SatchelError
+
+desk = neighbour("memory", "desk")
+parts = neighbour("memory", "parts")
+
+
+def warm_ups() -> int:
+    """Rounds that do not count, before those that do."""
+    return desk.WARM_UP_ROUNDS if desk.on_gpu() else 1
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that a first token takes: to encode what is seen, to prefill the prompt of `tokens`, of which `seen` stand
+    for pictures, to decode for the first time (with all else that the engine does), and what else there is."""
+
+    encode_s: float
+    prefill_s: float
+    step_s: float
+    tokens: int = 0
+    seen: int = 0
+    fixed_s: float = 0.0
+
+    @property
+    def cold_s(self) -> float:
+        return self.fixed_s + self.encode_s + self.prefill_s + self.step_s
+
+    @property
+    def cached_s(self) -> float:
+        """Where all that was computed is kept."""
+        return self.fixed_s + self.step_s
+
+    @property
+    def ceiling(self) -> float:
+        """How many times sooner the first token can come at the most."""
+        return self.cold_s / self.cached_s
+
+    def verdict(self, what: str, wanted: float) -> str:
+        """The arithmetic, and whether it allows what is wanted."""
+        fixed, encode, prefill, step, cold, cached = (
+            f"{seconds * 1e3:,.1f}"
+            for seconds in (self.fixed_s, self.encode_s, self.prefill_s, self.step_s, self.cold_s, self.cached_s)
+        )
+        verdict = (
+            f"{wanted:g}x is out of reach for this model on this machine, whatever is kept"
+            if self.ceiling < wanted
+            else f"{wanted:g}x is within reach"
+        )
+        return (
+            f"{what}: cold = fixed {fixed} + encode {encode} + prefill {prefill} + first step {step} = {cold} ms, "
+            f"cached = fixed {fixed} + first step {step} = {cached} ms: at the most {self.ceiling:.1f}x. {verdict}."
+        )
+
+
+def median_costs(found: Sequence[Costs], fixed_s: float = 0.0) -> Costs:
+    """The medians of each part; all are of the same prompt."""
+    timed = ([getattr(each, name) for each in found] for name in ("encode_s", "prefill_s", "step_s"))
+    return Costs(*(parts.median(values) for values in timed), found[0].tokens, found[0].seen, fixed_s)
+
+
+class Sight(desk.Desk):
+    """An engine turned by hand that is shown pictures.
+
+    Args:
+        folder: of the model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.text: Any = load_text_model(folder)
+        self._spent = {"encode": 0.0, "prefill": 0.0}
+        super().__init__(str(folder))
+
+    def clear(self) -> None:
+        """Begin with a new engine, which knows nothing, and times its work."""
+        super().clear()
+        self._watch(self.engine.pictures, "encode", "encode")
+        self._watch(self.engine.executor, "prefill", "prefill")
+
+    def _watch(self, owner: Any, name: str, what: str) -> None:
+        action = getattr(owner, name)
+
+        def timed(*arguments: Any) -> None:
+            started = time.perf_counter()
+            action(*arguments)
+            self._spent[what] += time.perf_counter() - started
+
+        setattr(owner, name, timed)
+
+    def look(self, frames: Sequence[Image.Image], question: str, *, video: bool = False) -> Costs:
+        """What the first token of the answer to a question about a picture, or a video, costs an engine that has seen
+        nothing."""
+        self.clear()
+        prompt, media = self._prompt(frames, question, video)
+        self._spent.update(encode=0.0, prefill=0.0)
+        self._count += 1
+        name = f"row-{self._count}"
+        sampling = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
+        ids = block_ids(self.root, prompt)
+        request = GenerateRequest(name, desk.CONSUMER, "bench", "", prompt, ids, self.root, sampling, media=media)
+        self._answers[name] = desk.Answer(time.perf_counter())
+
+        def reply(refusal: SatchelError | None) -> None:
+            if refusal is not None:
+                raise refusal
+
+        self.engine.submit(request, reply)
+        (answer,) = self.finish([name])
+        encode_s, prefill_s = self._spent["encode"], self._spent["prefill"]
+        rest_s = answer.first - answer.sent - encode_s - prefill_s
+        return Costs(encode_s, prefill_s, rest_s, len(prompt), sum(len(one.tokens) for one in media))
+
+    def _prompt(self, frames: Sequence[Image.Image], question: str, video: bool) -> tuple[list[int], Any]:
+        part = {"type": "video" if video else "image"}
+        rendered = self.text.render([{"role": "user", "content": [part, {"type": "text", "text": question}]}])
+        shown = [
+            Picture(*frame.size, pixels, picture_hash(*frame.size, pixels), at / 2)
+            for at, frame in enumerate(frames)
+            if (pixels := frame.tobytes())
+        ]
+        placed = place(self.text.pictures, rendered, [Medium(shown, video)])
+        return with_words(self.text.pictures, self.text.encode(placed.text), placed)

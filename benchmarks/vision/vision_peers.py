@@ -1,0 +1,69 @@
+"""The same conversations with other servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from scenery import OTHER, TALK, asked, picture
+from vision_beside import neighbour
+from vision_parts import warm_ups
+from vision_servers import PEERS, SATCHEL_FP16, Server, targets
+from vision_turns import Answers, Spread, Start, Talk, first_ms
+
+parts = neighbour("memory", "parts")
+PEER_NAMES = (SATCHEL_FP16, *PEERS)
+STEPS = ("turn 1", "turn 2", "turn 3", "another conversation")
+
+
+def peers(
+    start: Start, names: list[str], side: int, talk: Talk, rounds: int, budget: Any, say: Callable[[str], None]
+) -> Any:
+    part = parts.Part(f"Beside other servers, a picture of {side} x {side}")
+    spread = Spread()
+    for name in names:
+        answers = Answers()
+        if budget.left_s <= 0:
+            part.notes.append(f"There was no time for {name}.")
+            continue
+        try:
+            with start(name) as server:
+                for number in budget.rounds(rounds + warm_ups()):
+                    _one_round(server, side, talk, spread if number >= warm_ups() else Spread(), answers)
+        except (targets.TargetFailed, RuntimeError, OSError, ValueError, KeyError) as error:
+            part.notes.append(f"{name} was not measured: {type(error).__name__}: {error}")
+            say(f"  {name}: {error}")
+            continue
+        say(f"  {name}: " + ", ".join(f"{spread.median(name, step, 'kept'):,.0f} ms" for step in STEPS))
+        row: dict[str, Any] = {"server": name}
+        for step in STEPS:
+            row[f"{step}, ms"] = spread.median(name, step, "kept")
+        for step in STEPS[1:]:
+            row[f"{step}, cold / this"] = spread.ratio((name, step, "cold"), (name, step, "kept"))
+        unlike = answers.other if talk.known or name == SATCHEL_FP16 else None
+        right = f"{answers.right} of {answers.asked}" if talk.known else None
+        part.rows.append({**row, "right answers": right, "unlike cold ones": unlike})
+    part.notes.append(
+        "Times to the first token over HTTP, medians. Each turn is compared with the same prompt about a picture that "
+        "nobody has seen (`cold`), within a round. Servers run one after the other with their own defaults, but for what "
+        "a name says; Satchel keeps KV in full precision, as the others do. The last column counts answers of the "
+        "conversation that differ from the cold ones."
+    )
+    return part
+
+
+def _one_round(server: Server, side: int, talk: Talk, spread: Spread, answers: Answers) -> None:
+    """Every turn first about a picture of its own, then all about one."""
+    cold: list[str] = []
+    for kind in ("cold", "kept"):
+        shown = picture(side)
+        for index, step in enumerate(STEPS):
+            about = asked(shown, [OTHER[0]], []) if index == len(TALK) else talk.messages(shown, index)
+            wanted = (OTHER[1] if talk.known else None) if index == len(TALK) else talk.wanted(index)
+            stream = server.eyes.see(about, talk.tokens)
+            spread.note(server.name, step, kind, ms=first_ms(stream))
+            if kind == "cold":
+                cold.append(stream.text)
+                shown = picture(side)
+            else:
+                answers.check(stream.text, wanted, cold[index])

@@ -1,0 +1,152 @@
+"""Pictures are encoded beside the steps: nobody waits for another's, and what fails or leaves concerns one row."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from satchel.actors.kv_store.media import media_key, picture_hash, words_of
+from satchel.actors.messages import Media
+from satchel.actors.replica import models
+from satchel.actors.replica.models import LoadedModel
+from satchel.actors.replica.pictures import PictureProcessor
+from satchel.actors.replica.vision import Vision
+from satchel.cluster.errors import QueueFull
+from tests.vision_families import write_model
+
+from .conftest import Bench
+
+TEXT = list(range(100, 140))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Path]:
+    folder = write_model(tmp_path_factory.mktemp("model"), "qwen3_vl")
+    return models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, kv="q4"), folder
+
+
+class Gate:
+    """Stands before the encoder: `calls` pictures have come to it, and it lets them through when it is opened."""
+
+    def __init__(self, encode: Callable[..., Any]) -> None:
+        self.encode, self.calls, self.opened = encode, 0, threading.Event()
+        self.threads: list[str] = []
+        self.failures = 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.calls += 1
+        self.threads.append(threading.current_thread().name)
+        assert self.opened.wait(20)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("no stream in this thread")
+        return self.encode(*arguments, **named)
+
+
+@pytest.fixture
+def gate(seeing: tuple[LoadedModel, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    vision = seeing[0].vision
+    assert vision is not None
+    found = Gate(vision.encode)
+    monkeypatch.setattr(Vision, "encode", lambda _, *arguments, **named: found(*arguments, **named))
+    yield found
+    found.opened.set()
+
+
+def asked(folder: Path, colour: str) -> tuple[list[int], list[Media]]:
+    """A prompt with a picture."""
+    image = Image.new("RGB", (64, 64), colour)
+    span = PictureProcessor.load(folder).layout(*image.size).span
+    key = media_key([picture_hash(*image.size, image.tobytes())])
+    words = iter(words_of(key, len(span.places)))
+    shown = [next(words) if at in span.places else token for at, token in enumerate(span.tokens)]
+    media = Media(len(TEXT), list(span.tokens), key, list(span.grid), *image.size, image.tobytes())
+    return [*TEXT, *shown, 7, 8], [media]
+
+
+def turn_until(bench: Bench, what: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if not bench.turn():
+            time.sleep(0.005)
+        if what():
+            return
+    raise AssertionError("it does not come true")
+
+
+def test_rows_go_on_while_a_picture_is_encoded(seeing: tuple[LoadedModel, Path], gate: Gate):
+    """And a picture that two rows ask for is encoded once, the next one after it."""
+    bench = Bench(seeing[0])
+    bench.submit("text", TEXT, max_tokens=30)
+    bench.turn()
+    for name, colour in (("red", "red"), ("blue", "blue"), ("red again", "red")):
+        prompt, media = asked(seeing[1], colour)
+        bench.submit(name, prompt, media=media)
+    turn_until(bench, lambda: bench.rows["text"].finish)
+    assert gate.calls == 1 and set(bench.rows) == {"text"}, "one at a time, and nobody waited for it"
+    gate.opened.set()
+    bench.drain()
+    assert gate.calls == 2 and set(gate.threads) == {"encoder_0"}
+    assert bench.rows["red"].tokens == bench.rows["red again"].tokens != bench.rows["blue"].tokens
+    assert (bench.engine.pictures.features.encodes, bench.engine.pictures.features.hits) == (2, 1)
+
+
+def test_what_is_encoded_for_a_row_that_has_left_is_kept(seeing: tuple[LoadedModel, Path], gate: Gate):
+    bench = Bench(seeing[0])
+    prompt, media = asked(seeing[1], "green")
+    bench.submit("one", prompt, media=media)
+    bench.turn()
+    bench.engine.abort(("one",))
+    bench.turn()
+    assert bench.rows["one"].finish == "abort"
+    gate.opened.set()
+    turn_until(bench, lambda: bench.engine.pictures.features.encodes)
+    bench.submit("two", prompt, media=media)
+    bench.drain()
+    assert bench.rows["two"].finish == "length" and gate.calls == 1
+
+
+def test_an_encoder_that_fails_on_its_thread_is_tried_on_the_engine_s_and_costs_one_row(
+    seeing: tuple[LoadedModel, Path], gate: Gate
+):
+    bench = Bench(seeing[0])
+    gate.opened.set()
+    for failures, finish in ((1, "length"), (2, "error")):
+        prompt, media = asked(seeing[1], f"rgb(1,2,{failures})")
+        gate.failures, gate.threads = failures, []
+        bench.submit("text", TEXT)
+        bench.submit("picture", prompt, media=media)
+        bench.drain()
+        assert (bench.rows.pop("text").finish, bench.rows.pop("picture").finish) == ("length", finish)
+        assert gate.threads == ["encoder_0", threading.current_thread().name]
+    assert not bench.engine.pictures
+
+
+def test_rows_that_wait_for_their_pictures_fill_the_queue(seeing: tuple[LoadedModel, Path], gate: Gate):
+    bench = Bench(seeing[0], rows_max=1, queue_requests_max=2)
+    prompt, media = asked(seeing[1], "white")
+    for number in range(4):
+        bench.submit(str(number), prompt, media=media)
+        bench.turn()
+    assert list(bench.refused) == ["3"] and isinstance(bench.refused["3"], QueueFull)
+    gate.opened.set()
+    bench.drain()
+    assert [row.finish for row in bench.rows.values()] == ["length"] * 3
+
+
+def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: Gate):
+    bench, gate.calls = Bench(seeing[0]), 0
+    gate.opened.set()
+    prompt, media = asked(seeing[1], "black")
+    bench.run("one", prompt, media=media)
+    (known,) = bench.engine.pictures.features.ids()
+    come, gone = bench.engine.changes(whole=False)
+    assert known in come and not gone and known in bench.engine.changes(whole=True)[0]
+    assert bench.engine.pictures.encode_token_s > 0
+    assert bench.engine.pictures.features.clear() > 0
+    assert bench.engine.changes(whole=False) == ([], [known])

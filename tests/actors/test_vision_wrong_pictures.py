@@ -1,0 +1,77 @@
+"""Pictures that differ a little are never taken for one another, wherever they are found again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from satchel.actors.replica import executor, models, prefix
+from satchel.actors.replica.pictures import PictureProcessor
+from satchel.api.picture_prompt import Medium
+from tests.vision_families import write_model
+
+from .conftest import Bench
+from .test_families import TOLERANCE, Forced, Logits
+from .test_vision import Script, in_one_pass, picture_of, written
+
+PAIRS, SIDE, ANSWER = 200, 56, 1
+PICTURES = 2 * PAIRS
+
+
+def a_little_other(noise: np.random.Generator, pixels: np.ndarray, kind: int) -> np.ndarray:
+    """One pixel is another, one shade of it is, the picture is mirrored, or it is moved by a pixel."""
+    other, (row, column, shade) = pixels.copy(), noise.integers(0, (SIDE, SIDE, 3))
+    if kind == 0:
+        other[row, column] ^= 255
+    elif kind == 1:
+        other[row, column, shade] ^= 1
+    return (other, other, pixels[:, ::-1], np.roll(pixels, 1, axis=int(row) % 2))[kind]
+
+
+def scripts_of(processor: PictureProcessor, noise: np.random.Generator) -> dict[int, Script]:
+    """Two for every picture: of twins 2n and 2n + 1, and PICTURES more behind another text."""
+    scripts: dict[int, Script] = {}
+    for pair in range(PAIRS):
+        pixels = noise.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+        for row, shown in enumerate((pixels, a_little_other(noise, pixels, pair % 4)), 2 * pair):
+            medium = Medium([picture_of(shown)])
+            words, (media,) = written(processor, medium)
+            first = [replace(media, start=3)]
+            scripts[row] = Script([5, 6, 7, *words, 8], first, [9], [5, 6, 7, *media.tokens, 8], [medium])
+            scripts[row + PICTURES] = scripts[row].behind(4)
+    return scripts
+
+
+def test_every_picture_gets_its_own_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However alike another one is that was asked about before or beside it, in the same words or in others."""
+    folder, noise, noted = write_model(tmp_path / "model", "qwen3_vl"), np.random.default_rng(11), Logits()
+    loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, numerics="reproducible")
+    scripts = scripts_of(PictureProcessor.load(folder), noise)
+    # Every second pair is asked about in the same words again.
+    again = noise.permutation([row + row // 2 % 2 * PICTURES for row in range(PICTURES)])
+    cold = {row: in_one_pass(loaded, scripts[row])[-1 - ANSWER] for row in map(int, {*range(PICTURES), *again})}
+    monkeypatch.setattr(prefix, "TAILS_PER_BLOCK", 2 * PICTURES)
+    tokens = {row: script.tokens for row, script in scripts.items()}
+    monkeypatch.setattr(executor, "BatchSampler", lambda *_: Forced(tokens, noted))
+    bench = Bench(loaded, prefill_rows_max=8)
+    bench.engine.executor.batched_prefill = True
+
+    def ask(rows: np.ndarray, what: str) -> None:
+        for few in np.array_split(rows, len(rows) // 6):
+            for row in map(int, few):
+                script = scripts[row]
+                bench.submit(f"{what}{row}", script.prompt, media=script.media, seed=row, max_tokens=ANSWER)
+            bench.drain()
+        for row in map(int, rows):
+            found = noted.pop((row, 0))
+            off, from_twin = (np.abs(found - cold[other]).max() for other in (row, row ^ 1))
+            assert off <= TOLERANCE * np.abs(found).max() and 2 * off < from_twin, f"{what}: row {row}"
+
+    ask(noise.permutation(PICTURES), "cold")
+    ask(again, "warm")
+    assert bench.engine.pictures.features.encodes == PICTURES
+    for row in again:
+        assert (bench.rows[f"warm{row}"].cached == len(scripts[row].prompt) - 1) == (row < PICTURES)
