@@ -52,6 +52,9 @@ HELD_S = 5.0
 LEARN_WAIT_S = 5.0
 """How long a node that starts, or was away, asks the others before it announces its agents and takes turns."""
 
+LEARN_AGAIN_S = 0.5
+"""How soon it asks those again that have not answered."""
+
 UNBURIED_MAX = 10_000
 
 NUMBERS = 2**14
@@ -297,8 +300,13 @@ class NodeStoreActor(PeerCalls):
         self._reporter.wake()
 
     def _introduce(self) -> None:
-        """On the reporter's thread."""
-        asyncio.run_coroutine_threadsafe(self.learn(), self._loop).result(2 * LEARN_WAIT_S)
+        """On the reporter's thread: what was forgotten elsewhere is known before anything is announced."""
+        ends = time.monotonic() + LEARN_WAIT_S
+        while True:
+            asyncio.run_coroutine_threadsafe(self.learn(), self._loop).result(2 * LEARN_WAIT_S)
+            if self._succession.heard or time.monotonic() > ends:
+                return
+            time.sleep(LEARN_AGAIN_S)
 
     def _report(self, sequence: int, full: bool) -> StoreReport:
         """The state for the router. On the reporter's thread."""

@@ -91,6 +91,11 @@ class Succession:
         self._unheard = set(await self._peers.others())
         await self._learn_from_unheard()
 
+    @property
+    def heard(self) -> bool:
+        """Whether everybody who was asked has answered."""
+        return not self._unheard
+
     async def _learn_from_unheard(self) -> None:
         await asyncio.gather(*map(self._learn_from, self._unheard))
 

@@ -220,6 +220,11 @@ class Talk:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def settled(self, agent: str, home: str, copies: list[str]) -> dict[str, Any]:
+        """Where the agent is, once that is so: a copy that a busy machine did not make in time is made again."""
+        wait_until(lambda: ((place := self.where(agent))["home"], place["copies"]) == (home, copies), 20)
+        return self.where(agent)
+
     def agents(self) -> list[str]:
         return [each["id"] for each in self.http.get("/v1/agents?limit=100").json()["data"]]
 

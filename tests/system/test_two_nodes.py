@@ -101,8 +101,7 @@ def test_a_store_and_the_router_die_and_nobody_changes_homes(world: World):
     world.whole()
     talk, dora = world.talk, named("dora", "mac1", NODES)
     talk.ask(dora, "Remember: the code of ibis is 7077.")
-    before = talk.where(dora)
-    assert (before["home"], before["copies"]) == ("mac1", ["mac0"])
+    before = talk.settled(dora, "mac1", ["mac0"])
     os.kill(actor_process(world.second(), "NodeStoreActor"), signal.SIGKILL)
     said = talk.ask(dora, "What is the code of ibis?")
     assert said.node == "mac1" and "7077" in said.text
@@ -137,7 +136,8 @@ def test_a_killed_node_comes_back_without_what_was_deleted_meanwhile(world: Worl
     bert, cleo = named("bert", "mac1", NODES), named("cleo", "mac1", NODES)
     talk.ask(bert, "Remember: the code of quokka is 5813.")
     talk.ask(cleo, "Remember: the code of heron is 2002.")
-    assert talk.where(bert)["copies"] == ["mac0"]
+    for agent in (bert, cleo):
+        talk.settled(agent, "mac1", ["mac0"])
     killed = world.second()
     os.killpg(os.getpgid(killed.pid), signal.SIGKILL)
     said = talk.ask(cleo, "What is the code of heron?")
