@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
-	bench-scenarios
+	bench-vision bench-scenarios
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
@@ -65,6 +65,9 @@ bench-memory: .venv/.development ## Measure the KV memory; TRACES=folder adds re
 
 bench-cluster: .venv/.development ## Measure several nodes; BENCH="--parts moving" options
 	@$(BIN)/python benchmarks/cluster/run.py $(BENCH)
+
+bench-vision: .venv/.development ## Measure pictures and videos; BENCH="--parts turns --rounds 1" options
+	@$(BIN)/python benchmarks/vision/run.py $(BENCH)
 
 bench-scenarios: .venv/.development ## Run agents' stories on the server at URL=http://127.0.0.1:8000; TRACES=folder adds recordings
 	@$(BIN)/python benchmarks/scenarios/run.py --url "$(URL)" $(if $(TRACES),--traces "$(TRACES)") $(BENCH)

@@ -39,16 +39,15 @@ def root_id(model_id: bytes, scope: str) -> bytes:
     return digest(b"satchel.root.1", model_id, scope.encode())
 
 
-def block_id(parent: bytes, tokens: Sequence[int], media: Sequence[bytes] = ()) -> bytes:
+def block_id(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The id of the block of `tokens` after `parent` (32 bytes, `root_id` for the first).
 
     Args:
-        tokens: exactly `BLOCK_TOKENS` token ids.
-        media: keys of the pictures whose placeholders lie in this block, in order.
+        tokens: exactly `BLOCK_TOKENS` token ids, and words in place of those that stand for pictures (`media`).
     """
     if len(tokens) != BLOCK_TOKENS:
         raise ValueError(f"a block is {BLOCK_TOKENS} tokens, got {len(tokens)}")
-    return digest(b"satchel.block.1", parent, _token_bytes(tokens), *media)
+    return digest(b"satchel.block.1", parent, _token_bytes(tokens))
 
 
 def block_ids(root: bytes, tokens: Sequence[int]) -> list[bytes]:

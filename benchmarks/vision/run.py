@@ -57,7 +57,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         return [count(word, most) for word in text.split(",") if word.strip()]
 
     def names(known: Sequence[str], text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(";" if ";" in text else ",") if name.strip()]
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
         if unknown := [name for name in chosen if name not in known]:
             raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(known)}")
         return chosen
@@ -73,7 +73,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--frames", type=partial(counts, most=FRAMES_MAX), default=[4, 8, 16, 32], help=f"at the most {FRAMES_MAX}")
     add("--frame-side", type=count, default=448)
     add("--tokens", type=count, default=16, help="of an answer at the most; a random model's has exactly as many")
-    add("--only", type=partial(names, PEER_NAMES), default=list(PEER_NAMES), help=f"for peers: {'; '.join(PEER_NAMES)}")
+    add("--only", type=partial(names, PEER_NAMES), default=list(PEER_NAMES), help=f"for peers: {', '.join(PEER_NAMES)}")
     add("--start-timeout-s", type=float, default=240.0)
     add("--vllm-mlx-site", type=Path, help="a folder with vllm-mlx and what it needs, else it is installed")
     add("--work", type=Path, help="where files are written, on the disk that is to be measured (else a temporary one)")

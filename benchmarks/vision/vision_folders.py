@@ -48,7 +48,7 @@ def write_vision_folder(name: str, folder: Path, dtype: mx.Dtype) -> None:
 
 
 def _random(shape: VisionShape, config: dict[str, Any], folder: Path) -> Any:
-    """Seeded weights, of which only whole words can be drawn; writes the tokenizer and what depends on its end token."""
+    """Seeded weights that draw only whole words. Writes the tokenizer, and what depends on its end token."""
     # The tokenizer with tokens for pictures, filled up in the same way.
     folders.EMBEDDED = MODEL
     drawable, _, end = folders._write_tokenizer(folder, shape.vocabulary)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from scenery import FILM, TALK, asked, circle, film, film_frames, fresh_number, picture
 from vision_beside import neighbour
-from vision_parts import Sight, median_costs, warm_ups
+from vision_parts import Sight, warm_ups
 from vision_servers import Server
 from vision_turns import Answers, Spread, Start, Talk, first_ms
 
@@ -21,9 +22,7 @@ def resolution(
 ) -> Any:
     part = parts.Part("Pictures by their size")
     costs = {
-        side: median_costs(
-            [sight.look([circle(side, fresh_number())], QUESTION) for _ in range(rounds + warm_ups())][warm_ups() :]
-        )
+        side: sight.costs(rounds, lambda side=side: [circle(side, fresh_number())], QUESTION, video=False)
         for side in sides
     }
     spread, answers = Spread(), Answers()
@@ -72,11 +71,8 @@ def video(
     part = parts.Part(f"Videos by their frames of {side} x {side}")
     spread, answers, encodes = Spread(), Answers(), dict[tuple[int, str], int]()
     costs = {
-        length: median_costs(
-            [
-                sight.look(film_frames(side, length, fresh_number()), FILM[0], video=True)
-                for _ in range(rounds + warm_ups())
-            ][warm_ups() :]
+        length: sight.costs(
+            rounds, lambda length=length: film_frames(side, length, fresh_number()), FILM[0], video=True
         )
         for length in lengths
     }
@@ -85,9 +81,8 @@ def video(
             for number in budget.rounds(rounds + warm_ups()):
                 counted = spread if number >= warm_ups() else Spread()
                 _one_video(server, side, length, talk, counted, encodes, answers)
-            say(
-                f"  {length} frames: {spread.median(length, 'cold'):,.0f} ms, cached {spread.median(length, 'cached'):,.0f}"
-            )
+            cold, cached = spread.median(length, "cold"), spread.median(length, "cached")
+            say(f"  {length} frames: {cold:,.0f} ms, cached {cached:,.0f} ms")
     for length in lengths:
         part.rows.append(
             {
@@ -105,12 +100,13 @@ def video(
             ratio = spread.ratio((length, "cold"), (length, "cached"))
             part.at_least(f"{length} frames: first token, cold / cached", ratio, FRAMES_TARGET)
             fixed_s = max(0.0, spread.median(length, "hot") / 1e3 - costs[length].step_s)
-            whole = median_costs([costs[length]], fixed_s)
-            part.notes.append(whole.verdict(f"{length} frames, first token", FRAMES_TARGET))
+            whole = replace(costs[length], fixed_s=fixed_s)
+            part.notes.append(whole.verdict(f"{length} frames, first token", [FRAMES_TARGET]))
     answers.note(part, "Cached answers")
     part.notes.append(
-        "First tokens over HTTP of a fresh video, of the same request once more, and of a clip that has the last half of "
-        "its frames first. Frames are encoded in groups as the model's processor makes them (two, for a Qwen3-VL)."
+        "First tokens over HTTP of a fresh video, of the same request once more, and of a clip whose first half is its "
+        "last half. Frames are encoded in groups as the model's processor makes them (two, for a Qwen3-VL). In the "
+        "arithmetic `fixed` includes decoding and hashing the frames, which are sent each time."
     )
     return part
 
@@ -140,36 +136,48 @@ def entries(start: Start, sides: Sequence[int], talk: Talk, say: Callable[[str],
     """Bytes of features and KV of a picture, in memory and on the disk."""
     part = parts.Part("Bytes kept of a picture")
     with start() as server:
+        # Before anything is on the disk, from where it would come back.
+        memory = {side: _in_memory(server, side, talk) for side in sides}
         for side in sides:
-            part.rows.append(_entry(server, side, talk))
-            say(f"  {side}: " + ", ".join(f"{key} {value}" for key, value in part.rows[-1].items()))
+            tokens, features, kv = memory[side]
+            features_on_disk, kv_on_disk = _on_disk(server, side, talk)
+            part.rows.append(
+                {
+                    "picture": f"{side} x {side}",
+                    "tokens of the prompt": tokens,
+                    "features, kB": features / 1e3,
+                    "KV, kB": kv / 1e3,
+                    "features on disk, kB": features_on_disk / 1e3,
+                    "KV on disk, kB": kv_on_disk / 1e3,
+                }
+            )
+            say("  " + ", ".join(f"{key} {value}" for key, value in part.rows[-1].items()))
     part.notes.append(
-        "Of an agent's first turn, its KV with the answer's. In memory as the server counts it. On the disk, after "
-        "everything was written: what another agent's turn of as many tokens adds, which begins with another word and so "
-        "shares only the features, is KV; the rest of the first agent's is features."
+        "Of a first turn, its KV with the answer's. In memory as the server counts it. On the disk after everything "
+        "was written: what another agent's turn of as many tokens adds, which begins with another word and so shares "
+        "only the features, is KV; the rest of what the first agent's added is features. Both with the files' heads."
     )
     return part
 
 
-def _entry(server: Server, side: int, talk: Talk) -> dict[str, Any]:
-    eyes, shown = server.eyes, picture(side)
-    eyes.forget()
-    written, memory = [server.disk_bytes()], (0, 0)
+def _beginning(word: str, shown: Any) -> list[dict[str, Any]]:
+    """A turn that shares no more with one of another word than its template's first tokens."""
+    return [{"role": "user", "content": [{"type": "text", "text": word}, shown, {"type": "text", "text": QUESTION}]}]
+
+
+def _in_memory(server: Server, side: int, talk: Talk) -> tuple[int, int, int]:
+    """Tokens of the prompt, bytes of features, bytes of KV."""
+    server.eyes.forget()
+    stream = server.eyes.see(_beginning("One", picture(side)), talk.tokens)
+    kv = server.eyes.kv_bytes()
+    return stream.prompt, server.eyes.forget() - kv, kv
+
+
+def _on_disk(server: Server, side: int, talk: Talk) -> tuple[int, int]:
+    """Bytes of features, bytes of KV."""
+    shown, before, added = picture(side), server.disk_bytes(), list[int]()
     for word in ("One", "Two"):
-        about = [
-            {"role": "user", "content": [{"type": "text", "text": word}, shown, {"type": "text", "text": QUESTION}]}
-        ]
-        stream = eyes.see(about, talk.tokens, f"{word}-{side}")
-        if word == "One":
-            kv = eyes.kv_bytes()
-            memory = (eyes.forget() - kv, kv)
-        written.append(server.disk_bytes())
-    first, second = written[1] - written[0], written[2] - written[1]
-    return {
-        "picture": f"{side} x {side}",
-        "tokens of the prompt": stream.prompt,
-        "features, kB": memory[0] / 1e3,
-        "KV, kB": memory[1] / 1e3,
-        "features on disk, kB": (first - second) / 1e3,
-        "KV on disk, kB": second / 1e3,
-    }
+        server.eyes.see(_beginning(word, shown), talk.tokens, f"{word}-{side}")
+        after = server.disk_bytes()
+        before, added = after, [*added, after - before]
+    return added[0] - added[1], added[1]

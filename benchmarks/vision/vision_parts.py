@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,12 @@ def warm_ups() -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that a first token takes: to encode what is seen, to prefill the prompt of `tokens`, of which `seen` stand
-    for pictures, to decode for the first time (with all else that the engine does), and what else there is."""
+    """Seconds until a first token: to encode what is seen, to prefill the prompt, to decode for the first time (with
+    all else that the engine does), and what is outside of the engine.
+
+    Attributes:
+        tokens: of the prompt, of which `seen` stand for what is seen.
+    """
 
     encode_s: float
     prefill_s: float
@@ -54,27 +58,24 @@ class Costs:
         """How many times sooner the first token can come at the most."""
         return self.cold_s / self.cached_s
 
-    def verdict(self, what: str, wanted: float) -> str:
-        """The arithmetic, and whether it allows what is wanted."""
-        fixed, encode, prefill, step, cold, cached = (
-            f"{seconds * 1e3:,.1f}"
-            for seconds in (self.fixed_s, self.encode_s, self.prefill_s, self.step_s, self.cold_s, self.cached_s)
-        )
-        verdict = (
-            f"{wanted:g}x is out of reach for this model on this machine, whatever is kept"
-            if self.ceiling < wanted
-            else f"{wanted:g}x is within reach"
-        )
+    def verdict(self, what: str, wanted: Sequence[float]) -> str:
+        """The arithmetic, and which of the wanted ratios it allows."""
+        seconds = (self.fixed_s, self.encode_s, self.prefill_s, self.step_s, self.cold_s, self.cached_s)
+        fixed, encode, prefill, step, cold, cached = (f"{each * 1e3:,.1f}" for each in seconds)
+        allowed = (f"{each:g}x is {'within' if self.ceiling >= each else 'out of'} reach" for each in wanted)
         return (
             f"{what}: cold = fixed {fixed} + encode {encode} + prefill {prefill} + first step {step} = {cold} ms, "
-            f"cached = fixed {fixed} + first step {step} = {cached} ms: at the most {self.ceiling:.1f}x. {verdict}."
+            f"cached = fixed {fixed} + first step {step} = {cached} ms. So with this model on this machine the ratio "
+            f"is at the most {self.ceiling:.1f}x, whatever is kept: {', '.join(allowed)}."
         )
 
 
 def median_costs(found: Sequence[Costs], fixed_s: float = 0.0) -> Costs:
     """The medians of each part; all are of the same prompt."""
-    timed = ([getattr(each, name) for each in found] for name in ("encode_s", "prefill_s", "step_s"))
-    return Costs(*(parts.median(values) for values in timed), found[0].tokens, found[0].seen, fixed_s)
+    encode_s, prefill_s, step_s = (
+        parts.median([getattr(each, name) for each in found]) for name in ("encode_s", "prefill_s", "step_s")
+    )
+    return Costs(encode_s, prefill_s, step_s, found[0].tokens, found[0].seen, fixed_s)
 
 
 class Sight(desk.Desk):
@@ -105,7 +106,12 @@ class Sight(desk.Desk):
 
         setattr(owner, name, timed)
 
-    def look(self, frames: Sequence[Image.Image], question: str, *, video: bool = False) -> Costs:
+    def costs(self, rounds: int, frames: Callable[[], Sequence[Image.Image]], question: str, *, video: bool) -> Costs:
+        """The medians of `look` at what `frames` makes anew each time."""
+        found = [self.look(frames(), question, video=video) for _ in range(rounds + warm_ups())]
+        return median_costs(found[warm_ups() :])
+
+    def look(self, frames: Sequence[Image.Image], question: str, *, video: bool) -> Costs:
         """What the first token of the answer to a question about a picture, or a video, costs an engine that has seen
         nothing."""
         self.clear()

@@ -40,14 +40,13 @@ def peers(
             row[f"{step}, ms"] = spread.median(name, step, "kept")
         for step in STEPS[1:]:
             row[f"{step}, cold / this"] = spread.ratio((name, step, "cold"), (name, step, "kept"))
-        unlike = answers.other if talk.known or name == SATCHEL_FP16 else None
-        right = f"{answers.right} of {answers.asked}" if talk.known else None
-        part.rows.append({**row, "right answers": right, "unlike cold ones": unlike})
+        right, equal = answers.shares
+        part.rows.append({**row, "right": right, "as cold": equal})
     part.notes.append(
         "Times to the first token over HTTP, medians. Each turn is compared with the same prompt about a picture that "
-        "nobody has seen (`cold`), within a round. Servers run one after the other with their own defaults, but for what "
-        "a name says; Satchel keeps KV in full precision, as the others do. The last column counts answers of the "
-        "conversation that differ from the cold ones."
+        "nobody has seen (`cold`), within a round. Servers run one after the other with their own defaults, but for "
+        "what their names say; Satchel keeps KV in full precision, as the others do. `as cold`: answers about the one "
+        "picture that are equal to the cold ones."
     )
     return part
 
@@ -66,4 +65,5 @@ def _one_round(server: Server, side: int, talk: Talk, spread: Spread, answers: A
                 cold.append(stream.text)
                 shown = picture(side)
             else:
-                answers.check(stream.text, wanted, cold[index])
+                # Random weights answer otherwise about another picture, though nobody sees the difference.
+                answers.check(stream.text, wanted, cold[index] if talk.known else None)

@@ -17,9 +17,9 @@ server = neighbour("cluster", "server")
 SATCHEL, SATCHEL_FP16 = "satchel (4-bit KV)", "satchel"
 PEERS: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
     "mlx_vlm.server": ("mlx_vlm.server", {}, ()),
-    "mlx_vlm.server, its prefix cache on": ("mlx_vlm.server", {"APC_ENABLED": "1"}, ()),
+    "mlx_vlm.server (prefix cache on)": ("mlx_vlm.server", {"APC_ENABLED": "1"}, ()),
     "vllm-mlx": ("vllm-mlx", {}, ()),
-    "vllm-mlx, one request at a time": ("vllm-mlx", {}, ("--continuous-batching",)),
+    "vllm-mlx (one at a time)": ("vllm-mlx", {}, ("--continuous-batching",)),
 }
 """The others by name: which of `targets.SERVERS` it is, what it has in its environment besides, what it is not told."""
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scenery import OTHER, TALK, asked, circle, fresh_number, picture
 from vision_beside import neighbour
-from vision_parts import Costs, Sight, median_costs, warm_ups
+from vision_parts import Sight, warm_ups
 from vision_servers import KEPT, Server
 
 parts = neighbour("memory", "parts")
 TARGET_SIDE = 1024
 TURN_TARGETS = {2: 19.0, 3: 28.0}
+KINDS = {"first": "first token", "whole": "whole answer"}
 QUESTIONS = [question for question, _ in TALK]
 Start = Callable[..., Any]
 """A context with a server: `start(name, settings)`."""
@@ -39,19 +40,34 @@ class Spread:
 
 @dataclass
 class Answers:
-    """Whether answers are right, where it is known what is, and what they are cold and cached."""
+    """How many answers are right, of those where it is known what is, and how many of those that were compared with the
+    same turn's cold one are equal to it."""
 
+    known: int = 0
     right: int = 0
-    asked: int = 0
-    other: int = 0
+    compared: int = 0
+    equal: int = 0
 
     def check(self, said: str, wanted: str | None, cold: str | None = None) -> None:
-        self.asked += 1
-        self.right += wanted is None or said == wanted
-        self.other += cold is not None and said != cold
+        if wanted is not None:
+            self.known, self.right = self.known + 1, self.right + (said == wanted)
+        if cold is not None:
+            self.compared, self.equal = self.compared + 1, self.equal + (said == cold)
+
+    @property
+    def shares(self) -> tuple[str | None, str | None]:
+        """Right ones and equal ones, None where there are none to count."""
+        return (
+            f"{self.right} of {self.known}" if self.known else None,
+            f"{self.equal} of {self.compared}" if self.compared else None,
+        )
 
     def note(self, part: Any, what: str) -> None:
-        part.notes.append(f"{what}: {self.right} of {self.asked} right, {self.other} unlike the same turn's cold one.")
+        right, equal = self.shares
+        said = [f"{right} right"] if right else []
+        said += [f"{equal} equal to the same turn's cold one"] if equal else []
+        if said:
+            part.notes.append(f"{what}: {', '.join(said)}.")
 
 
 @dataclass(frozen=True)
@@ -85,49 +101,46 @@ def turns(
 ) -> Any:
     """Latency by turn, with caches and without."""
     part = parts.Part("Latency by turn of a conversation about one picture")
-    costs = {side: _costs(sight, side, rounds) for side in sides}
+    costs = {
+        side: sight.costs(rounds, lambda side=side: [circle(side, fresh_number())], QUESTIONS[0], video=False)
+        for side in sides
+    }
     spread, answers = Spread(), Answers()
     with start() as server:
         for side in sides:
             for number in budget.rounds(rounds + warm_ups()):
                 _one_round(server, side, number, talk, spread if number >= warm_ups() else Spread(), answers)
-            say(
-                f"  {side}: turns "
-                + ", ".join(f"{spread.median(side, turn, 'with', 'first'):,.0f} ms" for turn in range(3))
-            )
-    for side in sides:
-        part.rows += [
-            _turn_row(spread, side, turn) for turn in range(len(TALK)) if (side, turn, "with", "first") in spread.times
-        ]
+            told = (f"{spread.median(side, turn, 'with', 'first'):,.0f} ms" for turn in range(len(TALK)))
+            say(f"  {side}: turns {', '.join(told)}")
     for side in sides:
         if (side, "hot") not in spread.times:
             part.notes.append(f"There was no time for {side} pixels.")
             continue
-        fixed_s = max(0.0, spread.median(side, "hot") / 1e3 - costs[side].step_s)
-        whole = median_costs([costs[side]], fixed_s)
-        for turn, wanted in TURN_TARGETS.items():
-            if side == TARGET_SIDE:
-                key = (side, turn - 1)
-                for kind, what in (("first", "first token"), ("whole", "whole answer")):
-                    ratio = spread.ratio((*key, "without", kind), (*key, "with", kind))
-                    part.at_least(f"{side} pixels, turn {turn}: {what}, without / with", ratio, wanted)
-                part.notes.append(whole.verdict(f"{side} pixels, turn {turn}, first token", wanted))
+        part.rows += [_turn_row(spread, side, turn) for turn in range(len(TALK))]
+        if side == TARGET_SIDE:
+            _targets(part, spread, side)
+        whole = replace(costs[side], fixed_s=max(0.0, spread.median(side, "hot") / 1e3 - costs[side].step_s))
+        part.notes.append(whole.verdict(f"{side} pixels, first token", list(TURN_TARGETS.values())))
     answers.note(part, "Answers")
     part.notes.append(
-        "`with`: a fresh agent's conversation about a fresh picture; the first turn computes everything. `without`: the "
-        "same prompt of another fresh agent about another fresh picture, after `DELETE /v1/cache`. Medians; ratios within "
-        "a round. `fixed` is the first token of a prompt asked again, all of it kept, less an engine's first step."
+        "`with`: a fresh agent's conversation about a fresh picture, of which the first turn computes everything. "
+        "`without`: the same prompt of another fresh agent about another fresh picture, after `DELETE /v1/cache`. "
+        "Medians; ratios within a round. `fixed` is the first token of a prompt that is asked again, all of it kept, "
+        "less an engine's first step; encode, prefill and first step are an engine's without Ray and HTTP. The further "
+        "tokens of a whole answer take as long with as without."
     )
     return part
 
 
-def _costs(sight: Sight, side: int, rounds: int) -> Costs:
-    found = [sight.look([circle(side, fresh_number())], QUESTIONS[0]) for _ in range(rounds + warm_ups())]
-    return median_costs(found[warm_ups() :])
+def _targets(part: Any, spread: Spread, side: int) -> None:
+    for turn, wanted in TURN_TARGETS.items():
+        for kind, what in KINDS.items():
+            ratio = spread.ratio((side, turn - 1, "without", kind), (side, turn - 1, "with", kind))
+            part.at_least(f"{side} pixels, turn {turn}: {what}, without / with", ratio, wanted)
 
 
 def _one_round(server: Server, side: int, number: int, talk: Talk, spread: Spread, answers: Answers) -> None:
-    eyes, cold = server.eyes, list[str]()
+    eyes, kept = server.eyes, list[str]()
     for turn in range(len(TALK)):
         eyes.forget()
         stream = eyes.see(talk.messages(picture(side), turn), talk.tokens, f"without-{side}-{number}-{turn}")
@@ -140,18 +153,18 @@ def _one_round(server: Server, side: int, number: int, talk: Talk, spread: Sprea
         stream = eyes.see(talk.messages(part, turn), talk.tokens, f"with-{side}-{number}")
         spread.note(side, turn, "with", "first", ms=first_ms(stream))
         spread.note(side, turn, "with", "whole", ms=whole_ms(stream))
-        cold.append(stream.text)
+        kept.append(stream.text)
     spread.note(side, "hot", ms=first_ms(eyes.see(talk.messages(part, 0), talk.tokens)))
-    for turn, said in enumerate(cold):
+    for turn, said in enumerate(kept if number == 0 else []):
         eyes.forget()
         # Nobody's: nothing of it comes from the disk.
-        alone = eyes.see(talk.messages(part, turn), talk.tokens)
-        answers.check(said, talk.wanted(turn), alone.text)
+        cold = eyes.see(talk.messages(part, turn), talk.tokens)
+        answers.check(said, talk.wanted(turn), cold.text)
 
 
 def _turn_row(spread: Spread, side: int, turn: int) -> dict[str, Any]:
     row: dict[str, Any] = {"picture": f"{side} x {side}", "turn": turn + 1}
-    for kind, what in (("first", "first token"), ("whole", "whole answer")):
+    for kind, what in KINDS.items():
         without, kept = (side, turn, "without", kind), (side, turn, "with", kind)
         row[f"{what} without, ms"], row[f"{what} with, ms"] = spread.median(*without), spread.median(*kept)
         row[f"{what}, without / with"] = spread.ratio(without, kept)
@@ -188,7 +201,7 @@ def ablation(start: Start, side: int, talk: Talk, rounds: int, budget: Any, say:
         part.rows.append({**row, "encodes": encodes[kept]})
     part.notes.append(
         "Times to the first token over HTTP, medians; a server each, one after the other, so ratios are of medians. A "
-        f"limit of one byte switches a part off: `scheduling.vision_bytes_max` features, `prefix_bytes_max` KV. Nobody's "
-        "conversations, which are not on the disk. `encodes`: of one round's four requests."
+        "limit of one byte switches a part off: `scheduling.vision_bytes_max` features, `prefix_bytes_max` KV. The "
+        "conversations are nobody's, so that they are not on the disk. `encodes`: of one round's four requests."
     )
     return part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_id, block_ids, root_id, scope_of
+from satchel.actors.kv_store.media import words_of
 
 TOKENS = list(range(3 * BLOCK_TOKENS + 17))
 ROOT = root_id(b"m" * 32, "tenant:a")
@@ -27,13 +28,14 @@ def test_one_changed_token_changes_its_block_and_every_later_one():
     assert not set(other[1:]) & set(ids[1:])
 
 
-def test_model_scope_and_media_are_part_of_the_identity():
+def test_model_scope_and_pictures_are_part_of_the_identity():
     block = TOKENS[:BLOCK_TOKENS]
     roots = {root_id(model, scope) for model in (b"m" * 32, b"n" * 32) for scope in ("tenant:a", "tenant:b")}
     assert len(roots) == 4
     assert len({block_id(root, block) for root in roots}) == 4
-    keys = [(), (b"x",), (b"y",), (b"x", b"y"), (b"y", b"x"), (b"xy",)]
-    assert len({block_id(ROOT, block, media) for media in keys}) == len(keys)
+    keys = [b"x" * 32, b"y" * 32]
+    shown = [[*block[:216], *words_of(one, 20), *words_of(two, 20)] for one in keys for two in keys]
+    assert len({block_id(ROOT, tokens) for tokens in shown}) == 4, "their order too"
 
 
 def test_a_part_of_a_block_has_no_id():

@@ -108,6 +108,8 @@ class Scene:
         # Plain text, one picture, two of them, a long text with all, of which two lie across the ends of blocks, and
         # the first two rows' pictures exchanged.
         plans = [(60,), (5, 0, 20), (3, 0, 7, 1, 30), (-253, 2, -500, 3, 15, 1, 9), (5, 3, 20), (60, 0, 300)]
+        # The others are shown a video's frames as pictures.
+        assert bool(self.processor.video_placeholder) == (family in CLIP_ENCODES)
         if family in CLIP_ENCODES:
             film = [noisy(noise, 90, 70) for _ in range(CLIPS[-1].stop)]
             for clip in CLIPS:
@@ -160,7 +162,8 @@ class Scene:
             mark = processor.video_placeholder if video else processor.placeholder
             clips = [[image_of(frame) for frame in medium.frames] for medium in script.shown]
             images = [image for images in clips for image in images]
-            pixels = {"videos": [np.stack(images) for images in clips]} if video else {"images": images}
+            films = [np.stack([np.asarray(image) for image in images]) for images in clips]
+            pixels = {"videos": films} if video else {"images": images}
             given = dict(processor._processor(text=[" ".join([mark] * len(clips))], **pixels))
         named = {
             name: mx.array(value) if isinstance(value, np.ndarray) else value

@@ -167,6 +167,12 @@ async def test_frames_of_a_video_are_encoded_two_by_two(
     part["video"] = part["video"][:4]
     assert (await ask(client, [part])).status_code == 200
     assert [one.key for one in sent(backend)[1]] == [one.key for one in media[:2]]
+    # So has one that begins later, where its pairs are the same; from an odd frame on they are others.
+    for first, known in ((2, [one.key for one in media[1:]]), (1, [])):
+        part["video"] = [url_of(frame) for frame in frames[first:]]
+        assert (await ask(client, [part])).status_code == 200
+        keys = [one.key for one in sent(backend)[1]]
+        assert len(keys) == 2 and [key for key in keys if key in {one.key for one in media}] == known
 
 
 def listed(image: Image.Image) -> dict[str, Any]:
