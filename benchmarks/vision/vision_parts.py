@@ -23,6 +23,9 @@ desk = neighbour("memory", "desk")
 parts = neighbour("memory", "parts")
 
 
+NAP_S = 0.0005
+
+
 def warm_ups() -> int:
     """Rounds that do not count, before those that do."""
     return desk.WARM_UP_ROUNDS if desk.on_gpu() else 1
@@ -89,22 +92,33 @@ class Sight(desk.Desk):
         self.text: Any = load_text_model(folder)
         self._spent = {"encode": 0.0, "prefill": 0.0}
         super().__init__(str(folder))
+        self._watch(self.loaded.vision, "encode", "encode")
 
     def clear(self) -> None:
         """Begin with a new engine, which knows nothing, and times its work."""
         super().clear()
-        self._watch(self.engine.pictures, "encode", "encode")
         self._watch(self.engine.executor, "prefill", "prefill")
 
     def _watch(self, owner: Any, name: str, what: str) -> None:
         action = getattr(owner, name)
 
-        def timed(*arguments: Any) -> None:
+        def timed(*arguments: Any, **named: Any) -> Any:
             started = time.perf_counter()
-            action(*arguments)
-            self._spent[what] += time.perf_counter() - started
+            try:
+                return action(*arguments, **named)
+            finally:
+                self._spent[what] += time.perf_counter() - started
 
         setattr(owner, name, timed)
+
+    def turn_until(self, done: Callable[[], bool]) -> None:
+        """As a desk, but without taking the processor from an encoder on a thread of its own."""
+        super().turn_until(lambda: done() or self._nap())
+
+    def _nap(self) -> bool:
+        if len(self.engine.pictures):
+            time.sleep(NAP_S)
+        return False
 
     def costs(self, rounds: int, frames: Callable[[], Sequence[Image.Image]], question: str, *, video: bool) -> Costs:
         """The medians of `look` at what `frames` makes anew each time."""
