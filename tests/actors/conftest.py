@@ -1,4 +1,4 @@
-"""An engine over the embedded model, driven by hand."""
+"""An engine over a tiny model, driven by hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +20,20 @@ from satchel.actors.replica.models import LoadedModel
 from satchel.actors.replica.scheduler import Scheduler
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
+from tests.families import write_model
+
+
+def load_tiny(folder: Path, **how: Any) -> LoadedModel:
+    """A model of random weights. It says something else after every token, which no rounding may change."""
+    folder = write_model(folder, "llama")
+    return models.load(
+        str(folder), context_tokens_max=None, progress=lambda what, fraction: None, numerics="reproducible", **how
+    )
 
 
 @pytest.fixture(scope="session")
-def loaded() -> LoadedModel:
-    return models.load(
-        "embedded:recall", context_tokens_max=None, progress=lambda what, fraction: None, numerics="reproducible"
-    )
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ from satchel.actors.replica.models import LoadedModel
 from satchel.cluster.errors import Unavailable, from_wire
 from tests.families import write_model
 
-from .conftest import Bench
+from .conftest import Bench, load_tiny
 
 AGENT = "default/alice"
 
@@ -117,15 +117,9 @@ def test_what_was_known_is_found_however_much_follows(loaded: LoadedModel, node:
 
 
 @pytest.fixture(scope="module", params=["q4", "fp16"])
-def kept(request: pytest.FixtureRequest) -> LoadedModel:
-    """The embedded model, by how it keeps KV."""
-    return models.load(
-        "embedded:recall",
-        context_tokens_max=None,
-        progress=lambda what, fraction: None,
-        numerics="reproducible",
-        kv=request.param,
-    )
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """The tiny model, by how it keeps KV."""
+    return load_tiny(tmp_path_factory.mktemp("tiny"), kv=request.param)
 
 
 @pytest.mark.parametrize("length", [2, 255, 256, 257, 511, 512, 513])

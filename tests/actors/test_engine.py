@@ -5,6 +5,7 @@ Float32 on the CPU, so "the same" means equal tokens from equal bits (teacher fo
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable
@@ -317,17 +318,16 @@ def test_an_answer_whose_memory_cannot_be_kept_is_an_answer(
     assert engine.engine.prefixes.nbytes == 0
 
 
-def test_the_model_ends_a_row_by_itself_unless_told_not_to(bench: MakeBench, loaded: LoadedModel):
-    from satchel.api.text import load_text_model
-
-    text = load_text_model(str(loaded.folder), name="m")
-    prompt = text.encode(text.render([{"role": "user", "content": "Remember: the code of alice is 4821."}], []))
-    row = bench().run("r", prompt, ignore_eos=False, max_tokens=50)
-    assert row.finish == "stop"
-    assert row.tokens[-1] in loaded.eos_token_ids
-    longer = bench().run("r", prompt, ignore_eos=True, max_tokens=50)
+def test_the_model_ends_a_row_by_itself_unless_told_not_to(loaded: LoadedModel, prompts: list[list[int]]):
+    longer = Bench(loaded).run("r", prompts[2], ignore_eos=True, max_tokens=50)
     assert (longer.finish, len(longer.tokens)) == ("length", 50)
-    assert longer.tokens[: len(row.tokens)] == row.tokens
+    ender = longer.tokens[20]
+    ending = dataclasses.replace(loaded, eos_token_ids=frozenset({ender}))
+    row = Bench(ending).run("r", prompts[2], ignore_eos=False, max_tokens=50)
+    assert row.finish == "stop"
+    assert row.tokens == longer.tokens[: longer.tokens.index(ender) + 1]
+    told = Bench(ending).run("r", prompts[2], ignore_eos=True, max_tokens=50)
+    assert told.tokens == longer.tokens
 
 
 def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):

@@ -43,7 +43,7 @@ from .test_disk_tier import AGENT as ALICE
 from .test_disk_tier import Node, write_down
 from .test_families import TOLERANCE, Forced, Logits
 
-ANSWER = 12
+ANSWER = 8
 SIZES = ((200, 150), (120, 130), (64, 64), (200, 150))
 CLIPS = (range(8), range(4, 12))
 """Frames of two clips, of which the second begins with the second half of the first."""
@@ -52,8 +52,7 @@ CLIP_ENCODES = {"qwen2_5_vl": 2, "qwen3_vl": 6}
 """How much of both is encoded, where a model knows videos: as a whole, or each two frames by themselves."""
 
 AGAIN, OTHER = (0, 1, 3, 6, 7), 100
-"""Rows that agents ask and that are asked elsewhere, with all pictures; from OTHER on, and from twice as much, they
-are behind another first word."""
+"""Rows that are asked elsewhere too, with all pictures; from OTHER on they are behind another first word."""
 
 
 @dataclass
@@ -121,8 +120,7 @@ class Scene:
         self.scripts = {row: self.script(rng, plan) for row, plan in enumerate(plans)}
         self.again = [row for row in AGAIN if row in self.scripts]
         for row in self.again:
-            for time in (1, 2):
-                self.scripts[row + time * OTHER] = self.scripts[row].behind(3000 - time)
+            self.scripts[row + OTHER] = self.scripts[row].behind(2999)
         # Chunks of prompts end there.
         assert all(self.scripts[3].cuts(place) for place in (256, 512))
         self.expected = self._reference()
@@ -256,7 +254,7 @@ def test_pictures_alone_in_company_cached_and_in_chunks(scene: Scene, forced: Ma
         assert bench.rows["row"].finish == "length", bench.rows["row"].error
         compare(noted, scene.expected, [row], "alone")
     rng = random.Random(1)
-    for chunk, together in ((64, False), (1024, True)):
+    for chunk, together in ((64, False), (1024, True)) if scene.loaded.kv == "q4" else ((64, True),):
         bench, noted = forced(prefill_chunk_tokens=max(chunk, 256), prefill_rows_max=3)
         bench.engine.pace = PrefillPace(chunk, pause_s=0.1)
         bench.engine.executor.batched_prefill = together
@@ -307,9 +305,9 @@ def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_p
         disk = DiskTier(scene.loaded.spec, scene.loaded.model_id, node)
         return *forced(disk=disk), disk
 
-    def ask(bench: Bench, noted: Logits, times: int, agent: str, what: str) -> list[int]:
+    def ask(bench: Bench, noted: Logits, first: int, agent: str, what: str) -> list[int]:
         """How much of each prompt need not be computed."""
-        rows = [row + times * OTHER for row in scene.again]
+        rows = [row + first for row in scene.again]
         for row in rows:
             submit(bench, scene, row, f"{what}{row}", agent)
         bench.drain()
@@ -319,16 +317,17 @@ def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_p
     try:
         bench, noted, disk = start(nodes[0])
         assert max(ask(bench, noted, 0, ALICE, "cold")) == 0
-        assert max(ask(bench, noted, 1, "default/bob", "seen by another agent")) <= 1
+        # Nobody's KV stays, so that there is none of these words on the disk.
+        assert max(ask(bench, noted, OTHER, "", "seen by an agent")) <= 1
         assert bench.engine.pictures.features.encodes == scene.encodes
         write_down(bench, disk)
         fetch(scene, *nodes)
         for node, where in zip(nodes, ("restored", "moved"), strict=True):
             node.restart()
             bench, noted, disk = start(node)
-            known = ask(bench, noted, 0, "default/carol", f"{where}, with KV")
+            known = ask(bench, noted, 0, "default/bob", f"{where}, with KV")
             assert known == [len(scene.scripts[row].prompt) - 1 for row in scene.again]
-            assert max(ask(bench, noted, 2, "default/carol", f"{where}, features alone")) <= 1
+            assert max(ask(bench, noted, OTHER, "default/bob", f"{where}, features alone")) <= 1
             assert bench.engine.pictures.features.encodes == disk.counters.corrupt_blocks == 0
             write_down(bench, disk)
     finally:
