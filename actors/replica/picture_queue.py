@@ -8,12 +8,14 @@ encoded meanwhile costs nothing. Pictures are not encoded in batches: features m
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
+from queue import SimpleQueue
 
 from PIL import Image
 
@@ -102,6 +104,20 @@ class _Encoding:
     made: Future[tuple[Features, float]]
 
 
+_Job = tuple[Future[tuple[Features, float]], Callable[[], tuple[Features, float]]]
+
+
+def _encode_forever(jobs: SimpleQueue[_Job]) -> None:
+    while True:
+        made, work = jobs.get()
+        try:
+            made.set_result(work())
+        except BaseException as error:
+            made.set_exception(error)
+        # Else the last picture would be held until the next one comes.
+        del made, work
+
+
 class PictureQueue:
     """For the engine's thread.
 
@@ -121,7 +137,7 @@ class PictureQueue:
         self.features = FeatureCache(bytes_max)
         self.encode_token_s = 0.0
         self._vision, self._disk, self._wake = vision, disk, wake
-        self._encoder = ThreadPoolExecutor(1, "encoder")
+        self._jobs: SimpleQueue[_Job] | None = None
         self._encoding: _Encoding | None = None
         self._waiting: dict[str, _Waiting] = {}
 
@@ -178,9 +194,15 @@ class PictureQueue:
                 yield waiting.row
 
     def _begin(self, sequence: Sequence, index: int) -> None:
-        made = self._encoder.submit(self._work(sequence, index))
+        made: Future[tuple[Features, float]] = Future()
+        work = self._work(sequence, index)
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            # One that ended with the interpreter would abort it: what MLX has compiled there wants Python once more.
+            threading.Thread(target=_encode_forever, args=(self._jobs,), name="encoder", daemon=True).start()
         self._encoding = _Encoding(sequence, index, made)
         made.add_done_callback(lambda _: self._wake())
+        self._jobs.put((made, work))
 
     def _finish(self, encoding: _Encoding, attempt: Callable[[str, Callable[[], None]], None]) -> None:
         sequence, index, error = encoding.sequence, encoding.index, encoding.made.exception()
@@ -217,6 +239,9 @@ class PictureQueue:
 
     def encode(self, sequence: Sequence, index: int) -> None:
         """Encode a picture of a row, while everybody waits."""
+        if self._encoding is not None:
+            # Two at a time would disturb each other.
+            self._encoding.made.exception()
         self._encoded(sequence, index, *self._work(sequence, index)())
 
     def _work(self, sequence: Sequence, index: int) -> Callable[[], tuple[Features, float]]:

@@ -37,16 +37,21 @@ class Gate:
     def __init__(self, encode: Callable[..., Any]) -> None:
         self.encode, self.calls, self.opened = encode, 0, threading.Event()
         self.threads: list[str] = []
-        self.failures = 0
+        self.failures = self.inside = self.most = 0
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         self.calls += 1
+        self.inside += 1
+        self.most = max(self.most, self.inside)
         self.threads.append(threading.current_thread().name)
-        assert self.opened.wait(20)
-        if self.failures:
-            self.failures -= 1
-            raise RuntimeError("no stream in this thread")
-        return self.encode(*arguments, **named)
+        try:
+            assert self.opened.wait(20)
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("no stream in this thread")
+            return self.encode(*arguments, **named)
+        finally:
+            self.inside -= 1
 
 
 @pytest.fixture
@@ -91,7 +96,7 @@ def test_rows_go_on_while_a_picture_is_encoded(seeing: tuple[LoadedModel, Path],
     assert gate.calls == 1 and set(bench.rows) == {"text"}, "one at a time, and nobody waited for it"
     gate.opened.set()
     bench.drain()
-    assert gate.calls == 2 and set(gate.threads) == {"encoder_0"}
+    assert gate.calls == 2 and set(gate.threads) == {"encoder"}
     assert bench.rows["red"].tokens == bench.rows["red again"].tokens != bench.rows["blue"].tokens
     assert (bench.engine.pictures.features.encodes, bench.engine.pictures.features.hits) == (2, 1)
 
@@ -123,8 +128,27 @@ def test_an_encoder_that_fails_on_its_thread_is_tried_on_the_engine_s_and_costs_
         bench.submit("picture", prompt, media=media)
         bench.drain()
         assert (bench.rows.pop("text").finish, bench.rows.pop("picture").finish) == ("length", finish)
-        assert gate.threads == ["encoder_0", threading.current_thread().name]
+        assert gate.threads == ["encoder", threading.current_thread().name]
     assert not bench.engine.pictures
+
+
+def test_what_is_missing_after_all_waits_for_the_picture_in_hand(seeing: tuple[LoadedModel, Path], gate: Gate):
+    """KV that was there when a row came may have gone when it is its turn; its features were not kept either."""
+    bench = Bench(seeing[0], rows_max=1, vision_bytes_max=1)
+    (known, one), (new, other) = (asked(seeing[1], colour) for colour in ("navy", "gold"))
+    gate.opened.set()
+    bench.run("first", known, media=one, max_tokens=1)
+    gate.opened.clear()
+    bench.submit("running", TEXT, max_tokens=40)
+    bench.turn()
+    bench.submit("again", known, media=one, max_tokens=1)
+    bench.submit("new", new, media=other, max_tokens=1)
+    turn_until(bench, lambda: gate.inside)
+    bench.engine.prefixes.reset()
+    threading.Timer(0.3, gate.opened.set).start()
+    bench.drain()
+    assert gate.most == 1 and gate.calls == 3
+    assert {row.finish for row in bench.rows.values()} == {"length"}
 
 
 def test_rows_that_wait_for_their_pictures_fill_the_queue(seeing: tuple[LoadedModel, Path], gate: Gate):

@@ -51,8 +51,9 @@ CLIPS = (range(8), range(4, 12))
 CLIP_ENCODES = {"qwen2_5_vl": 2, "qwen3_vl": 6}
 """How much of both is encoded, where a model knows videos: as a whole, or each two frames by themselves."""
 
-AGAIN, OTHER = (0, 1, 3, 6, 7), 100
-"""Rows that are asked elsewhere too, with all pictures; from OTHER on they are behind another first word."""
+AGAIN, REWORDED, OTHER = (0, 1, 3, 6, 7), (0, 2, 6, 7), 100
+"""Rows that are asked elsewhere too, with all pictures; and those that are asked behind another first word besides, as
+rows from OTHER on."""
 
 
 @dataclass
@@ -89,7 +90,8 @@ class Scene:
     """A tiny model of a family and the rows that it answers.
 
     Attributes:
-        rows: their numbers, but for what is behind other words; `again` are those of AGAIN.
+        rows: their numbers, without those from OTHER on.
+        again, reworded: those of AGAIN and of REWORDED.
         expected: the logits of all of them.
         encodes: how many different things their pictures are.
     """
@@ -118,9 +120,9 @@ class Scene:
         self.encodes = len(SIZES) + CLIP_ENCODES.get(family, 0)
         self.rows = range(len(plans))
         self.scripts = {row: self.script(rng, plan) for row, plan in enumerate(plans)}
+        self.scripts |= {row + OTHER: self.scripts[row].behind(2999) for row in REWORDED if row in self.scripts}
         self.again = [row for row in AGAIN if row in self.scripts]
-        for row in self.again:
-            self.scripts[row + OTHER] = self.scripts[row].behind(2999)
+        self.reworded = [row for row in self.scripts if row >= OTHER]
         # Chunks of prompts end there.
         assert all(self.scripts[3].cuts(place) for place in (256, 512))
         self.expected = self._reference()
@@ -305,9 +307,8 @@ def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_p
         disk = DiskTier(scene.loaded.spec, scene.loaded.model_id, node)
         return *forced(disk=disk), disk
 
-    def ask(bench: Bench, noted: Logits, first: int, agent: str, what: str) -> list[int]:
+    def ask(bench: Bench, noted: Logits, rows: Sequence[int], agent: str, what: str) -> list[int]:
         """How much of each prompt need not be computed."""
-        rows = [row + first for row in scene.again]
         for row in rows:
             submit(bench, scene, row, f"{what}{row}", agent)
         bench.drain()
@@ -316,18 +317,18 @@ def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_p
 
     try:
         bench, noted, disk = start(nodes[0])
-        assert max(ask(bench, noted, 0, ALICE, "cold")) == 0
+        assert max(ask(bench, noted, scene.again, ALICE, "cold")) == 0
         # Nobody's KV stays, so that there is none of these words on the disk.
-        assert max(ask(bench, noted, OTHER, "", "seen by an agent")) <= 1
+        assert max(ask(bench, noted, scene.reworded, "", "seen by an agent")) <= 1
         assert bench.engine.pictures.features.encodes == scene.encodes
         write_down(bench, disk)
         fetch(scene, *nodes)
         for node, where in zip(nodes, ("restored", "moved"), strict=True):
             node.restart()
             bench, noted, disk = start(node)
-            known = ask(bench, noted, 0, "default/bob", f"{where}, with KV")
+            known = ask(bench, noted, scene.again, "default/bob", f"{where}, with KV")
             assert known == [len(scene.scripts[row].prompt) - 1 for row in scene.again]
-            assert max(ask(bench, noted, OTHER, "default/bob", f"{where}, features alone")) <= 1
+            assert max(ask(bench, noted, scene.reworded, "default/bob", f"{where}, features alone")) <= 1
             assert bench.engine.pictures.features.encodes == disk.counters.corrupt_blocks == 0
             write_down(bench, disk)
     finally:
