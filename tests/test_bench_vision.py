@@ -52,7 +52,7 @@ class FakeEyes:
         self.sent.append((agent, shown))
         first = 0.010 if shown in self._seen else 0.100
         self._seen.add(shown)
-        stream = self._stream(0.0, text=self._says[question], arrivals=[first], prompt=9)
+        stream = self._stream(0.0, text=self._says[question], arrivals=[first], prompt=9, cached=9)
         stream.ended = first + 0.010
         return stream
 
@@ -93,6 +93,9 @@ def test_a_ratio_has_the_ceiling_of_its_parts(bench: Any) -> None:
     said = costs.verdict("turn 2", [19.0, 61.0])
     assert "= 905.0 ms" in said and "= 15.0 ms" in said and "at the most 60.3x" in said
     assert "19x is within reach, 61x is out of reach" in said
+    turn = bench.turns._of_turn(bench.parts.Costs(0.8, 0.08, 0.01, tokens=80, fixed_s=0.005), 100, 85)
+    assert (turn.prefill_s, turn.new_tokens, turn.cached_s) == (pytest.approx(0.1), 15, pytest.approx(0.03))
+    assert "prefill of 15 new tokens 15.0" in turn.verdict("turn 2", [19.0])
     middle = bench.parts.median_costs([costs, bench.parts.Costs(0.6, 0.1, 0.03), bench.parts.Costs(9.0, 0.2, 0.02)])
     assert (middle.encode_s, middle.prefill_s, middle.step_s) == (0.8, 0.1, 0.02)
 
@@ -125,7 +128,7 @@ def test_every_turn_s_messages_begin_with_the_turn_s_before(bench: Any) -> None:
 def test_turns_are_compared_with_what_is_fresh(bench: Any) -> None:
     """Without: other agents and pictures, nothing kept. Warm-up rounds do not count."""
     eyes = FakeEyes(bench, right(bench))
-    sight = SimpleNamespace(costs=lambda *_, **__: bench.parts.Costs(0.05, 0.03, 0.005))
+    sight = SimpleNamespace(costs=lambda *_, **__: bench.parts.Costs(0.05, 0.03, 0.005, tokens=9))
     budget = bench.parts.parts.Budget(60.0)
     part = bench.turns.turns(sight, starting(eyes), [1024], bench.turns.Talk(16, known=True), 2, budget, quiet)
     ratios = [row["first token, without / with"] for row in part.rows]
@@ -148,6 +151,10 @@ def test_wrong_answers_and_servers_that_do_not_start_are_told(bench: Any) -> Non
     assert (row["server"], row["right"], row["as cold"]) == ("satchel", "6 of 8", "8 of 8")
     assert row["turn 2, cold / this"] == pytest.approx(10.0) and row["another conversation, ms"] == pytest.approx(10.0)
     assert part.notes[0] == "vllm-mlx was not measured: CannotStart: it ended with code 3"
+    # The time is over once the server is up.
+    over = SimpleNamespace(left_s=1.0, rounds=lambda most: range(0))
+    late = bench.peers.peers(start, ["satchel"], 64, talk, 1, over, quiet)
+    assert not late.rows and late.notes[0] == "There was no time for satchel."
     unknown = bench.peers.peers(start, ["satchel"], 64, bench.turns.Talk(16, known=False), 1, budget, quiet)
     assert unknown.rows[0]["right"] is None and unknown.rows[0]["as cold"] is None
 

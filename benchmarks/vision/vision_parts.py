@@ -38,6 +38,7 @@ class Costs:
 
     Attributes:
         tokens: of the prompt, of which `seen` stand for what is seen.
+        new_tokens: of the prompt, that nobody can have kept: what a turn adds.
     """
 
     encode_s: float
@@ -46,6 +47,7 @@ class Costs:
     tokens: int = 0
     seen: int = 0
     fixed_s: float = 0.0
+    new_tokens: int = 0
 
     @property
     def cold_s(self) -> float:
@@ -53,8 +55,12 @@ class Costs:
 
     @property
     def cached_s(self) -> float:
-        """Where all that was computed is kept."""
-        return self.fixed_s + self.step_s
+        """Where all that was computed is kept, at the prompt's rate of prefill."""
+        return self.fixed_s + self.new_s + self.step_s
+
+    @property
+    def new_s(self) -> float:
+        return self.prefill_s * self.new_tokens / max(1, self.tokens)
 
     @property
     def ceiling(self) -> float:
@@ -65,11 +71,12 @@ class Costs:
         """The arithmetic, and which of the wanted ratios it allows."""
         seconds = (self.fixed_s, self.encode_s, self.prefill_s, self.step_s, self.cold_s, self.cached_s)
         fixed, encode, prefill, step, cold, cached = (f"{each * 1e3:,.1f}" for each in seconds)
+        new = f" + prefill of {self.new_tokens} new tokens {self.new_s * 1e3:,.1f}" if self.new_tokens else ""
         allowed = (f"{each:g}x is {'within' if self.ceiling >= each else 'out of'} reach" for each in wanted)
         return (
             f"{what}: cold = fixed {fixed} + encode {encode} + prefill {prefill} + first step {step} = {cold} ms, "
-            f"cached = fixed {fixed} + first step {step} = {cached} ms. So with this model on this machine the ratio "
-            f"is at the most {self.ceiling:.1f}x, whatever is kept: {', '.join(allowed)}."
+            f"cached = fixed {fixed}{new} + first step {step} = {cached} ms. So with this model on this machine the "
+            f"ratio is at the most {self.ceiling:.1f}x, whatever is kept: {', '.join(allowed)}."
         )
 
 

@@ -34,6 +34,9 @@ def peers(
             part.notes.append(f"{name} was not measured: {type(error).__name__}: {error}")
             say(f"  {name}: {error}")
             continue
+        if (name, STEPS[0], "kept") not in spread.times:
+            part.notes.append(f"There was no time for {name}.")
+            continue
         say(f"  {name}: " + ", ".join(f"{spread.median(name, step, 'kept'):,.0f} ms" for step in STEPS))
         row: dict[str, Any] = {"server": name}
         for step in STEPS:

@@ -8,7 +8,7 @@ from typing import Any
 
 from scenery import OTHER, TALK, asked, circle, fresh_number, picture
 from vision_beside import neighbour
-from vision_parts import Sight, warm_ups
+from vision_parts import Costs, Sight, warm_ups
 from vision_servers import KEPT, Server
 
 parts = neighbour("memory", "parts")
@@ -105,11 +105,12 @@ def turns(
         side: sight.costs(rounds, lambda side=side: [circle(side, fresh_number())], QUESTIONS[0], video=False)
         for side in sides
     }
-    spread, answers = Spread(), Answers()
+    spread, answers, tokens = Spread(), Answers(), dict[tuple[int, int], tuple[int, int]]()
     with start() as server:
         for side in sides:
             for number in budget.rounds(rounds + warm_ups()):
-                _one_round(server, side, number, talk, spread if number >= warm_ups() else Spread(), answers)
+                counted = spread if number >= warm_ups() else Spread()
+                _one_round(server, side, number, talk, counted, answers, tokens)
             told = (f"{spread.median(side, turn, 'with', 'first'):,.0f} ms" for turn in range(len(TALK)))
             say(f"  {side}: turns {', '.join(told)}")
     for side in sides:
@@ -119,8 +120,10 @@ def turns(
         part.rows += [_turn_row(spread, side, turn) for turn in range(len(TALK))]
         if side == TARGET_SIDE:
             _targets(part, spread, side)
-        whole = replace(costs[side], fixed_s=max(0.0, spread.median(side, "hot") / 1e3 - costs[side].step_s))
-        part.notes.append(whole.verdict(f"{side} pixels, first token", list(TURN_TARGETS.values())))
+        fixed_s = max(0.0, spread.median(side, "hot") / 1e3 - costs[side].step_s)
+        for turn, wanted in TURN_TARGETS.items():
+            own = _of_turn(replace(costs[side], fixed_s=fixed_s), *tokens[side, turn - 1])
+            part.notes.append(own.verdict(f"{side} pixels, turn {turn}, first token", [wanted]))
     answers.note(part, "Answers")
     part.notes.append(
         "`with`: a fresh agent's conversation about a fresh picture, of which the first turn computes everything. "
@@ -139,7 +142,22 @@ def _targets(part: Any, spread: Spread, side: int) -> None:
             part.at_least(f"{side} pixels, turn {turn}: {what}, without / with", ratio, wanted)
 
 
-def _one_round(server: Server, side: int, number: int, talk: Talk, spread: Spread, answers: Answers) -> None:
+def _of_turn(costs: Costs, prompt: int, cached: int) -> Costs:
+    """Of a turn with a prompt of another length, of which `cached` tokens are kept, at the same rate of prefill."""
+    prefill_s = costs.prefill_s * prompt / costs.tokens
+    return replace(costs, prefill_s=prefill_s, tokens=prompt, new_tokens=prompt - cached)
+
+
+def _one_round(
+    server: Server,
+    side: int,
+    number: int,
+    talk: Talk,
+    spread: Spread,
+    answers: Answers,
+    tokens: dict[tuple[int, int], tuple[int, int]],
+) -> None:
+    """Notes in `tokens` those of each turn's prompt, and the cached ones among them."""
     eyes, kept = server.eyes, list[str]()
     for turn in range(len(TALK)):
         eyes.forget()
@@ -154,6 +172,7 @@ def _one_round(server: Server, side: int, number: int, talk: Talk, spread: Sprea
         spread.note(side, turn, "with", "first", ms=first_ms(stream))
         spread.note(side, turn, "with", "whole", ms=whole_ms(stream))
         kept.append(stream.text)
+        tokens[side, turn] = stream.prompt, stream.cached
     spread.note(side, "hot", ms=first_ms(eyes.see(talk.messages(part, 0), talk.tokens)))
     for turn, said in enumerate(kept if number == 0 else []):
         eyes.forget()
