@@ -129,10 +129,15 @@ QUANTIZED = ("qwen3", "gemma3_text", "deepseek_v2", "nemotron_h")
 """Those whose 4-bit weights are tried every time: each has layers of another kind."""
 
 
+PLAIN = ("qwen3", "qwen3_next", "gemma3_text", "gpt_oss", "deepseek_v2")
+"""The same for KV in full precision."""
+
+
 def _params() -> Iterator[Any]:
     for name in FAMILIES:
         for bits, kv in KINDS:
-            marks = [pytest.mark.slow] if bits is not None and name not in QUANTIZED else []
+            tried = PLAIN if kv == "fp16" else QUANTIZED if bits is not None else FAMILIES
+            marks = [] if name in tried else [pytest.mark.slow]
             yield pytest.param((name, bits, kv), marks=marks, id=f"{name}-{bits}-{kv}")
 
 

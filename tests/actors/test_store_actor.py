@@ -50,6 +50,8 @@ async def test_what_was_answered_is_on_the_disk(tmp_path):
     store = KVStoreActor(config(), tmp_path)
     await keep(store, "t/x", "a")
     store._database.close()
+    assert store._disk is not None
+    store._disk.close()
     again = KVStoreActor(config(), str(tmp_path))
     assert json.loads(result(await again.transcript("t/x"))) == [{"content": "a"}]
     (branch,) = result(await again.recall("t/x", MODEL, {}))["branches"]

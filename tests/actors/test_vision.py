@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,9 +214,18 @@ def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
     return np.array(logits.astype(mx.float32))
 
 
-@pytest.fixture(
-    scope="module", params=[(name, kv) for name in FAMILIES for kv in ("fp16", "q4")], ids=lambda param: "-".join(param)
-)
+PLAIN = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+"""Those whose KV is also kept in full precision every time: videos, DeepStack, windows."""
+
+
+def _params() -> Iterator[Any]:
+    for name in FAMILIES:
+        for kv in ("fp16", "q4"):
+            marks = [pytest.mark.slow] if kv == "fp16" and name not in PLAIN else []
+            yield pytest.param((name, kv), marks=marks, id=f"{name}-{kv}")
+
+
+@pytest.fixture(scope="module", params=_params())
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return Scene(tmp_path_factory.mktemp("vision"), *request.param)
 
