@@ -247,6 +247,8 @@ class Engine:
         try:
             known = self.prefixes.peek(request.root_id, request.block_ids, request.prompt) if request.media else 0
             ready = self.pictures.begin(sequence, row, known)
+        except SatchelError as error:
+            return error
         except (ValueError, IndexError, RuntimeError) as error:
             return InvalidRequest(f"the pictures do not fit the prompt: {error}", param="messages")
         self._sequences[request.request_id] = sequence

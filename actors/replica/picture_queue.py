@@ -31,6 +31,7 @@ from .vision import Features, RowPictures, Vision
 
 logger = logging.getLogger(__name__)
 
+LOST = "a picture of this conversation is not in memory any more: send it again"
 SLOWER_WEIGHT = 0.3
 """The share of a new measure in the time of encoding where that got slower: the first of a shape compiles kernels."""
 
@@ -158,7 +159,11 @@ class PictureQueue:
 
     def begin(self, sequence: Sequence, row: Row, known: int) -> bool:
         """Take in a row with its pictures, whose first `known` tokens have KV. Whether it need not wait here, as
-        everything is known or not needed."""
+        everything is known or not needed.
+
+        Raises:
+            PictureLost: a picture is to be encoded, and its pixels were not sent.
+        """
         media = sequence.request.media
         if not media or self._vision is None:
             return True
@@ -168,6 +173,8 @@ class PictureQueue:
         )
         sequence.pictures = pictures
         missing = [index for index, one in enumerate(media) if one.start + len(one.tokens) > known]
+        if any(not media[index].pixels and _id(sequence.request, index) not in self.features for index in missing):
+            raise PictureLost(LOST)
         # Of the others nobody needs more than their KV.
         self.features.hits += len(media) - len(missing)
         missing = [index for index in missing if not self._find(sequence, index)]
@@ -253,7 +260,7 @@ class PictureQueue:
         vision, media, words = self._vision, sequence.request.media[index], sequence.request.prompt
         assert vision is not None
         if not media.pixels:
-            raise PictureLost("a picture of this conversation is not in memory any more: send it again")
+            raise PictureLost(LOST)
         places = frozenset(at for at in range(len(media.tokens)) if is_word(words[media.start + at]))
         span = Layout(tuple(media.tokens), places, tuple(media.grid))
 

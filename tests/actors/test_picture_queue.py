@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from satchel.actors.replica import models
 from satchel.actors.replica.models import LoadedModel
 from satchel.actors.replica.pictures import PictureProcessor
 from satchel.actors.replica.vision import Vision
-from satchel.cluster.errors import QueueFull
+from satchel.cluster.errors import PictureLost, QueueFull
 from tests.vision_families import write_model
 
 from .conftest import Bench
@@ -161,6 +162,23 @@ def test_rows_that_wait_for_their_pictures_fill_the_queue(seeing: tuple[LoadedMo
     gate.opened.set()
     bench.drain()
     assert [row.finish for row in bench.rows.values()] == ["length"] * 3
+
+
+def test_a_row_whose_pixels_were_not_sent_is_taken_only_where_they_are_not_needed(
+    seeing: tuple[LoadedModel, Path], gate: Gate
+):
+    bench = Bench(seeing[0])
+    gate.opened.set()
+    prompt, media = asked(seeing[1], "teal")
+    spared = [replace(one, pixels=b"") for one in media]
+    bench.submit("too early", prompt, media=spared)
+    bench.drain()
+    assert isinstance(bench.refused["too early"], PictureLost) and bench.engine.pictures.features.hits == 0
+    whole = bench.run("whole", prompt, media=media)
+    assert bench.run("spared", prompt, media=spared).tokens == whole.tokens
+    bench.engine.prefixes.reset()
+    assert bench.run("by its features", prompt, media=spared).tokens == whole.tokens
+    assert gate.calls == 1
 
 
 def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: Gate):
