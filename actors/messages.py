@@ -135,7 +135,8 @@ class Frame:
 class RouteRequest:
     """What the router needs to choose: ids and sizes, no tokens. `beside` is a replica that has just got a request with
     the same prompt, "" for none; `near` is the node whose store has the agent's memory or will have it, "" where nobody
-    knows. `pictures` are [id of its features, token of the prompt at which it ends, how many tokens it has]."""
+    knows. `pictures` are [id of its features, token of the prompt at which it ends, how many tokens it has, whether
+    there are pixels to encode]."""
 
     request_id: str
     model: str
@@ -145,7 +146,7 @@ class RouteRequest:
     exclude: list[str] = field(default_factory=list)
     beside: str = ""
     near: str = ""
-    pictures: list[tuple[bytes, int, int]] = field(default_factory=list)
+    pictures: list[tuple[bytes, int, int, bool]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +220,9 @@ class StoreReport:
     `tombstones` [key, epoch]: whatever has this epoch or a lower one was forgotten. Neither an id nor a key is both
     announced and retracted in one report. A full report has all ids, agents and tombstones.
 
-    `links` are bytes a second, by the node from which this one pulled since its last report, as measured. `used_bytes`
-    are those of KV on the disk, `disk_full` says that no more can be written, and `draining` that no agent is to come
-    here. `memory_free_bytes` is what its machine has left, -1 where that is not known.
+    `links` are bytes a second, by the node from which this one pulled since its last report, as measured. `blocks` and
+    `used_bytes` are those of KV on the disk, `disk_full` says that no more can be written, and `draining` that no agent
+    is to come here. `memory_free_bytes` is what its machine has left, -1 where that is not known.
     """
 
     node: str
@@ -239,6 +240,7 @@ class StoreReport:
     disk_full: bool = False
     draining: bool = False
     memory_free_bytes: int = -1
+    blocks: int = 0
 
 
 def _plain(value: Any) -> Any:

@@ -72,6 +72,8 @@ class Progress:
         if new:
             for other in [other for other in self._tasks if other == name or not name or not other]:
                 self._bars.remove_task(self._tasks.pop(other))
+                if other != name:
+                    self._steps.pop(other, None)
             self._tasks[name] = self._bars.add_task(step, total=None if fraction is None else 1.0)
         if fraction is not None:
             self._bars.update(self._tasks[name], total=1.0, completed=fraction)

@@ -239,9 +239,7 @@ class RayBackend:
             exclude=list(exclude),
             beside=beside,
             near=self._homes.known(request.agent) if request.agent else "",
-            pictures=features_needed(
-                request.root_id, request.prompt, [(one.start, len(one.tokens)) for one in request.media]
-            ),
+            pictures=_pictures_of(request),
         )
         try:
             answer = await asyncio.wait_for((await self._get_router()).route.remote(encode(message)), ANSWER_S)
@@ -370,6 +368,13 @@ def _seen_nodes() -> SeenNodes:
         if node["NodeID"] == own:
             here = next((name for name in names if name.startswith("satchel-node-")), "")
     return SeenNodes(registry.nodes(), frozenset(alive), here, psutil.virtual_memory().available)
+
+
+def _pictures_of(request: GenerateRequest) -> list[tuple[bytes, int, int, bool]]:
+    """As `RouteRequest.pictures`."""
+    spans = [(one.start, len(one.tokens)) for one in request.media]
+    needed = features_needed(request.root_id, request.prompt, spans)
+    return [(*each, bool(one.pixels)) for each, one in zip(needed, request.media, strict=True)]
 
 
 def cluster_config() -> Config:

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from ..actors.kv_store.blocks import block_ids
 from ..actors.messages import Decision, GenerateRequest, RowUpdate, encode
-from ..cluster.errors import PictureLost, ReplicaLost, SatchelError, SlowReader, Unavailable, from_wire
+from ..cluster.errors import ReplicaLost, SatchelError, SlowReader, Unavailable, from_wire
 
 if TYPE_CHECKING:
     from .dispatch import Link, RayBackend
@@ -27,9 +27,6 @@ RECOVERY_S = 20.0
 """How long a row whose replica was lost waits for one to go on with; a lone replica restarts in this time."""
 
 RECOVERY_POLL_S = 0.25
-
-SPARED_BYTES_MIN = 256 * 2**10
-"""Fewer pixels are always sent: asking twice would take longer."""
 
 
 class RayGeneration:
@@ -57,9 +54,7 @@ class RayGeneration:
         self._placement = 0
         self._losses = 0
         self._link: Link | None = None
-        self._over = self._told = False
-        # Whether the replica got no pixels, and whether one has asked for them.
-        self._spared = self._wanted = False
+        self._over = False
 
     @property
     def request_id(self) -> str:
@@ -113,20 +108,9 @@ class RayGeneration:
 
     async def _offer(self, decision: Decision) -> SatchelError | None:
         """None where the replica took the row, else why not."""
-        self._spared = not self._wanted and _can_spare(self._request, decision)
-        refusal = await self._submit(decision)
-        if self._spared and isinstance(refusal, PictureLost):
-            self._spared, self._wanted = False, True
-            refusal = await self._submit(decision)
-        if refusal is not None and not isinstance(refusal, ReplicaLost):
-            self._backend.release(decision.replica, self.request_id)
-        return refusal
-
-    async def _submit(self, decision: Decision) -> SatchelError | None:
         self.replica, self.node, self.why = decision.replica, decision.node, decision.why
         self.move_to = decision.move_to
         self._placement += 1
-        media = self._request.media
         try:
             self._link = link = await self._backend.link(decision)
             link.rows[self.request_id] = (self, self._placement)
@@ -135,7 +119,6 @@ class RayGeneration:
                 consumer=link.consumer,
                 pull_from=decision.pull_from,
                 pull_tokens=decision.cached_tokens if decision.pull_from else 0,
-                media=[replace(one, pixels=b"") for one in media] if self._spared else media,
             )
             refusal = await _unless_broken(link, link.handle.submit.remote(encode(request)))
         except asyncio.CancelledError:
@@ -149,6 +132,7 @@ class RayGeneration:
         if refusal is None:
             return None
         self._unlink()
+        self._backend.release(decision.replica, self.request_id)
         return from_wire(refusal)
 
     def _unlink(self) -> bool:
@@ -172,16 +156,10 @@ class RayGeneration:
                 if isinstance(update, SatchelError):
                     await self._go_on(update)
                     continue
-                if self._spared and update.error is not None and isinstance(from_wire(update.error), PictureLost):
-                    # What was there when the replica took the row has gone since.
-                    self._wanted = True
-                    await self.start()
-                    continue
                 self._tokens.extend(update.tokens)
-                if update.cached_tokens is not None:
-                    # Of several replicas the client is told what the first one reused.
-                    update = replace(update, cached_tokens=None) if self._told else update
-                    self._told = True
+                if self._request.generated:
+                    # A second replica: the client was told what the first one reused.
+                    update = replace(update, cached_tokens=None)
                 self._over = update.finish is not None
                 yield update
         finally:
@@ -236,14 +214,6 @@ class RayGeneration:
             return None
         self._backend.release(self.replica, self.request_id)
         return link.abort([self.request_id])
-
-
-def _can_spare(request: GenerateRequest, decision: Decision) -> bool:
-    """Whether the replica is believed to need no pixels, and not sending them saves something."""
-    encode_s = decision.costs_s.get("encode")
-    if encode_s is None or sum(len(one.pixels) for one in request.media) < SPARED_BYTES_MIN:
-        return False
-    return encode_s[decision.candidates.index(decision.replica)] == 0.0
 
 
 async def _unless_broken(link: Link, call: Any) -> Any:

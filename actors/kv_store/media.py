@@ -102,5 +102,5 @@ def features_id(root: bytes, name: Name) -> bytes:
 def features_needed(
     root: bytes, prompt: Sequence[int], spans: Iterable[tuple[int, int]]
 ) -> list[tuple[bytes, int, int]]:
-    """[id, where it ends in the prompt, its tokens] of the features of pictures; `spans` are (start, count) of each."""
+    """(id, where it ends in the prompt, its tokens) of the features of pictures; `spans` are (start, count) of each."""
     return [(features_id(root, name_at(prompt, start, count)), start + count, count) for start, count in spans]

@@ -52,8 +52,9 @@ HELD_S = 5.0
 LEARN_WAIT_S = 5.0
 """How long a node that starts, or was away, asks the others before it announces its agents and takes turns."""
 
-LEARN_AGAIN_S = 0.5
-"""How soon it asks those again that have not answered."""
+INTRODUCE_S, LEARN_AGAIN_S = 2.0, 0.5
+"""For how long it asks those again that have not answered before it announces its agents all the same, and how soon.
+The router takes a node that is silent for longer for lost."""
 
 UNBURIED_MAX = 10_000
 
@@ -301,7 +302,7 @@ class NodeStoreActor(PeerCalls):
 
     def _introduce(self) -> None:
         """On the reporter's thread: what was forgotten elsewhere is known before anything is announced."""
-        ends = time.monotonic() + LEARN_WAIT_S
+        ends = time.monotonic() + INTRODUCE_S
         while True:
             asyncio.run_coroutine_threadsafe(self.learn(), self._loop).result(2 * LEARN_WAIT_S)
             if self._succession.heard or time.monotonic() > ends:
@@ -348,6 +349,7 @@ class NodeStoreActor(PeerCalls):
             agents_retracted=retracted,
             tombstones=gone,
             links=self._blocks.take_links() if self._blocks is not None else {},
+            blocks=stats.get("blocks", 0),
             used_bytes=stats.get("bytes", 0),
             free_bytes=stats.get("bytes_max", 0) - stats.get("bytes", 0),
             memory_free_bytes=psutil.virtual_memory().available,

@@ -55,7 +55,7 @@ class NodeBlocks:
     def __init__(
         self, disk: DiskStore, cluster_key: bytes, node: Node, session: str, peers: Peers, keeper: Keeper
     ) -> None:
-        self._disk, self._peers = disk, peers
+        self._disk, self._keeper, self._peers = disk, keeper, peers
         listen = [(link.address, 0) for link in node.data_links]
         self._server = BlockServer(disk, cluster_key, node.name, listen, bytes_per_s=node.give_bytes_per_s_max)
         self._puller = BlockPuller(disk, cluster_key, node.name, session, keeper=keeper)
@@ -95,7 +95,7 @@ class NodeBlocks:
         """
         ends = time.monotonic() + deadline_s
         total = {"tokens": 0, "blocks": 0, "bytes": 0}
-        for wanted in await asyncio.to_thread(self._wanted, branches):
+        for wanted in await asyncio.to_thread(self._wanted, agent, branches):
             left = ends - time.monotonic()
             if left <= 0:
                 break
@@ -103,8 +103,9 @@ class NodeBlocks:
             total = {name: total[name] + found[name] for name in total}
         return total
 
-    def _wanted(self, branches: Sequence[tuple[Head, Content]]) -> list[Wanted]:
-        """All KV first: with it nobody needs the features, unless other words come before the pictures."""
+    def _wanted(self, agent: str, branches: Sequence[tuple[Head, Content]]) -> list[Wanted]:
+        """All KV first: with it nobody needs the features, unless other words come before the pictures. Features that
+        are here already are the agent's from now on."""
         chains: list[Wanted] = []
         features: dict[bytes, Wanted] = {}
         for head, content in branches:
@@ -115,10 +116,13 @@ class NodeBlocks:
             for name in names_in(tokens):
                 found = Wanted(head.model, features_parent(head.root, name), (), None, name, tails_max=1)
                 features[found.root] = found
-        return chains + [wanted for wanted in features.values() if not self._has(wanted)]
-
-    def _has(self, features: Wanted) -> bool:
-        return self._disk.locate(features.model, [tail_id(features.root, features.rest)])[0] is not None
+        ids = [tail_id(wanted.root, wanted.rest) for wanted in features.values()]
+        here = [
+            self._disk.locate(wanted.model, [entry])[0] for wanted, entry in zip(features.values(), ids, strict=True)
+        ]
+        if any(here):
+            self._keeper.touch([found.id for found in here if found is not None], agent)
+        return chains + [wanted for wanted, found in zip(features.values(), here, strict=True) if found is None]
 
     async def pull(self, wanted: Wanted, source: str, owner: str, deadline_s: float) -> dict[str, Any]:
         """Fetch a chain: `{"tokens", "blocks", "bytes", "seconds"}`.

@@ -116,7 +116,8 @@ class Succession:
         """Ask the others of those that are in doubt, and those that have not answered before; again later where nobody
         can tell."""
         if self._unheard:
-            self._unheard &= {*await self._peers.others()}
+            others = await self._peers.others()
+            self._unheard.intersection_update(others)
             await self._learn_from_unheard()
         doubts, self._doubts = list(self._doubts), {}
         if doubts:

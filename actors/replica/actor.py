@@ -134,7 +134,7 @@ class ReplicaActor:
             "node": self._node,
             "answers": time.monotonic() - engine.beat < STUCK_S,
             "running": engine.scheduler.running,
-            "waiting": engine.scheduler.waiting,
+            "waiting": engine.waiting,
             "requests_total": counters.requests,
             "prompt_tokens_total": counters.prompt_tokens,
             "cached_tokens_total": counters.cached_tokens,

@@ -141,6 +141,16 @@ class Engine:
         return [*blocks, *features], [*gone, *lost]
 
     @property
+    def waiting(self) -> int:
+        """How many requests wait for their turn, or for their pictures."""
+        return self.scheduler.waiting + len(self.pictures)
+
+    @property
+    def pending_tokens(self) -> int:
+        """What is still to be prefilled of all requests."""
+        return self.scheduler.pending_tokens + self.pictures.pending_tokens
+
+    @property
     def active(self) -> list[str]:
         """Ids of the requests that are queued or running."""
         return list(self._sequences)
@@ -247,9 +257,11 @@ class Engine:
         try:
             known = self.prefixes.peek(request.root_id, request.block_ids, request.prompt) if request.media else 0
             ready = self.pictures.begin(sequence, row, known)
-        except SatchelError as error:
-            return error
-        except (ValueError, IndexError, RuntimeError) as error:
+        except (SatchelError, ValueError, IndexError, RuntimeError) as error:
+            # What was read back for it is pinned.
+            self.memory.leave(sequence)
+            if isinstance(error, SatchelError):
+                return error
             return InvalidRequest(f"the pictures do not fit the prompt: {error}", param="messages")
         self._sequences[request.request_id] = sequence
         if ready:

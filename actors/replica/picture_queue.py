@@ -145,6 +145,11 @@ class PictureQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def pending_tokens(self) -> int:
+        """What is to be prefilled of the rows that wait here."""
+        return sum(waiting.row.prompt for waiting in list(self._waiting.values()))
+
     def refusal(self, media: list[Media], prompt: list[int]) -> SatchelError | None:
         """Why pictures are not taken; None where they are."""
         if not media:
@@ -241,14 +246,16 @@ class PictureQueue:
         if sequence.pictures is None:
             return
         for index in sequence.pictures.touched(start, stop):
+            if self._encoding is not None and not self._has(sequence, index):
+                # Two at a time would disturb each other, and it may be this very one.
+                encoding, self._encoding = self._encoding, None
+                if encoding.made.exception() is None:
+                    self._encoded(encoding.sequence, encoding.index, *encoding.made.result())
             if not self._has(sequence, index) and not self._find(sequence, index):
                 self.encode(sequence, index)
 
     def encode(self, sequence: Sequence, index: int) -> None:
         """Encode a picture of a row, while everybody waits."""
-        if self._encoding is not None:
-            # Two at a time would disturb each other.
-            self._encoding.made.exception()
         self._encoded(sequence, index, *self._work(sequence, index)())
 
     def _work(self, sequence: Sequence, index: int) -> Callable[[], tuple[Features, float]]:

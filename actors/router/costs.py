@@ -23,7 +23,10 @@ RESTORE_SETUP_S = 0.005
 """What reading anything back from the disk takes besides the bytes: asking the store, opening files."""
 
 ENCODE_SETUP_S = 0.03
-"""What encoding a picture takes besides: a step of its own, and the pixels have to be prepared."""
+"""What encoding a picture takes besides: its pixels have to be sent and prepared."""
+
+LOST_S = 3600.0
+"""For a picture that cannot be encoded, as nobody has its pixels any more: whoever has its features is better."""
 
 PULL_SETUP_S = 0.03
 """What pulling takes besides: asking two stores, connecting, committing."""
@@ -122,15 +125,17 @@ def best_ways(
 
 
 def encoding_s(
-    tokens: int, end: int, held: Integers, memory: Integers, disk: Integers, encode_token_s: Floats
+    tokens: int, end: int, pixels: bool, held: Integers, memory: Integers, disk: Integers, encode_token_s: Floats
 ) -> Floats:
     """What a picture of a prompt costs each replica: nothing where the KV behind it is had, or its features are.
 
     Args:
         tokens, end: how many tokens it has, and where in the prompt it ends.
+        pixels: whether there are any to encode.
         held: tokens of the prompt that need not be computed.
         memory, disk: not 0 where its features are in the replica's memory, or on its node's disk.
         encode_token_s: seconds to encode a picture, for each of its tokens.
     """
-    encoded_s = np.where(disk > 0, RESTORE_SETUP_S, tokens * encode_token_s + ENCODE_SETUP_S)
+    anew_s = tokens * encode_token_s + ENCODE_SETUP_S if pixels else np.full(len(held), LOST_S)
+    encoded_s = np.where(disk > 0, RESTORE_SETUP_S, anew_s)
     return np.where((held >= end) | (memory > 0), 0.0, encoded_s)

@@ -185,7 +185,7 @@ class Members:
                 "used_bytes": state.used_bytes,
                 "free_bytes": state.free_bytes,
                 "memory_free_bytes": None if state.memory_free_bytes < 0 else state.memory_free_bytes,
-                "blocks": self.directory.count(Disk(name)),
+                "blocks": state.blocks,
                 "agents": self.places.count(name),
                 "replicas": sorted(other.name for other in self._replicas.values() if other.node == name),
                 "links": {other: link.bytes_per_s for other, link in sorted(state.links.items())},

@@ -42,6 +42,7 @@ class NodeState:
     name: str
     index: int
     voice: Voice
+    blocks: int = 0
     used_bytes: int = 0
     free_bytes: int = -1
     memory_free_bytes: int = -1
@@ -93,7 +94,7 @@ class Nodes:
     def describe(self, state: NodeState, report: StoreReport, now: float) -> None:
         """Take what the report says of the node itself."""
         index = state.index
-        state.used_bytes, state.free_bytes = report.used_bytes, report.free_bytes
+        state.blocks, state.used_bytes, state.free_bytes = report.blocks, report.used_bytes, report.free_bytes
         state.memory_free_bytes = report.memory_free_bytes
         state.disk_full, state.draining = report.disk_full, report.draining
         self.seen[index] = -inf if state.voice.lost else now

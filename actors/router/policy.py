@@ -125,7 +125,8 @@ class Policy(Members):
         state = case.columns.states[case.rows[chosen]]
         held, pulled, source = int(ways.held[chosen]), int(ways.pulled[chosen]), int(ways.source[chosen])
         load = Load(now, max(0, request.prompt_tokens - held))
-        coming = [*request.block_ids[int(hot[chosen]) // BLOCK_TOKENS :], *(entry for entry, _, _ in request.pictures)]
+        encoded = (entry for entry, end, _, _ in request.pictures if end > held)
+        coming = [*request.block_ids[int(hot[chosen]) // BLOCK_TOKENS :], *encoded]
         move_to = self._assign(state, request, load, coming)
         pull_from = ""
         if pulled:
@@ -158,8 +159,9 @@ class Policy(Members):
         if request.agent:
             seat, place = self.directory.home(request.agent, request.model), self.places.where(request.agent)
             seat = self._still(seat, place)
-        seen_before = any(self.directory.runs([entry]).any() for entry, _, _ in request.pictures)
-        near = "" if seen_before and seat is None and place is None else request.near
+        near = request.near
+        if seat is None and place is None and self._has_any(columns, rows, request, now):
+            near = ""
         at_home = self._at_home(columns, rows, seat, place, near)
         if self._nodes.draining.any():
             rows = self._staying(columns, rows, at_home)
@@ -255,12 +257,20 @@ class Policy(Members):
         """Seconds to come by the features of the request's pictures, where `held` tokens need not be computed."""
         columns, rows = case.columns, case.rows
         encode_s = np.zeros(len(rows))
-        for entry, end, tokens in case.request.pictures:
-            found = self.directory.runs([entry])
-            disk = self._on_disks(found, now)[columns.node[rows]]
-            memory = found[columns.memory[rows]]
-            encode_s += encoding_s(tokens, end, held, memory, disk, columns.encode_token_s[rows])
+        for entry, end, tokens, pixels in case.request.pictures:
+            memory, disk = self._having(columns, rows, entry, now)
+            encode_s += encoding_s(tokens, end, pixels, held, memory, disk, columns.encode_token_s[rows])
         return encode_s
+
+    def _having(self, columns: Columns, rows: Integers, entry: bytes, now: float) -> tuple[Integers, Integers]:
+        """Not 0 for each of `rows` that has these features in its memory, and whose node has them on its disk."""
+        found = self.directory.runs([entry])
+        return found[columns.memory[rows]], self._on_disks(found, now)[columns.node[rows]]
+
+    def _has_any(self, columns: Columns, rows: Integers, request: RouteRequest, now: float) -> bool:
+        """Whether one of `rows` has features of one of the request's pictures."""
+        having = (self._having(columns, rows, entry, now) for entry, _, _, _ in request.pictures)
+        return any(memory.any() or disk.any() for memory, disk in having)
 
     def _on_disks(self, runs: Integers, now: float) -> Integers:
         """What nodes whose stores report have of `runs` on their disks, and a zero at the end, where -1 points."""

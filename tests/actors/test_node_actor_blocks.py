@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.kv_store import node_blocks, ownership
-from satchel.actors.kv_store.codec import owner_tag
+from satchel.actors.kv_store.codec import Entry, owner_tag
 from satchel.actors.kv_store.media import NAME_WORDS, features_parent, words_of
 from satchel.actors.kv_store.pull_writer import PullWriter
 
@@ -111,6 +111,26 @@ async def test_features_of_pictures_go_where_the_words_go_and_are_forgotten_with
         for entry in features:
             await world.put("b", [entry])
         assert world.has("b", features[0]) and not world.has("b", features[1]), "what it sees again is its own again"
+
+
+async def test_features_that_are_there_already_belong_to_the_agent_that_comes_too(tmp_path):
+    """Else they would be erased with the one who was there first."""
+    name = tuple(words_of(b"k" * 32, NAME_WORDS))
+    tokens = [5, *words_of(b"k" * 32, 40), 6]
+
+    def features(owner: str) -> Entry:
+        return tail(list(name), 50, features_parent(ROOT, name), owners=(owner,))
+
+    async with cluster(tmp_path, replication=0) as world:
+        for node, agent in (("a", X), ("b", Y)):
+            await world.speak(node, agent, "look", tokens)
+            await world.put(node, [features(agent)])
+        await world.call("a", "move", X, "b")
+        await world.call("b", "forget", Y)
+        owned = world.stores["b"]._owned
+        assert owned is not None
+        await owned.idle()
+        assert world.has("b", features(X))
 
 
 async def test_a_node_whose_disk_takes_nothing_gets_the_words_all_the_same(tmp_path):

@@ -159,6 +159,7 @@ def test_rows_that_wait_for_their_pictures_fill_the_queue(seeing: tuple[LoadedMo
         bench.submit(str(number), prompt, media=media)
         bench.turn()
     assert list(bench.refused) == ["3"] and isinstance(bench.refused["3"], QueueFull)
+    assert (bench.engine.waiting, bench.engine.pending_tokens) == (3, 3 * (len(prompt) - 1)), "whoever drains sees them"
     gate.opened.set()
     bench.drain()
     assert [row.finish for row in bench.rows.values()] == ["length"] * 3
@@ -174,6 +175,7 @@ def test_a_row_whose_pixels_were_not_sent_is_taken_only_where_they_are_not_neede
     bench.submit("too early", prompt, media=spared)
     bench.drain()
     assert isinstance(bench.refused["too early"], PictureLost) and bench.engine.pictures.features.hits == 0
+    assert not bench.engine.prefixes.holders and not bench.engine.active
     whole = bench.run("whole", prompt, media=media)
     assert bench.run("spared", prompt, media=spared).tokens == whole.tokens
     bench.engine.prefixes.reset()

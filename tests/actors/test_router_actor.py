@@ -54,7 +54,9 @@ async def test_nodes_report_and_are_asked_for():
     assert await router.store_report(encode(store("n0", agents=[["t/agent", 2, True]], links={"n1": 1e9})))
     holds = store("n1", announced=BLOCKS[:4], agents=[["t/agent", 2, False]])
     assert await router.store_report(encode(holds))
-    assert not await router.store_report(encode(store("n1", sequence=2, full=False, used_bytes=7, free_bytes=9)))
+    assert not await router.store_report(
+        encode(store("n1", sequence=2, full=False, blocks=4, used_bytes=7, free_bytes=9))
+    )
     decision = await ask(router, "r")
     assert (decision.node, decision.pull_from, decision.pull_tokens) == ("n0", "n1", 4 * 256)
     explained = await router.explain("r")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from satchel.actors.messages import Decision, GenerateRequest, Media, RowUpdate, Sampling, decode
+from satchel.actors.messages import Decision, GenerateRequest, RowUpdate, Sampling, decode
 from satchel.actors.replica.consumers import _merge
 from satchel.api import rows
 from satchel.api.rows import RayGeneration
 from satchel.cluster.config import parse_config
-from satchel.cluster.errors import NoReplica, PictureLost, QueueFull, ReplicaLost, SatchelError, SlowReader
+from satchel.cluster.errors import NoReplica, QueueFull, ReplicaLost, SatchelError, SlowReader
 
 SAMPLING = Sampling(max_tokens=6, min_tokens=3, logprobs=1)
 REQUEST = GenerateRequest("r", "c", "m", "", [1, 2, 3], [], b"r" * 32, SAMPLING, choices=4)
@@ -79,7 +78,6 @@ class FakeBackend:
         self.links = {name: FakeLink(self, name, *script) for name, script in scripts.items()}
         self.loads: dict[str, int] = dict.fromkeys(scripts, 0)
         self.away = 0
-        self.encode_s = 0.0
         self.failovers = 0
         self.beside: list[str] = []
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -96,8 +94,7 @@ class FakeBackend:
             raise NoReplica("none")
         name = next((name for name in self.links if name not in exclude), next(iter(self.links)))
         self.loads[name] += 1
-        costs = {"encode": [0.5, self.encode_s]}
-        return Decision(name, "why", candidates=["another", name], costs_s=costs, node=f"node of {name}")
+        return Decision(name, "why", node=f"node of {name}")
 
     async def link(self, decision: Decision) -> FakeLink:
         return self.links[decision.replica]
@@ -109,8 +106,8 @@ class FakeBackend:
         self.loads[name] = 0
 
 
-def generation(backend: FakeBackend, beside: str = "", request: GenerateRequest = REQUEST) -> RayGeneration:
-    return RayGeneration(backend, request, beside)  # type: ignore[arg-type]
+def generation(backend: FakeBackend, beside: str = "") -> RayGeneration:
+    return RayGeneration(backend, REQUEST, beside)  # type: ignore[arg-type]
 
 
 async def said(row: RayGeneration) -> list[int]:
@@ -260,52 +257,3 @@ def test_merged_updates_keep_every_tokens_logprobs():
     merged = _merge(merged, RowUpdate("r", [], "stop"))
     assert merged == RowUpdate("r", [7, 8, 9], "stop", 5, None, entries)
     assert _merge(first, RowUpdate("r", [7])).logprobs is None
-
-
-def shown(nbytes: int = 3 * 512 * 512) -> GenerateRequest:
-    """A request about a picture."""
-    return replace(REQUEST, media=[Media(0, [1], b"k" * 32, [], 512, nbytes // 1536, bytes(nbytes))])
-
-
-async def test_pixels_are_spared_where_the_picture_is_known_and_sent_where_it_is_not():
-    for encode_s, nbytes, sent in ((0.0, 3 * 512 * 512, False), (0.1, 3 * 512 * 512, True), (0.0, 1536, True)):
-        backend = FakeBackend(a=[])
-        backend.encode_s = encode_s
-        await generation(backend, request=shown(nbytes)).start()
-        (taken,) = backend.links["a"].taken
-        assert len(taken.media[0].pixels) == sent * nbytes and taken.media[0].key == b"k" * 32
-
-
-async def test_a_replica_that_asks_for_the_pixels_gets_them():
-    """It is the same one, which counts the request once; who never had the picture's pixels hears that it is lost."""
-    backend = FakeBackend(a=[PictureLost("lost")], b=[])
-    row = generation(backend, request=shown())
-    await row.start()
-    (taken,) = backend.links["a"].taken
-    assert taken.media[0].pixels and row.replica == "a" and backend.loads == {"a": 1, "b": 0}
-    backend = FakeBackend(a=[PictureLost("lost"), PictureLost("lost")], b=[])
-    with pytest.raises(PictureLost):
-        await generation(backend, request=shown()).start()
-    assert not backend.links["b"].taken and backend.loads == {"a": 0, "b": 0}
-
-
-async def test_a_picture_that_goes_after_the_row_was_taken_is_sent_then():
-    backend = FakeBackend(a=[])
-    row = generation(backend, request=shown())
-    await row.start()
-    link = backend.links["a"]
-    link.say()
-
-    async def lose_picture() -> None:
-        await asyncio.sleep(0.02)
-        (waiting, placement) = link.rows.pop("r")
-        waiting.put(placement, RowUpdate("r", [], "error", error=PictureLost("lost").to_wire()))
-        while len(link.taken) < 2:
-            await asyncio.sleep(0.01)
-        link.say(7, finish="stop")
-
-    helper = asyncio.create_task(lose_picture())
-    updates = [update async for update in row]
-    await helper
-    assert [update.tokens for update in updates] == [[], [7]] and updates[1].cached_tokens is None
-    assert [bool(taken.media[0].pixels) for taken in link.taken] == [False, True]

@@ -26,7 +26,7 @@ def serving(home: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         start_new_session=True,
     )
     try:
-        ends = time.monotonic() + 120
+        ends = time.monotonic() + 240
         while "Ready" not in (home / "output").read_text():
             assert process.poll() is None and time.monotonic() < ends, (home / "output").read_text()
             time.sleep(0.1)
