@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,53 @@ def earlier(path: Path, result: dict[str, Any], names: Sequence[str]) -> dict[st
         return {name: part for name in names if (part := kept["parts"].get(name)) is not None} if same else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def noted(name: str, part: Any, note: str) -> str:
+    """The part says when it was measured, and what the machine had to do besides."""
+    part.notes.append(note)
+    return name
+
+
+def measure_all(
+    measures: Mapping[str, Callable[[], Any]],
+    budget: Any,
+    path: Path,
+    result: dict[str, Any],
+    markdown: Callable[[dict[str, Any]], str],
+    finish: Callable[[str, Any, str], str] = noted,
+) -> None:
+    """Measure parts one after the other, keep each in `result` and the files of `path` as soon as it is there, and
+    print all tables.
+
+    Args:
+        measures: makes each part, a dataclass, by its name.
+        budget: nothing is begun when its `left_s` is over.
+        finish: given a name, its part, and when it was measured; what the part is kept as.
+
+    Raises:
+        SystemExit: some parts failed.
+    """
+    failed: list[str] = []
+    for name, measure in measures.items():
+        if budget.left_s <= 0:
+            print(f"{name}: no time is left", flush=True)
+            continue
+        print(name, flush=True)
+        load, started, when = os.getloadavg()[0], time.monotonic(), now()
+        try:
+            part = measure()
+        except Exception:
+            # What the other parts find is worth having.
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        label = finish(name, part, f"{when}, load of the machine before it {load:.2f}.")
+        result["parts"][label] = {**asdict(part), "seconds": time.monotonic() - started}
+        save(path, result, markdown)
+    print(markdown(result))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def save(path: Path, result: dict[str, Any], markdown: Callable[[dict[str, Any]], str]) -> None:

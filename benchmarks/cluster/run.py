@@ -8,13 +8,9 @@ Figures are medians over the rounds, ratios are taken within a round. Nothing he
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,27 +97,9 @@ def main() -> None:
     }
     path = options.out / f"cluster-{options.machine or machine.name_of(facts)}"
     result["parts"] = kept.earlier(path, result, PARTS)
-    budget, failed = parts.Budget(options.budget_s), list[str]()
+    budget = parts.Budget(options.budget_s)
     with tempfile.TemporaryDirectory(prefix="satchel-cluster-", dir=options.work) as work:
-        for name, measure in measures(options, Path(work), budget).items():
-            if budget.left_s <= 0:
-                say(f"{name}: no time is left")
-                continue
-            say(name)
-            load, started, when = os.getloadavg()[0], time.monotonic(), kept.now()
-            try:
-                part = measure()
-            except Exception:
-                # What the other parts find is worth having.
-                traceback.print_exc()
-                failed.append(name)
-                continue
-            part.notes.append(f"{when}, load of the machine before it {load:.2f}.")
-            result["parts"][name] = {**asdict(part), "seconds": time.monotonic() - started}
-            kept.save(path, result, markdown)
-    print(markdown(result))
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+        kept.measure_all(measures(options, Path(work), budget), budget, path, result, markdown)
 
 
 def markdown(result: dict[str, Any]) -> str:

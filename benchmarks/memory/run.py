@@ -8,14 +8,9 @@ Figures are medians over the rounds, ratios are taken within a round. Nothing he
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +26,8 @@ from recall import recall
 from replay import replay
 from restoring import restoring
 from sizes import sizes
+
+kept = neighbour("", "kept")
 
 RESULTS = BENCHMARKS / "results"
 PARTS = ("sizes", "quality", "recall", "first-token", "restoring", "agents", "replay")
@@ -141,52 +138,20 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": facts,
         "versions": machine.versions(sys.executable, None),
-        "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "when": kept.now(),
         # Without the paths of this machine.
         "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
         "parts": {},
     }
     path = options.out / f"memory-{options.machine or machine.name_of(facts)}"
+
+    def finish(name: str, part: Part, note: str) -> str:
+        mx.clear_cache()
+        return name
+
     with tempfile.TemporaryDirectory(prefix="satchel-memory-", dir=options.work) as work:
-        run, failed = Run(options, Path(work)), list[str]()
-        for name, measure in run.parts().items():
-            if run.budget.left_s <= 0:
-                say(f"{name}: no time is left")
-                continue
-            say(name)
-            started = time.monotonic()
-            try:
-                part = measure()
-            except Exception:
-                # What the other parts find is worth having.
-                traceback.print_exc()
-                failed.append(name)
-                continue
-            result["parts"][name] = {**asdict(part), "seconds": time.monotonic() - started}
-            mx.clear_cache()
-            save(path, result)
-    print(markdown(result))
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
-
-
-def save(path: Path, result: dict[str, Any]) -> None:
-    """After every part, so that what was measured stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    json_path, markdown_path = path.with_name(path.name + ".json"), path.with_name(path.name + ".md")
-    json_path.write_text(json.dumps(_plain(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    markdown_path.write_text(markdown(result) + "\n", encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """For JSON: no NaN, and no more digits than were measured."""
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, float):
-        return None if value != value else float(f"{value:.6g}")
-    return value
+        run = Run(options, Path(work))
+        kept.measure_all(run.parts(), run.budget, path, result, markdown, finish)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,7 +140,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="satchel-vision-", dir=options.work) as work:
-        run, failed = Run(options, Path(work)), list[str]()
+        run = Run(options, Path(work))
         facts = {**machine.facts(run.device), "load_before": round(load_before, 2)}
         result: dict[str, Any] = {
             "machine": facts,
@@ -156,27 +153,13 @@ def main() -> None:
         path = options.out / f"vision-{options.machine or machine.name_of(facts)}"
         every = [label(part, shape) for shape in VISION_SHAPES for part in PARTS]
         result["parts"] = kept.earlier(path, result, every)
-        for name, measure in run.parts().items():
-            if run.budget.left_s <= 0:
-                say(f"{name}: no time is left")
-                continue
-            say(name)
-            load, started, when = os.getloadavg()[0], time.monotonic(), kept.now()
-            try:
-                part = measure()
-            except Exception:
-                # What the other parts find is worth having.
-                traceback.print_exc()
-                failed.append(name)
-                continue
-            part.title += f" ({'embedded:' if options.shape == EMBEDDED else 'random weights, '}{options.shape})"
-            part.notes.append(f"{when}, load of the machine before it {load:.2f}.")
-            found = {**asdict(part), "seconds": time.monotonic() - started}
-            result["parts"][label(name, options.shape)] = found
-            kept.save(path, result, markdown)
-    print(markdown(result))
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+        model = f"{'embedded:' if options.shape == EMBEDDED else 'random weights, '}{options.shape}"
+
+        def finish(name: str, part: Any, note: str) -> str:
+            part.title += f" ({model})"
+            return label(kept.noted(name, part, note), options.shape)
+
+        kept.measure_all(run.parts(), run.budget, path, result, markdown, finish)
 
 
 def markdown(result: dict[str, Any]) -> str:
