@@ -13,10 +13,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import asdict, dataclass
 
 RESOURCE_AMOUNT = 1_000_000
 """Of a node's own resource, of which every actor takes one."""
+REGISTER_S = 90.0
+"""How long a node may take until the cluster knows it. Ray gives it 30 s, which a busy machine exceeds."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,24 @@ class RayReport:
 
 def start_ray(spec: RaySpec) -> RayReport:
     """Starts the raylet, and where there is no cluster to join the control store, and waits until they answer."""
+    from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     class LeanNode(Node):
         def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
             """None: it serves the dashboard and job submission, and takes four seconds and 120 MB."""
+
+        def start_ray_processes(self) -> None:
+            """Also waits until the cluster knows the node, for longer than what follows would."""
+            super().start_ray_processes()
+            ends = time.monotonic() + REGISTER_S
+            while time.monotonic() < ends and not self.dead_processes():
+                try:
+                    services.get_node(self.gcs_address, self._node_id)
+                    return
+                except RuntimeError:
+                    time.sleep(0.1)
 
     node = LeanNode(
         RayParams(
