@@ -8,8 +8,10 @@ of its key (`kv_store.media`), so that prompts with other pictures are other pro
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from PIL import Image
@@ -22,6 +24,8 @@ from .picture_sources import Picture
 
 REFERENCE = "picture:"
 """Transcripts name pictures by such URLs. Callers' are fetched, so nobody sees by a hash what others have sent."""
+
+RESIZED_BYTES_MAX = 64 << 20
 
 _REFERENCE = re.compile(rf"{REFERENCE}([0-9a-f]{{64}})/(\d{{1,6}})x(\d{{1,6}})(?:@(\d{{1,9}}\.\d{{1,6}}))?")
 
@@ -119,7 +123,7 @@ def with_words(processor: PictureProcessor, tokens: Sequence[int], placed: Place
                 grid=list(span.layout.grid),
                 width=span.size[0],
                 height=span.size[1],
-                pixels=b"".join(_pixels(frame, span.size) for frame in span.frames),
+                pixels=b"".join(_resized.pixels(frame, span.size) for frame in span.frames),
                 frames=len(span.frames),
                 video=span.video,
             )
@@ -130,12 +134,41 @@ def with_words(processor: PictureProcessor, tokens: Sequence[int], placed: Place
     return prompt, media
 
 
-def _pixels(picture: Picture, size: tuple[int, int]) -> bytes:
-    if not picture.pixels or size == (picture.width, picture.height):
-        return picture.pixels
-    image = Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
-    # As video processors do it.
-    return image.resize(size, Image.Resampling.BICUBIC).tobytes()
+class Resized:
+    """Pictures in the sizes that encoders take, the last ones of them: a clip is shown again at every turn.
+
+    Thread-safe.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._kept: OrderedDict[tuple[bytes, tuple[int, int]], bytes] = OrderedDict()
+        self._lock = Lock()
+
+    def pixels(self, picture: Picture, size: tuple[int, int]) -> bytes:
+        """RGB of that (width, height); empty where the picture comes without pixels."""
+        if not picture.pixels or size == (picture.width, picture.height):
+            return picture.pixels
+        key = (picture.hash, size)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        image = Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
+        # As video processors do it.
+        made = image.resize(size, Image.Resampling.BICUBIC).tobytes()
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = made
+                self._bytes += len(made)
+            while self._bytes > self._bytes_max:
+                _, gone = self._kept.popitem(last=False)
+                self._bytes -= len(gone)
+        return made
+
+
+_resized = Resized(RESIZED_BYTES_MAX)
 
 
 def _find(tokens: Sequence[int], span: Sequence[int], start: int) -> int:

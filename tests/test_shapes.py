@@ -46,7 +46,7 @@ def processor() -> Any:
         pytest.param(
             20,
             1,
-            {"pure colours on white": 1.0, "what is in it": 0.9, "video": 0.82},
+            {"pure colours on white": 1.0, "what is in it": 0.97, "video": 0.92},
             marks=pytest.mark.slow,
         ),
     ],

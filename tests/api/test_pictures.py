@@ -16,6 +16,8 @@ from satchel.actors.kv_store.media import FIRST_WORD, picture_hash, words_in
 from satchel.actors.messages import Media
 from satchel.api.app import create_app
 from satchel.api.backend import ServedModel
+from satchel.api.picture_prompt import Resized
+from satchel.api.picture_sources import Picture
 from satchel.api.text import TextModel, load_text_model
 from satchel.cluster.config import Config
 from tests.vision_families import write_model
@@ -198,3 +200,18 @@ async def test_an_agent_lists_what_it_was_shown_each_once(backend: FakeBackend, 
         endpoint.store.calls.clear()
         (agent,) = (await client.get("/v1/agents")).json()["data"]
         assert "pictures" not in agent and endpoint.store.calls == ["agents"], "a list reads no transcripts"
+
+
+def test_what_was_resized_is_kept_up_to_a_limit():
+    size = (28, 21)
+    shown = [picture(color) for color in ("red", "green", "blue")]
+    given = [Picture(*one.size, one.tobytes(), picture_hash(*one.size, one.tobytes())) for one in shown]
+    wanted = [one.resize(size, Image.Resampling.BICUBIC).tobytes() for one in shown]
+    resized = Resized(2 * len(wanted[0]))
+    first = [resized.pixels(one, size) for one in given]
+    assert first == wanted
+    # The last two are the same objects, the first had to go.
+    again = [resized.pixels(one, size) for one in reversed(given)][::-1]
+    assert again == wanted
+    assert [one is other for one, other in zip(first, again, strict=True)] == [False, True, True]
+    assert resized.pixels(given[0], shown[0].size) is given[0].pixels
