@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 4
 """How many agents are handed over at the same time; a move waits for the network and for disks."""
 
-ROUTER_S = 2.0
+ACTOR_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,16 @@ class HandedOver:
 async def drain_and_hand_over(
     replicas: Mapping[str, Any], node: Node, *, drain_s: float, hand_over_s: float
 ) -> HandedOver:
-    """Finish what the node's replicas are doing, at most `drain_s`, then move its agents to other nodes, at most
-    `hand_over_s`."""
-    await drain(replicas, drain_s)
-    router, store = await asyncio.to_thread(_actors, node)
+    """Let no more agents come, finish what the node's replicas are doing, at most `drain_s`, then move its agents to
+    other nodes, at most `hand_over_s`."""
+    try:
+        router, store = await asyncio.to_thread(_actors, node)
+        await asyncio.wait_for(store.drain.remote(), ACTOR_S)
+    finally:
+        await drain(replicas, drain_s)
 
     async def ask(method: str, *arguments: Any) -> Any:
-        return await asyncio.wait_for(getattr(router, method).remote(*arguments), ROUTER_S)
+        return await asyncio.wait_for(getattr(router, method).remote(*arguments), ACTOR_S)
 
     others = [other["name"] for other in await ask("nodes") if other["alive"] and other["name"] != node.name]
     agents = await ask("agents_on", node.name)

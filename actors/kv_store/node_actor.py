@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import shutil
 import threading
 import time
 import uuid
@@ -58,6 +59,9 @@ The router takes a node that is silent for longer for lost."""
 
 UNBURIED_MAX = 10_000
 
+ROOM_BYTES_MIN = 64 << 20
+"""With less than that free on its disk a node is not asked to fetch KV, which it could not keep."""
+
 NUMBERS = 2**14
 """Among how many numbers each node has one of its own for what it does; by hash, so for 16 nodes in 99% of clusters."""
 
@@ -79,7 +83,9 @@ class NodeStoreActor(PeerCalls):
     """
 
     def __init__(self, config: Config, node: Node, given: Surroundings | None = None) -> None:
-        super().__init__(config, given.folder if given else default_home().kv)
+        self._folder = given.folder if given else default_home().kv
+        super().__init__(config, self._folder)
+        self._draining = False
         self._loop = asyncio.get_running_loop()
         self._node = node.name
         self._peers: Peers = given.peers if given else RayPeers(node.name)
@@ -177,6 +183,11 @@ class NodeStoreActor(PeerCalls):
         except SatchelError as error:
             logger.warning("node %s does not get the KV of agent %s: %s", to, agent, error.message)
             return None
+
+    async def drain(self) -> None:
+        """The node leaves: tell the router that no agent is to come here any more."""
+        self._draining = True
+        self._reporter.wake()
 
     async def adopt(self, agent: str, above: int) -> Answer:
         """Become the agent's home after its own was lost, with the latest copy that any node has that answers.
@@ -352,6 +363,8 @@ class NodeStoreActor(PeerCalls):
             blocks=stats.get("blocks", 0),
             used_bytes=stats.get("bytes", 0),
             free_bytes=stats.get("bytes_max", 0) - stats.get("bytes", 0),
+            disk_full=shutil.disk_usage(self._folder).free < ROOM_BYTES_MIN,
+            draining=self._draining,
             memory_free_bytes=psutil.virtual_memory().available,
         )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from satchel.actors import handles
-from satchel.actors.kv_store import copies
+from satchel.actors.kv_store import copies, node_actor
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS
 from satchel.actors.kv_store.homes import LIFE, Place, Role
 from satchel.actors.kv_store.peers import RayPeers, copy_nodes, head_to_wire
@@ -463,6 +464,17 @@ async def test_reports_say_what_has_changed_and_full_ones_everything(tmp_path):
         await world.report("b")
         assert world.places.agents_on("b") == [X] and world.places.where("t/y") is None
         assert (await world.report("a")).tombstones == [["t/y", LIFE - 1]]
+
+
+async def test_who_leaves_or_has_no_room_says_so(tmp_path, monkeypatch):
+    async with cluster(tmp_path) as world:
+        report = await world.report("a")
+        assert not report.draining and not report.disk_full
+        await world.stores["a"].drain()
+        assert (await world.report("a")).draining and not (await world.report("b")).draining
+        room = SimpleNamespace(free=node_actor.ROOM_BYTES_MIN - 1)
+        monkeypatch.setattr(node_actor.shutil, "disk_usage", lambda folder: room)
+        assert (await world.report("b")).disk_full
 
 
 async def test_changes_while_a_report_is_made_are_in_the_next(tmp_path):
