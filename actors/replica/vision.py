@@ -27,6 +27,9 @@ _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"}
 _IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
 """mlx-vlm's own language parts look at causal masks only."""
 
+SPARE_BYTES_MAX = 1 << 30
+"""Of freed buffers that a picture may leave to MLX: its encoder's are larger than what anything else here needs."""
+
 
 @dataclass(frozen=True)
 class Features:
@@ -155,6 +158,7 @@ class Vision:
         Raises:
             ValueError: the model wants something besides that is not understood here.
         """
+        spare = mx.get_cache_memory()
         ids = mx.array([span.tokens])
         given = {name: _array(value) for name, value in self._processor.inputs(frames, video=video).items()}
         pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, dtype=mx.int32)
@@ -172,6 +176,8 @@ class Vision:
         features = Features(embeddings, tuple(levels))
         mx.eval(features.arrays())
         self._settle()
+        if mx.get_cache_memory() - spare > SPARE_BYTES_MAX:
+            mx.clear_cache()
         return features
 
     def _settle(self) -> None:

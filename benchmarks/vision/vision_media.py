@@ -84,6 +84,9 @@ def video(
             cold, cached = spread.median(length, "cold"), spread.median(length, "cached")
             say(f"  {length} frames: {cold:,.0f} ms, cached {cached:,.0f} ms")
     for length in lengths:
+        if (length, "hot") not in spread.times:
+            part.notes.append(f"There was no time for {length} frames.")
+            continue
         part.rows.append(
             {
                 "frames": length,
@@ -96,7 +99,7 @@ def video(
                 "prefill, ms": costs[length].prefill_s * 1e3,
             }
         )
-        if length == TARGET_FRAMES and (length, "hot") in spread.times:
+        if length == TARGET_FRAMES:
             ratio = spread.ratio((length, "cold"), (length, "cached"))
             part.at_least(f"{length} frames: first token, cold / cached", ratio, FRAMES_TARGET)
             fixed_s = max(0.0, spread.median(length, "hot") / 1e3 - costs[length].step_s)
