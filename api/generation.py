@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from ..cluster.config import Config
 from ..cluster.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NoReplica
@@ -85,6 +86,8 @@ class Generator:
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
+        # A generation may send its pictures again. As long as it lives the loader counts them.
+        self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
 
     async def served(self, name: str = "") -> ServedModel:
         """The model called `name`; "" is the default one.
@@ -313,6 +316,8 @@ class Generator:
             beside=beside,
             media=[] if job.chat is None else job.chat.media,
         )
+        if job.chat is not None:
+            self._shown[generation] = job.chat.shown
         how: dict[str, Any] = {
             "model": model,
             "prompt_tokens": len(prompt),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,11 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _LOW_SIDE = 512
+_SIDES_MAX = 200
+"""How many times the shorter side the longer one may be: some processors enlarge the shorter one to a full size."""
 _SCANNED_PIXELS_MAX = 2 * 10**9
+# A scan's length follows from its number of components. What stands behind the picture may be anything.
+_SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
 _PNG_DEPTH_OFFSET = 24
 _TURNS = {
@@ -101,7 +106,7 @@ def decode(data: bytes, shown: Shown, pixels_max: int) -> Picture:
         Undecodable: it is no picture, has more than `pixels_max` pixels, or is damaged.
     """
     with opened(data, pixels_max) as image:
-        scans = data.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 1
+        scans = sum(1 for _ in _SCAN.finditer(data)) if image.format in ("JPEG", "MPO") else 1
         if scans * image.width * image.height > _SCANNED_PIXELS_MAX:
             raise Undecodable(f"is a JPEG of {scans} scans, too many for its size")
         depth = data[_PNG_DEPTH_OFFSET] if image.format == "PNG" else 8
@@ -131,8 +136,14 @@ def opened(data: bytes, pixels_max: int) -> Iterator[Image.Image]:
 def check_size(width: int, height: int, pixels_max: int) -> None:
     """
     Raises:
-        Undecodable: a picture of this size has more pixels, or none.
+        Undecodable: a picture of this size has more pixels, or none, or one side is far longer than the other.
     """
+    _check_pixels(width, height, pixels_max)
+    if max(width, height) > _SIDES_MAX * min(width, height):
+        raise Undecodable(f"has {width} x {height} pixels: one side is more than {_SIDES_MAX} times the other")
+
+
+def _check_pixels(width: int, height: int, pixels_max: int) -> None:
     if width <= 0 or height <= 0:
         raise Undecodable("is damaged or cut off")
     if width * height > pixels_max:
@@ -146,7 +157,7 @@ def _too_large(pixels_max: int) -> str:
 def _check_tiles(image: Image.Image, pixels_max: int) -> None:
     """A TIFF's tiles may be larger than itself, and are decoded whole."""
     tags = image.tag_v2  # pyright: ignore[reportAttributeAccessIssue]
-    check_size(tags.get(_TILE_WIDTH, 1), tags.get(_TILE_LENGTH, 1), pixels_max)
+    _check_pixels(tags.get(_TILE_WIDTH, 1), tags.get(_TILE_LENGTH, 1), pixels_max)
 
 
 def rgb(image: Image.Image, depth: int = 8) -> Image.Image:

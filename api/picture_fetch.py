@@ -11,8 +11,9 @@ import hashlib
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -23,12 +24,13 @@ from .picture_decode import Shown, Undecodable, decode, measure
 from .picture_files import Unreadable, data_url, read_file
 from .picture_http import Fetcher, Unfetchable
 from .picture_sources import Picture, PictureSource, VideoSource
-from .video_decode import FRAMES_A_SECOND, Sampling, decode_video, evenly
+from .video_decode import FRAME_PIXELS_MIN, FRAMES_A_SECOND, Sampling, decode_video, evenly
 
 T = TypeVar("T")
 
 _FETCHES_MAX = 8
 _READS_MAX = 4
+_VIDEO_FETCHES_MAX = 4
 _VIDEOS_MAX = 2
 _CACHE_PART = 4
 """What is kept for later requests may be a quarter of what may be held."""
@@ -78,6 +80,8 @@ class PictureShelf:
         self._kept_bytes = 0
         self._held: WeakValueDictionary[int, Picture] = WeakValueDictionary()
         self._numbers = itertools.count()
+        self._reserved_bytes = 0
+        self._given_back = asyncio.Event()
 
     def find(self, key: bytes) -> list[Picture] | None:
         found = self._kept.get(key)
@@ -85,17 +89,29 @@ class PictureShelf:
             self._kept.move_to_end(key)
         return found
 
-    def make_room(self, wanted_bytes: int) -> None:
-        """
+    @asynccontextmanager
+    async def room(self, wanted_bytes: int) -> AsyncIterator[None]:
+        """Room for pictures that are made and held in the block. Waits for room that others have and may not need.
+
         Raises:
             Unavailable: requests hold too much.
         """
-        while self._held_bytes() + wanted_bytes > self._bytes_max:
-            if not self._kept:
+        while (needed := self._held_bytes() + wanted_bytes) + self._reserved_bytes > self._bytes_max:
+            if self._kept:
+                self._drop_oldest()
+            elif needed > self._bytes_max:
                 raise Unavailable(
                     "the pictures of all requests are too large together (media.held_bytes_max)", retry_after_s=1.0
                 )
-            self._drop_oldest()
+            else:
+                self._given_back.clear()
+                await self._given_back.wait()
+        self._reserved_bytes += wanted_bytes
+        try:
+            yield
+        finally:
+            self._reserved_bytes -= wanted_bytes
+            self._given_back.set()
 
     def hold(self, pictures: Sequence[Picture]) -> None:
         """Count them for as long as anybody has them."""
@@ -130,8 +146,14 @@ class PictureLoader:
     def __init__(self, limits: Media) -> None:
         self._limits = limits
         self._fetcher = Fetcher(limits)
-        self._fetches = asyncio.Semaphore(_FETCHES_MAX)
-        self._reads = asyncio.Semaphore(_READS_MAX)
+        # Of contents in memory, by whether they are videos and whether they are fetched. Videos take long, and
+        # pictures do not wait for them.
+        self._turns = {
+            (False, True): asyncio.Semaphore(_FETCHES_MAX),
+            (False, False): asyncio.Semaphore(_READS_MAX),
+            (True, True): asyncio.Semaphore(_VIDEO_FETCHES_MAX),
+            (True, False): asyncio.Semaphore(_VIDEOS_MAX),
+        }
         self._pictures = Workshop(min(_READS_MAX, os.cpu_count() or 1), limits.pixels_max, "picture")
         self._videos = Workshop(_VIDEOS_MAX, _VIDEOS_MAX * limits.pixels_max, "video")
         self._shelf = PictureShelf(limits.held_bytes_max)
@@ -162,11 +184,12 @@ class PictureLoader:
 
         async def decoded(data: bytes) -> list[Picture]:
             pixels = await self._pictures.run(len(data), measure, data, shown, self._limits.pixels_max)
-            self._shelf.make_room(3 * pixels)
-            picture = await self._pictures.run(max(pixels, len(data)), decode, data, shown, self._limits.pixels_max)
+            async with self._shelf.room(3 * pixels):
+                picture = await self._pictures.run(max(pixels, len(data)), decode, data, shown, self._limits.pixels_max)
+                self._shelf.hold([picture])
             return [picture]
 
-        return (await self._load(source.url, source.where, shown, decoded))[0]
+        return (await self._load(source.url, source.where, shown, decoded, video=False))[0]
 
     async def load_video(self, source: VideoSource) -> list[Picture]:
         """The frames to show, in order, each with its time.
@@ -174,10 +197,11 @@ class PictureLoader:
         Raises:
             InvalidRequest, Unavailable: as `load`.
         """
-        frames_max = min(source.frames_max or self._limits.frames_max, self._limits.frames_max)
+        limits = self._limits
+        frames_most = max(1, limits.pixels_max // (2 * FRAME_PIXELS_MIN))
+        frames_max = min(source.frames_max or limits.frames_max, limits.frames_max, frames_most)
         if source.url is None:
             return await self._load_frames(source, frames_max)
-        limits = self._limits
         sampling = Sampling(
             fps=source.fps or FRAMES_A_SECOND,
             frames_max=frames_max,
@@ -188,10 +212,12 @@ class PictureLoader:
         )
 
         async def decoded(data: bytes) -> list[Picture]:
-            self._shelf.make_room(3 * limits.pixels_max // 2)
-            return await self._videos.run(limits.pixels_max, decode_video, data, sampling)
+            async with self._shelf.room(3 * limits.pixels_max // 2):
+                frames = await self._videos.run(limits.pixels_max, decode_video, data, sampling)
+                self._shelf.hold(frames)
+            return frames
 
-        return await self._load(source.url, source.where, sampling, decoded)
+        return await self._load(source.url, source.where, sampling, decoded, video=True)
 
     async def _load_frames(self, source: VideoSource, frames_max: int) -> list[Picture]:
         rate = source.fps or FRAMES_A_SECOND
@@ -207,17 +233,16 @@ class PictureLoader:
         return timed
 
     async def _load(
-        self, url: str, where: str, how: object, decoded: Callable[[bytes], Awaitable[list[Picture]]]
+        self, url: str, where: str, how: object, decoded: Callable[[bytes], Awaitable[list[Picture]]], *, video: bool
     ) -> list[Picture]:
         """What `decoded` makes of the content, unless the same was made of the same content before."""
         try:
-            async with self._fetches if _is_remote(url) else self._reads:
+            async with self._turns[video, _is_remote(url)]:
                 data = await self._content(url)
                 key = await self._pictures.run(len(data), _key, data, how)
                 pictures = self._shelf.find(key)
                 if pictures is None:
                     pictures = await decoded(data)
-                    self._shelf.hold(pictures)
                     self._shelf.keep(key, pictures)
                 return pictures
         except (Undecodable, Unfetchable, Unreadable) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -27,7 +28,7 @@ REFERENCE = "picture:"
 
 RESIZED_BYTES_MAX = 64 << 20
 
-_REFERENCE = re.compile(rf"{REFERENCE}([0-9a-f]{{64}})/(\d{{1,6}})x(\d{{1,6}})(?:@(\d{{1,9}}\.\d{{1,6}}))?")
+_REFERENCE = re.compile(rf"{REFERENCE}([0-9a-f]{{64}})/(\d{{1,9}})x(\d{{1,9}})(?:@(\d{{1,9}}\.\d{{1,6}}))?")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def place(processor: PictureProcessor, rendered: str, media: Sequence[Medium]) -
     """Write the texts of media, as they are shown, into a rendered conversation. Milliseconds for a size that is new.
 
     Raises:
-        InvalidRequest: the conversation says itself what stands for a picture.
+        InvalidRequest: the conversation says itself what stands for a picture, or the processor refuses a size.
     """
     marks = [mark for mark in (processor.placeholder, processor.video_placeholder) if mark]
     parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered)
@@ -90,16 +91,26 @@ def _lay(processor: PictureProcessor, medium: Medium, spans: list[Span]) -> str:
     """Append the medium's spans; its text."""
     first = medium.frames[0]
     if not medium.video:
-        laid = processor.layout(first.width, first.height)
+        with _refusing(f"picture of {first.width} x {first.height} pixels"):
+            laid = processor.layout(first.width, first.height)
         spans.append(Span(laid.span, medium.frames, (first.width, first.height), False))
         return laid.text
-    video = processor.video_layout(first.width, first.height, [frame.seconds for frame in medium.frames])
+    with _refusing(f"video of {len(medium.frames)} frames of {first.width} x {first.height} pixels"):
+        video = processor.video_layout(first.width, first.height, [frame.seconds for frame in medium.frames])
     frames = list(medium.frames)
     frames += frames[-1:] * (len(video.spans) * video.frames - len(frames))
     for index, span in enumerate(video.spans):
         group = frames[index * video.frames : (index + 1) * video.frames]
         spans.append(Span(span, group, (video.width, video.height), True))
     return video.text
+
+
+@contextmanager
+def _refusing(medium: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidRequest(f"messages: the model's processor takes no {medium}", param="messages") from error
 
 
 def with_words(processor: PictureProcessor, tokens: Sequence[int], placed: Placed) -> tuple[list[int], list[Media]]:

@@ -76,9 +76,10 @@ class CompletionRequest(Request):
 class Chat:
     """A rendered conversation.
 
-    `prompt` has words in the place of pictures, which are `media`. `thinking` says that the prompt ends inside a block
-    of reasoning. `text` is what `prompt` spells, `messages` the whole conversation in OpenAI's form, and `continuation`
-    how the prompt continues what an agent remembers, None where there is nothing to continue.
+    `prompt` has words in the place of pictures, which are `media`, made of what is `shown`. `thinking` says that the
+    prompt ends inside a block of reasoning. `text` is what `prompt` spells, `messages` the whole conversation in
+    OpenAI's form, and `continuation` how the prompt continues what an agent remembers, None where there is nothing to
+    continue.
     """
 
     prompt: list[int]
@@ -88,6 +89,7 @@ class Chat:
     messages: list[Message]
     continuation: Continuation | None = None
     media: list[Media] = field(default_factory=list)
+    shown: list[Medium] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def prepare_chat(
         if continuation is not None and continuation.line is not None and past.words:
             continuation = _seen_alike(continuation, prompt, past.words[continuation.line])
     said = openai_form(with_references(messages, shown))
-    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, said, continuation, spans)
+    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, said, continuation, spans, shown)
 
 
 def _checked(messages: Any, media: Sequence[Medium], pictures: PictureProcessor | None) -> list[Message]:

@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 FRAMES_A_SECOND = 2.0
 """Frames of a second that are taken where nobody says how many; also what lists of frames are taken to have."""
+FRAME_PIXELS_MIN = 64 * 64
+"""Of a video with more frames than can have so many pixels each, fewer are taken: no model sees smaller ones."""
 _ANIMATED = ("GIF", "WEBP", "PNG")
 _KNOWN = "MP4, WebM, Matroska, AVI and animated GIF, WebP and PNG"
 _USUAL_FRAME_S = 0.1

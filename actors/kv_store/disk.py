@@ -7,6 +7,7 @@ what was forgotten. `Shelf` is what is behind the lock.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -367,7 +368,8 @@ class DiskStore:
             self._in_flight = seen
 
     def stats(self) -> dict[str, int]:
-        """Counters (`…_total`, since the opening) and sizes: bytes, files, entries, blocks, tails, and so on."""
+        """Counters (`…_total`, since the opening) and sizes: bytes, files, entries, blocks, tails, and so on. What is
+        free of the whole device is `device_free_bytes`."""
         with self._held("counting") as shelf:
             nbytes, files, rows = shelf.index.size()
             _, live, tails = shelf.index.counts()
@@ -378,6 +380,7 @@ class DiskStore:
                 "corrupt_total": shelf.totals["corrupt"] + shelf.index.bad_rows_total,
                 "bytes": nbytes,
                 "bytes_max": shelf.limits.bytes_max,
+                "device_free_bytes": shutil.disk_usage(self.root).free,
                 "files": files,
                 "entries": live,
                 "blocks": live - tails,

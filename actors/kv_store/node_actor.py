@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import shutil
 import threading
 import time
 import uuid
@@ -83,8 +82,7 @@ class NodeStoreActor(PeerCalls):
     """
 
     def __init__(self, config: Config, node: Node, given: Surroundings | None = None) -> None:
-        self._folder = given.folder if given else default_home().kv
-        super().__init__(config, self._folder)
+        super().__init__(config, given.folder if given else default_home().kv)
         self._draining = False
         self._loop = asyncio.get_running_loop()
         self._node = node.name
@@ -363,7 +361,7 @@ class NodeStoreActor(PeerCalls):
             blocks=stats.get("blocks", 0),
             used_bytes=stats.get("bytes", 0),
             free_bytes=stats.get("bytes_max", 0) - stats.get("bytes", 0),
-            disk_full=shutil.disk_usage(self._folder).free < ROOM_BYTES_MIN,
+            disk_full=stats.get("device_free_bytes", ROOM_BYTES_MIN) < ROOM_BYTES_MIN,
             draining=self._draining,
             memory_free_bytes=psutil.virtual_memory().available,
         )

@@ -204,17 +204,9 @@ class ReplicaActor:
         """What the disk has of the prompt that memory has not, and of its pictures."""
         if self._disk is None or self._engine is None or not (request.agent or request.block_ids):
             return None, {}
-        engine, disk = self._engine, self._disk
-        hot = engine.prefixes.peek(request.root_id, request.block_ids, request.prompt)
-
-        def read() -> tuple[Restored | None, dict[int, Features]]:
-            restored = disk.load(request, hot)
-            known = max(hot, restored.known(request.prompt) if restored is not None else 0)
-            return restored, engine.pictures.read_back(request, known)
-
         self._reading.add(request.request_id)
         try:
-            return await asyncio.to_thread(read)
+            return await asyncio.to_thread(self._engine.read_back, request)
         finally:
             self._reading.discard(request.request_id)
 

@@ -273,6 +273,8 @@ class DiskTier:
             try:
                 with EntryReader(session.root, session.key, where) as reader:
                     arrays = {part.name: slab_codec.to_mlx(part.array[0]) for part in reader.parts()}
+                    # What this thread leaves undone no other one can do.
+                    mx.eval(list(arrays.values()))
                     failures = list(reader.failures.values())
             finally:
                 told = [[failure.location.to_wire(), failure.reason, failure.missing] for failure in failures]

@@ -94,6 +94,7 @@ class Engine:
         )
         self.counters = Counters()
         self.beat = time.monotonic()
+        self._disk = disk
         self._turns = Turns(self.memory, disk)
         self._sequences: dict[str, Sequence] = {}
         self._idle = IdleCheck(self.memory, lambda: not self._inbox.empty)
@@ -103,6 +104,16 @@ class Engine:
         self._stopped = threading.Event()
 
     # Called from any thread.
+
+    def read_back(self, request: GenerateRequest) -> tuple[Restored | None, dict[int, Features]]:
+        """What the disk has of a request's prompt that memory has not, and of its pictures; for `submit`. Blocks."""
+        if self._disk is None:
+            return None, {}
+        hot = self.prefixes.peek(request.root_id, request.block_ids, request.prompt)
+        restored = self._disk.load(request, hot)
+        known = max(hot, restored.known(request.prompt) if restored is not None else 0)
+        # Windows and snapshots may end what can be reused sooner, and pictures before that are needed again then.
+        return restored, self.pictures.read_back(request, known if self.prefixes.is_plain else 0)
 
     def submit(
         self,
@@ -243,7 +254,6 @@ class Engine:
         sequence = Sequence(request, tokens, list(request.block_ids))
         if submitted.restored is not None:
             self._remember(self.memory.put_back, sequence, submitted.restored)
-        self.pictures.put_back(sequence, submitted.features)
         row = Row(
             request_id=request.request_id,
             prompt=len(tokens) - 1,
@@ -255,8 +265,8 @@ class Engine:
             known=self.memory.known(sequence),
         )
         try:
-            known = self.prefixes.peek(request.root_id, request.block_ids, request.prompt) if request.media else 0
-            ready = self.pictures.begin(sequence, row, known)
+            known = self.prefixes.reusable(request.root_id, sequence.ids, tokens) if request.media else 0
+            ready = self.pictures.begin(sequence, row, known, submitted.features)
         except (SatchelError, ValueError, IndexError, RuntimeError) as error:
             # What was read back for it is pinned.
             self.memory.leave(sequence)
@@ -317,7 +327,6 @@ class Engine:
             self._end(request_id, "error", error)
 
     def _let_go(self, request_id: str) -> None:
-        self.pictures.leave(request_id)
         if self.scheduler.row(request_id) is not None:
             self.scheduler.finish(request_id)
 
@@ -442,6 +451,7 @@ class Engine:
 
     def _leave(self, request_id: str, last: RowUpdate) -> None:
         sequence = self._sequences.pop(request_id)
+        self.pictures.leave(request_id)
         self.executor.leave([request_id])
         self.memory.leave(sequence)
         self._emit(sequence, last)

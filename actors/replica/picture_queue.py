@@ -141,6 +141,8 @@ class PictureQueue:
         self._jobs: SimpleQueue[_Job] | None = None
         self._encoding: _Encoding | None = None
         self._waiting: dict[str, _Waiting] = {}
+        # What every row has been given and needs until it is prefilled.
+        self._holding: dict[str, dict[int, Features]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -162,9 +164,12 @@ class PictureQueue:
             return InvalidRequest("the pictures' places are not in the prompt", param="messages")
         return None
 
-    def begin(self, sequence: Sequence, row: Row, known: int) -> bool:
+    def begin(self, sequence: Sequence, row: Row, known: int, found: Mapping[int, Features]) -> bool:
         """Take in a row with its pictures, whose first `known` tokens have KV. Whether it need not wait here, as
         everything is known or not needed.
+
+        Args:
+            found: what was read back of the pictures, by their indexes.
 
         Raises:
             PictureLost: a picture is to be encoded, and its pixels were not sent.
@@ -178,11 +183,16 @@ class PictureQueue:
         )
         sequence.pictures = pictures
         missing = [index for index, one in enumerate(media) if one.start + len(one.tokens) > known]
-        if any(not media[index].pixels and _id(sequence.request, index) not in self.features for index in missing):
-            raise PictureLost(LOST)
+        for index in missing:
+            if not media[index].pixels and index not in found and _id(sequence.request, index) not in self.features:
+                raise PictureLost(LOST)
+        self._holding[sequence.id] = pictures.features
         # Of the others nobody needs more than their KV.
         self.features.hits += len(media) - len(missing)
-        missing = [index for index in missing if not self._find(sequence, index)]
+        for index in found.keys() & set(missing):
+            self.features.hits += 1
+            self._keep(sequence, index, found[index])
+        missing = [index for index in missing if not self._has(sequence, index) and not self._find(sequence, index)]
         if missing:
             self._waiting[sequence.id] = _Waiting(sequence, row, missing)
         return not missing
@@ -197,13 +207,20 @@ class PictureQueue:
             encoding, self._encoding = self._encoding, None
             self._finish(encoding, attempt)
         for waiting in sorted(self._waiting.values(), key=lambda entry: -entry.row.priority):
-            sequence, missing = waiting.sequence, waiting.missing
-            while missing and (self._has(sequence, missing[0]) or self._find(sequence, missing[0])):
+            sequence, missing, full = waiting.sequence, waiting.missing, self._is_full()
+            while missing and (self._has(sequence, missing[0]) or (not full and self._find(sequence, missing[0]))):
                 missing.pop(0)
-            if missing and self._encoding is None:
+            if missing and self._encoding is None and not full:
                 attempt(sequence.id, lambda sequence=sequence, index=missing[0]: self._begin(sequence, index))
             if not missing and self._waiting.pop(sequence.id, None) is not None:
                 yield waiting.row
+
+    def _is_full(self) -> bool:
+        """Whether rows that have all of their features, and wait for the model only, are to go on first."""
+        if all(name in self._waiting for name, features in self._holding.items() if features):
+            return False
+        held = {id(one): one.nbytes for features in self._holding.values() for one in features.values()}
+        return sum(held.values()) >= self.features.bytes_max
 
     def _begin(self, sequence: Sequence, index: int) -> None:
         made: Future[tuple[Features, float]] = Future()
@@ -235,6 +252,7 @@ class PictureQueue:
     def leave(self, request_id: str) -> None:
         """The row is over; one that is not here is ignored."""
         self._waiting.pop(request_id, None)
+        self._holding.pop(request_id, None)
 
     def prefilled(self, sequence: Sequence) -> None:
         """The row needs its features no more, unless it is sent back."""
@@ -301,11 +319,6 @@ class PictureQueue:
             if media.start + len(media.tokens) > hot_tokens and _id(request, index) not in self.features
         ]
         return self._disk.load(request, lacking) if lacking else {}
-
-    def put_back(self, sequence: Sequence, found: Mapping[int, Features]) -> None:
-        """Take what was read back."""
-        for index, features in found.items():
-            self.features.put(_id(sequence.request, index), features)
 
     def _keep(self, sequence: Sequence, index: int, features: Features) -> None:
         assert sequence.pictures is not None

@@ -106,6 +106,7 @@ class PictureProcessor:
         self._edges = frozenset(self._tokenizer("").input_ids)
         self._layouts: OrderedDict[Any, Any] = OrderedDict()
         self._lock = Lock()
+        self._making = Lock()
         self.placeholder = self._placeholder_of("image")
         if not self.placeholder.strip():
             raise ValueError("its chat template has no place for pictures")
@@ -155,16 +156,24 @@ class PictureProcessor:
         return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
 
     def _kept(self, key: Any, make: Any) -> Any:
+        if (known := self._known(key)) is not None:
+            return known
+        # One at a time: a large picture's takes hundreds of megabytes.
+        with self._making:
+            if (known := self._known(key)) is not None:
+                return known
+            made = make()
+            with self._lock:
+                self._layouts[key] = made
+                if len(self._layouts) > LAYOUTS_KEPT:
+                    self._layouts.popitem(last=False)
+            return made
+
+    def _known(self, key: Any) -> Any:
         with self._lock:
             if key in self._layouts:
                 self._layouts.move_to_end(key)
-                return self._layouts[key]
-        made = make()
-        with self._lock:
-            self._layouts[key] = made
-            if len(self._layouts) > LAYOUTS_KEPT:
-                self._layouts.popitem(last=False)
-        return made
+            return self._layouts.get(key)
 
     def _placeholder_of(self, kind: str) -> str:
         mark = {"type": "text", "text": _MARK}

@@ -128,6 +128,11 @@ class PrefixCache(Generic[Value]):
         self._announced: set[bytes] = set()
         self._retracted: set[bytes] = set()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every beginning of what is kept can be reused."""
+        return self._rule == ReuseRule()
+
     def block_ids(self) -> list[bytes]:
         return [block for block, tail in self._entries if tail is None]
 
@@ -146,7 +151,8 @@ class PrefixCache(Generic[Value]):
         return next((index for index, block in enumerate(block_ids) if block not in self), len(block_ids))
 
     def peek(self, root: bytes, block_ids: Sequence[bytes], prompt: Sequence[int]) -> int:
-        """About how many of the prompt's first tokens `match` would find; from any thread."""
+        """About how many of the prompt's first tokens `match` would find if all layers were of full attention; from any
+        thread."""
         # The last token is computed in any case, and a block that it ends is not cut.
         most = len(prompt) - 1
         whole = self.leading(block_ids[: most // BLOCK_TOKENS])
@@ -202,6 +208,22 @@ class PrefixCache(Generic[Value]):
 
     def match(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int) -> Hit[Value]:
         """The longest reusable prefix of `prompt`, at most `tokens_max` tokens, in O(blocks) look-ups."""
+        blocks, parent, tail, used = self._search(root, block_ids, prompt, tokens_max)
+        self._touch(block_ids[: len(blocks)])
+        if not tail:
+            return Hit(blocks)
+        self._entries.move_to_end((parent, tail))
+        return Hit(blocks, self._entries[(parent, tail)].kept.value, used)
+
+    def reusable(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int]) -> int:
+        """How many of the prompt's first tokens `match` finds now, without using them."""
+        blocks, _, _, used = self._search(root, block_ids, prompt, len(prompt) - 1)
+        return len(blocks) * BLOCK_TOKENS + used
+
+    def _search(
+        self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int
+    ) -> tuple[list[Value], bytes, tuple[int, ...], int]:
+        """The blocks to reuse, the last one's id, and which tail after it, to how many tokens; () and 0 for none."""
         parts: list[tuple[Kept[Value], int]] = []
         parent = root
         for index, block in enumerate(block_ids):
@@ -211,19 +233,15 @@ class PrefixCache(Generic[Value]):
                 break
             parts.append((entry.kept, BLOCK_TOKENS))
             parent = block
-        whole, tail, used = len(parts), None, 0
+        whole = len(parts)
         start = whole * BLOCK_TOKENS
         for key, used in self._candidates(parent, prompt[start : min(tokens_max, start + BLOCK_TOKENS)]):
             entry = self._entries[(parent, key)]
             if covers(self._rule, [*parts, (entry.kept, len(key))], whole + 1, used):
-                tail = entry.kept
-                self._entries.move_to_end((parent, key))
-                break
-        while tail is None and whole and not covers(self._rule, parts, whole, BLOCK_TOKENS):
+                return [kept.value for kept, _ in parts], parent, key, used
+        while whole and not covers(self._rule, parts, whole, BLOCK_TOKENS):
             whole -= 1
-        self._touch(block_ids[:whole])
-        blocks = [kept.value for kept, _ in parts[:whole]]
-        return Hit(blocks) if tail is None else Hit(blocks, tail.value, used)
+        return [kept.value for kept, _ in parts[:whole]], parent, (), 0
 
     def put_blocks(self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], Kept[Value]]]) -> None:
         """Keep whole blocks. The first copy of an id stays, unless a later one serves where it does not.
@@ -255,7 +273,7 @@ class PrefixCache(Generic[Value]):
         if not key or large or key in siblings:
             return
         # Where the rule asks for more, a longer tail may not serve at a shorter one's end.
-        if self._rule == ReuseRule():
+        if self.is_plain:
             if any(other[: len(key)] == key for other in siblings):
                 return
             for other in [other for other in siblings if key[: len(other)] == other]:
@@ -328,7 +346,7 @@ class PrefixCache(Generic[Value]):
             common, tail = max(near, default=(0, ()))
             if common:
                 yield tail, common
-        if self._rule != ReuseRule():
+        if not self.is_plain:
             whole = [tail for tail in siblings if len(tail) <= len(rest) and tail == tuple(rest[: len(tail)])]
             for tail in reversed(whole):
                 yield tail, len(tail)

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ class Row:
     logprobs: list = dataclasses.field(default_factory=list)
 
 
+_reader = ThreadPoolExecutor(1)
+
+
 class Bench:
     """An engine without its thread: `submit`, `turn`, and what came out. Every turn checks the engine's tables."""
 
@@ -57,7 +61,6 @@ class Bench:
         spec, rows = loaded.spec, scheduling.get("rows_max", 8)
         kv_bytes = 100_000 * spec.bytes_per_token + 2 * rows * spec.bytes_per_row
         self.engine = Engine(loaded, Scheduling(**{"rows_max": rows, **scheduling}), kv_bytes, self._take, disk)
-        self._disk = disk
         if kv_tokens_max is not None:
             self.engine.limits = dataclasses.replace(self.engine.limits, kv_tokens_max=kv_tokens_max)
             self.engine.scheduler = Scheduler(self.engine.limits)
@@ -106,11 +109,8 @@ class Bench:
             choices=choices,
             media=list(media),
         )
-        restored, features = None, {}
-        if self._disk is not None:
-            hot = self.engine.prefixes.peek(root, request.block_ids, prompt)
-            restored = self._disk.load(request, hot)
-            features = self.engine.pictures.read_back(request, restored.known(prompt) if restored is not None else hot)
+        # On another thread than the engine's, as in a replica.
+        restored, features = _reader.submit(self.engine.read_back, request).result()
         refuse = lambda error: self.refused.update({name: error}) if error else None  # noqa: E731
         self.engine.submit(request, refuse, restored, features)
 

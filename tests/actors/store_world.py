@@ -67,6 +67,7 @@ class Store(NodeStoreActor):
         self._lock, self._changed = threading.Lock(), set()
         self._counts = dict.fromkeys(("moves", "moved_bytes", "adopted"), 0)
         self._unburied = {}
+        self._draining = False
         self._introduced = asyncio.Event()
         self.news = asyncio.Event()
         self._reporter: Any = SimpleNamespace(incarnation=process.name, wake=self.news.set)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from satchel.actors import handles
-from satchel.actors.kv_store import copies, node_actor
+from satchel.actors.kv_store import copies, disk, node_actor
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS
 from satchel.actors.kv_store.homes import LIFE, Place, Role
 from satchel.actors.kv_store.peers import RayPeers, copy_nodes, head_to_wire
@@ -473,7 +473,7 @@ async def test_who_leaves_or_has_no_room_says_so(tmp_path, monkeypatch):
         await world.stores["a"].drain()
         assert (await world.report("a")).draining and not (await world.report("b")).draining
         room = SimpleNamespace(free=node_actor.ROOM_BYTES_MIN - 1)
-        monkeypatch.setattr(node_actor.shutil, "disk_usage", lambda folder: room)
+        monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: room)
         assert (await world.report("b")).disk_full
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 from satchel.actors.kv_store.media import media_key, picture_hash, words_of
 from satchel.actors.messages import Media
 from satchel.actors.replica import models
+from satchel.actors.replica.disk_tier import DiskTier
 from satchel.actors.replica.models import LoadedModel
 from satchel.actors.replica.pictures import PictureProcessor
 from satchel.actors.replica.vision import Vision
@@ -22,6 +23,7 @@ from satchel.cluster.errors import PictureLost, QueueFull
 from tests.vision_families import write_model
 
 from .conftest import Bench
+from .test_disk_tier import AGENT, Node, write_down
 
 TEXT = list(range(100, 140))
 
@@ -194,3 +196,93 @@ def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: 
     assert bench.engine.pictures.encode_token_s > 0
     assert bench.engine.pictures.features.clear() > 0
     assert bench.engine.changes(whole=False) == ([], [known])
+
+
+def test_features_come_back_from_the_disk_in_any_precision(seeing: tuple[LoadedModel, Path], tmp_path: Path):
+    """They are read on another thread, and what that leaves to compute the engine's thread cannot. Elsewhere in the
+    prompt a picture has its features only."""
+    folder = seeing[1]
+    loaded = models.load(
+        str(folder), dtype="bfloat16", context_tokens_max=None, progress=lambda *_: None, kv="q4", warm_up_s=0.0
+    )
+    node, (prompt, media) = Node(tmp_path), asked(folder, "purple")
+    try:
+        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node)))
+        bench.run("cold", prompt, media=media, agent=AGENT)
+        write_down(bench, disk)
+        node.restart()
+        bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node))
+        moved = [replace(one, start=one.start + 1, pixels=b"") for one in media]
+        for name in ("once", "twice"):
+            assert bench.run(name, [5, *prompt], media=moved, agent=AGENT).finish == "length"
+        assert bench.engine.pictures.features.encodes == 0
+    finally:
+        node.store.close()
+
+
+def test_a_row_has_what_was_read_back_for_it_however_little_is_kept(
+    seeing: tuple[LoadedModel, Path], gate: Gate, tmp_path: Path
+):
+    gate.opened.set()
+    loaded, folder = seeing
+    prompt, media = list(TEXT), list[Media]()
+    for colour in ("red", "green", "blue"):
+        shown, (one,) = asked(folder, colour)
+        media.append(replace(one, start=len(prompt)))
+        prompt += shown[len(TEXT) :]
+    node = Node(tmp_path)
+    try:
+        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node)))
+        bench.run("cold", prompt, media=media, agent=AGENT)
+        write_down(bench, disk)
+        room = bench.engine.pictures.features.nbytes * 2 // 3
+        node.restart()
+        bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node), vision_bytes_max=room)
+        moved = [replace(one, start=one.start + 1, pixels=b"") for one in media]
+        bench.submit("moved", [5, *prompt], media=moved, agent=AGENT)
+        bench.drain()
+        assert bench.rows["moved"].finish == "length" and not bench.refused and gate.calls == 3
+    finally:
+        node.store.close()
+
+
+def test_pictures_before_what_a_window_can_reuse_are_read_back_too(tmp_path: Path):
+    """The blocks are there and the picture in them, but layers lack the window before the place where prompts part."""
+    folder = write_model(tmp_path / "model", "gemma3")
+    loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, kv="q4", warm_up_s=0.0)
+    shown, (one,) = asked(folder, "olive")
+    before = list(range(200, 480))
+    prompt = [*before, *shown[len(TEXT) :], *(token % 900 + 50 for token in range(1500))]
+    media = [replace(one, start=len(before))]
+    node = Node(tmp_path / "node")
+    try:
+        # In one chunk, of which window layers have the end only.
+        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node)), prefill_chunk_tokens=2048)
+        bench.run("cold", prompt, media=media, agent=AGENT)
+        write_down(bench, disk)
+        other = [*prompt[:600], *range(700, 800)]
+        for name, pixels in (("with", media[0].pixels), ("without", b"")):
+            node.restart()
+            bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node))
+            bench.submit(name, other, media=[replace(media[0], pixels=pixels)], agent=AGENT)
+            bench.drain()
+            assert not bench.refused and bench.rows[name].finish == "length"
+            assert bench.engine.pictures.features.encodes == 0
+    finally:
+        node.store.close()
+
+
+def test_features_that_rows_wait_with_are_bounded(seeing: tuple[LoadedModel, Path], gate: Gate):
+    """Rows that have theirs go first, and then the encoder goes on; also where one picture alone is too large."""
+    loaded, folder = seeing
+    gate.opened.set()
+    bench = Bench(loaded, rows_max=1, vision_bytes_max=1)
+    bench.submit("running", TEXT, max_tokens=60)
+    bench.turn()
+    for number in range(5):
+        prompt, media = asked(folder, f"rgb(9,9,{number})")
+        bench.submit(str(number), prompt, media=media, max_tokens=1)
+    turn_until(bench, lambda: bench.rows["running"].finish)
+    assert gate.calls <= 2, "one waits for its turn with its features, and the next at the most"
+    bench.drain()
+    assert gate.calls == 5 and {row.finish for row in bench.rows.values()} == {"length"}

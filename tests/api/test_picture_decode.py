@@ -282,6 +282,21 @@ def test_a_jpeg_of_very_many_scans_is_refused() -> None:
         decode(data[:start] + scan * 3000 + data[start:], AS_IT_IS, PIXELS_MAX)
 
 
+def test_what_stands_behind_a_jpeg_has_no_scans() -> None:
+    """Phones put a film there."""
+    chance = random.Random(11)
+    film = b"".join(b"\xff\xda" + chance.randbytes(6) for _ in range(3000))
+    assert pixels_of(packed(Image.new("RGB", (900, 900)), "JPEG", progressive=True) + film).shape == (900, 900, 3)
+
+
+def test_a_picture_that_is_a_line_is_refused() -> None:
+    for size in ((201, 1), (3, 601)):
+        for read in (measure, decode):
+            with pytest.raises(Undecodable, match="one side is more than 200 times the other"):
+                read(packed(Image.new("1", size), "PNG"), AS_IT_IS, PIXELS_MAX)
+    assert pixels_of(packed(Image.new("1", (200, 1)), "PNG")).shape == (1, 200, 3)
+
+
 def test_text_that_inflates_is_not_unpacked() -> None:
     text = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(64 * 2**20)))
     with pytest.raises(Undecodable, match="damaged"):

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
@@ -20,7 +21,7 @@ from PIL import Image
 from satchel.api import picture_fetch, picture_files, picture_http
 from satchel.api.picture_fetch import PictureLoader, Workshop
 from satchel.api.picture_http import is_public
-from satchel.api.picture_sources import Picture, PictureSource
+from satchel.api.picture_sources import Picture, PictureSource, VideoSource
 from satchel.cluster.config import Media, parse_config
 from satchel.cluster.errors import ConfigError, InvalidRequest, Unavailable
 
@@ -387,6 +388,47 @@ async def test_what_requests_hold_is_limited() -> None:
         gc.collect()
         for source in pictures:
             await loader.load(source)
+
+
+async def test_what_is_being_decoded_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = picture_fetch.decode
+
+    def slow(*arguments: Any) -> Picture:
+        time.sleep(0.05)
+        return original(*arguments)
+
+    monkeypatch.setattr(picture_fetch, "decode", slow)
+    broken = inline(a_png(9, 100, 100)[:-40])
+    async with loading(held_bytes_max=100_000) as loader, asyncio.timeout(30):
+        for _ in range(4):
+            await refusal(loader, broken)
+        pictures = [PictureSource(HERE, inline(a_png(seed, 100, 100))) for seed in range(6)]
+        loaded = await asyncio.gather(*map(loader.load, pictures), return_exceptions=True)
+        assert sorted(type(each).__name__ for each in loaded) == ["Picture"] * 3 + ["Unavailable"] * 3
+        # What is only being made may turn out small, and is waited for.
+        loaded.clear()
+        gc.collect()
+        small = [PictureSource(HERE, picture.url, "auto", None, 100) for picture in pictures]
+        assert len(await asyncio.gather(*map(loader.load, small))) == 6
+
+
+async def test_pictures_do_not_wait_for_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+
+    def endless(*arguments: Any) -> list[Picture]:
+        assert end.wait(60)
+        return []
+
+    monkeypatch.setattr(picture_fetch, "decode_video", endless)
+    async with loading() as loader:
+        videos = [asyncio.create_task(loader.load_video(VideoSource(HERE, inline(a_png(seed))))) for seed in range(10)]
+        await asyncio.sleep(0.1)
+        try:
+            async with asyncio.timeout(10):
+                await loader.load(PictureSource(HERE, inline(a_png())))
+        finally:
+            end.set()
+            await asyncio.gather(*videos)
 
 
 async def test_many_are_loaded_together_and_the_first_error_ends_all(site: Site) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import gc
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import httpx
@@ -14,12 +20,17 @@ from PIL import Image, ImageDraw
 
 from satchel.actors.kv_store.media import FIRST_WORD, picture_hash, words_in
 from satchel.actors.messages import Media
+from satchel.actors.replica.pictures import PictureLayout, PictureProcessor
 from satchel.api.app import create_app
 from satchel.api.backend import ServedModel
-from satchel.api.picture_prompt import Resized
+from satchel.api.generation import Generator
+from satchel.api.picture_prompt import Medium, Resized, referred, with_references
 from satchel.api.picture_sources import Picture
+from satchel.api.requests import ChatRequest
 from satchel.api.text import TextModel, load_text_model
 from satchel.cluster.config import Config
+from satchel.cluster.config import Media as Limits
+from satchel.cluster.errors import Unavailable
 from tests.vision_families import write_model
 
 from .conftest import FakeBackend
@@ -148,6 +159,61 @@ async def test_what_is_no_picture_is_refused_where_it_stands(client: httpx.Async
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"].startswith("messages[0].content[1]")
     assert not backend.requests
+
+
+async def test_a_size_that_the_processor_refuses_is_the_callers_mistake(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    line = {"type": "image", "image": url_of(picture(size=(400, 2))), "max_pixels": 500}
+    tiny = {"type": "video", "video": [url_of(picture(size=(20, 20)))] * 2}
+    shrunk = {"type": "video", "video": [url_of(picture())] * 2, "max_pixels": 500}
+    for part, reason in ((line, "no picture of 316 x 1"), (tiny, "no video of 2 frames of 20 x 20"), (shrunk, "video")):
+        answer = await ask(client, [part])
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "messages" and reason in error["message"]
+    assert not backend.requests
+
+
+async def test_pictures_count_as_long_as_their_answers_run(backend: FakeBackend, config: Config) -> None:
+    backend.play(asyncio.Event())
+    generator = Generator(backend, replace(config, media=Limits(held_bytes_max=100_000)))
+
+    def looking(color: str) -> ChatRequest:
+        return ChatRequest(messages=[{"role": "user", "content": shown(picture(color))}])
+
+    running = [await generator.start_chat(looking(color)) for color in ("red", "green", "blue")]
+    with pytest.raises(Unavailable, match=r"media\.held_bytes_max"):
+        await generator.start_chat(looking("black"))
+    await running.pop().abort()
+    backend.generations.clear()
+    gc.collect()
+    await generator.start_chat(looking("black"))
+    await generator.loader.close()
+
+
+def test_layouts_are_made_one_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = PictureProcessor.load(folder)
+    original, running, made = processor._layout, Lock(), list[int]()
+
+    def slow(width: int, height: int) -> PictureLayout:
+        assert running.acquire(blocking=False), "another one is being made"
+        made.append(width)
+        time.sleep(0.02)
+        running.release()
+        return original(width, height)
+
+    monkeypatch.setattr(processor, "_layout", slow)
+    with ThreadPoolExecutor(6) as threads:
+        sizes = [40, 50, 60] * 2
+        assert len(list(threads.map(processor.layout, sizes, sizes))) == 6
+    assert sorted(made) == [40, 50, 60]
+
+
+def test_a_transcript_names_pictures_of_any_width() -> None:
+    wide = Picture(2_000_000, 10_000, b"", bytes(32))
+    (message,) = with_references([{"role": "user", "content": [{"type": "image"}]}], [Medium([wide])])
+    assert referred(message["content"][0]) == Medium([wide])
 
 
 async def test_a_model_of_text_takes_no_pictures(client: httpx.AsyncClient, backend: FakeBackend) -> None:

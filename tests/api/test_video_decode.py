@@ -114,7 +114,9 @@ def test_hostile_animations_are_refused() -> None:
     second = gif.index(b"\x2c", gif.index(b"\x2c") + 1)
     grown = gif[: second + 5] + struct.pack("<HH", 3000, 3000) + gif[second + 9 :]
     still = packed(grey(1), "TIFF")
+    thread = packed(grey(1, 201, 1), "GIF", save_all=True, append_images=[grey(2, 201, 1)])
     for data, reason in [
+        (thread, "one side is more than 200 times"),
         (grown, r"media\.pixels_max"),
         (gif[: second + 12], "damaged"),
         (still, "no video that can be read; known are MP4"),
@@ -167,17 +169,19 @@ def test_a_film_that_is_damaged_too_large_or_too_slow_is_refused(film: bytes, mo
 
 
 async def test_a_list_of_frames_is_a_video(tmp_path: Path) -> None:
-    urls = ["data:," + "".join(f"%{byte:02x}" for byte in packed(grey(8 * index), "PNG")) for index in range(5)]
+    urls = [
+        "data:," + "".join(f"%{byte:02x}" for byte in packed(grey(8 * index, 160, 80), "PNG")) for index in range(5)
+    ]
     parts = tuple(PictureSource(f"here.video[{index}]", url) for index, url in enumerate(urls))
-    loader = PictureLoader(Media(frames_max=4, pixels_max=400))
+    loader = PictureLoader(Media(frames_max=4, pixels_max=4 * 128 * 64))
     try:
         frames = await loader.load_video(VideoSource("here", None, parts, fps=4.0))
         assert numbers(frames) == [0, 1, 2, 4]
         assert [frame.seconds for frame in frames] == [0.0, 0.25, 0.5, 1.0]
-        # Four of them have at most 400 pixels together.
-        assert {(frame.width, frame.height) for frame in frames} == {(14, 7)}
+        # Four of them have at most `pixels_max` together.
+        assert {(frame.width, frame.height) for frame in frames} == {(128, 64)}
         frames = await loader.load_video(VideoSource("here", None, parts, frames_max=1))
-        assert numbers(frames) == [0] and (frames[0].width, frames[0].height) == (16, 8)
+        assert numbers(frames) == [0] and (frames[0].width, frames[0].height) == (160, 80)
         broken = (*parts, PictureSource("here.video[5]", "data:,x"))
         with pytest.raises(InvalidRequest) as caught:
             await loader.load_video(VideoSource("here", None, broken))
@@ -196,5 +200,19 @@ async def test_a_video_is_loaded_as_a_picture_is() -> None:
         with pytest.raises(InvalidRequest, match=r"^here is no video") as caught:
             await loader.load_video(VideoSource("here", "data:,x"))
         assert caught.value.param == "here"
+    finally:
+        await loader.close()
+
+
+async def test_rather_fewer_frames_than_tiny_ones() -> None:
+    data = packed(grey(0, 100, 100), "GIF", save_all=True, append_images=[grey(8 * n, 100, 100) for n in range(1, 8)])
+    url = "data:image/gif;base64," + base64.b64encode(data).decode()
+    files = VideoSource("here", url, fps=10.0)
+    listed = VideoSource("here", None, tuple(PictureSource(f"here.video[{index}]", url) for index in range(8)))
+    loader = PictureLoader(Media(frames_max=1000, pixels_max=8 * 64 * 64))
+    try:
+        for source, side in ((files, 64), (listed, 90)):
+            frames = await loader.load_video(source)
+            assert [(frame.width, frame.height) for frame in frames] == [(side, side)] * 4
     finally:
         await loader.close()
