@@ -270,6 +270,7 @@ class Engine:
         except (SatchelError, ValueError, IndexError, RuntimeError) as error:
             # What was read back for it is pinned.
             self.memory.leave(sequence)
+            self.pictures.leave(request.request_id)
             if isinstance(error, SatchelError):
                 return error
             return InvalidRequest(f"the pictures do not fit the prompt: {error}", param="messages")

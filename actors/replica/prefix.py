@@ -209,11 +209,10 @@ class PrefixCache(Generic[Value]):
     def match(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int) -> Hit[Value]:
         """The longest reusable prefix of `prompt`, at most `tokens_max` tokens, in O(blocks) look-ups."""
         blocks, parent, tail, used = self._search(root, block_ids, prompt, tokens_max)
+        if tail:
+            self._entries.move_to_end((parent, tail))
         self._touch(block_ids[: len(blocks)])
-        if not tail:
-            return Hit(blocks)
-        self._entries.move_to_end((parent, tail))
-        return Hit(blocks, self._entries[(parent, tail)].kept.value, used)
+        return Hit(blocks, self._entries[(parent, tail)].kept.value if tail else None, used)
 
     def reusable(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int]) -> int:
         """How many of the prompt's first tokens `match` finds now, without using them."""

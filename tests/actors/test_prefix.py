@@ -153,6 +153,17 @@ def test_many_short_conversations_are_kept_side_by_side():
     assert [reusable(cache, [*talk, 7]) for talk in talks] == [83] * 60
 
 
+def test_of_what_was_used_the_end_goes_first():
+    """Without what comes before it, it could not be found."""
+    cache: PrefixCache[str] = PrefixCache(3 * NBYTES)
+    tokens = list(range(BLOCK_TOKENS + 9))
+    keep(cache, tokens)
+    assert reusable(cache, [*tokens, 1]) == len(tokens)
+    for start in (1000, 2000):
+        cache.put_tail(ROOT, [], [start], Kept("other", NBYTES))
+    assert cache.block_ids() == block_ids(ROOT, tokens) and reusable(cache, [*tokens, 1]) == BLOCK_TOKENS
+
+
 def test_events_tell_what_came_and_went():
     cache: PrefixCache[str] = PrefixCache(2 * NBYTES)
     first, second = list(range(256)), list(range(1000, 1256))
@@ -201,7 +212,9 @@ def test_windows_and_states_are_there_wherever_a_prefix_is_found(rule: ReuseRule
     for _ in range(40):
         base = rng.choice([*kept, []])[: rng.choice([100, 256, 300, 512, 2000])]
         tokens = base + [rng.randrange(50_000) for _ in range(rng.randrange(1, 900))]
+        estimated = cache.reusable(ROOT, block_ids(ROOT, tokens), tokens)
         found = reusable(cache, tokens)
+        assert estimated == found
         if found:
             assert served(rule, kept, tokens, found), f"seed {seed}: {found} tokens found that no kept rows can give"
         keep(cache, tokens, rule.window)

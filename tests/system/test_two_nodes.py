@@ -15,7 +15,7 @@ import pytest
 from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
 from satchel.cluster.ports import free_port
-from satchel.cluster.processes import ProcessMark
+from satchel.cluster.processes import ProcessMark, session_members
 
 from .hosts import Talk, holders, named, wait_until
 from .serving import serving
@@ -140,6 +140,8 @@ def test_a_killed_node_comes_back_without_what_was_deleted_meanwhile(world: Worl
         talk.settled(agent, "mac1", ["mac0"])
     killed = world.second()
     os.killpg(os.getpgid(killed.pid), signal.SIGKILL)
+    # Its keeper ends Ray there, which may still answer until then.
+    wait_until(lambda: not session_members(killed.ray_sid), 10)
     said = talk.ask(cleo, "What is the code of heron?")
     assert said.node == "mac0" and "2002" in said.text
     wait_until(lambda: talk.http.delete(f"/v1/agents/{bert}").status_code in (200, 404), 20)
