@@ -129,7 +129,7 @@ class Media:
     pictures_max: Count = 64
     """In one request; a video counts as one."""
     frames_max: Count = 32
-    """Of one video; of longer ones so many are taken, evenly."""
+    """Of one video, and never more than `pixels_max` / 8192; of longer ones so many are taken, evenly."""
     held_bytes_max: Bytes = 2**30
     """All requests' pictures, decoded, 3 bytes a pixel."""
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -207,18 +208,17 @@ async def test_a_move_that_fails_at_any_step_loses_nothing_and_leaves_one_home(t
         assert await world.call(home, "begin", X, "turn", MODEL, {}), "nobody has its turn"
 
 
-async def test_what_a_stateless_turn_says_during_a_move_moves_too(tmp_path):
+async def test_what_a_stateless_turn_says_during_a_move_moves_too(tmp_path, monkeypatch):
     async with cluster(tmp_path, replication=0) as world:
         await world.speak("a", X, "one")
-        spoken: list[asyncio.Task[object]] = []
+        become_home = world.stores["b"].become_home
 
-        def speak(caller: str, node: str, method: str) -> None:
-            if method == "become_home":
-                spoken.append(asyncio.create_task(world.speak("a", X, "two")))
+        async def after_a_turn(*arguments: Any) -> Any:
+            assert await world.speak("a", X, "two")
+            return await become_home(*arguments)
 
-        world.fault, world.delay_s = speak, 0.02
+        monkeypatch.setattr(world.stores["b"], "become_home", after_a_turn)
         await world.call("a", "move", X, "b")
-        assert spoken and await asyncio.gather(*spoken)
         assert world.homes(X) == ["b"] and world.said("b", X) == {"one", "two"}
 
 

@@ -22,6 +22,9 @@ import httpx
 from satchel.actors.kv_store.peers import copy_nodes
 from satchel.cluster.processes import ProcessMark
 
+LISTEN = "0A"
+"""The state of a socket that accepts connections, as Linux writes it."""
+
 SSH = """#!/bin/sh
 # Called as `ssh -o OPTION... HOST -- COMMAND`.
 while [ "$1" = "-o" ]; do shift 2; done
@@ -87,6 +90,13 @@ class Host:
                 except ProcessLookupError:
                     continue
             time.sleep(0.02)
+        # A killed process of many threads may have its sockets for a moment longer.
+        wait_until(lambda: not self.listens(), 10)
+
+    def listens(self) -> bool:
+        """Whether anybody accepts connections there."""
+        found = subprocess.run(self.command("cat", "/proc/net/tcp"), capture_output=True, text=True, check=True)
+        return any(line.split()[3] == LISTEN for line in found.stdout.splitlines()[1:])
 
     def pids(self) -> list[int]:
         """Its processes, by their ids in the machine."""
