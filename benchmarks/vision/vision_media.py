@@ -38,6 +38,9 @@ def resolution(
                     spread.note(side, "cached", ms=first_ms(cached))
             say(f"  {side}: {spread.median(side, 'cold'):,.0f} ms, cached {spread.median(side, 'cached'):,.0f} ms")
     for side in sides:
+        if (side, "cold") not in spread.times:
+            part.notes.append(f"There was no time for {side} pixels.")
+            continue
         part.rows.append(
             {
                 "picture": f"{side} x {side}",
