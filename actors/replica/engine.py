@@ -397,6 +397,7 @@ class Engine:
                 self._remember(self.memory.keep_prompt_tail, self._sequences[request_id])
         started = time.perf_counter()
         try:
+            told = self._begin_answers()
             ready = self.executor.step()
         except Exception:
             logger.exception(
@@ -410,34 +411,54 @@ class Engine:
         self.pace.note_step(time.perf_counter() - started)
         self.counters.steps += 1
         for drawn in ready:
-            self._take_token(drawn)
+            if drawn.row_id not in told:
+                self._take_token(drawn)
         return True
 
+    def _begin_answers(self) -> set[str]:
+        """Tell first tokens before the next step is made ready. Returns whose; rows that they end wait for it."""
+        told: set[str] = set()
+        for drawn in self.executor.first():
+            sequence = self._sequences[drawn.row_id]
+            update = self._update_of(sequence, drawn)
+            if drawn.sound and update.finish is None:
+                self._count(sequence, drawn)
+                self._emit(sequence, update)
+                told.add(drawn.row_id)
+        self._flush()
+        return told
+
     def _take_token(self, drawn: Ready) -> None:
-        request_id, token = drawn.row_id, drawn.token
+        request_id = drawn.row_id
         sequence = self._sequences[request_id]
         if not drawn.sound:
             self.scheduler.finish(request_id)
             self._end(request_id, "error", GenerationFailed("the model's output is not a number"))
             return
-        row = self.scheduler.row(request_id)
-        assert row is not None
-        self.scheduler.decoded(request_id)
-        sequence.tokens.append(token)
-        sequence.emitted += 1
-        self.counters.generated_tokens += 1
-        sampling = sequence.request.sampling
-        stopped = (token in self.loaded.eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids
-        finish = "stop" if stopped else "length" if row.generated >= row.max_tokens else None
-        logprobs = None if drawn.logprobs is None else [drawn.logprobs]
-        update = RowUpdate(request_id, [token], finish, logprobs=logprobs)
-        if finish is None:
+        update = self._update_of(sequence, drawn)
+        self._count(sequence, drawn)
+        if update.finish is None:
             self._emit(sequence, update)
             return
         self._remember(self.memory.keep_all, sequence)
         self._remember(self._turns.note, sequence)
         self.scheduler.finish(request_id)
         self._leave(request_id, update)
+
+    def _update_of(self, sequence: Sequence, drawn: Ready) -> RowUpdate:
+        """What there is to tell of a row's next token."""
+        row, sampling, token = self.scheduler.row(drawn.row_id), sequence.request.sampling, drawn.token
+        assert row is not None
+        stopped = (token in self.loaded.eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        finish = "stop" if stopped else "length" if row.generated + 1 >= row.max_tokens else None
+        logprobs = None if drawn.logprobs is None else [drawn.logprobs]
+        return RowUpdate(drawn.row_id, [token], finish, logprobs=logprobs)
+
+    def _count(self, sequence: Sequence, drawn: Ready) -> None:
+        self.scheduler.decoded(drawn.row_id)
+        sequence.tokens.append(drawn.token)
+        sequence.emitted += 1
+        self.counters.generated_tokens += 1
 
     def _remember(self, store: Callable[..., None], sequence: Sequence, *arguments: Any) -> None:
         """Keep KV for later. Memory only saves work, so a failure of it fails no request."""

@@ -87,11 +87,13 @@ class _Prefilling:
 
 @dataclass
 class _Row:
-    """A decoding row. `length` tokens have KV once the step in flight is done; `fed` after its first step."""
+    """A decoding row. `length` tokens have KV once the step in flight is done; `fed` after its first step, `begun` once
+    its first token has been read."""
 
     row_id: str
     length: int
     fed: bool = False
+    begun: bool = False
     pictures: RowPictures | None = None
 
 
@@ -211,6 +213,17 @@ class BatchExecutor:
         row = self._prefilling.pop(row_id)
         self._joining[row_id] = _Joining(_Row(row_id, row.length, pictures=row.pictures), row, tokens, sampling, drawn)
 
+    def first(self) -> list[Ready]:
+        """The first tokens of rows that have just begun, which the next step gives again: to be told before that step
+        is made ready. None where more rows would be kept waiting than have begun."""
+        rows = [(index, row) for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
+        begun = [(index, row.row_id) for index, row in rows if row.fed and not row.begun]
+        if not begun or 2 * len(begun) < len(rows) or self._inputs is None or self._draw is None:
+            return []
+        tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
+        drawn = _read(*self._draw)
+        return [Ready(row_id, tokens[index], *drawn[row_id]) for index, row_id in begun]
+
     def step(self) -> list[Ready]:
         """One decode step for the whole batch.
 
@@ -237,7 +250,7 @@ class BatchExecutor:
             if row.fed
         ]
         for row in self._rows:
-            row.fed = True
+            row.begun, row.fed = row.fed, True
             row.length += 1
         self._steps += 1
         if self._steps % CLEAR_EVERY_STEPS == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"}
 
 _IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
 """mlx-vlm's own language parts look at causal masks only."""
+
+PLACES_KEPT = 64
 
 SPARE_BYTES_MAX = 1 << 30
 """Of freed buffers that a picture may leave to MLX: its encoder's are larger than what anything else here needs."""
@@ -59,8 +62,8 @@ class RowPictures:
     Attributes:
         spans: (first token, number of tokens) of each.
         features: as far as they are known, by the index of the span.
-        positions: (axes, tokens) of the prompt, where positions are not just counted; `shift` is what a later token's
-            place in the row has to be moved by.
+        positions: (axes, tokens) of the prompt up to the last picture's end, where positions are not just counted;
+            `shift` is what a later token's place in the row has to be moved by.
     """
 
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -148,6 +151,8 @@ class Vision:
         self._language = model.language_model
         self._processor = processor
         self._axes = _axes_of(self._language)
+        # The next turn of a conversation has its pictures where they were.
+        self._placed = lru_cache(PLACES_KEPT)(self._place)
         self._settle()
 
     def encode(self, span: Layout, frames: Sequence[Image.Image], *, video: bool) -> Features:
@@ -194,12 +199,19 @@ class Vision:
         """
         if not self._axes or not pictures.spans:
             return
+        # Behind the last picture they are just counted on.
+        known = tuple(tokens[: sum(pictures.spans[-1])]), tuple((tuple(grid), video) for grid, video in grids)
+        pictures.positions, pictures.shift = self._placed(*known)
+
+    def _place(
+        self, tokens: tuple[int, ...], grids: tuple[tuple[tuple[int, ...], bool], ...]
+    ) -> tuple[np.ndarray, int]:
+        """Positions, (axes, tokens), and the shift of what follows. Many small steps that wait for the device."""
         stills, videos = ([list(grid) for grid, video in grids if video == kind] for kind in (False, True))
         positions, shift = self._language.get_rope_index(
             mx.array([list(tokens)]), mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
         )
-        pictures.positions = np.array(positions)[:, 0]
-        pictures.shift = int(shift.reshape(-1)[0].item())
+        return np.array(positions)[:, 0], int(shift.reshape(-1)[0].item())
 
     def inputs(self, parts: Sequence[Part], width: int) -> dict[str, Any]:
         """What the language part is given for a batch besides token ids, rows being padded to `width`."""

@@ -307,6 +307,38 @@ def test_a_batch_that_breaks_while_a_row_joins_ends_that_row_only(
     assert engine.rows["bad"].finish == "error"
 
 
+def test_a_first_token_is_told_before_the_next_step_is_made_ready(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Where that step then fails, the row goes on behind that token; of three rows two do not wait for the third."""
+    engine = bench()
+    executor = engine.engine.executor
+    told: list[tuple[int, ...]] = []
+    step, failing = executor.step, {2}
+
+    def watched() -> list[Ready]:
+        told.append(tuple(len(engine.rows[name].tokens) for name in ("a", "b", "c") if name in engine.rows))
+        if len(told) in failing:
+            raise RuntimeError("injected")
+        return step()
+
+    monkeypatch.setattr(executor, "step", watched)
+    engine.submit("a", prompts[1], **SAMPLING[1])
+    engine.submit("b", prompts[2], **SAMPLING[2])
+    while len(told) < 5:
+        engine.turn()
+    # The second step failed; suspects run one by one: first `a` from its second token on.
+    assert told[:2] == [(0, 0), (1, 1)]
+    before = len(told)
+    engine.submit("c", prompts[3], **SAMPLING[3])
+    while not engine.rows.get("c") or not engine.rows["c"].tokens:
+        engine.turn()
+    assert len(engine.rows["a"].tokens) < 12 and len(engine.rows["b"].tokens) < 12, "all three are under way"
+    assert all(lengths[2] == 0 for lengths in told[before:] if len(lengths) == 3)
+    engine.drain()
+    assert [engine.rows[name].tokens for name in ("a", "b", "c")] == [alone[1], alone[2], alone[3]]
+
+
 def test_an_answer_whose_memory_cannot_be_kept_is_an_answer(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
