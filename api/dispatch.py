@@ -29,6 +29,7 @@ from .agent_homes import AgentHomes
 from .backend import NodeState, ReplicaStats, ServedModel
 from .cluster_views import SeenNodes, node_states
 from .rows import RayGeneration
+from .sent_pictures import SentPictures
 from .served import ServedModels, detached
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Link:
         self.consumer = f"consumer-{uuid.uuid4().hex}"
         self.rows: dict[str, tuple[RayGeneration, int]] = {}
         self.broken = asyncio.Event()
+        self.sent = SentPictures()
         self._backend = backend
         self._tasks = [detached(self._read()), detached(self._renew())]
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from ..actors.kv_store.blocks import block_ids
 from ..actors.messages import Decision, GenerateRequest, RowUpdate, encode
-from ..cluster.errors import ReplicaLost, SatchelError, SlowReader, Unavailable, from_wire
+from ..cluster.errors import PictureLost, ReplicaLost, SatchelError, SlowReader, Unavailable, from_wire
 
 if TYPE_CHECKING:
     from .dispatch import Link, RayBackend
@@ -54,6 +54,7 @@ class RayGeneration:
         self._placement = 0
         self._losses = 0
         self._link: Link | None = None
+        self._lacks_pixels = False
         self._over = False
 
     @property
@@ -120,7 +121,7 @@ class RayGeneration:
                 pull_from=decision.pull_from,
                 pull_tokens=decision.cached_tokens if decision.pull_from else 0,
             )
-            refusal = await _unless_broken(link, link.handle.submit.remote(encode(request)))
+            refusal = await self._submit(link, request)
         except asyncio.CancelledError:
             await asyncio.shield(self.abort())
             raise
@@ -133,7 +134,25 @@ class RayGeneration:
             return None
         self._unlink()
         self._backend.release(decision.replica, self.request_id)
-        return from_wire(refusal)
+        return refusal
+
+    async def _submit(self, link: Link, request: GenerateRequest) -> SatchelError | None:
+        """None where the replica took it, else why not.
+
+        Raises:
+            RayError, ValueError: the replica is lost.
+        """
+        refusal: SatchelError | None = None
+        for sent in (link.sent.without(request), request):
+            self._lacks_pixels = sent is not request
+            refused = await _unless_broken(link, link.handle.submit.remote(encode(sent)))
+            refusal = None if refused is None else from_wire(refused)
+            if not (self._lacks_pixels and isinstance(refusal, PictureLost)):
+                break
+            link.sent.forget(request)
+        if refusal is None:
+            link.sent.note(request)
+        return refusal
 
     def _unlink(self) -> bool:
         """Expect no more updates. False where none were expected."""
@@ -156,6 +175,9 @@ class RayGeneration:
                 if isinstance(update, SatchelError):
                     await self._go_on(update)
                     continue
+                if (lost := self._picture_lost(update)) is not None:
+                    await self._go_on(lost)
+                    continue
                 self._tokens.extend(update.tokens)
                 if self._request.generated:
                     # A second replica: the client was told what the first one reused.
@@ -165,8 +187,19 @@ class RayGeneration:
         finally:
             await self.abort()
 
+    def _picture_lost(self, update: RowUpdate) -> SatchelError | None:
+        """The row's end, where that is only for want of a picture that the replica was thought to have."""
+        if update.error is None or not self._lacks_pixels or self._link is None:
+            return None
+        error = from_wire(update.error)
+        if not isinstance(error, PictureLost):
+            return None
+        self._link.sent.forget(self._request)
+        return error
+
     async def _go_on(self, loss: SatchelError) -> None:
-        """Submit the row to another replica, or to the same one restarted, with the tokens so far in its prompt.
+        """Submit the row again with the tokens so far in its prompt; where its replica was lost to another one, or to
+        the same one restarted.
 
         The noise of sampling is a function of seed and position, so the text goes on as if nothing had happened.
         """
@@ -190,11 +223,11 @@ class RayGeneration:
             deadline_s=max(0.1, first.deadline_s - (now - self._started)),
         )
         self._tokens, self._started, self._beside = [], now, ""
-        lost = self.replica
+        lost = [self.replica] if isinstance(loss, ReplicaLost) else []
         while True:
             try:
-                await self.start([lost])
-                self._backend.failovers += 1
+                await self.start(lost)
+                self._backend.failovers += len(lost)
                 return
             except Unavailable:
                 if time.monotonic() - now > RECOVERY_S:

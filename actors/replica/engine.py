@@ -24,6 +24,7 @@ from ...cluster.errors import (
     SatchelError,
     Unavailable,
 )
+from ..kv_store.blocks import BLOCK_TOKENS
 from ..messages import GenerateRequest, RowUpdate
 from .admission import limits_of, refusal
 from .disk_tier import DiskTier
@@ -109,8 +110,10 @@ class Engine:
         """What the disk has of a request's prompt that memory has not, and of its pictures; for `submit`. Blocks."""
         if self._disk is None:
             return None, {}
-        hot = self.prefixes.peek(request.root_id, request.block_ids, request.prompt)
-        restored = self._disk.load(request, hot)
+        hot, left = self.prefixes.peek(request.root_id, request.block_ids, request.prompt)
+        # A conversation that goes on from memory has said little that is on the disk, and asking there takes longer.
+        goes_on = left and self.prefixes.is_plain and len(request.prompt) - hot < BLOCK_TOKENS
+        restored = None if goes_on else self._disk.load(request, hot)
         known = max(hot, restored.known(request.prompt) if restored is not None else 0)
         # Windows and snapshots may end what can be reused sooner, and pictures before that are needed again then.
         return restored, self.pictures.read_back(request, known if self.prefixes.is_plain else 0)

@@ -172,7 +172,7 @@ class PictureQueue:
             found: what was read back of the pictures, by their indexes.
 
         Raises:
-            PictureLost: a picture is to be encoded, and its pixels were not sent.
+            PictureLost: a picture is to be encoded, and its pixels were not sent with this row or one that waits.
         """
         media = sequence.request.media
         if not media or self._vision is None:
@@ -184,7 +184,10 @@ class PictureQueue:
         sequence.pictures = pictures
         missing = [index for index, one in enumerate(media) if one.start + len(one.tokens) > known]
         for index in missing:
-            if not media[index].pixels and index not in found and _id(sequence.request, index) not in self.features:
+            if media[index].pixels or index in found:
+                continue
+            picture = _id(sequence.request, index)
+            if picture not in self.features and self._with_pixels(picture) is None:
                 raise PictureLost(LOST)
         self._holding[sequence.id] = pictures.features
         # Of the others nobody needs more than their KV.
@@ -196,6 +199,15 @@ class PictureQueue:
         if missing:
             self._waiting[sequence.id] = _Waiting(sequence, row, missing)
         return not missing
+
+    def _with_pixels(self, picture: bytes) -> tuple[Sequence, int] | None:
+        """A row that waits for these features and has the picture's pixels; which of its pictures it is."""
+        for waiting in self._waiting.values():
+            for index in waiting.missing:
+                request = waiting.sequence.request
+                if request.media[index].pixels and _id(request, index) == picture:
+                    return waiting.sequence, index
+        return None
 
     def step(self, attempt: Callable[[str, Callable[[], None]], None]) -> Iterator[Row]:
         """Take what was encoded and begin with the next picture. Gives the rows that need no more.
@@ -223,6 +235,8 @@ class PictureQueue:
         return sum(held.values()) >= self.features.bytes_max
 
     def _begin(self, sequence: Sequence, index: int) -> None:
+        if not sequence.request.media[index].pixels:
+            sequence, index = self._with_pixels(_id(sequence.request, index)) or (sequence, index)
         made: Future[tuple[Features, float]] = Future()
         work = self._work(sequence, index)
         if self._jobs is None:

@@ -104,6 +104,31 @@ def test_a_new_process_computes_only_what_is_new(loaded: LoadedModel, node: Node
     assert cold.tokens == warm.tokens and cold.cached == 0
 
 
+def test_a_conversation_that_goes_on_from_memory_asks_nothing_of_the_disk(
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """But for much that is new, which others may have left there, and for a beginning that somebody went on from."""
+    bench, disk = process(loaded, node)
+    prompt = prompt_of(300)
+    first = bench.run("first", prompt, agent=AGENT, max_tokens=20)
+    write_down(bench, disk)
+    asked: list[str] = []
+    call = node.call
+    monkeypatch.setattr(node, "call", lambda method, *rest: (asked.append(method), call(method, *rest))[1])
+    told = prompt + first.tokens
+
+    def looks(name: str, more: list[int]) -> bool:
+        asked.clear()
+        bench.run(name, more, agent=AGENT)
+        return "disk_find" in asked
+
+    assert not looks("little", [*told, *prompt_of(30, seed=2)])
+    assert looks("much", [*told, *prompt_of(300, seed=3)])
+    assert looks("another", [*told[:290], *prompt_of(30, seed=4)])
+    monkeypatch.undo()
+    write_down(bench, disk)
+
+
 @pytest.mark.parametrize(("known", "more"), [(70, 200), (70, 600), (256, 600), (470, 600)])
 def test_what_was_known_is_found_however_much_follows(loaded: LoadedModel, node: Node, known: int, more: int):
     """The open end of what is on the disk lies behind any block of the next prompt, not only behind its last."""

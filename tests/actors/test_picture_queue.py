@@ -185,6 +185,38 @@ def test_a_row_whose_pixels_were_not_sent_is_taken_only_where_they_are_not_neede
     assert gate.calls == 1
 
 
+def test_a_row_without_pixels_waits_for_another_that_has_them(seeing: tuple[LoadedModel, Path], gate: Gate):
+    """Also where it is the more urgent one; where the other leaves before its turn, it hears that it has none."""
+    bench = Bench(seeing[0])
+    first, of_first = asked(seeing[1], "navy")
+    prompt, media = asked(seeing[1], "olive")
+    spared = [replace(one, pixels=b"") for one in media]
+    bench.submit("first", first, media=of_first)
+    bench.submit("whole", prompt, media=media)
+    turn_until(bench, lambda: gate.calls)
+    bench.submit("spared", prompt, media=spared, priority=1)
+    bench.turn()
+    assert not bench.refused
+    gate.opened.set()
+    bench.drain()
+    assert bench.rows["spared"].tokens == bench.rows["whole"].tokens and gate.calls == 2
+    gate.opened.clear()
+    late, of_late = asked(seeing[1], "maroon")
+    other, of_other = asked(seeing[1], "silver")
+    bench.submit("other", other, media=of_other)
+    bench.submit("leaves", late, media=of_late)
+    bench.turn()
+    bench.submit("left behind", late, media=[replace(one, pixels=b"") for one in of_late])
+    bench.turn()
+    bench.engine.abort(("leaves",))
+    bench.turn()
+    gate.opened.set()
+    bench.drain()
+    error = bench.rows["left behind"].error
+    assert error is not None and error["kind"] == "PictureLost"
+    assert bench.rows["other"].finish == "length"
+
+
 def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: Gate):
     bench, gate.calls = Bench(seeing[0]), 0
     gate.opened.set()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from satchel.actors.messages import Decision, GenerateRequest, RowUpdate, Sampling, decode
+from satchel.actors.messages import Decision, GenerateRequest, Media, RowUpdate, Sampling, decode
 from satchel.actors.replica.consumers import _merge
 from satchel.api import rows
 from satchel.api.rows import RayGeneration
+from satchel.api.sent_pictures import SENT_MAX, SentPictures
 from satchel.cluster.config import parse_config
-from satchel.cluster.errors import NoReplica, QueueFull, ReplicaLost, SatchelError, SlowReader
+from satchel.cluster.errors import NoReplica, PictureLost, QueueFull, ReplicaLost, SatchelError, SlowReader
 
 SAMPLING = Sampling(max_tokens=6, min_tokens=3, logprobs=1)
 REQUEST = GenerateRequest("r", "c", "m", "", [1, 2, 3], [], b"r" * 32, SAMPLING, choices=4)
@@ -39,6 +42,7 @@ class FakeLink:
         self.consumer = f"consumer of {name}"
         self.broken = asyncio.Event()
         self.rows: dict[str, Any] = {}
+        self.sent = SentPictures()
         self.taken: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.handle = self
@@ -60,12 +64,13 @@ class FakeLink:
         for row, placement in rows.values():
             row.put(placement, ReplicaLost("lost"))
 
-    def say(self, *tokens: int, finish: str | None = None) -> None:
+    def say(self, *tokens: int, finish: str | None = None, error: SatchelError | None = None) -> None:
         for row, placement in list(self.rows.values()):
             logprobs = [(-float(token), [(token, -float(token))]) for token in tokens]
             if finish is not None:
                 del self.rows["r"]
-            row.put(placement, RowUpdate("r", list(tokens), finish, len(self.taken), logprobs=logprobs))
+            wire = error.to_wire() if error is not None else None
+            row.put(placement, RowUpdate("r", list(tokens), finish, len(self.taken), wire, logprobs))
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
@@ -106,8 +111,16 @@ class FakeBackend:
         self.loads[name] = 0
 
 
-def generation(backend: FakeBackend, beside: str = "") -> RayGeneration:
-    return RayGeneration(backend, REQUEST, beside)  # type: ignore[arg-type]
+def generation(backend: FakeBackend, beside: str = "", media: Sequence[Media] = ()) -> RayGeneration:
+    return RayGeneration(backend, replace(REQUEST, media=list(media)), beside)  # type: ignore[arg-type]
+
+
+def shown(key: bytes, pixels: bytes = b"rgb") -> Media:
+    return Media(0, [1], key, [], 1, 1, pixels)
+
+
+def pixels_of(link: FakeLink) -> list[list[bytes]]:
+    return [[one.pixels for one in request.media] for request in link.taken]
 
 
 async def said(row: RayGeneration) -> list[int]:
@@ -245,6 +258,67 @@ async def test_a_row_that_cannot_go_on_is_no_failover(monkeypatch: pytest.Monkey
     with pytest.raises(NoReplica):
         await said(row)
     assert backend.failovers == 0
+
+
+async def test_pixels_are_sent_to_a_replica_once():
+    """And again to one that has forgotten them, or to another one; nobody counts that as a replica's loss."""
+    backend = FakeBackend(a=["take", "take", PictureLost("lost"), "take", "die"], b=[])
+    link = backend.links["a"]
+    for media in ([shown(b"x")], [shown(b"x"), shown(b"y", b"RGB")], [shown(b"x"), shown(b"y", b"RGB")]):
+        row = generation(backend, media=media)
+        await row.start()
+        link.say(7, finish="stop")
+        assert await said(row) == [7]
+    assert pixels_of(link) == [[b"rgb"], [b"", b"RGB"], [b"rgb", b"RGB"]], "the third was refused without them"
+    row = generation(backend, media=[shown(b"x")])
+    await row.start()
+    assert row.replica == "b" and pixels_of(backend.links["b"]) == [[b"rgb"]]
+    assert backend.failovers == 0
+
+
+async def test_a_row_that_ends_for_want_of_a_picture_goes_on_with_it():
+    """A replica may forget a picture after it has taken the row, which may have said something by then."""
+    backend = FakeBackend(a=[], b=[])
+    link = backend.links["a"]
+    await generation(backend, media=[shown(b"x")]).start()
+    link.say(finish="stop")
+    row = generation(backend, media=[shown(b"x")])
+    await row.start()
+    link.say(7)
+    link.say(finish="error", error=PictureLost("lost"))
+
+    async def answer() -> None:
+        while len(link.taken) < 3:
+            await asyncio.sleep(0.01)
+        link.say(8, finish="stop")
+
+    helper = asyncio.create_task(answer())
+    assert await said(row) == [7, 8]
+    await helper
+    assert pixels_of(link) == [[b"rgb"], [b""], [b"rgb"]] and link.taken[2].prompt == [1, 2, 3, 7]
+    assert (row.replica, backend.failovers) == ("a", 0)
+
+
+async def test_a_picture_that_nobody_has_is_said_to_be_lost():
+    """Neither a refusal nor an end of the row is tried again where there are no pixels to send."""
+    backend = FakeBackend(a=[PictureLost("lost")], b=[])
+    with pytest.raises(PictureLost):
+        await generation(backend, media=[shown(b"x", b"")]).start()
+    row = generation(backend, media=[shown(b"x")])
+    await row.start()
+    backend.links["a"].say(finish="error", error=PictureLost("lost"))
+    (update,) = [update async for update in row]
+    assert update.finish == "error" and len(backend.links["a"].taken) == 1
+
+
+def test_of_very_many_pictures_the_latest_are_remembered():
+    sent = SentPictures()
+    for index in range(SENT_MAX + 1):
+        sent.note(replace(REQUEST, media=[shown(b"%d" % index)]))
+    first, last = (replace(REQUEST, media=[shown(b"%d" % index)]) for index in (0, SENT_MAX))
+    assert sent.without(first) is first and sent.without(last).media[0].pixels == b""
+    other = replace(last, root_id=b"s" * 32)
+    assert sent.without(other) is other, "another tenant's picture is another one"
 
 
 def test_merged_updates_keep_every_tokens_logprobs():
