@@ -56,7 +56,8 @@ def resolution(
     answers.note(part, "Cached answers")
     part.notes.append(
         "First tokens over HTTP of a fresh picture, and of the same request once more; medians, ratios within a round. "
-        "Encode, prefill and first step are an engine's without Ray and HTTP, in another process before."
+        "Encode, prefill and first step are an engine's without Ray and HTTP, in another process before: encode with "
+        "all that it does besides, and the first step of a prompt that is known to the last token."
     )
     return part
 

@@ -33,8 +33,8 @@ def warm_ups() -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds until a first token: to encode what is seen, to prefill the prompt, to decode for the first time (with
-    all else that the engine does), and what is outside of the engine.
+    """Seconds until a first token: to encode what is seen (with all that the engine does for it), to prefill the
+    prompt, to answer a prompt that is known to the last token, and what is outside of the engine.
 
     Attributes:
         tokens: of the prompt, of which `seen` stand for what is seen.
@@ -97,26 +97,20 @@ class Sight(desk.Desk):
 
     def __init__(self, folder: Path) -> None:
         self.text: Any = load_text_model(folder)
-        self._spent = {"encode": 0.0, "prefill": 0.0}
+        self._prefill_s = 0.0
         super().__init__(str(folder))
-        self._watch(self.loaded.vision, "encode", "encode")
 
     def clear(self) -> None:
-        """Begin with a new engine, which knows nothing, and times its work."""
+        """Begin with a new engine, which knows nothing, and times its prefill."""
         super().clear()
-        self._watch(self.engine.executor, "prefill", "prefill")
+        prefill = self.engine.executor.prefill
 
-    def _watch(self, owner: Any, name: str, what: str) -> None:
-        action = getattr(owner, name)
-
-        def timed(*arguments: Any, **named: Any) -> Any:
+        def timed(*arguments: Any) -> None:
             started = time.perf_counter()
-            try:
-                return action(*arguments, **named)
-            finally:
-                self._spent[what] += time.perf_counter() - started
+            prefill(*arguments)
+            self._prefill_s += time.perf_counter() - started
 
-        setattr(owner, name, timed)
+        self.engine.executor.prefill = timed
 
     def turn_until(self, done: Callable[[], bool]) -> None:
         """As a desk, but without taking the processor from an encoder on a thread of its own."""
@@ -137,7 +131,14 @@ class Sight(desk.Desk):
         nothing."""
         self.clear()
         prompt, media = self._prompt(frames, question, video)
-        self._spent.update(encode=0.0, prefill=0.0)
+        self._prefill_s = 0.0
+        cold_s = self._first_s(prompt, media)
+        prefill_s = self._prefill_s
+        hot_s = self._first_s(prompt, media)
+        return Costs(cold_s - prefill_s - hot_s, prefill_s, hot_s, len(prompt), sum(len(one.tokens) for one in media))
+
+    def _first_s(self, prompt: list[int], media: Any) -> float:
+        """Until the first token of the answer."""
         self._count += 1
         name = f"row-{self._count}"
         sampling = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -151,9 +152,7 @@ class Sight(desk.Desk):
 
         self.engine.submit(request, reply)
         (answer,) = self.finish([name])
-        encode_s, prefill_s = self._spent["encode"], self._spent["prefill"]
-        rest_s = answer.first - answer.sent - encode_s - prefill_s
-        return Costs(encode_s, prefill_s, rest_s, len(prompt), sum(len(one.tokens) for one in media))
+        return answer.first - answer.sent
 
     def _prompt(self, frames: Sequence[Image.Image], question: str, video: bool) -> tuple[list[int], Any]:
         part = {"type": "video" if video else "image"}

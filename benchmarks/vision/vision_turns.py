@@ -129,8 +129,9 @@ def turns(
         "`with`: a fresh agent's conversation about a fresh picture, of which the first turn computes everything. "
         "`without`: the same prompt of another fresh agent about another fresh picture, after `DELETE /v1/cache`. "
         "Medians; ratios within a round. `fixed` is the first token of a prompt that is asked again, all of it kept, "
-        "less an engine's first step; encode, prefill and first step are an engine's without Ray and HTTP. The further "
-        "tokens of a whole answer take as long with as without."
+        "less an engine's time for the same, which is the first step; encode (with all that the engine does for it) "
+        "and prefill are an engine's too, without Ray and HTTP. The further tokens of a whole answer take as long with "
+        "as without."
     )
     return part
 
@@ -196,6 +197,9 @@ def ablation(start: Start, side: int, talk: Talk, rounds: int, budget: Any, say:
     spread, encodes = Spread(), dict[str, float]()
     steps = [*range(len(TALK)), "other"]
     for kept in ("none", "features", "KV", "both"):
+        if budget.left_s <= 0:
+            part.notes.append(f"There was no time for {kept}.")
+            continue
         answers = Answers()
         with start(settings=KEPT[kept]) as server:
             for number in budget.rounds(rounds + warm_ups()):
@@ -207,7 +211,8 @@ def ablation(start: Start, side: int, talk: Talk, rounds: int, budget: Any, say:
                         spread.note(kept, step, ms=first_ms(stream))
                     right = (OTHER[1] if talk.known else None) if step == "other" else talk.wanted(int(step))
                     answers.check(stream.text, right)
-                encodes[kept] = server.eyes.encodes() - before
+                if number >= warm_ups():
+                    encodes[kept] = server.eyes.encodes() - before
         answers.note(part, f"Answers with {kept} kept")
         say(f"  {kept}: " + ", ".join(f"{spread.median(kept, step):,.0f} ms" for step in steps))
     for kept in encodes:
