@@ -74,7 +74,9 @@ def _random(shape: VisionShape, config: dict[str, Any], folder: Path) -> Any:
 def main() -> None:
     folder, name = Path(sys.argv[1]), sys.argv[2]
     gpu = mx.default_device().type == mx.DeviceType.gpu
-    write_vision_folder(name, folder, mx.bfloat16 if gpu else mx.float32)
+    # Written last.
+    if not (folder / "config.json").exists():
+        write_vision_folder(name, folder, mx.bfloat16 if gpu else mx.float32)
     print(json.dumps({"device": "gpu" if gpu else "cpu"}))
 
 
