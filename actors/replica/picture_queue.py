@@ -204,9 +204,10 @@ class PictureQueue:
         """A row that waits for these features and has the picture's pixels; which of its pictures it is."""
         for waiting in self._waiting.values():
             for index in waiting.missing:
-                request = waiting.sequence.request
-                if request.media[index].pixels and _id(request, index) == picture:
-                    return waiting.sequence, index
+                sequence = waiting.sequence
+                media, has = sequence.request.media[index], self._has(sequence, index)
+                if media.pixels and not has and _id(sequence.request, index) == picture:
+                    return sequence, index
         return None
 
     def step(self, attempt: Callable[[str, Callable[[], None]], None]) -> Iterator[Row]:
@@ -252,9 +253,18 @@ class PictureQueue:
         if error is None:
             # Also where the row is gone: others may ask for the same picture.
             self._encoded(sequence, index, *encoding.made.result())
+            self._give(_id(sequence.request, index), encoding.made.result()[0])
         elif sequence.id in self._waiting:
             logger.warning("a picture of %s could not be encoded beside the steps: %s", sequence.id, error)
             attempt(sequence.id, lambda: self.encode(sequence, index))
+
+    def _give(self, picture: bytes, features: Features) -> None:
+        """To all rows that wait for it: it may be too large to be kept for them."""
+        for waiting in self._waiting.values():
+            for index in waiting.missing:
+                if not self._has(waiting.sequence, index) and _id(waiting.sequence.request, index) == picture:
+                    self.features.hits += 1
+                    self._keep(waiting.sequence, index, features)
 
     def expired(self, now: float) -> list[str]:
         """Rows whose deadline has passed; they are let go."""

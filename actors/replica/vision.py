@@ -28,7 +28,8 @@ _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"}
 _IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
 """mlx-vlm's own language parts look at causal masks only."""
 
-PLACES_KEPT = 64
+PLACES_KEPT = 16
+"""Of how many prompts: 16 bytes a token."""
 
 SPARE_BYTES_MAX = 1 << 30
 """Of freed buffers that a picture may leave to MLX: its encoder's are larger than what anything else here needs."""
@@ -200,16 +201,19 @@ class Vision:
         if not self._axes or not pictures.spans:
             return
         # Behind the last picture they are just counted on.
-        known = tuple(tokens[: sum(pictures.spans[-1])]), tuple((tuple(grid), video) for grid, video in grids)
-        pictures.positions, pictures.shift = self._placed(*known)
+        known = np.array(tokens[: sum(pictures.spans[-1])], np.int32).tobytes()
+        pictures.positions, pictures.shift = self._placed(known, tuple((tuple(grid), video) for grid, video in grids))
 
-    def _place(
-        self, tokens: tuple[int, ...], grids: tuple[tuple[tuple[int, ...], bool], ...]
-    ) -> tuple[np.ndarray, int]:
-        """Positions, (axes, tokens), and the shift of what follows. Many small steps that wait for the device."""
+    def _place(self, tokens: bytes, grids: tuple[tuple[tuple[int, ...], bool], ...]) -> tuple[np.ndarray, int]:
+        """Positions, (axes, tokens), and the shift of what follows. Many small steps that wait for the device.
+
+        Args:
+            tokens: as 32-bit numbers.
+        """
+        ids = mx.array(np.frombuffer(tokens, np.int32)[None])
         stills, videos = ([list(grid) for grid, video in grids if video == kind] for kind in (False, True))
         positions, shift = self._language.get_rope_index(
-            mx.array([list(tokens)]), mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
+            ids, mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
         )
         return np.array(positions)[:, 0], int(shift.reshape(-1)[0].item())
 

@@ -37,8 +37,7 @@ STEPS = 16
 
 CUDA_SETTINGS = {
     # MLX takes it for a mistake that more graphs are met than are kept, and raises from then on. A server meets them.
-    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
-    "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",
+    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0"
 }
 """MLX's own, in the environment, where they are not set there; it reads them when it first computes."""
 

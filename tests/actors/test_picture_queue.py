@@ -217,6 +217,42 @@ def test_a_row_without_pixels_waits_for_another_that_has_them(seeing: tuple[Load
     assert bench.rows["other"].finish == "length"
 
 
+def test_what_is_encoded_for_one_is_given_to_all_that_wait_for_it(seeing: tuple[LoadedModel, Path], gate: Gate):
+    """Also where there is no room to keep it."""
+    bench = Bench(seeing[0], vision_bytes_max=1)
+    first, of_first = asked(seeing[1], "indigo")
+    prompt, media = asked(seeing[1], "khaki")
+    bench.submit("first", first, media=of_first)
+    bench.submit("whole", prompt, media=media)
+    turn_until(bench, lambda: gate.calls)
+    bench.submit("spared", prompt, media=[replace(one, pixels=b"") for one in media], priority=1)
+    gate.opened.set()
+    bench.drain()
+    assert bench.rows["spared"].tokens == bench.rows["whole"].tokens and gate.calls == 2
+    assert not bench.refused and not bench.engine.pictures._holding
+
+
+def test_a_turn_with_a_picture_that_nobody_can_send_again_has_its_kv_read_back(
+    seeing: tuple[LoadedModel, Path], gate: Gate, tmp_path: Path
+):
+    """Though it goes on from memory with little that is new: another replica had the turn between."""
+    gate.opened.set()
+    loaded, node = seeing[0], Node(tmp_path / "kv")
+    disks = [DiskTier(loaded.spec, loaded.model_id, node) for _ in range(2)]
+    here, there = (Bench(loaded, disk=disk) for disk in disks)
+    prompt, media = asked(seeing[1], "orchid")
+    first = here.run("first", TEXT, agent=AGENT, max_tokens=4)
+    write_down(here, disks[0])
+    second = [*TEXT, *first.tokens, *prompt[len(TEXT) :]]
+    shown = [replace(one, start=one.start + len(first.tokens)) for one in media]
+    there.engine.pictures._disk = None
+    answer = there.run("second", second, agent=AGENT, media=shown, max_tokens=4)
+    write_down(there, disks[1])
+    third = [*second, *answer.tokens, *TEXT[:20]]
+    row = here.run("third", third, agent=AGENT, media=[replace(one, pixels=b"") for one in shown])
+    assert not here.refused and row.cached == len(second) + len(answer.tokens)
+
+
 def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: Gate):
     bench, gate.calls = Bench(seeing[0]), 0
     gate.opened.set()

@@ -257,6 +257,29 @@ def compare(noted: Logits, expected: Logits, rows: Sequence[int], what: str) -> 
     noted.clear()
 
 
+def test_positions_are_those_that_the_model_counts_for_the_whole_prompt(scene: Scene) -> None:
+    """Also of tokens behind the last picture, which are not counted with it."""
+    vision = scene.loaded.vision
+    assert vision is not None
+    counts = getattr(vision._language, "get_rope_index", None)
+    for script in scene.scripts.values() if counts is not None else ():
+        grids = [(one.grid, one.video) for one in script.media]
+        if not grids:
+            continue
+        pictures = RowPictures([(one.start, len(one.tokens)) for one in script.media])
+        vision.place(pictures, script.given, grids)
+        stills, videos = ([list(grid) for grid, video in grids if video == kind] for kind in (False, True))
+        assert counts is not None
+        wanted, shift = counts(
+            mx.array([script.given]), mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
+        )
+        given = vision._positions(Part(script.given, 0, pictures), len(script.given) + 3)
+        assert np.array_equal(given[:, :-3], np.array(wanted)[:, 0])
+        assert pictures.shift == int(shift.reshape(-1)[0].item())
+        behind = len(script.given) + pictures.shift + np.arange(3)
+        assert np.array_equal(given[:, -3:], np.tile(behind, (3, 1)))
+
+
 def test_pictures_alone_in_company_cached_and_in_chunks(scene: Scene, forced: Make) -> None:
     for row in scene.rows:
         bench, noted = forced()
