@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-VERSION = 5
+VERSION = 6
 
 T = TypeVar("T")
 
@@ -82,7 +82,8 @@ class GenerateRequest:
     generated for this same request earlier, on a replica that was lost: sampling goes on at that position. `choices`
     counts the requests with this very prompt that come together, as a caller's `n` does: their prompt is computed once.
     KV of the prompt's first `pull_tokens` tokens is to be fetched from the node `pull_from` before, as far as it is not
-    here; "" for no node.
+    here; "" for no node. The agent has had the prompt's first `remembered_tokens` tokens in earlier turns; 0 where that
+    is not known.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class GenerateRequest:
     pull_from: str = ""
     pull_tokens: int = 0
     media: list[Media] = field(default_factory=list)
+    remembered_tokens: int = 0
 
 
 TokenLogprobs = tuple[float, list[tuple[int, float]]]

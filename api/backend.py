@@ -134,6 +134,7 @@ class Backend(Protocol):
         choices: int = 1,
         beside: str = "",
         media: Sequence[Media] = (),
+        remembered_tokens: int = 0,
     ) -> Generation:
         """Route and queue one row. Returns once a replica has accepted it.
 
@@ -146,6 +147,7 @@ class Backend(Protocol):
             choices: how many rows with this very prompt come together.
             beside: the replica that took the first of them, "" for none.
             media: the prompt's pictures, in the place of which it has words.
+            remembered_tokens: how many of the prompt's first ones the agent has had in earlier turns.
 
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.

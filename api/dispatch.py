@@ -157,6 +157,7 @@ class RayBackend:
         choices: int = 1,
         beside: str = "",
         media: Sequence[Media] = (),
+        remembered_tokens: int = 0,
     ) -> RayGeneration:
         tenant = agent.partition("/")[0] or "default"
         scope = scope_of(self.config.share, tenant, agent.partition("/")[2], request_id)
@@ -175,6 +176,7 @@ class RayBackend:
             deadline_s=request_s if deadline_s is None else min(deadline_s, request_s),
             choices=choices,
             media=list(media),
+            remembered_tokens=remembered_tokens,
         )
         generation = RayGeneration(self, request, beside)
         await generation.start()

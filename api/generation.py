@@ -315,6 +315,7 @@ class Generator:
             choices=request.choices,
             beside=beside,
             media=[] if job.chat is None else job.chat.media,
+            remembered_tokens=0 if job.chat is None else job.chat.remembered_tokens,
         )
         if job.chat is not None:
             self._shown[generation] = job.chat.shown

@@ -91,6 +91,11 @@ class Chat:
     media: list[Media] = field(default_factory=list)
     shown: list[Medium] = field(default_factory=list)
 
+    @property
+    def remembered_tokens(self) -> int:
+        """How many of the prompt's first tokens the agent has had; 0 where it continues nothing."""
+        return 0 if self.continuation is None else self.continuation.kept_tokens
+
 
 @dataclass(frozen=True)
 class Past:

@@ -54,6 +54,8 @@ def ray_settings(token_path: Path, *, one_machine: bool = True) -> dict[str, str
         "RAY_prestart_worker_first_driver": "0",
         # Ray's 30 s are too few for the agents beside a raylet where several nodes start on a busy machine.
         "RAY_agent_register_timeout_ms": "90000",
+        # CUDA: MLX takes it for a mistake that more graphs are met than it keeps, and raises from then on. Servers do.
+        "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
         # Importing torch-like extras only to say that they are missing.
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -110,12 +110,10 @@ class Engine:
         """What the disk has of a request's prompt that memory has not, and of its pictures; for `submit`. Blocks."""
         if self._disk is None:
             return None, {}
-        hot, left = self.prefixes.peek(request.root_id, request.block_ids, request.prompt)
-        # A conversation that goes on from memory has said little that is on the disk, and asking there takes longer;
-        # but for a picture that nobody can send again.
-        goes_on = left and self.prefixes.is_plain and len(request.prompt) - hot < BLOCK_TOKENS
-        goes_on &= all(one.pixels or one.start + len(one.tokens) <= hot for one in request.media)
-        restored = None if goes_on else self._disk.load(request, hot)
+        hot = self.prefixes.peek(request.root_id, request.block_ids, request.prompt)
+        # All that the agent has had is in memory. Asking for what little is new would take longer than computing it.
+        goes_on = 0 < request.remembered_tokens <= hot and len(request.prompt) - hot < BLOCK_TOKENS
+        restored = None if goes_on and self.prefixes.is_plain else self._disk.load(request, hot)
         known = max(hot, restored.known(request.prompt) if restored is not None else 0)
         # Windows and snapshots may end what can be reused sooner, and pictures before that are needed again then.
         return restored, self.pictures.read_back(request, known if self.prefixes.is_plain else 0)

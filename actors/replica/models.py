@@ -38,7 +38,7 @@ from .prepare import device_bytes, prepare_weights
 from .sealed_cache import Choose
 from .sealing import FORMAT_VERSION, POLICIES
 from .vision import LanguagePart, Vision
-from .warm_up import default_budget_s, set_up_device, warm_up
+from .warm_up import default_budget_s, warm_up
 from .weights import WeightFile, bytes_in_memory, read_weight_file
 
 FULL_PRECISION = "fp16"
@@ -158,7 +158,6 @@ def load(
     Raises:
         ModelLoadError: with the reason in one sentence.
     """
-    set_up_device()
     folder = resolve(source, progress)
     adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
     what = f"loading {source}"

@@ -150,16 +150,15 @@ class PrefixCache(Generic[Value]):
         """How many of the first blocks are kept; a guess at what `match` will find, without looking at tokens."""
         return next((index for index, block in enumerate(block_ids) if block not in self), len(block_ids))
 
-    def peek(self, root: bytes, block_ids: Sequence[bytes], prompt: Sequence[int]) -> tuple[int, bool]:
-        """About how many of the prompt's first tokens `match` would find if all layers were of full attention, and
-        whether that is all of what some row left; from any thread."""
+    def peek(self, root: bytes, block_ids: Sequence[bytes], prompt: Sequence[int]) -> int:
+        """About how many of the prompt's first tokens `match` would find if all layers were of full attention; from any
+        thread."""
         # The last token is computed in any case, and a block that it ends is not cut.
         most = len(prompt) - 1
         whole = self.leading(block_ids[: most // BLOCK_TOKENS])
         rest = prompt[whole * BLOCK_TOKENS : min(most, (whole + 1) * BLOCK_TOKENS)]
         tails = self._candidates(block_ids[whole - 1] if whole else root, rest)
-        used, left = max(((used, len(tail) == used) for tail, used in tails), default=(0, False))
-        return whole * BLOCK_TOKENS + used, left
+        return whole * BLOCK_TOKENS + max((used for _, used in tails), default=0)
 
     def take(self, block: bytes) -> Kept[Value] | None:
         """A kept block, without using it."""

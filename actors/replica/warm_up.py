@@ -7,7 +7,6 @@ answers of each number of rows would take several times as long as later ones.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -33,20 +32,6 @@ MEMORY_FRACTION = 1 / 16
 
 PROMPT_TOKENS = BLOCK_TOKENS - 24
 STEPS = 16
-
-
-CUDA_SETTINGS = {
-    # MLX takes it for a mistake that more graphs are met than are kept, and raises from then on. A server meets them.
-    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0"
-}
-"""MLX's own, in the environment, where they are not set there; it reads them when it first computes."""
-
-
-def set_up_device() -> None:
-    """To be called before anything is computed."""
-    if mx.cuda.is_available():
-        for name, value in CUDA_SETTINGS.items():
-            os.environ.setdefault(name, value)
 
 
 def default_budget_s() -> float:

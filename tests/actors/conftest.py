@@ -90,6 +90,7 @@ class Bench:
         choices: int = 1,
         agent: str = "",
         media: Sequence[Media] = (),
+        remembered: int = 0,
         **sampling,
     ):
         root = root_id(self.loaded.model_id, "tenant:test")
@@ -108,6 +109,7 @@ class Bench:
             generated=generated,
             choices=choices,
             media=list(media),
+            remembered_tokens=remembered,
         )
         # On another thread than the engine's, as in a replica.
         restored, features = _reader.submit(self.engine.read_back, request).result()

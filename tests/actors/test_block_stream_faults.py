@@ -356,10 +356,10 @@ def speak(server: BlockServer, *payloads: bytes, damage: int = 0) -> bytes:
         challenge = stream.read(body_length(stream.read(PREAMBLE_BYTES)))
         sock.sendall(initiator.answer(challenge))
         out, _ = initiator.frames()
-        for payload_ in payloads:
-            proof = out.mac(payload_)
-            sock.sendall(len(payload_).to_bytes(4, "big") + bytes([proof[0] ^ damage]) + proof[1:] + payload_)
         try:
+            for payload_ in payloads:
+                proof = out.mac(payload_)
+                sock.sendall(len(payload_).to_bytes(4, "big") + bytes([proof[0] ^ damage]) + proof[1:] + payload_)
             return stream.read()
         except ConnectionResetError:
             return b""

@@ -107,7 +107,7 @@ def test_a_new_process_computes_only_what_is_new(loaded: LoadedModel, node: Node
 def test_a_conversation_that_goes_on_from_memory_asks_nothing_of_the_disk(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """But for much that is new, which others may have left there, and for a beginning that somebody went on from."""
+    """But for much that is new, which others may have left there, and where it is not all that the agent has had."""
     bench, disk = process(loaded, node)
     prompt = prompt_of(300)
     first = bench.run("first", prompt, agent=AGENT, max_tokens=20)
@@ -117,14 +117,16 @@ def test_a_conversation_that_goes_on_from_memory_asks_nothing_of_the_disk(
     monkeypatch.setattr(node, "call", lambda method, *rest: (asked.append(method), call(method, *rest))[1])
     told = prompt + first.tokens
 
-    def looks(name: str, more: list[int]) -> bool:
+    def looks(name: str, more: list[int], remembered: int) -> bool:
         asked.clear()
-        bench.run(name, more, agent=AGENT)
+        bench.run(name, more, agent=AGENT, remembered=remembered)
         return "disk_find" in asked
 
-    assert not looks("little", [*told, *prompt_of(30, seed=2)])
-    assert looks("much", [*told, *prompt_of(300, seed=3)])
-    assert looks("another", [*told[:290], *prompt_of(30, seed=4)])
+    assert not looks("little", [*told, *prompt_of(30, seed=2)], len(told))
+    assert looks("much", [*told, *prompt_of(300, seed=3)], len(told))
+    elsewhere = [*told, *prompt_of(9, seed=4)]
+    assert looks("said elsewhere", [*elsewhere, *prompt_of(9, seed=5)], len(elsewhere))
+    assert looks("unknown", [*told, *prompt_of(30, seed=6)], 0)
     monkeypatch.undo()
     write_down(bench, disk)
 

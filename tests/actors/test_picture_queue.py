@@ -249,8 +249,10 @@ def test_a_turn_with_a_picture_that_nobody_can_send_again_has_its_kv_read_back(
     answer = there.run("second", second, agent=AGENT, media=shown, max_tokens=4)
     write_down(there, disks[1])
     third = [*second, *answer.tokens, *TEXT[:20]]
-    row = here.run("third", third, agent=AGENT, media=[replace(one, pixels=b"") for one in shown])
-    assert not here.refused and row.cached == len(second) + len(answer.tokens)
+    known = len(second) + len(answer.tokens)
+    spared = [replace(one, pixels=b"") for one in shown]
+    row = here.run("third", third, agent=AGENT, media=spared, remembered=known)
+    assert not here.refused and row.cached == known
 
 
 def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: Gate):

@@ -63,10 +63,10 @@ def test_a_block_that_the_last_token_ends_is_found_by_its_tail():
         tokens = list(range(blocks * BLOCK_TOKENS))
         ids = block_ids(ROOT, tokens)
         keep(cache, tokens)
-        assert cache.peek(ROOT, ids, tokens)[0] == reusable(cache, tokens) == (blocks - 1) * BLOCK_TOKENS
+        assert cache.peek(ROOT, ids, tokens) == reusable(cache, tokens) == (blocks - 1) * BLOCK_TOKENS
         start = (blocks - 1) * BLOCK_TOKENS
         cache.put_tail(ROOT, ids[:-1], tokens[start:-1], Kept("end", NBYTES))
-        assert cache.peek(ROOT, ids, tokens)[0] == reusable(cache, tokens) == len(tokens) - 1
+        assert cache.peek(ROOT, ids, tokens) == reusable(cache, tokens) == len(tokens) - 1
         found = cache.take_tail(ids[-2] if blocks > 1 else ROOT, tokens[start:-1])
         assert found is not None and found.value == "end"
         assert cache.take_tail(ROOT, tokens[:7]) is None

@@ -214,6 +214,7 @@ class FakeBackend:
         choices: int = 1,
         beside: str = "",
         media: Sequence[Media] = (),
+        remembered_tokens: int = 0,
     ) -> FakeGeneration:
         self.requests.append(
             {
@@ -227,6 +228,7 @@ class FakeBackend:
                 "choices": choices,
                 "beside": beside,
                 "media": media,
+                "remembered_tokens": remembered_tokens,
             }
         )
         if self.refusal is not None:
