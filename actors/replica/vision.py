@@ -186,6 +186,15 @@ class Vision:
             mx.clear_cache()
         return features
 
+    def example(self, side: int) -> tuple[Layout, Features]:
+        """What a black square is in a prompt, and what is made of it.
+
+        Raises:
+            ValueError: as `encode` does.
+        """
+        span = self._processor.layout(side, side).span
+        return span, self.encode(span, [Image.new("RGB", (side, side))], video=False)
+
     def _settle(self) -> None:
         """Compute all that the model's modules hold: what one thread has left undone no other thread can do."""
         held = (value for module in self._model.modules() for value in (*module.values(), *vars(module).values()))

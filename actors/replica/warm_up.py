@@ -17,6 +17,7 @@ from ..kv_store.blocks import BLOCK_TOKENS
 from ..messages import Sampling
 from .executor import SHAPE_TOKENS, BatchExecutor
 from .prepare import device_bytes
+from .vision import RowPictures, Vision
 
 if TYPE_CHECKING:
     from .models import LoadedModel
@@ -30,6 +31,9 @@ ROWS = (1, 2, 4, 8, 16, 32)
 MEMORY_FRACTION = 1 / 16
 """Of the memory that is free, for the rows that are made up."""
 
+PICTURE_SIDE = 448
+"""Pixels."""
+
 PROMPT_TOKENS = BLOCK_TOKENS - 24
 STEPS = 16
 
@@ -41,7 +45,8 @@ def default_budget_s() -> float:
 
 
 def warm_up(loaded: LoadedModel, budget_s: float, clock: Callable[[], float] = time.monotonic) -> int:
-    """Prefill, decode, fill a block, cut and leave with more and more rows, for as long as the time allows.
+    """Prefill, decode, fill a block, cut and leave with more and more rows, for as long as the time allows; after one
+    row, see a picture.
 
     A round that has begun is finished. One that fails ends the warm-up: it saves time, no more.
 
@@ -63,11 +68,29 @@ def warm_up(loaded: LoadedModel, budget_s: float, clock: Callable[[], float] = t
         except RuntimeError as error:
             logger.warning("the warm-up of %d rows failed: %s", rows, error)
             break
+        if rows == 1 and loaded.vision is not None:
+            try:
+                _see(loaded, loaded.vision)
+            except (RuntimeError, ValueError) as error:
+                logger.warning("the warm-up of pictures failed: %s", error)
         reached = rows
         logger.debug("warming up for %d rows took %.1f s", rows, clock() - began)
     mx.clear_cache()
     logger.info("warmed up for %d rows in %.1f s", reached, clock() - started)
     return reached
+
+
+def _see(loaded: LoadedModel, vision: Vision) -> None:
+    """A picture, from its pixels to a first token."""
+    span, features = vision.example(PICTURE_SIDE)
+    pictures, tokens = RowPictures([(0, len(span.tokens))], {0: features}), list(span.tokens)
+    vision.place(pictures, tokens, [(span.grid, False)])
+    executor = BatchExecutor(loaded)
+    executor.open("", [], None, 0, pictures)
+    executor.prefill([("", tokens)])
+    executor.join("", [*tokens, 0], Sampling(temperature=0.0, max_tokens=2), 0)
+    executor.step()
+    executor.leave([""])
 
 
 def _round(loaded: LoadedModel, rows: int) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from satchel.actors.kv_store.media import media_key, picture_hash, words_of
 from satchel.actors.messages import Media
-from satchel.actors.replica import models
+from satchel.actors.replica import models, warm_up
 from satchel.actors.replica.disk_tier import DiskTier
 from satchel.actors.replica.models import LoadedModel
 from satchel.actors.replica.pictures import PictureProcessor
@@ -215,6 +215,11 @@ def test_a_row_without_pixels_waits_for_another_that_has_them(seeing: tuple[Load
     error = bench.rows["left behind"].error
     assert error is not None and error["kind"] == "PictureLost"
     assert bench.rows["other"].finish == "length"
+
+
+def test_the_warm_up_of_a_model_for_pictures_sees_one(seeing: tuple[LoadedModel, Path], gate: Gate):
+    gate.opened.set()
+    assert warm_up.warm_up(seeing[0], 0.001) == 1 and gate.calls == 1
 
 
 def test_what_is_encoded_for_one_is_given_to_all_that_wait_for_it(seeing: tuple[LoadedModel, Path], gate: Gate):
