@@ -109,6 +109,34 @@ class Generation(Protocol):
     async def abort(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class RowRequest:
+    """One row that is wanted.
+
+    Attributes:
+        agent: the agent's key, or "" for none.
+        prompt: token ids, at least one.
+        request_id: unique among all rows.
+        priority: as the caller gave it; a higher number goes first.
+        deadline_s: from now to the last token; None is the configured limit, which also bounds it.
+        choices: how many rows with this very prompt come together.
+        beside: the replica that took the first of them, "" for none.
+        media: the prompt's pictures, in the place of which it has words.
+        remembered_tokens: how many of the prompt's first ones the agent has had in earlier turns.
+    """
+
+    agent: str
+    prompt: list[int]
+    sampling: Sampling
+    request_id: str
+    priority: int = 0
+    deadline_s: float | None = None
+    choices: int = 1
+    beside: str = ""
+    media: Sequence[Media] = ()
+    remembered_tokens: int = 0
+
+
 class Backend(Protocol):
     failovers: int
     """How many rows went on, elsewhere or on a replica that was started anew, after theirs was lost."""
@@ -121,33 +149,8 @@ class Backend(Protocol):
         """Those of them that have been loaded at least once, in the same order."""
         ...
 
-    async def generate(
-        self,
-        model: ServedModel,
-        *,
-        agent: str,
-        prompt: list[int],
-        sampling: Sampling,
-        request_id: str,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        choices: int = 1,
-        beside: str = "",
-        media: Sequence[Media] = (),
-        remembered_tokens: int = 0,
-    ) -> Generation:
+    async def generate(self, model: ServedModel, row: RowRequest) -> Generation:
         """Route and queue one row. Returns once a replica has accepted it.
-
-        Args:
-            agent: the agent's key, or "" for none.
-            prompt: token ids, at least one.
-            request_id: unique among all rows.
-            priority: as the caller gave it; a higher number goes first.
-            deadline_s: from now to the last token; None is the configured limit, which also bounds it.
-            choices: how many rows with this very prompt come together.
-            beside: the replica that took the first of them, "" for none.
-            media: the prompt's pictures, in the place of which it has words.
-            remembered_tokens: how many of the prompt's first ones the agent has had in earlier turns.
 
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.

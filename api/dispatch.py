@@ -22,11 +22,11 @@ from ..actors import registry
 from ..actors.handles import ROUTER, actor_handle, replica_actor_name
 from ..actors.kv_store.blocks import block_ids, root_id, scope_of
 from ..actors.kv_store.media import features_needed
-from ..actors.messages import Decision, Frame, GenerateRequest, Media, RouteRequest, RowUpdate, Sampling, decode, encode
+from ..actors.messages import Decision, Frame, GenerateRequest, RouteRequest, RowUpdate, decode, encode
 from ..cluster.config import Config
 from ..cluster.errors import NoReplica, ReplicaLost, Unavailable, from_wire
 from .agent_homes import AgentHomes
-from .backend import NodeState, ReplicaStats, ServedModel
+from .backend import NodeState, ReplicaStats, RowRequest, ServedModel
 from .cluster_views import SeenNodes, node_states
 from .rows import RayGeneration
 from .sent_pictures import SentPictures
@@ -144,41 +144,26 @@ class RayBackend:
         """The name of every served model, loaded yet or not, the default first."""
         return [entry.model.name for entry in await self._served.entries()]
 
-    async def generate(
-        self,
-        model: ServedModel,
-        *,
-        agent: str,
-        prompt: list[int],
-        sampling: Sampling,
-        request_id: str,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        choices: int = 1,
-        beside: str = "",
-        media: Sequence[Media] = (),
-        remembered_tokens: int = 0,
-    ) -> RayGeneration:
-        tenant = agent.partition("/")[0] or "default"
-        scope = scope_of(self.config.share, tenant, agent.partition("/")[2], request_id)
-        root = root_id(model.model_id, scope)
+    async def generate(self, model: ServedModel, row: RowRequest) -> RayGeneration:
+        tenant, _, name = row.agent.partition("/")
+        root = root_id(model.model_id, scope_of(self.config.share, tenant or "default", name, row.request_id))
         request_s = self.config.timeouts.request_s
         request = GenerateRequest(
-            request_id=request_id,
+            request_id=row.request_id,
             consumer="",
             model=model.name,
-            agent=agent,
-            prompt=prompt,
-            block_ids=await asyncio.to_thread(block_ids, root, prompt),
+            agent=row.agent,
+            prompt=row.prompt,
+            block_ids=await asyncio.to_thread(block_ids, root, row.prompt),
             root_id=root,
-            sampling=sampling,
-            priority=priority,
-            deadline_s=request_s if deadline_s is None else min(deadline_s, request_s),
-            choices=choices,
-            media=list(media),
-            remembered_tokens=remembered_tokens,
+            sampling=row.sampling,
+            priority=row.priority,
+            deadline_s=request_s if row.deadline_s is None else min(row.deadline_s, request_s),
+            choices=row.choices,
+            media=list(row.media),
+            remembered_tokens=row.remembered_tokens,
         )
-        generation = RayGeneration(self, request, beside)
+        generation = RayGeneration(self, request, row.beside)
         await generation.start()
         return generation
 

@@ -20,7 +20,7 @@ from ..cluster.config import Config
 from ..cluster.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NoReplica
 from .agent_streams import TurnStream, keeping
 from .agents import AgentMemory, Kept, Turn
-from .backend import Backend, Generation, ServedModel
+from .backend import Backend, Generation, RowRequest, ServedModel
 from .conversation import sources_in
 from .options import Options
 from .picture_fetch import PictureLoader
@@ -304,8 +304,7 @@ class Generator:
         )
         # Callers choose request ids and may repeat them; rows must differ.
         row_id = f"{request.request_id or 'row'}/{secrets.token_hex(8)}"
-        generation = await self.backend.generate(
-            model,
+        row = RowRequest(
             agent=job.agent,
             prompt=prompt,
             sampling=sampling,
@@ -317,6 +316,7 @@ class Generator:
             media=[] if job.chat is None else job.chat.media,
             remembered_tokens=0 if job.chat is None else job.chat.remembered_tokens,
         )
+        generation = await self.backend.generate(model, row)
         if job.chat is not None:
             self._shown[generation] = job.chat.shown
         how: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from satchel.actors.messages import Media, RowUpdate, Sampling, TokenLogprobs
+from satchel.actors.messages import RowUpdate, Sampling, TokenLogprobs
 from satchel.api.app import create_app
-from satchel.api.backend import NodeState, ReplicaStats, ServedModel
+from satchel.api.backend import NodeState, ReplicaStats, RowRequest, ServedModel
 from satchel.api.server import HttpServer
 from satchel.api.text import TextModel, load_text_model
 from satchel.cluster.config import Config, parse_config
@@ -201,40 +201,12 @@ class FakeBackend:
     async def models(self) -> list[ServedModel]:
         return self.served
 
-    async def generate(
-        self,
-        model: ServedModel,
-        *,
-        agent: str,
-        prompt: list[int],
-        sampling: Sampling,
-        request_id: str,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        choices: int = 1,
-        beside: str = "",
-        media: Sequence[Media] = (),
-        remembered_tokens: int = 0,
-    ) -> FakeGeneration:
-        self.requests.append(
-            {
-                "model": model.name,
-                "agent": agent,
-                "prompt": prompt,
-                "sampling": sampling,
-                "request_id": request_id,
-                "priority": priority,
-                "deadline_s": deadline_s,
-                "choices": choices,
-                "beside": beside,
-                "media": media,
-                "remembered_tokens": remembered_tokens,
-            }
-        )
+    async def generate(self, model: ServedModel, row: RowRequest) -> FakeGeneration:
+        self.requests.append({"model": model.name, **vars(row)})
         if self.refusal is not None:
             raise self.refusal
         script = self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]
-        generation = FakeGeneration(request_id, script, f"{model.name}#{len(self.generations) % 2}", sampling)
+        generation = FakeGeneration(row.request_id, script, f"{model.name}#{len(self.generations) % 2}", row.sampling)
         generation.node = self.placed.get(generation.replica, "")
         generation.move_to = self.move_to
         self.generations.append(generation)

@@ -68,12 +68,12 @@ async def test_when_one_row_is_refused_none_runs(api, backend):
     backend.play(asyncio.Event())
     accept, left = backend.generate, 2
 
-    async def generate(*positional, **named):
+    async def generate(model, row):
         nonlocal left
         left -= 1
         if left < 0:
             raise QueueFull("full")
-        return await accept(*positional, **named)
+        return await accept(model, row)
 
     backend.generate = generate
     response = await api.complete(["a", "b", "c"])

@@ -73,7 +73,7 @@ async def test_a_client_that_goes_while_the_request_is_queued_cancels_queueing(s
     cancelled = asyncio.Event()
     entered = asyncio.Event()
 
-    async def generate(*positional, **named):
+    async def generate(model, row):
         entered.set()
         try:
             await asyncio.Event().wait()

@@ -18,6 +18,7 @@ import ray
 from satchel.actors.handles import ROUTER, actor_handle, store_actor_name
 from satchel.actors.messages import Sampling
 from satchel.actors.replica.consumers import LEASE_S
+from satchel.api.backend import RowRequest
 from satchel.api.client import Cluster, Reply
 from satchel.api.dispatch import RayBackend
 
@@ -150,7 +151,7 @@ async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, 
     backend = RayBackend(handles.config)
     (model,) = await backend.models()
     sampling = Sampling(temperature=1.0, seed=1, max_tokens=ENDLESS["max_tokens"], ignore_eos=True)
-    await backend.generate(model, agent="", prompt=[1, 2, 3], sampling=sampling, request_id="orphan")
+    await backend.generate(model, RowRequest(agent="", prompt=[1, 2, 3], sampling=sampling, request_id="orphan"))
     assert running(http) == 1
     for link in backend._links.values():
         link.close()
