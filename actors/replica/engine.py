@@ -2,7 +2,7 @@
 
 Other threads only put commands into the inbox and get results through callbacks, so nothing here is locked. Each turn
 of the loop: take commands, let the scheduler say who leaves, prefill within the step's budget, decode once, and hand
-all new tokens out in one call a step.
+all new tokens out in one call a step; first tokens before it.
 """
 
 from __future__ import annotations
@@ -428,7 +428,8 @@ class Engine:
                 self._count(sequence, drawn)
                 self._emit(sequence, update)
                 told.add(drawn.row_id)
-        self._flush()
+        if told:
+            self._flush()
         return told
 
     def _take_token(self, drawn: Ready) -> None:

@@ -193,22 +193,24 @@ class PictureQueue:
         # Of the others nobody needs more than their KV.
         self.features.hits += len(media) - len(missing)
         for index in found.keys() & set(missing):
-            self.features.hits += 1
-            self._keep(sequence, index, found[index])
+            self._reuse(sequence, index, found[index])
         missing = [index for index in missing if not self._has(sequence, index) and not self._find(sequence, index)]
         if missing:
             self._waiting[sequence.id] = _Waiting(sequence, row, missing)
         return not missing
 
-    def _with_pixels(self, picture: bytes) -> tuple[Sequence, int] | None:
-        """A row that waits for these features and has the picture's pixels; which of its pictures it is."""
+    def _lacking(self, picture: bytes) -> Iterator[tuple[Sequence, int]]:
+        """The rows that wait for these features, and which of their pictures it is."""
         for waiting in self._waiting.values():
+            sequence = waiting.sequence
             for index in waiting.missing:
-                sequence = waiting.sequence
-                media, has = sequence.request.media[index], self._has(sequence, index)
-                if media.pixels and not has and _id(sequence.request, index) == picture:
-                    return sequence, index
-        return None
+                if not self._has(sequence, index) and _id(sequence.request, index) == picture:
+                    yield sequence, index
+
+    def _with_pixels(self, picture: bytes) -> tuple[Sequence, int] | None:
+        """One of those that has the picture's pixels."""
+        lacking = self._lacking(picture)
+        return next((found for found in lacking if found[0].request.media[found[1]].pixels), None)
 
     def step(self, attempt: Callable[[str, Callable[[], None]], None]) -> Iterator[Row]:
         """Take what was encoded and begin with the next picture. Gives the rows that need no more.
@@ -252,19 +254,14 @@ class PictureQueue:
         sequence, index, error = encoding.sequence, encoding.index, encoding.made.exception()
         if error is None:
             # Also where the row is gone: others may ask for the same picture.
-            self._encoded(sequence, index, *encoding.made.result())
-            self._give(_id(sequence.request, index), encoding.made.result()[0])
+            features, seconds = encoding.made.result()
+            self._encoded(sequence, index, features, seconds)
+            # It may be too large to be kept for them.
+            for other, at in self._lacking(_id(sequence.request, index)):
+                self._reuse(other, at, features)
         elif sequence.id in self._waiting:
             logger.warning("a picture of %s could not be encoded beside the steps: %s", sequence.id, error)
             attempt(sequence.id, lambda: self.encode(sequence, index))
-
-    def _give(self, picture: bytes, features: Features) -> None:
-        """To all rows that wait for it: it may be too large to be kept for them."""
-        for waiting in self._waiting.values():
-            for index in waiting.missing:
-                if not self._has(waiting.sequence, index) and _id(waiting.sequence.request, index) == picture:
-                    self.features.hits += 1
-                    self._keep(waiting.sequence, index, features)
 
     def expired(self, now: float) -> list[str]:
         """Rows whose deadline has passed; they are let go."""
@@ -361,6 +358,9 @@ class PictureQueue:
         features = self.features.get(_id(sequence.request, index))
         if features is None:
             return False
+        self._reuse(sequence, index, features)
+        return True
+
+    def _reuse(self, sequence: Sequence, index: int, features: Features) -> None:
         self.features.hits += 1
         self._keep(sequence, index, features)
-        return True

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import psutil
 from neighbours import BENCHMARKS
 
 from satchel.actors.kv_store.blocks import block_ids, root_id
-from satchel.actors.messages import GenerateRequest, RowUpdate, Sampling
+from satchel.actors.messages import GenerateRequest, Media, RowUpdate, Sampling
 from satchel.actors.replica import models
 from satchel.actors.replica.engine import Engine
 from satchel.cluster.config import Scheduling
@@ -75,13 +75,13 @@ class Desk:
         rng, size = random.Random(seed), self.loaded.vocabulary_size - SPECIAL_TOKENS
         return [rng.randrange(size) for _ in range(tokens)]
 
-    def submit(self, prompt: list[int], max_tokens: int) -> str:
+    def submit(self, prompt: list[int], max_tokens: int, media: Sequence[Media] = ()) -> str:
         """Queue a greedy request. Returns its name."""
         self._count += 1
         name = f"row-{self._count}"
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         ids = block_ids(self.root, prompt)
-        request = GenerateRequest(name, CONSUMER, "bench", "", prompt, ids, self.root, sampling)
+        request = GenerateRequest(name, CONSUMER, "bench", "", prompt, ids, self.root, sampling, media=list(media))
         self._answers[name] = Answer(time.perf_counter())
 
         def reply(refusal: SatchelError | None) -> None:
@@ -108,8 +108,8 @@ class Desk:
         self.turn_until(lambda: all(self._answers[name].ended for name in names))
         return [self._answers.pop(name) for name in names]
 
-    def ask(self, prompt: list[int], max_tokens: int = 1) -> Answer:
-        return self.finish([self.submit(prompt, max_tokens)])[0]
+    def ask(self, prompt: list[int], max_tokens: int = 1, media: Sequence[Media] = ()) -> Answer:
+        return self.finish([self.submit(prompt, max_tokens, media)])[0]
 
     def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
         now = time.perf_counter()

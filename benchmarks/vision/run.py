@@ -73,7 +73,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", type=partial(names, PEER_NAMES), default=list(PEER_NAMES), help=f"for peers: {', '.join(PEER_NAMES)}")
     add("--start-timeout-s", type=float, default=240.0)
     add("--vllm-mlx-site", type=Path, help="a folder with vllm-mlx and what it needs, else it is installed")
-    add("--folder", type=Path, help="of the model: written once, and found there by later runs (else written anew)")
+    add("--models", type=Path, help="a folder where models are written once, for later runs too (else a temporary one)")
     add("--work", type=Path, help="where files are written, on the disk that is to be measured (else a temporary one)")
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
@@ -87,7 +87,7 @@ class Run:
         self.options = options
         self.budget = tables.Budget(options.budget_s)
         self._place = targets.make_place(work, options.vllm_mlx_site, options.start_timeout_s)
-        self._folder = options.folder or work / "models" / options.shape
+        self._folder = (options.models or work / "models").absolute() / options.shape
         command = [sys.executable, str(BENCHMARKS / "vision" / "vision_folders.py"), str(self._folder), options.shape]
         said = subprocess.run(command, env=self._place.environment, capture_output=True, text=True, timeout=600)
         if said.returncode:

@@ -11,13 +11,10 @@ from typing import Any
 from PIL import Image
 from vision_beside import neighbour
 
-from satchel.actors.kv_store.blocks import block_ids
 from satchel.actors.kv_store.media import picture_hash
-from satchel.actors.messages import GenerateRequest, Sampling
 from satchel.api.picture_prompt import Medium, place, with_words
 from satchel.api.picture_sources import Picture
 from satchel.api.text import load_text_model
-from satchel.cluster.errors import SatchelError
 
 desk = neighbour("memory", "desk")
 parts = neighbour("memory", "parts")
@@ -139,19 +136,7 @@ class Sight(desk.Desk):
 
     def _first_s(self, prompt: list[int], media: Any) -> float:
         """Until the first token of the answer."""
-        self._count += 1
-        name = f"row-{self._count}"
-        sampling = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
-        ids = block_ids(self.root, prompt)
-        request = GenerateRequest(name, desk.CONSUMER, "bench", "", prompt, ids, self.root, sampling, media=media)
-        self._answers[name] = desk.Answer(time.perf_counter())
-
-        def reply(refusal: SatchelError | None) -> None:
-            if refusal is not None:
-                raise refusal
-
-        self.engine.submit(request, reply)
-        (answer,) = self.finish([name])
+        answer = self.ask(prompt, media=media)
         return answer.first - answer.sent
 
     def _prompt(self, frames: Sequence[Image.Image], question: str, video: bool) -> tuple[list[int], Any]:

@@ -220,7 +220,8 @@ async def test_a_host_that_does_not_answer_at_one_address_is_asked_at_the_next(
     named(monkeypatch, {"pictures.test": ["127.0.0.2", "127.0.0.1"]})
     site.answers["/cat"] = said(a_png())
     async with loading(allowed_hosts=("pictures.test",)) as loader:
-        await loader.load(PictureSource(HERE, site.url("/cat", "pictures.test")))
+        picture = await loader.load(PictureSource(HERE, site.url("/cat", "pictures.test")))
+    assert (picture.width, picture.height) == (8, 6) and len(site.heads) == 1
 
 
 async def test_redirects_are_followed_and_checked_each(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
