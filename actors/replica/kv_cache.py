@@ -10,8 +10,8 @@ Shapes: keys and values of one layer are (1, kv_heads, tokens, head_dim); `seali
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -147,7 +147,10 @@ def new_caches(spec: ModelCacheSpec, own: Sequence[Any], direct: Choose | None) 
 
 
 Entry = Sealed | tuple[mx.array, mx.array]
-"""A layer's KV in a slab: a sealed block, or keys and values."""
+"""A layer's KV in a slab: a sealed block, or keys and values. Of several layers, a row a layer."""
+
+Layers = tuple[int, ...]
+"""Which of a model's layers, in order."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +162,34 @@ class Slab:
             lack the first `window_from` tokens, and are None where that is all of them.
         tokens: how many.
         states: the recurrent layers' arrays after the last token, or None where nobody took a snapshot there.
+        stacks: the same memory once more, where layers have it together.
     """
 
     layers: list[Entry | None]
     tokens: int
     window_from: int = 0
     states: list[list[mx.array]] | None = None
+    stacks: Mapping[Layers, Entry] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        count: int,
+        found: Mapping[Layers, Entry],
+        tokens: int,
+        window_from: int = 0,
+        states: list[list[mx.array]] | None = None,
+    ) -> Slab:
+        """A slab of `count` layers, whose KV is `found` by the layers that have it together."""
+        layers: list[Entry | None] = [None] * count
+        for together, entry in found.items():
+            for place, index in enumerate(together):
+                layers[index] = _row_of(entry, place)
+        return cls(layers, tokens, window_from, states, {key: found[key] for key in found if len(key) > 1})
+
+    def entry(self, layers: Layers) -> Entry | None:
+        """The KV of these layers, a row a layer."""
+        return self.layers[layers[0]] if len(layers) == 1 else self.stacks.get(layers)
 
     @property
     def nbytes(self) -> int:
@@ -190,57 +215,85 @@ class Run(Slab):
         return sum(array.nbytes for entry in self.layers if entry is not None for array in entry)
 
 
+def _row_of(entry: Any, row: int) -> Any:
+    """One layer's KV of several's, a view; None of None."""
+    if entry is None:
+        return None
+    arrays = [array[row : row + 1] for array in entry]
+    return Sealed(*arrays) if isinstance(entry, Sealed) else tuple(arrays)
+
+
 def restore(spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], tail: Slab | None, used: int) -> None:
-    """Fill empty `caches` with whole slabs and the first `used` tokens of a tail, which the spec's rule allows."""
+    """Fill empty `caches` with whole slabs and the first `used` tokens of a tail, which the spec's rule allows.
+
+    Layers that every slab has together are joined together: a GPU takes as long for one as for all.
+    """
     total = sum(slab.tokens for slab in slabs) + used
     if total == 0:
         return
-    states = iter((tail if tail is not None and used else slabs[-1]).states or [])
-    for index, (layer, cache) in enumerate(zip(spec.layers, caches, strict=True)):
+    tail = tail if used else None
+    states = iter((tail or slabs[-1]).states or [])
+    for layers in _together(spec, slabs, tail):
+        layer = spec.layers[layers[0]]
         if layer.kind is LayerKind.RECURRENT:
-            cache.cache = list(next(states))
+            caches[layers[0]].cache = list(next(states))
             continue
-        held = _with_layer(slabs, index)
+        held = _with_layers(slabs, layers)
         if layer.sealed:
-            _restore_sealed(
-                cache, layer.window, [slab.layers[index] for slab in held], tail and tail.layers[index], total
-            )
+            # Only full layers are joined, so those of a window are one by one.
+            first = max(0, total - layer.window + 1) // BLOCK_TOKENS if layer.window else 0
+            _restore_sealed([caches[index] for index in layers], layers, held[first:], tail, total)
             continue
         wanted = min(total, layer.window) if layer.window else total
-        keys, values = _last_tokens(index, held, tail, used, wanted)
-        if layer.window:
-            cache.state = (keys, values, total, 0, layer.window, keys.shape[2])
-        else:
-            cache.state = (keys, values, total)
+        pair = _last_tokens(layers, held, tail, used, wanted)
+        for place, index in enumerate(layers):
+            keys, values = _row_of(pair, place)
+            more = (0, layer.window, keys.shape[2]) if layer.window else ()
+            caches[index].state = (keys, values, total, *more)
 
 
-def _with_layer(slabs: Sequence[Slab], index: int) -> list[Slab]:
-    """The slabs, where a run that has not joined this layer is its blocks."""
+def _together(spec: ModelCacheSpec, slabs: Sequence[Slab], tail: Slab | None) -> list[Layers]:
+    """All layers: those that every slab which has them has together, and the others one by one."""
+    last = tail or slabs[-1]
+    found: list[Layers] = []
+    for layers in last.stacks:
+        sources = [*_with_layers(slabs, layers), last]
+        if all(layers in slab.stacks or slab.layers[layers[0]] is None for slab in sources):
+            found.append(layers)
+    several = {index for layers in found for index in layers}
+    return found + [(index,) for index in range(len(spec.layers)) if index not in several]
+
+
+def _with_layers(slabs: Sequence[Slab], layers: Layers) -> list[Slab]:
+    """The slabs, where a run that has not joined these layers is its blocks."""
     held: list[Slab] = []
     for slab in slabs:
-        held += slab.blocks if isinstance(slab, Run) and slab.layers[index] is None else [slab]
+        held += slab.blocks if isinstance(slab, Run) and slab.layers[layers[0]] is None else [slab]
     return held
 
 
-def _restore_sealed(cache: SealedKVCache, window: int, blocks: Sequence[Any], tail: Any | None, total: int) -> None:
-    # Only full layers are joined, so those of a window are one by one.
-    first = max(0, total - window + 1) // BLOCK_TOKENS if window else 0
-    used = total % BLOCK_TOKENS
-    opened = (tail[0][:, :, :used], tail[1][:, :, :used]) if tail is not None and used else None
-    cache.restore(sealing.join_tokens(blocks[first:]) if blocks[first:] else None, opened, total)
+def _restore_sealed(
+    caches: Sequence[SealedKVCache], layers: Layers, blocks: Sequence[Slab], tail: Slab | None, total: int
+) -> None:
+    used, entry = total % BLOCK_TOKENS, tail and tail.entry(layers)
+    opened = (entry[0][:, :, :used], entry[1][:, :, :used]) if entry is not None else None
+    parts: Any = [block.entry(layers) for block in blocks]
+    sealed = sealing.join_tokens(parts) if parts else None
+    for place, cache in enumerate(caches):
+        cache.restore(_row_of(sealed, place), _row_of(opened, place), total)
 
 
 def _last_tokens(
-    layer: int, slabs: Sequence[Slab], tail: Slab | None, used: int, wanted: int
+    layers: Layers, slabs: Sequence[Slab], tail: Slab | None, used: int, wanted: int
 ) -> tuple[mx.array, mx.array]:
     parts: list[tuple[mx.array, mx.array]] = []
     sources = [(slab, slab.tokens) for slab in slabs]
-    if tail is not None and used:
+    if tail is not None:
         sources.append((tail, used))
     for slab, stop in reversed(sources):
         if wanted <= 0:
             break
-        pair = slab.layers[layer]
+        pair = slab.entry(layers)
         assert pair is not None and not isinstance(pair, Sealed), "the rule promised this layer's KV"
         # A window layer's arrays begin later than the slab.
         missing = slab.tokens - pair[0].shape[2]

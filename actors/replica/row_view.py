@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..kv_store.blocks import BLOCK_TOKENS
 from . import sealing
-from .kv_cache import Entry, LayerKind, ModelCacheSpec, Slab
+from .kv_cache import Entry, LayerKind, Layers, ModelCacheSpec, Slab
 from .sealed_cache import SealedKVCache
 from .sealing import Sealed
 
@@ -115,7 +115,7 @@ class RowView:
         states = None
         if self._states and stop == self._length:
             states = [[sealing.copied(array) for array in state] for state in self._states]
-        return Slab(self._copies(found, start, stop), stop - start, window_from, states)
+        return Slab.of(len(self._layers), self._copies(found, start, stop), stop - start, window_from, states)
 
     def _columns(self, cache: SealedKVCache, rows: slice, start: int, stop: int) -> Columns | None:
         block = start // BLOCK_TOKENS
@@ -124,18 +124,18 @@ class RowView:
         assert start % BLOCK_TOKENS == 0 and block == self._length // BLOCK_TOKENS, "only the open block can be cut"
         return cache.tail(rows, stop - start)
 
-    def _copies(self, found: dict[int, Columns], start: int, stop: int) -> list[Entry | None]:
-        """Layers' entries, whose arrays are views of copies that layers of equal shapes have together: they are kept
-        and let go together, and one operation on all layers takes a device as long as on one."""
+    def _copies(self, found: dict[int, Columns], start: int, stop: int) -> dict[Layers, Entry]:
+        """Copies that layers of equal shapes and windows have together: they are kept and let go together, and one
+        operation on all layers takes a device as long as on one."""
         alike: dict[Any, list[int]] = {}
         for index, columns in found.items():
-            alike.setdefault(tuple((*array.shape, array.dtype) for array in columns), []).append(index)
-        entries: list[Entry | None] = [None] * len(self._layers)
+            shapes = [(*array.shape, array.dtype) for array in columns]
+            alike.setdefault((self._spec.layers[index].window, *shapes), []).append(index)
+        entries: dict[Layers, Entry] = {}
         for layers in alike.values():
             copies = self._stack(layers, start, stop) or _stacked([found[index] for index in layers])
-            for place, index in enumerate(layers):
-                arrays = [copy[place : place + 1] for copy in copies]
-                entries[index] = Sealed(*arrays) if isinstance(found[index], Sealed) else (arrays[0], arrays[1])
+            sealed = isinstance(found[layers[0]], Sealed)
+            entries[tuple(layers)] = Sealed(*copies) if sealed else (copies[0], copies[1])
         return entries
 
     def _stack(self, layers: Sequence[int], start: int, stop: int) -> list[mx.array] | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from .kv_cache import Entry, LayerKind, ModelCacheSpec, Run, Slab
+from .kv_cache import Entry, LayerKind, Layers, ModelCacheSpec, Run, Slab
 from .sealing import TOKEN_AXES, Sealed
 
 _PAIR = ("keys", "values")
