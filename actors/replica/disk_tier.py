@@ -123,7 +123,8 @@ def read_slabs(
         InvalidRecord: a location that no store gives.
         DiskError: nothing can be read now.
     """
-    slabs = slab_codec.SlabReader(spec, len(where), joins=joins)
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    slabs = slab_codec.SlabReader(spec, len(where), joins=joins, stacked=on_gpu)
     found: list[Slab | Failure] = []
     with EntryReader(root, key, where) as reader:
         for read in reader.parts():

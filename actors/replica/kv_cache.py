@@ -27,6 +27,10 @@ from .sealing import Sealed, SealPolicy, sealed_token_bytes
 SNAPSHOT_TOKENS_MAX = 4096
 
 
+Layers = tuple[int, ...]
+"""Which of a model's layers, in order."""
+
+
 class LayerKind(Enum):
     FULL = "full"
     WINDOW = "window"
@@ -75,6 +79,15 @@ class ModelCacheSpec:
     def rule(self) -> ReuseRule:
         """When a kept prefix is enough for every layer."""
         return ReuseRule(window=max((layer.window for layer in self.layers), default=0), recurrent=self.recurrent)
+
+    @property
+    def alike(self) -> list[Layers]:
+        """Full and window layers, those of one kind together."""
+        kinds: dict[LayerSpec, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.kind in (LayerKind.FULL, LayerKind.WINDOW):
+                kinds.setdefault(layer, []).append(index)
+        return [tuple(layers) for layers in kinds.values()]
 
     @property
     def snapshot_tokens(self) -> int:
@@ -149,9 +162,6 @@ def new_caches(spec: ModelCacheSpec, own: Sequence[Any], direct: Choose | None) 
 Entry = Sealed | tuple[mx.array, mx.array]
 """A layer's KV in a slab: a sealed block, or keys and values. Of several layers, a row a layer."""
 
-Layers = tuple[int, ...]
-"""Which of a model's layers, in order."""
-
 
 @dataclass(frozen=True)
 class Slab:
@@ -184,7 +194,7 @@ class Slab:
         layers: list[Entry | None] = [None] * count
         for together, entry in found.items():
             for place, index in enumerate(together):
-                layers[index] = _row_of(entry, place)
+                layers[index] = _row_of(entry, place) if len(together) > 1 else entry
         return cls(layers, tokens, window_from, states, {key: found[key] for key in found if len(key) > 1})
 
     def entry(self, layers: Layers) -> Entry | None:

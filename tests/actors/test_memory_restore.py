@@ -107,7 +107,7 @@ def same(left: list[mx.array], right: list[mx.array]) -> bool:
     )
 
 
-def filled(spec: ModelCacheSpec, slabs: list[Slab]) -> list[list[mx.array]]:
+def filled(spec: ModelCacheSpec, slabs: list[Slab], tail: Slab | None = None, used: int = 0) -> list[list[mx.array]]:
     """The arrays of caches that were opened with the slabs."""
     if spec.policy is not None:
         caches: list[Any] = [SealedKVCache(spec.policy, layer.window) for layer in spec.layers]
@@ -115,7 +115,7 @@ def filled(spec: ModelCacheSpec, slabs: list[Slab]) -> list[list[mx.array]]:
         caches = [
             kv_cache.RotatingKVCache(layer.window) if layer.window else kv_cache.KVCache() for layer in spec.layers
         ]
-    kv_cache.restore(spec, caches, slabs, None, 0)
+    kv_cache.restore(spec, caches, slabs, tail, used)
     return [
         [array for array in cache.state if isinstance(array, mx.array)] if spec.policy else [cache.keys, cache.values]
         for cache in caches
@@ -142,6 +142,47 @@ def test_a_row_opened_from_a_run_has_the_bytes_of_one_never_stored(
             plain = [*opened[:-1], *slabs]
             for left, right in zip(filled(spec, plain), filled(spec, opened), strict=True):
                 assert same(left, right)
+
+
+@pytest.mark.parametrize("policy", ["q4", "fp16"])
+@pytest.mark.parametrize("count", [1, 2, 18])
+def test_a_row_opened_from_blocks_read_for_a_gpu_has_the_bytes_of_one_never_stored(
+    tmp_path: Path, policy: str, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Layers that are alike have their memory together, and are joined together; beside blocks that do not, one by
+    one."""
+    spec = spec_of(policy)
+    slabs = [slab_of(spec, seed, mx.bfloat16, BLOCK_TOKENS if seed < count - 3 else 0) for seed in range(count)]
+    files = Files(tmp_path / "kv", spec, slabs)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+        read, run = files.read()
+    good = [slab for slab in read if not isinstance(slab, Failure)]
+    assert run is None and len(good) == count and all(list(slab.stacks) == [(0, 2)] for slab in good)
+    assert all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, good, strict=True))
+    for opened in (good, [*slabs[: count // 2], *good[count // 2 :]]):
+        for left, right in zip(filled(spec, slabs), filled(spec, opened), strict=True):
+            assert same(left, right)
+
+
+@pytest.mark.parametrize("policy", ["q4", "fp16"])
+def test_a_row_opened_with_a_part_of_a_tail_has_the_bytes_of_layers_joined_one_by_one(policy: str):
+    spec = spec_of(policy)
+    blocks = [slab_of(spec, seed, mx.float16) for seed in range(2)]
+    tail = slab_of(spec_of("fp16"), 3, mx.float16)
+
+    def together(slab: Slab) -> Slab:
+        first, last = slab.layers[0], slab.layers[2]
+        assert first is not None and last is not None
+        whole = [mx.concatenate(list(pair)) for pair in zip(first, last, strict=True)]
+        entry = sealing.Sealed(*whole) if isinstance(first, sealing.Sealed) else (whole[0], whole[1])
+        assert slab.layers[1] is not None
+        return Slab.of(LAYERS, {(0, 2): entry, (1,): slab.layers[1]}, slab.tokens)
+
+    for used in (1, 100):
+        plain = filled(spec, blocks, tail, used)
+        joined = filled(spec, [together(block) for block in blocks], together(tail), used)
+        assert all(same(left, right) for left, right in zip(plain, joined, strict=True))
 
 
 @pytest.mark.parametrize("part", ["0.key_codes", "1.value_scales", "2.value_biases"])
