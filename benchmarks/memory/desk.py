@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -20,7 +21,11 @@ from satchel.actors.messages import GenerateRequest, Media, RowUpdate, Sampling
 from satchel.actors.replica import models
 from satchel.actors.replica.engine import Engine
 from satchel.cluster.config import Scheduling
+from satchel.cluster.environment import mlx_settings
 from satchel.cluster.errors import SatchelError
+
+# As a replica's process has it.
+os.environ.update(mlx_settings())
 
 CONSUMER = "bench"
 PREFIX_BYTES_MAX = 4 * 2**30
