@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-VERSION = 6
+VERSION = 7
 
 T = TypeVar("T")
 
@@ -58,8 +58,8 @@ class Media:
 
     Its span begins at the prompt's token `start`; `tokens` are the ids that the model is given there, where the prompt
     has words (`kv_store.media`). `key` names what is encoded, `grid` is (frames, rows, columns) of patches where
-    positions depend on it. `pixels` are RGB, a byte a channel, of `width` x `height`, `frames` times; b"" where nobody
-    has them any more.
+    positions depend on it. `pixels` are RGB, a byte a channel, of `width` x `height`, frame by frame; none where
+    nobody has them any more.
     """
 
     start: int
@@ -68,8 +68,7 @@ class Media:
     grid: list[int]
     width: int
     height: int
-    pixels: bytes
-    frames: int = 1
+    pixels: list[bytes]
     video: bool = False
 
 

@@ -32,6 +32,7 @@ _FETCHES_MAX = 8
 _READS_MAX = 4
 _VIDEO_FETCHES_MAX = 4
 _VIDEOS_MAX = 2
+_READ_HERE_MAX = 1 << 16
 _CACHE_PART = 4
 """What is kept for later requests may be a quarter of what may be held."""
 
@@ -239,7 +240,7 @@ class PictureLoader:
         try:
             async with self._turns[video, _is_remote(url)]:
                 data = await self._content(url)
-                key = await self._pictures.run(len(data), _key, data, how)
+                key = await self._read(_key, data, how)
                 pictures = self._shelf.find(key)
                 if pictures is None:
                     pictures = await decoded(data)
@@ -248,11 +249,17 @@ class PictureLoader:
         except (Undecodable, Unfetchable, Unreadable) as error:
             raise InvalidRequest(f"{where} {error}", param=where) from error
 
+    async def _read(self, work: Callable[..., bytes], content: bytes | str, how: object) -> bytes:
+        """What `work` makes of a content. For a small one a thread would take longer: frames are small, and many."""
+        if len(content) <= _READ_HERE_MAX:
+            return work(content, how)
+        return await self._pictures.run(len(content), work, content, how)
+
     async def _content(self, url: str) -> bytes:
         if _is_remote(url):
             return await self._fetcher.fetch(url)
         if url[:5].lower() == "data:":
-            return await self._pictures.run(len(url), data_url, url, self._limits.source_bytes_max)
+            return await self._read(data_url, url, self._limits.source_bytes_max)
         bytes_max = self._limits.source_bytes_max
         return await self._pictures.run(bytes_max, read_file, url, self._limits.file_roots, bytes_max)
 

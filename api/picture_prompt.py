@@ -134,8 +134,7 @@ def with_words(processor: PictureProcessor, tokens: Sequence[int], placed: Place
                 grid=list(span.layout.grid),
                 width=span.size[0],
                 height=span.size[1],
-                pixels=b"".join(_resized.pixels(frame, span.size) for frame in span.frames),
-                frames=len(span.frames),
+                pixels=[pixels for frame in span.frames if (pixels := _resized.pixels(frame, span.size))],
                 video=span.video,
             )
         )

@@ -25,7 +25,7 @@ class SentPictures:
         if not any(self._knows(request, one) for one in request.media):
             return request
         return replace(
-            request, media=[replace(one, pixels=b"") if self._knows(request, one) else one for one in request.media]
+            request, media=[replace(one, pixels=[]) if self._knows(request, one) else one for one in request.media]
         )
 
     def note(self, request: GenerateRequest) -> None:

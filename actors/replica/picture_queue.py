@@ -311,11 +311,8 @@ class PictureQueue:
         span = Layout(tuple(media.tokens), places, tuple(media.grid))
 
         def work() -> tuple[Features, float]:
-            started, size = time.perf_counter(), 3 * media.width * media.height
-            frames = [
-                Image.frombytes("RGB", (media.width, media.height), media.pixels[at * size : (at + 1) * size])
-                for at in range(media.frames)
-            ]
+            started = time.perf_counter()
+            frames = [Image.frombytes("RGB", (media.width, media.height), pixels) for pixels in media.pixels]
             features = vision.encode(span, frames, video=media.video)
             return features, time.perf_counter() - started
 

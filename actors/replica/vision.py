@@ -21,7 +21,6 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
 from .pictures import Layout, PictureProcessor
-from .prepare import device_bytes
 
 _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"}
 """What of the way in is understood here. Positions are made for the whole prompt instead."""
@@ -32,9 +31,8 @@ _IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
 PLACES_KEPT = 16
 """Of how many prompts: 16 bytes a token."""
 
-SPARE_BYTES_MIN, SPARE_FRACTION = 1 << 30, 1 / 32
-"""Of freed buffers that a picture may leave to MLX, by the device's memory: its encoder's are larger than what anything
-else here needs."""
+SPARE_BYTES_MAX = 1 << 30
+"""Of freed buffers that a picture may leave to MLX: its encoder's are larger than what anything else here needs."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,6 @@ class Vision:
         self._language = model.language_model
         self._processor = processor
         self._axes = _axes_of(self._language)
-        self._spare_bytes_max = max(SPARE_BYTES_MIN, int(device_bytes() * SPARE_FRACTION))
         # The next turn of a conversation has its pictures where they were.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
         self._settle()
@@ -185,7 +182,7 @@ class Vision:
         features = Features(embeddings, tuple(levels))
         mx.eval(features.arrays())
         self._settle()
-        if mx.get_cache_memory() - spare > self._spare_bytes_max:
+        if mx.get_cache_memory() - spare > SPARE_BYTES_MAX:
             mx.clear_cache()
         return features
 

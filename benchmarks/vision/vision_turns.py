@@ -213,6 +213,9 @@ def ablation(start: Start, side: int, talk: Talk, rounds: int, budget: Any, say:
                     answers.check(stream.text, right)
                 if number >= warm_ups():
                     encodes[kept] = server.eyes.encodes() - before
+        if kept not in encodes:
+            part.notes.append(f"There was no time for {kept}.")
+            continue
         answers.note(part, f"Answers with {kept} kept")
         say(f"  {kept}: " + ", ".join(f"{spread.median(kept, step):,.0f} ms" for step in steps))
     for kept in encodes:

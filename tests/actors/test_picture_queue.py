@@ -74,7 +74,7 @@ def asked(folder: Path, colour: str) -> tuple[list[int], list[Media]]:
     key = media_key([picture_hash(*image.size, image.tobytes())])
     words = iter(words_of(key, len(span.places)))
     shown = [next(words) if at in span.places else token for at, token in enumerate(span.tokens)]
-    media = Media(len(TEXT), list(span.tokens), key, list(span.grid), *image.size, image.tobytes())
+    media = Media(len(TEXT), list(span.tokens), key, list(span.grid), *image.size, [image.tobytes()])
     return [*TEXT, *shown, 7, 8], [media]
 
 
@@ -173,7 +173,7 @@ def test_a_row_whose_pixels_were_not_sent_is_taken_only_where_they_are_not_neede
     bench = Bench(seeing[0])
     gate.opened.set()
     prompt, media = asked(seeing[1], "teal")
-    spared = [replace(one, pixels=b"") for one in media]
+    spared = [replace(one, pixels=[]) for one in media]
     bench.submit("too early", prompt, media=spared)
     bench.drain()
     assert isinstance(bench.refused["too early"], PictureLost) and bench.engine.pictures.features.hits == 0
@@ -190,7 +190,7 @@ def test_a_row_without_pixels_waits_for_another_that_has_them(seeing: tuple[Load
     bench = Bench(seeing[0])
     first, of_first = asked(seeing[1], "navy")
     prompt, media = asked(seeing[1], "olive")
-    spared = [replace(one, pixels=b"") for one in media]
+    spared = [replace(one, pixels=[]) for one in media]
     bench.submit("first", first, media=of_first)
     bench.submit("whole", prompt, media=media)
     turn_until(bench, lambda: gate.calls)
@@ -206,7 +206,7 @@ def test_a_row_without_pixels_waits_for_another_that_has_them(seeing: tuple[Load
     bench.submit("other", other, media=of_other)
     bench.submit("leaves", late, media=of_late)
     bench.turn()
-    bench.submit("left behind", late, media=[replace(one, pixels=b"") for one in of_late])
+    bench.submit("left behind", late, media=[replace(one, pixels=[]) for one in of_late])
     bench.turn()
     bench.engine.abort(("leaves",))
     bench.turn()
@@ -230,7 +230,7 @@ def test_what_is_encoded_for_one_is_given_to_all_that_wait_for_it(seeing: tuple[
     bench.submit("first", first, media=of_first)
     bench.submit("whole", prompt, media=media)
     turn_until(bench, lambda: gate.calls)
-    bench.submit("spared", prompt, media=[replace(one, pixels=b"") for one in media], priority=1)
+    bench.submit("spared", prompt, media=[replace(one, pixels=[]) for one in media], priority=1)
     gate.opened.set()
     bench.drain()
     assert bench.rows["spared"].tokens == bench.rows["whole"].tokens and gate.calls == 2
@@ -255,7 +255,7 @@ def test_a_turn_with_a_picture_that_nobody_can_send_again_has_its_kv_read_back(
     write_down(there, disks[1])
     third = [*second, *answer.tokens, *TEXT[:20]]
     known = len(second) + len(answer.tokens)
-    spared = [replace(one, pixels=b"") for one in shown]
+    spared = [replace(one, pixels=[]) for one in shown]
     row = here.run("third", third, agent=AGENT, media=spared, remembered=known)
     assert not here.refused and row.cached == known
 
@@ -287,7 +287,7 @@ def test_features_come_back_from_the_disk_in_any_precision(seeing: tuple[LoadedM
         write_down(bench, disk)
         node.restart()
         bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node))
-        moved = [replace(one, start=one.start + 1, pixels=b"") for one in media]
+        moved = [replace(one, start=one.start + 1, pixels=[]) for one in media]
         for name in ("once", "twice"):
             assert bench.run(name, [5, *prompt], media=moved, agent=AGENT).finish == "length"
         assert bench.engine.pictures.features.encodes == 0
@@ -313,7 +313,7 @@ def test_a_row_has_what_was_read_back_for_it_however_little_is_kept(
         room = bench.engine.pictures.features.nbytes * 2 // 3
         node.restart()
         bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node), vision_bytes_max=room)
-        moved = [replace(one, start=one.start + 1, pixels=b"") for one in media]
+        moved = [replace(one, start=one.start + 1, pixels=[]) for one in media]
         bench.submit("moved", [5, *prompt], media=moved, agent=AGENT)
         bench.drain()
         assert bench.rows["moved"].finish == "length" and not bench.refused and gate.calls == 3
@@ -336,7 +336,7 @@ def test_pictures_before_what_a_window_can_reuse_are_read_back_too(tmp_path: Pat
         bench.run("cold", prompt, media=media, agent=AGENT)
         write_down(bench, disk)
         other = [*prompt[:600], *range(700, 800)]
-        for name, pixels in (("with", media[0].pixels), ("without", b"")):
+        for name, pixels in (("with", media[0].pixels), ("without", [])):
             node.restart()
             bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node))
             bench.submit(name, other, media=[replace(media[0], pixels=pixels)], agent=AGENT)

@@ -81,9 +81,7 @@ class Script:
 
 
 def frames_in(one: Media) -> list[Image.Image]:
-    size = len(one.pixels) // one.frames
-    pixels = [one.pixels[at * size : (at + 1) * size] for at in range(one.frames)]
-    return [Image.frombytes("RGB", (one.width, one.height), frame) for frame in pixels]
+    return [Image.frombytes("RGB", (one.width, one.height), frame) for frame in one.pixels]
 
 
 class Scene:
