@@ -151,7 +151,7 @@ def load(
         weights: see `prepare_weights`.
         kv: how KV is kept, `q4`, `k8v4` or `fp16`.
         numerics: with `fast` a decode step reads sealed blocks the way that is measured to be faster here, with
-            `reproducible` the way that prefill does, to the same bits.
+            `reproducible` the way that prefill does, to the same bits; and pictures are not encoded together.
         kernels: a file to keep the measurements in.
         warm_up_s: how long to meet batches of usual sizes in advance; None for what the device needs.
 
@@ -197,7 +197,7 @@ def load(
         dtype=used,
         weights=kept,
         direct=direct,
-        vision=_vision(source, folder, whole) if seeing else None,
+        vision=_vision(source, folder, whole, together=numerics == "fast") if seeing else None,
     )
     budget_s = default_budget_s() if warm_up_s is None else warm_up_s
     if budget_s > 0:
@@ -206,9 +206,9 @@ def load(
     return loaded
 
 
-def _vision(source: str, folder: Path, model: Any) -> Vision | None:
+def _vision(source: str, folder: Path, model: Any, *, together: bool) -> Vision | None:
     try:
-        return Vision(model, PictureProcessor.load(folder))
+        return Vision(model, PictureProcessor.load(folder), together=together)
     except _LOAD_ERRORS as error:
         logger.warning("%s is served for text alone: %s", source, first_sentence(error))
         return None

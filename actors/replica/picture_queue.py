@@ -1,8 +1,8 @@
-"""Rows whose pictures are encoded before the scheduler hears of them, one picture at a time, and what is kept of them.
+"""Rows whose pictures are encoded before the scheduler hears of them, and what is kept of them.
 
 A picture takes as long to encode as many decode steps. So it is done beside the steps, on a thread and a stream of its
-own, and never two at once: next is the one of the row that waits longest among the most urgent. What others have
-encoded meanwhile costs nothing. Pictures are not encoded in batches: features must not depend on their company.
+own: next is the one of the row that waits longest among the most urgent, on a GPU together with others of its layout,
+which alone are too small for it. What others have encoded meanwhile costs nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ SLOWER_WEIGHT = 0.3
 def _id(request: GenerateRequest, index: int) -> bytes:
     media = request.media[index]
     return features_id(request.root_id, name_at(request.prompt, media.start, len(media.tokens)))
+
+
+def _alike(one: Media, other: Media) -> bool:
+    """Whether both can be encoded together."""
+    same = (one.width, one.height, one.video, one.tokens, one.grid)
+    return same == (other.width, other.height, other.video, other.tokens, other.grid) and (
+        len(one.pixels) == len(other.pixels) > 0
+    )
 
 
 class FeatureCache:
@@ -98,14 +106,16 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What the encoder has in hand: a picture of a row, and its features and the time that they took (seconds)."""
+    """What the encoder has in hand: pictures of rows, by their indexes there, and their features and the time that they
+    took (seconds)."""
 
-    sequence: Sequence
-    index: int
-    made: Future[tuple[Features, float]]
+    pictures: list[_Picture]
+    made: Future[_Made]
 
 
-_Job = tuple[Future[tuple[Features, float]], Callable[[], tuple[Features, float]]]
+_Picture = tuple[Sequence, int]
+_Made = tuple[list[Features], float]
+_Job = tuple[Future[_Made], Callable[[], _Made]]
 
 
 def _encode_forever(jobs: SimpleQueue[_Job]) -> None:
@@ -199,7 +209,7 @@ class PictureQueue:
             self._waiting[sequence.id] = _Waiting(sequence, row, missing)
         return not missing
 
-    def _lacking(self, picture: bytes) -> Iterator[tuple[Sequence, int]]:
+    def _lacking(self, picture: bytes) -> Iterator[_Picture]:
         """The rows that wait for these features, and which of their pictures it is."""
         for waiting in self._waiting.values():
             sequence = waiting.sequence
@@ -207,7 +217,7 @@ class PictureQueue:
                 if not self._has(sequence, index) and _id(sequence.request, index) == picture:
                     yield sequence, index
 
-    def _with_pixels(self, picture: bytes) -> tuple[Sequence, int] | None:
+    def _with_pixels(self, picture: bytes) -> _Picture | None:
         """One of those that has the picture's pixels."""
         lacking = self._lacking(picture)
         return next((found for found in lacking if found[0].request.media[found[1]].pixels), None)
@@ -240,25 +250,50 @@ class PictureQueue:
     def _begin(self, sequence: Sequence, index: int) -> None:
         if not sequence.request.media[index].pixels:
             sequence, index = self._with_pixels(_id(sequence.request, index)) or (sequence, index)
-        made: Future[tuple[Features, float]] = Future()
-        work = self._work(sequence, index)
+        made: Future[_Made] = Future()
+        pictures = self._company(sequence, index)
+        work = self._work(pictures)
         if self._jobs is None:
             self._jobs = SimpleQueue()
             # One that ended with the interpreter would abort it: what MLX has compiled there wants Python once more.
             threading.Thread(target=_encode_forever, args=(self._jobs,), name="encoder", daemon=True).start()
-        self._encoding = _Encoding(sequence, index, made)
+        self._encoding = _Encoding(pictures, made)
         made.add_done_callback(lambda _: self._wake())
         self._jobs.put((made, work))
 
+    def _company(self, sequence: Sequence, index: int) -> list[_Picture]:
+        """The picture, and as many others as may be encoded with it: of its layout, for rows as urgent, its own first;
+        1, 2, 4, ... in all, as a device prepares itself for every number."""
+        assert self._vision is not None
+        first, own = sequence.request.media[index], self._waiting.get(sequence.id)
+        most = 1 if first.video in self._vision.apart else self._vision.together_tokens // len(first.tokens)
+        if own is None or most < 2:
+            return [(sequence, index)]
+        found = {_id(sequence.request, index): (sequence, index)}
+        as_urgent = [waiting for waiting in self._waiting.values() if waiting.row.priority == own.row.priority]
+        for waiting in sorted(as_urgent, key=lambda waiting: waiting is not own):
+            other = waiting.sequence
+            for at in waiting.missing:
+                picture = _id(other.request, at)
+                if _alike(first, other.request.media[at]) and not self._has(other, at) and picture not in self.features:
+                    found.setdefault(picture, (other, at))
+        count = min(len(found), most)
+        return list(found.values())[: 1 << (count.bit_length() - 1)]
+
     def _finish(self, encoding: _Encoding, attempt: Callable[[str, Callable[[], None]], None]) -> None:
-        sequence, index, error = encoding.sequence, encoding.index, encoding.made.exception()
+        (sequence, index), error = encoding.pictures[0], encoding.made.exception()
         if error is None:
-            # Also where the row is gone: others may ask for the same picture.
-            features, seconds = encoding.made.result()
-            self._encoded(sequence, index, features, seconds)
-            # It may be too large to be kept for them.
-            for other, at in self._lacking(_id(sequence.request, index)):
-                self._reuse(other, at, features)
+            # Also where a row is gone: others may ask for the same picture.
+            self._all_encoded(encoding)
+            # They may be too large to be kept for them.
+            for (of, at), features in zip(encoding.pictures, encoding.made.result()[0], strict=True):
+                for other, place in self._lacking(_id(of.request, at)):
+                    self._reuse(other, place, features)
+            return
+        if len(encoding.pictures) > 1:
+            logger.warning("%d pictures could not be encoded together: %s", len(encoding.pictures), error)
+            assert self._vision is not None
+            self._vision.apart.add(sequence.request.media[index].video)
         elif sequence.id in self._waiting:
             logger.warning("a picture of %s could not be encoded beside the steps: %s", sequence.id, error)
             attempt(sequence.id, lambda: self.encode(sequence, index))
@@ -289,20 +324,22 @@ class PictureQueue:
                 # Two at a time would disturb each other, and it may be this very one.
                 encoding, self._encoding = self._encoding, None
                 if encoding.made.exception() is None:
-                    self._encoded(encoding.sequence, encoding.index, *encoding.made.result())
+                    self._all_encoded(encoding)
             if not self._has(sequence, index) and not self._find(sequence, index):
                 self.encode(sequence, index)
 
     def encode(self, sequence: Sequence, index: int) -> None:
         """Encode a picture of a row, while everybody waits."""
-        self._encoded(sequence, index, *self._work(sequence, index)())
+        (features,), seconds = self._work([(sequence, index)])()
+        self._encoded(sequence, index, features, seconds)
 
-    def _work(self, sequence: Sequence, index: int) -> Callable[[], tuple[Features, float]]:
-        """Encodes a picture, on any thread.
+    def _work(self, pictures: list[_Picture]) -> Callable[[], _Made]:
+        """Encodes pictures of one layout, on any thread.
 
         Raises:
-            PictureLost: nobody has its pixels any more.
+            PictureLost: nobody has the first one's pixels any more.
         """
+        sequence, index = pictures[0]
         vision, media, words = self._vision, sequence.request.media[index], sequence.request.prompt
         assert vision is not None
         if not media.pixels:
@@ -310,13 +347,20 @@ class PictureQueue:
         places = frozenset(at for at in range(len(media.tokens)) if is_word(words[media.start + at]))
         span = Layout(tuple(media.tokens), places, tuple(media.grid))
 
-        def work() -> tuple[Features, float]:
+        every = [of.request.media[at].pixels for of, at in pictures]
+
+        def work() -> _Made:
             started = time.perf_counter()
-            frames = [Image.frombytes("RGB", (media.width, media.height), pixels) for pixels in media.pixels]
-            features = vision.encode(span, frames, video=media.video)
+            shown = [[Image.frombytes("RGB", (media.width, media.height), each) for each in frames] for frames in every]
+            features = vision.encode(span, shown, video=media.video)
             return features, time.perf_counter() - started
 
         return work
+
+    def _all_encoded(self, encoding: _Encoding) -> None:
+        features, seconds = encoding.made.result()
+        for (sequence, index), one in zip(encoding.pictures, features, strict=True):
+            self._encoded(sequence, index, one, seconds / len(features))
 
     def _encoded(self, sequence: Sequence, index: int, features: Features, seconds: float) -> None:
         self._note_time(seconds / len(sequence.request.media[index].tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,12 @@ class Gate:
     def __init__(self, encode: Callable[..., Any]) -> None:
         self.encode, self.calls, self.opened = encode, 0, threading.Event()
         self.threads: list[str] = []
+        self.shown: list[int] = []
         self.failures = self.inside = self.most = 0
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, span: Any, shown: Sequence[Any], **named: Any) -> Any:
         self.calls += 1
+        self.shown.append(len(shown))
         self.inside += 1
         self.most = max(self.most, self.inside)
         self.threads.append(threading.current_thread().name)
@@ -52,7 +54,7 @@ class Gate:
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("no stream in this thread")
-            return self.encode(*arguments, **named)
+            return self.encode(span, shown, **named)
         finally:
             self.inside -= 1
 
@@ -102,6 +104,61 @@ def test_rows_go_on_while_a_picture_is_encoded(seeing: tuple[LoadedModel, Path],
     assert gate.calls == 2 and set(gate.threads) == {"encoder"}
     assert bench.rows["red"].tokens == bench.rows["red again"].tokens != bench.rows["blue"].tokens
     assert (bench.engine.pictures.features.encodes, bench.engine.pictures.features.hits) == (2, 1)
+
+
+@pytest.fixture
+def together(seeing: tuple[LoadedModel, Path], monkeypatch: pytest.MonkeyPatch) -> Vision:
+    """As on a GPU."""
+    vision = seeing[0].vision
+    assert vision is not None
+    monkeypatch.setattr(vision, "together_tokens", 1024)
+    monkeypatch.setattr(vision, "apart", set())
+    return vision
+
+
+def test_pictures_of_one_layout_are_encoded_together(seeing: tuple[LoadedModel, Path], gate: Gate, together: Vision):
+    """2, 4, ... of them, each once; the most urgent ones among themselves."""
+    gate.opened.set()
+    plans = [("a", "red", 0), ("b", "blue", 0), ("c", "red", 0), ("d", "lime", 0), ("e", "navy", 1), ("f", "gold", 1)]
+    prompts = {name: asked(seeing[1], colour) for name, colour, _ in plans}
+    together.together_tokens = 0
+    bench = Bench(seeing[0])
+    alone = {name: bench.run(name, prompt, media=media).tokens for name, (prompt, media) in prompts.items()}
+    together.together_tokens = 1024
+    bench, gate.shown = Bench(seeing[0]), []
+    for name, _, priority in plans:
+        prompt, media = prompts[name]
+        bench.submit(name, prompt, media=media, priority=priority)
+    bench.drain()
+    assert gate.shown == [2, 2, 1] and bench.engine.pictures.features.encodes == 5
+    assert {name: row.tokens for name, row in bench.rows.items()} == alone
+
+
+def test_as_many_are_encoded_together_as_have_so_many_tokens(
+    seeing: tuple[LoadedModel, Path], gate: Gate, together: Vision
+):
+    gate.opened.set()
+    prompts = [asked(seeing[1], f"rgb(9,9,{blue})") for blue in range(9)]
+    together.together_tokens = 5 * len(prompts[0][1][0].tokens)
+    bench = Bench(seeing[0])
+    for name, (prompt, media) in enumerate(prompts):
+        bench.submit(str(name), prompt, media=media)
+    bench.drain()
+    assert gate.shown == [4, 4, 1] and {row.finish for row in bench.rows.values()} == {"length"}
+
+
+def test_pictures_that_cannot_be_encoded_together_are_encoded_one_by_one(
+    seeing: tuple[LoadedModel, Path], gate: Gate, together: Vision
+):
+    gate.opened.set()
+    gate.failures = 1
+    bench = Bench(seeing[0])
+    for blue in range(3):
+        prompt, media = asked(seeing[1], f"rgb(8,8,{blue})")
+        bench.submit(str(blue), prompt, media=media)
+    bench.drain()
+    assert gate.shown == [2, 1, 1, 1] and together.apart == {False}
+    assert {row.finish for row in bench.rows.values()} == {"length"} and set(gate.threads) == {"encoder"}
 
 
 def test_what_is_encoded_for_a_row_that_has_left_is_kept(seeing: tuple[LoadedModel, Path], gate: Gate):

@@ -32,7 +32,7 @@ from satchel.actors.replica.disk_tier import DiskTier
 from satchel.actors.replica.models import LoadedModel
 from satchel.actors.replica.pace import PrefillPace
 from satchel.actors.replica.pictures import Layout, PictureProcessor
-from satchel.actors.replica.vision import Part, RowPictures
+from satchel.actors.replica.vision import TOGETHER_TOKENS_MAX, Part, RowPictures
 from satchel.api.picture_prompt import Medium, place, with_words
 from satchel.api.picture_sources import Picture
 from satchel.cluster.nodes import Node as ClusterNode
@@ -42,6 +42,9 @@ from .conftest import Bench
 from .test_disk_tier import AGENT as ALICE
 from .test_disk_tier import Node, write_down
 from .test_families import TOLERANCE, Forced, Logits
+
+APART = {"internvl_chat"}
+"""Families that take several pictures for parts of one."""
 
 ANSWER = 8
 SIZES = ((200, 150), (120, 130), (64, 64), (200, 150))
@@ -95,11 +98,13 @@ class Scene:
     """
 
     def __init__(self, folder: Path, family: str, kv: str) -> None:
-        self.folder = write_model(folder, family)
+        self.family, self.folder = family, write_model(folder, family)
         self.loaded = models.load(
             str(self.folder), context_tokens_max=None, progress=lambda *_: None, kv=kv, numerics="reproducible"
         )
         assert self.loaded.kv == kv and self.loaded.vision is not None
+        # As on a GPU.
+        self.loaded.vision.together_tokens = TOGETHER_TOKENS_MAX
         self.processor = PictureProcessor.load(self.folder)
         noise = np.random.default_rng(5)
         self.media = [Medium([noisy(noise, *size)]) for size in SIZES]
@@ -206,7 +211,7 @@ def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
         words = script.prompt[one.start : one.start + len(one.tokens)]
         places = frozenset(at for at, word in enumerate(words) if is_word(word))
         span = Layout(tuple(one.tokens), places, tuple(one.grid))
-        pictures.features[index] = vision.encode(span, frames_in(one), video=one.video)
+        pictures.features[index] = vision.encode(span, [frames_in(one)], video=one.video)[0]
     beside = vision.inputs([Part(script.tokens, 0, pictures)], len(script.tokens))
     logits = loaded.model(mx.array([script.tokens]), cache=loaded.new_caches(), **beside)[0]
     return np.array(logits.astype(mx.float32))
@@ -276,6 +281,20 @@ def test_positions_are_those_that_the_model_counts_for_the_whole_prompt(scene: S
         assert pictures.shift == int(shift.reshape(-1)[0].item())
         behind = len(script.given) + pictures.shift + np.arange(3)
         assert np.array_equal(given[:, -3:], np.tile(behind, (3, 1)))
+
+
+def test_pictures_encoded_together_are_what_they_are_alone(scene: Scene) -> None:
+    """Where the model takes several: else they are encoded one by one."""
+    vision = scene.loaded.vision
+    assert vision is not None
+    span, noise = scene.processor.layout(90, 70).span, np.random.default_rng(8)
+    shown = [[Image.fromarray(noise.integers(0, 256, (70, 90, 3), dtype=np.uint8))] for _ in range(4)]
+    alone = [vision.encode(span, [one], video=False)[0] for one in shown]
+    together = vision.encode(span, shown, video=False)
+    assert len(together) == len(alone) and (False in vision.apart) == (scene.family in APART)
+    for one, other in zip(alone, together, strict=True):
+        for left, right in zip(one.arrays(), other.arrays(), strict=True):
+            assert left.shape == right.shape and np.allclose(np.array(left), np.array(right), atol=TOLERANCE)
 
 
 def test_pictures_alone_in_company_cached_and_in_chunks(scene: Scene, forced: Make) -> None:
