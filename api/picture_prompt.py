@@ -134,7 +134,7 @@ def with_words(processor: PictureProcessor, tokens: Sequence[int], placed: Place
                 grid=list(span.layout.grid),
                 width=span.size[0],
                 height=span.size[1],
-                pixels=[pixels for frame in span.frames if (pixels := _resized.pixels(frame, span.size))],
+                pixels=[_resized.pixels(frame, span.size) for frame in span.frames if frame.pixels],
                 video=span.video,
             )
         )

@@ -99,9 +99,11 @@ class FeatureCache:
 
 @dataclass
 class _Waiting:
+    """`missing` are the pictures that it waits for, by their indexes: what they are called as `features_id`."""
+
     sequence: Sequence
     row: Row
-    missing: list[int]
+    missing: dict[int, bytes]
 
 
 @dataclass(frozen=True)
@@ -204,18 +206,18 @@ class PictureQueue:
         self.features.hits += len(media) - len(missing)
         for index in found.keys() & set(missing):
             self._reuse(sequence, index, found[index])
-        missing = [index for index in missing if not self._has(sequence, index) and not self._find(sequence, index)]
-        if missing:
-            self._waiting[sequence.id] = _Waiting(sequence, row, missing)
-        return not missing
+        named = {index: _id(sequence.request, index) for index in missing if not self._has(sequence, index)}
+        lacking = {index: picture for index, picture in named.items() if not self._find(sequence, index, picture)}
+        if lacking:
+            self._waiting[sequence.id] = _Waiting(sequence, row, lacking)
+        return not lacking
 
     def _lacking(self, picture: bytes) -> Iterator[_Picture]:
         """The rows that wait for these features, and which of their pictures it is."""
         for waiting in self._waiting.values():
-            sequence = waiting.sequence
-            for index in waiting.missing:
-                if not self._has(sequence, index) and _id(sequence.request, index) == picture:
-                    yield sequence, index
+            for index, wanted in waiting.missing.items():
+                if wanted == picture and not self._has(waiting.sequence, index):
+                    yield waiting.sequence, index
 
     def _with_pixels(self, picture: bytes) -> _Picture | None:
         """One of those that has the picture's pixels."""
@@ -233,10 +235,12 @@ class PictureQueue:
             self._finish(encoding, attempt)
         for waiting in sorted(self._waiting.values(), key=lambda entry: -entry.row.priority):
             sequence, missing, full = waiting.sequence, waiting.missing, self._is_full()
-            while missing and (self._has(sequence, missing[0]) or (not full and self._find(sequence, missing[0]))):
-                missing.pop(0)
-            if missing and self._encoding is None and not full:
-                attempt(sequence.id, lambda sequence=sequence, index=missing[0]: self._begin(sequence, index))
+            for index, picture in list(missing.items()):
+                if not self._has(sequence, index) and (full or not self._find(sequence, index, picture)):
+                    if self._encoding is None and not full:
+                        attempt(sequence.id, lambda sequence=sequence, index=index: self._begin(sequence, index))
+                    break
+                del missing[index]
             if not missing and self._waiting.pop(sequence.id, None) is not None:
                 yield waiting.row
 
@@ -271,14 +275,13 @@ class PictureQueue:
             return [(sequence, index)]
         found = {_id(sequence.request, index): (sequence, index)}
         as_urgent = [waiting for waiting in self._waiting.values() if waiting.row.priority == own.row.priority]
-        for waiting in sorted(as_urgent, key=lambda waiting: waiting is not own):
-            other = waiting.sequence
-            for at in waiting.missing:
-                picture = _id(other.request, at)
-                if _alike(first, other.request.media[at]) and not self._has(other, at) and picture not in self.features:
-                    found.setdefault(picture, (other, at))
-        count = min(len(found), most)
-        return list(found.values())[: 1 << (count.bit_length() - 1)]
+        rows = sorted(as_urgent, key=lambda waiting: waiting is not own)
+        for other, at, picture in ((row.sequence, *item) for row in rows for item in row.missing.items()):
+            if len(found) == most:
+                break
+            if _alike(first, other.request.media[at]) and not self._has(other, at) and picture not in self.features:
+                found.setdefault(picture, (other, at))
+        return list(found.values())[: 1 << (len(found).bit_length() - 1)]
 
     def _finish(self, encoding: _Encoding, attempt: Callable[[str, Callable[[], None]], None]) -> None:
         (sequence, index), error = encoding.pictures[0], encoding.made.exception()
@@ -325,7 +328,7 @@ class PictureQueue:
                 encoding, self._encoding = self._encoding, None
                 if encoding.made.exception() is None:
                     self._all_encoded(encoding)
-            if not self._has(sequence, index) and not self._find(sequence, index):
+            if not self._has(sequence, index) and not self._find(sequence, index, _id(sequence.request, index)):
                 self.encode(sequence, index)
 
     def encode(self, sequence: Sequence, index: int) -> None:
@@ -394,9 +397,8 @@ class PictureQueue:
         assert sequence.pictures is not None
         return index in sequence.pictures.features
 
-    def _find(self, sequence: Sequence, index: int) -> bool:
-        assert sequence.pictures is not None
-        features = self.features.get(_id(sequence.request, index))
+    def _find(self, sequence: Sequence, index: int, picture: bytes) -> bool:
+        features = self.features.get(picture)
         if features is None:
             return False
         self._reuse(sequence, index, features)

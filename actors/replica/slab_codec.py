@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -34,6 +34,14 @@ def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
     return parts
 
 
+@dataclass
+class _Stack:
+    """A part of layers that are alike, a row a layer, of which `places` have been read."""
+
+    array: np.ndarray
+    places: list[int] = field(default_factory=list)
+
+
 class SlabReader:
     """Slabs of entries from their parts, in whatever order those are read.
 
@@ -49,16 +57,19 @@ class SlabReader:
 
     def __init__(self, spec: ModelCacheSpec, count: int, *, joins: bool = False, stacked: bool = False) -> None:
         self._spec = spec
-        self._parts: list[dict[str, np.ndarray | mx.array]] = [{} for _ in range(count)]
-        self._joined: dict[str, np.ndarray | mx.array] | None = {} if joins and count > 1 and not stacked else None
+        self._parts: list[dict[str, mx.array]] = [{} for _ in range(count)]
+        self._stacks: list[dict[Layers, dict[str, _Stack]]] = [{} for _ in range(count)]
+        self._joined: dict[str, mx.array] | None = {} if joins and count > 1 and not stacked else None
         self._full = {str(index) for index, layer in enumerate(spec.layers) if layer.kind is LayerKind.FULL}
-        self._together = spec.alike if stacked else []
+        several = [layers for layers in spec.alike if stacked and len(layers) > 1]
+        self._places = {str(index): (layers, place) for layers in several for place, index in enumerate(layers)}
 
     def take(self, name: str, indexes: Sequence[int], array: np.ndarray) -> None:
         """One part of several entries: `array[i]` is that of entry `indexes[i]`."""
-        for row, index in enumerate(indexes):
-            self._parts[index][name] = array[row] if self._together else to_mlx(array[row])
         layer, _, rest = name.partition(".")
+        for row, index in enumerate(indexes):
+            if layer not in self._places or not self._stack(index, *self._places[layer], rest, array[row]):
+                self._parts[index][name] = to_mlx(array[row])
         axis = _TOKEN_AXIS.get(rest)
         if self._joined is not None and axis is not None and layer in self._full:
             if len(indexes) == len(self._parts) and array.ndim > axis + 1 and array.size:
@@ -67,6 +78,18 @@ class SlabReader:
                 # One has failed, or is of another shape.
                 self._joined = None
 
+    def _stack(self, index: int, layers: Layers, place: int, name: str, array: np.ndarray) -> bool:
+        """Lay a layer's part beside those of the layers like it; whether it is of their shape."""
+        stacks = self._stacks[index].setdefault(layers, {})
+        if name not in stacks:
+            stacks[name] = _Stack(np.empty((len(layers), *array.shape[1:]), array.dtype))
+        found = stacks[name]
+        if array.shape[:1] != (1,) or array.shape[1:] != found.array.shape[1:] or array.dtype != found.array.dtype:
+            return False
+        found.array[place] = array[0]
+        found.places.append(place)
+        return True
+
     def slab(self, index: int, tokens: int, window_from: int = 0) -> Slab:
         """The slab of entry `index`, which has `tokens` tokens; once only.
 
@@ -74,18 +97,27 @@ class SlabReader:
             ValueError: it is a slab of other layers.
         """
         left, self._parts[index] = self._parts[index], {}
-        found = {layers: entry for layers in self._together if (entry := _entry(left, layers)) is not None}
+        stacks, self._stacks[index] = self._stacks[index], {}
+        found: dict[Layers, Entry] = {}
+        for layers, parts in stacks.items():
+            whole = {name: to_mlx(stack.array) for name, stack in parts.items() if len(stack.places) == len(layers)}
+            entry = _entry(whole, "") if len(whole) == len(parts) else None
+            if entry is not None:
+                found[layers] = entry
+                continue
+            for name, stack in parts.items():
+                left |= {f"{layers[place]}.{name}": to_mlx(stack.array[place : place + 1]) for place in stack.places}
         several = {number for layers in found for number in layers}
         states: list[list[mx.array]] = []
         for number, layer in enumerate(self._spec.layers):
             if layer.kind is LayerKind.RECURRENT:
                 state: list[mx.array] = []
                 while (array := left.pop(f"{number}.state.{len(state)}", None)) is not None:
-                    state.append(_whole([array]))
+                    state.append(array)
                 if state:
                     states.append(state)
             elif number not in several:
-                entry = _entry(left, (number,))
+                entry = _entry(left, f"{number}.")
                 if entry is not None:
                     found[number,] = entry
                 elif not layer.window:
@@ -102,31 +134,19 @@ class SlabReader:
         if not self._joined or len(slabs) != len(self._parts):
             return None
         joined, self._joined = self._joined, None
-        layers = [_entry(joined, (number,)) for number in range(len(self._spec.layers))]
+        layers = [_entry(joined, f"{number}.") for number in range(len(self._spec.layers))]
         run = Run(layers, sum(slab.tokens for slab in slabs), states=slabs[-1].states, blocks=tuple(slabs))
         mx.eval([array for entry in layers if entry is not None for array in entry])
         return run
 
 
-def _entry(parts: dict[str, np.ndarray | mx.array], layers: Layers) -> Entry | None:
-    """Takes the KV of layers out of `parts`; None, and nothing is taken, where they lack some or differ in shape."""
-    names = Sealed._fields if f"{layers[0]}.{Sealed._fields[0]}" in parts else _PAIR
-    arrays = [[parts.get(f"{layer}.{name}") for layer in layers] for name in names]
-    shapes = [{getattr(array, "shape", None) for array in same} for same in arrays]
-    if any(len(some) > 1 or None in some for some in shapes):
-        return None
-    for layer in layers:
-        for name in names:
-            del parts[f"{layer}.{name}"]
-    whole = [_whole(same) for same in arrays]
-    return Sealed(*whole) if len(whole) == len(Sealed._fields) else (whole[0], whole[1])
-
-
-def _whole(arrays: Sequence[Any]) -> mx.array:
-    """Layers' arrays of one shape as one; of one layer it may be MLX's already."""
-    if isinstance(arrays[0], mx.array):
-        return arrays[0]
-    return to_mlx(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+def _entry(parts: dict[str, mx.array], prefix: str) -> Entry | None:
+    """Takes KV out of `parts`, where its arrays are named so."""
+    sealed = [parts.pop(prefix + name, None) for name in Sealed._fields]
+    pair = [parts.pop(prefix + name, None) for name in _PAIR]
+    if not any(array is None for array in sealed):
+        return Sealed(*(array for array in sealed if array is not None))
+    return (pair[0], pair[1]) if pair[0] is not None and pair[1] is not None else None
 
 
 def _joined(array: np.ndarray, axis: int) -> np.ndarray:

@@ -185,9 +185,9 @@ class Vision:
             ValueError: the model wants something besides that is not understood here.
         """
         if len(shown) > 1 and video not in self._tried:
-            self._tried.add(video)
             if not self._agrees(span, shown[0], video):
                 self.apart.add(video)
+            self._tried.add(video)
         if len(shown) > 1 and video in self.apart:
             return [self._encode(span, [frames], video)[0] for frames in shown]
         return self._encode(span, shown, video)
@@ -198,14 +198,20 @@ class Vision:
         width, height = like[0].size
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
         shown = [[Image.fromarray(pixels)] * len(like) for pixels in (noise, 255 - noise)]
-        alone = [self._encode(span, [frames], video)[0].embeddings for frames in shown]
+        alone = [self._encode(span, [frames], video)[0] for frames in shown]
         try:
-            together = [one.embeddings for one in self._encode(span, shown, video)]
+            together = self._encode(span, shown, video)
         except Exception as error:
             logger.info("pictures are encoded one by one: %s", error)
             return False
-        apart = mx.abs(alone[0] - alone[1]).max()
-        return all(bool(mx.abs(one - two).max() <= NEAR * apart) for one, two in zip(alone, together, strict=True))
+        # Of the embeddings, and of every level.
+        return all(
+            bool(mx.abs(one - two).max() <= NEAR * mx.abs(black - white).max())
+            for own, found in zip(alone, together, strict=True)
+            for one, two, black, white in zip(
+                own.arrays(), found.arrays(), *(each.arrays() for each in alone), strict=True
+            )
+        )
 
     def _encode(self, span: Layout, shown: Sequence[Sequence[Image.Image]], video: bool) -> list[Features]:
         spare = mx.get_cache_memory()

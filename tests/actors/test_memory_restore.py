@@ -165,6 +165,26 @@ def test_a_row_opened_from_blocks_read_for_a_gpu_has_the_bytes_of_one_never_stor
             assert same(left, right)
 
 
+def test_layers_that_are_alike_but_for_their_shapes_are_read_one_by_one():
+    """And one that lacks a part is no slab."""
+    spec = spec_of("fp16")
+    arrays = {"keys": np.ones((1, 2, 4, 8), np.float32), "values": np.zeros((1, 2, 4, 8), np.float32)}
+    reader = slab_codec.SlabReader(spec, 1, stacked=True)
+    reader.take("0.keys", [0], arrays["keys"][None])
+    with pytest.raises(ValueError, match="layer 0 has no KV"):
+        reader.slab(0, 4)
+    for last, stacks in (((1, 2, 4, 8), [(0, 2)]), ((1, 1, 4, 16), [])):
+        reader = slab_codec.SlabReader(spec, 1, stacked=True)
+        for name, array in arrays.items():
+            reader.take(f"0.{name}", [0], array[None])
+            reader.take(f"2.{name}", [0], array.reshape(last)[None])
+        slab = reader.slab(0, 4, window_from=4)
+        assert list(slab.stacks) == stacks
+        for layer, shape in ((0, (1, 2, 4, 8)), (2, last)):
+            entry = slab.layers[layer]
+            assert entry is not None and same(list(entry), [mx.ones(shape), mx.zeros(shape)])
+
+
 @pytest.mark.parametrize("policy", ["q4", "fp16"])
 def test_a_row_opened_with_a_part_of_a_tail_has_the_bytes_of_layers_joined_one_by_one(policy: str):
     spec = spec_of(policy)
