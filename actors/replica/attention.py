@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .device import on_gpu
 from .sealed_cache import SealedKVCache, View
 from .sealing import KEY_GROUP, SealPolicy, value_group
 
@@ -87,7 +88,7 @@ def attend(queries: mx.array, view: View, policy: SealPolicy, scale: float, mask
 
 
 def _multiply(left: mx.array, right: tuple[mx.array, mx.array, mx.array], group: int, bits: int) -> mx.array:
-    if mx.default_device().type == mx.DeviceType.gpu:
+    if on_gpu():
         # CUDA has no product for slices, and says so only when it computes.
         right = (mx.contiguous(right[0]), mx.contiguous(right[1]), mx.contiguous(right[2]))
     return mx.quantized_matmul(left, *right, transpose=False, group_size=group, bits=bits)

@@ -27,6 +27,7 @@ from ..kv_store.segment_reader import EntryReader, Failure
 from ..kv_store.segments import grouped, read_key, write_segment
 from ..messages import GenerateRequest
 from . import slab_codec
+from .device import on_gpu
 from .kv_cache import ModelCacheSpec, Run, Slab
 from .memory import Found, Restored, Unsaved, kept_of
 
@@ -123,8 +124,7 @@ def read_slabs(
         InvalidRecord: a location that no store gives.
         DiskError: nothing can be read now.
     """
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    slabs = slab_codec.SlabReader(spec, len(where), joins=joins, stacked=on_gpu)
+    slabs = slab_codec.SlabReader(spec, len(where), joins=joins, stacked=on_gpu())
     found: list[Slab | Failure] = []
     with EntryReader(root, key, where) as reader:
         for read in reader.parts():

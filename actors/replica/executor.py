@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from ..messages import Sampling, TokenLogprobs
 from . import kv_cache
+from .device import on_gpu
 from .kv_cache import Slab
 from .row_view import RowView, Stacks
 from .sampling import BatchSampler, Draw
@@ -119,7 +120,7 @@ class BatchExecutor:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._model = loaded.model
-        self._on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        self._on_gpu = on_gpu()
         self.batched_prefill = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
         self._prefilling: dict[str, _Prefilling] = {}
         self._joining: dict[str, _Joining] = {}

@@ -22,6 +22,7 @@ import mlx.core as mx
 from ..kv_store.blocks import BLOCK_TOKENS
 from . import sealing
 from .attention import attend
+from .device import on_gpu
 from .sealed_cache import Choose, View
 from .sealing import SealPolicy
 
@@ -99,15 +100,15 @@ def _example(rows: int, tokens: int, shape: Shape, policy: SealPolicy, dtype: mx
 
 def _ratio(queries: mx.array, view: View, policy: SealPolicy, clock: Callable[[], float]) -> float:
     scale, value_dim = queries.shape[3] ** -0.5, view.values.shape[3]
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    gpu = on_gpu()
     columns = mx.arange(view.sealed.tokens + view.keys.shape[2])
     # Rows of a batch differ in length, and a GPU has a fused kernel only where none of it is masked.
-    mask = (columns > mx.arange(queries.shape[0])[:, None])[:, None, None] if on_gpu and queries.shape[0] > 1 else None
+    mask = (columns > mx.arange(queries.shape[0])[:, None])[:, None, None] if gpu and queries.shape[0] > 1 else None
 
     def chained(attended: Callable[[mx.array], mx.array]) -> mx.array:
         asked = queries
         # One alone would take a GPU less time than waiting for it; each after the other, as in a model's layers.
-        for _ in range(GPU_CHAIN - 1 if on_gpu else 0):
+        for _ in range(GPU_CHAIN - 1 if gpu else 0):
             asked = queries + attended(asked).mean()
         return attended(asked)
 

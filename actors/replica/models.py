@@ -19,6 +19,7 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from ...cluster.errors import ModelLoadError
 from . import attention, vision
+from .device import device_bytes, on_gpu
 from .end_tokens import read_end_tokens
 from .hub import (
     ADAPTER_CONFIG,
@@ -34,7 +35,7 @@ from .hub import (
 from .kernels import measured_choice
 from .kv_cache import ModelCacheSpec, new_caches, read_spec
 from .pictures import PictureProcessor, sees
-from .prepare import device_bytes, prepare_weights
+from .prepare import prepare_weights
 from .sealed_cache import Choose
 from .sealing import FORMAT_VERSION, POLICIES
 from .vision import LanguagePart, Vision
@@ -285,7 +286,7 @@ def _pick_dtype(wanted: str) -> mx.Dtype | None:
     """The compute dtype: float32 on a CPU, where half precision is slow and less exact; else the model's own."""
     if wanted != "auto":
         return getattr(mx, wanted)
-    return mx.float32 if mx.default_device().type == mx.DeviceType.cpu else None
+    return None if on_gpu() else mx.float32
 
 
 def _context_tokens(config: dict[str, Any], limit: int | None) -> int:

@@ -41,12 +41,9 @@ def _id(request: GenerateRequest, index: int) -> bytes:
     return features_id(request.root_id, name_at(request.prompt, media.start, len(media.tokens)))
 
 
-def _alike(one: Media, other: Media) -> bool:
-    """Whether both can be encoded together."""
-    same = (one.width, one.height, one.video, one.tokens, one.grid)
-    return same == (other.width, other.height, other.video, other.tokens, other.grid) and (
-        len(one.pixels) == len(other.pixels) > 0
-    )
+def _kind(media: Media) -> tuple[object, ...]:
+    """What pictures have in common that can be encoded together."""
+    return media.width, media.height, media.video, media.tokens, media.grid, len(media.pixels)
 
 
 class FeatureCache:
@@ -97,6 +94,11 @@ class FeatureCache:
             self.changes.note([], [entry])
 
 
+_Picture = tuple[Sequence, int]
+_Made = tuple[list[Features], float]
+_Job = tuple[Future[_Made], Callable[[], _Made]]
+
+
 @dataclass
 class _Waiting:
     """`missing` are the pictures that it waits for, by their indexes: what they are called as `features_id`."""
@@ -113,11 +115,6 @@ class _Encoding:
 
     pictures: list[_Picture]
     made: Future[_Made]
-
-
-_Picture = tuple[Sequence, int]
-_Made = tuple[list[Features], float]
-_Job = tuple[Future[_Made], Callable[[], _Made]]
 
 
 def _encode_forever(jobs: SimpleQueue[_Job]) -> None:
@@ -273,13 +270,13 @@ class PictureQueue:
         most = 1 if first.video in self._vision.apart else self._vision.together_tokens // len(first.tokens)
         if own is None or most < 2:
             return [(sequence, index)]
-        found = {_id(sequence.request, index): (sequence, index)}
+        kind, found = _kind(first), {_id(sequence.request, index): (sequence, index)}
         as_urgent = [waiting for waiting in self._waiting.values() if waiting.row.priority == own.row.priority]
         rows = sorted(as_urgent, key=lambda waiting: waiting is not own)
         for other, at, picture in ((row.sequence, *item) for row in rows for item in row.missing.items()):
             if len(found) == most:
                 break
-            if _alike(first, other.request.media[at]) and not self._has(other, at) and picture not in self.features:
+            if _kind(other.request.media[at]) == kind and not self._has(other, at) and picture not in self.features:
                 found.setdefault(picture, (other, at))
         return list(found.values())[: 1 << (len(found).bit_length() - 1)]
 

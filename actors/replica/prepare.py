@@ -19,8 +19,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import psutil
 from mlx.utils import tree_flatten, tree_unflatten
+
+from .device import device_bytes, on_gpu
 
 DEQUANTIZED_FRACTION = 0.25
 """Of the device's memory, what `auto` lets dequantized weights take."""
@@ -46,12 +47,12 @@ def prepare_weights(model: Any, dtype: mx.Dtype | None, weights: str, progress: 
         model.set_dtype(dtype)
     quantized = {name: module for name, module in model.named_modules() if _is_quantized(module)}
     if weights == "auto":
-        fast = "both" if mx.default_device().type == mx.DeviceType.gpu else "dequantized"
+        fast = "both" if on_gpu() else "dequantized"
         weights = fast if _pays(quantized) else "stored"
     if weights != "stored":
         make = _both if weights == "both" else _dequantized
         model.update_modules(tree_unflatten([(name, make(module)) for name, module in quantized.items()]))
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if not on_gpu():
         model.apply(_column_major, _is_transposed_in_use)
     arrays: list[Any] = [array for _, array in tree_flatten(model.parameters())]
     total, done = sum(array.nbytes for array in arrays), 0
@@ -71,18 +72,6 @@ def _pays(quantized: dict[str, Any]) -> bool:
         return False
     needed = sum(module.weight.size * 32 // module.bits * module.scales.itemsize for module in quantized.values())
     return needed <= DEQUANTIZED_FRACTION * device_bytes()
-
-
-def device_bytes(*, free: bool = False) -> int:
-    """The memory of the device that computes: all of it, or what is free now."""
-    if mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available():
-        # A card with memory of its own, which MLX names by one of these.
-        info = mx.device_info()
-        for name in (*(["free_memory"] if free else []), "total_memory", "memory_size"):
-            if isinstance(size := info.get(name), int):
-                return size
-    memory = psutil.virtual_memory()
-    return memory.available if free else memory.total
 
 
 class _LinearByRows(nn.Linear):

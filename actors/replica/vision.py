@@ -21,6 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
+from .device import on_gpu
 from .pictures import Layout, PictureProcessor
 from .sealing import copied
 
@@ -167,8 +168,7 @@ class Vision:
         self._language = model.language_model
         self._processor = processor
         self._axes = _axes_of(self._language)
-        on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        self.together_tokens = TOGETHER_TOKENS_MAX if on_gpu and together else 0
+        self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
         self.apart: set[bool] = set()
         self._tried: set[bool] = set()
         # The next turn of a conversation has its pictures where they were.
@@ -216,7 +216,8 @@ class Vision:
     def _encode(self, span: Layout, shown: Sequence[Sequence[Image.Image]], video: bool) -> list[Features]:
         spare = mx.get_cache_memory()
         ids = mx.array([list(span.tokens) * len(shown)])
-        given = _beside_each_other([self._processor.inputs(frames, video=video) for frames in shown])
+        made_of = [self._processor.inputs(frames, video=video) for frames in shown]
+        given = {name: _joined([each[name] for each in made_of]) for name in made_of[0]}
         pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, dtype=mx.int32)
         made = self._model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
         unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
@@ -342,20 +343,11 @@ class Vision:
         return np.concatenate([known, rest], axis=1)
 
 
-def _beside_each_other(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What an encoder is given for several pictures, from what it is given for each."""
-    if len(given) == 1:
-        return {name: _array(value) for name, value in given[0].items()}
-    return {name: _joined([each[name] for each in given]) for name in given[0]}
-
-
 def _joined(values: Sequence[Any]) -> Any:
+    """What an encoder is given for several pictures, from what it is given for each."""
     if isinstance(values[0], np.ndarray | mx.array):
-        return mx.concatenate([mx.array(value) for value in values])
-    if any(value != values[0] for value in values):
+        arrays = [mx.array(value) if isinstance(value, np.ndarray) else value for value in values]
+        return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+    if any(value != values[0] for value in values[1:]):
         raise ValueError(f"what is no array differs: {values[0]}")
     return values[0]
-
-
-def _array(value: Any) -> Any:
-    return mx.array(value) if isinstance(value, np.ndarray) else value

@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from ..kv_store.blocks import BLOCK_TOKENS
 from ..messages import Sampling
+from .device import device_bytes, on_cuda
 from .executor import SHAPE_TOKENS, BatchExecutor
-from .prepare import device_bytes
 from .vision import RowPictures, Vision
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ STEPS = 16
 
 def default_budget_s() -> float:
     """How long to warm up on this device, in seconds: 0 where nobody has measured that it helps."""
-    on_cuda = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
-    return CUDA_BUDGET_S if on_cuda else 0.0
+    return CUDA_BUDGET_S if on_cuda() else 0.0
 
 
 def warm_up(loaded: LoadedModel, budget_s: float, clock: Callable[[], float] = time.monotonic) -> int:
