@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,8 @@ def test_a_ratio_has_the_ceiling_of_its_parts(bench: Any) -> None:
     said = costs.verdict("turn 2", [19.0, 61.0])
     assert "= 905.0 ms" in said and "= 15.0 ms" in said and "at the most 60.3x" in said
     assert "19x is within reach, 61x is out of reach" in said
+    slower = replace(costs, over_http_s=1.2).verdict("turn 2", [61.0])
+    assert "(1,200.0 over HTTP)" in slower and "at the most 80.0x" in slower and "61x is within reach" in slower
     turn = bench.turns._of_turn(bench.parts.Costs(0.8, 0.08, 0.01, tokens=80, fixed_s=0.005), 100, 85)
     assert (turn.prefill_s, turn.new_tokens, turn.cached_s) == (pytest.approx(0.1), 15, pytest.approx(0.03))
     assert "prefill of 15 new tokens 15.0" in turn.verdict("turn 2", [19.0])

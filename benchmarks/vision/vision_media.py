@@ -107,7 +107,8 @@ def video(
             ratio = spread.ratio((length, "cold"), (length, "cached"))
             part.at_least(f"{length} frames: first token, cold / cached", ratio, FRAMES_TARGET)
             fixed_s = max(0.0, spread.median(length, "hot") / 1e3 - costs[length].step_s)
-            whole = replace(costs[length], fixed_s=fixed_s)
+            over_http_s = spread.median(length, "cold") / 1e3
+            whole = replace(costs[length], fixed_s=fixed_s, over_http_s=over_http_s)
             part.notes.append(whole.verdict(f"{length} frames, first token", [FRAMES_TARGET]))
     answers.note(part, "Cached answers")
     part.notes.append(

@@ -36,6 +36,7 @@ class Costs:
     Attributes:
         tokens: of the prompt, of which `seen` stand for what is seen.
         new_tokens: of the prompt, that nobody can have kept: what a turn adds.
+        over_http_s: what all of it took together where a client measured it, which may be more than its parts.
     """
 
     encode_s: float
@@ -45,6 +46,7 @@ class Costs:
     seen: int = 0
     fixed_s: float = 0.0
     new_tokens: int = 0
+    over_http_s: float = 0.0
 
     @property
     def cold_s(self) -> float:
@@ -62,18 +64,19 @@ class Costs:
     @property
     def ceiling(self) -> float:
         """How many times sooner the first token can come at the most."""
-        return self.cold_s / self.cached_s
+        return max(self.cold_s, self.over_http_s) / self.cached_s
 
     def verdict(self, what: str, wanted: Sequence[float]) -> str:
         """The arithmetic, and which of the wanted ratios it allows."""
         seconds = (self.fixed_s, self.encode_s, self.prefill_s, self.step_s, self.cold_s, self.cached_s)
         fixed, encode, prefill, step, cold, cached = (f"{each * 1e3:,.1f}" for each in seconds)
         new = f" + prefill of {self.new_tokens} new tokens {self.new_s * 1e3:,.1f}" if self.new_tokens else ""
+        measured = f" ({self.over_http_s * 1e3:,.1f} over HTTP)" if self.over_http_s > self.cold_s else ""
         allowed = (f"{each:g}x is {'within' if self.ceiling >= each else 'out of'} reach" for each in wanted)
         return (
-            f"{what}: cold = fixed {fixed} + encode {encode} + prefill {prefill} + first step {step} = {cold} ms, "
-            f"cached = fixed {fixed}{new} + first step {step} = {cached} ms. So with this model on this machine the "
-            f"ratio is at the most {self.ceiling:.1f}x, whatever is kept: {', '.join(allowed)}."
+            f"{what}: cold = fixed {fixed} + encode {encode} + prefill {prefill} + first step {step} = {cold} ms"
+            f"{measured}, cached = fixed {fixed}{new} + first step {step} = {cached} ms. So with this model on this "
+            f"machine the ratio is at the most {self.ceiling:.1f}x, whatever is kept: {', '.join(allowed)}."
         )
 
 

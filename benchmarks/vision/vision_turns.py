@@ -122,7 +122,9 @@ def turns(
             _targets(part, spread, side)
         fixed_s = max(0.0, spread.median(side, "hot") / 1e3 - costs[side].step_s)
         for turn, wanted in TURN_TARGETS.items():
-            own = _of_turn(replace(costs[side], fixed_s=fixed_s), *tokens[side, turn - 1])
+            over_http_s = spread.median(side, turn - 1, "without", "first") / 1e3
+            whole = replace(costs[side], fixed_s=fixed_s, over_http_s=over_http_s)
+            own = _of_turn(whole, *tokens[side, turn - 1])
             part.notes.append(own.verdict(f"{side} pixels, turn {turn}, first token", [wanted]))
     answers.note(part, "Answers")
     part.notes.append(
@@ -196,7 +198,7 @@ def ablation(start: Start, side: int, talk: Talk, rounds: int, budget: Any, say:
     part = parts.Part(f"What is kept in memory of a picture of {side} x {side}")
     spread, encodes = Spread(), dict[str, float]()
     steps = [*range(len(TALK)), "other"]
-    for kept in ("none", "features", "KV", "both"):
+    for kept in ("none", "both", "KV", "features"):
         if budget.left_s <= 0:
             part.notes.append(f"There was no time for {kept}.")
             continue
