@@ -2,7 +2,7 @@
 
 Nothing here knows families. A processor of mlx-vlm is asked about one picture at a time, with the text that the chat
 template writes for it, so that a picture means the same whatever stands around it. A video is asked about as a whole;
-where its prompt has a place for every few frames, these are encoded by themselves.
+every few frames that it counts as one temporal patch are encoded by themselves.
 """
 
 from __future__ import annotations
@@ -220,18 +220,35 @@ class PictureProcessor:
         made = dict(
             self._processor(text=[self.video_placeholder], videos=[blank], fps=[_rate(seconds)], video_metadata=[told])
         )
-        ids, grid = _ids(made), np.array(made["video_grid_thw"]).reshape(-1).tolist()
+        ids, grid, own = _ids(made), _video_grid(made), self._processor.video_processor
         spans = self._video_spans(ids)
+        width, height = grid[2] * own.patch_size, grid[1] * own.patch_size
+        if len(spans) == 1 and grid[0] > 1:
+            spans = self._each_patch(spans[0], grid, own, width, height)
         count = len(spans)
-        patch = self._processor.video_processor.patch_size
         each = (grid[0] // count, grid[1], grid[2])
         return VideoLayout(
             text=self._text(ids),
             spans=tuple(self._span(span, self.video_token, each) for span in spans),
-            frames=-(-len(ticks) // count) if count == 1 else self._processor.video_processor.temporal_patch_size,
-            width=grid[2] * patch,
-            height=grid[1] * patch,
+            frames=len(ticks) if count == 1 else own.temporal_patch_size,
+            width=width,
+            height=height,
         )
+
+    def _each_patch(
+        self, span: list[int], grid: Sequence[int], processor: Any, width: int, height: int
+    ) -> list[list[int]]:
+        """A span cut into its temporal patches, if its tokens are those of each by itself, one after the other; all
+        alike, so without what stands before the first and behind the last.
+
+        Models whose videos have such grids encode each temporal patch without looking at others.
+        """
+        group = np.zeros((getattr(processor, "temporal_patch_size", 1), height, width, 3), np.uint8)
+        made = dict(self._group_processor(text=[self.video_placeholder], videos=[group]))
+        length, of_video = _ids(made).count(self.video_token), span.count(self.video_token)
+        if _video_grid(made) != [1, *grid[1:]] or length * grid[0] != of_video:
+            return [span]
+        return [[self.video_token] * length] * grid[0]
 
     def _video_spans(self, ids: list[int]) -> list[list[int]]:
         """Every run of the video's token, with the added tokens right around it."""
@@ -259,6 +276,10 @@ class PictureProcessor:
         while ids and ids[-1] in self._edges:
             ids = ids[:-1]
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _video_grid(made: dict[str, Any]) -> list[int]:
+    return np.array(made["video_grid_thw"]).reshape(-1).tolist()
 
 
 def _ids(made: dict[str, Any]) -> list[int]:

@@ -268,7 +268,7 @@ class Vision:
             return
         # Behind the last picture they are just counted on.
         known = np.array(tokens[: sum(pictures.spans[-1])], np.int32).tobytes()
-        pictures.positions, pictures.shift = self._placed(known, tuple((tuple(grid), video) for grid, video in grids))
+        pictures.positions, pictures.shift = self._placed(known, _joined_grids(pictures.spans, tokens, grids))
 
     def _place(self, tokens: bytes, grids: tuple[tuple[tuple[int, ...], bool], ...]) -> tuple[np.ndarray, int]:
         """Positions, (axes, tokens), and the shift of what follows. Many small steps that wait for the device.
@@ -341,6 +341,21 @@ class Vision:
         known = pictures.positions[:, part.start : part.start + len(part.tokens)].astype(np.int32)
         rest = np.tile(places[known.shape[1] :] + pictures.shift, (self._axes, 1))
         return np.concatenate([known, rest], axis=1)
+
+
+def _joined_grids(
+    spans: Sequence[tuple[int, int]], tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
+) -> tuple[tuple[tuple[int, ...], bool], ...]:
+    """Grids, with one for all temporal patches of a video that have nothing between them."""
+    joined: list[tuple[tuple[int, ...], bool]] = []
+    end = 0
+    for (start, count), (grid, video) in zip(spans, grids, strict=True):
+        if joined and video and start == end and tokens[start - 1] == tokens[start]:
+            (frames, *patches), _ = joined.pop()
+            grid = (frames + grid[0], *patches)
+        joined.append((tuple(grid), video))
+        end = start + count
+    return tuple(joined)
 
 
 def _joined(values: Sequence[Any]) -> Any:
