@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from queue import SimpleQueue
 from PIL import Image
 
 from ...cluster.errors import InvalidRequest, PictureLost, SatchelError
-from ..kv_store.changes import Changes
 from ..kv_store.media import features_id, is_word, name_at
 from ..messages import GenerateRequest, Media
+from .feature_cache import FeatureCache
 from .feature_tier import FeatureTier
 from .memory import Sequence
 from .pictures import Layout
@@ -44,54 +43,6 @@ def _id(request: GenerateRequest, index: int) -> bytes:
 def _kind(media: Media) -> tuple[object, ...]:
     """What pictures have in common that can be encoded together."""
     return media.width, media.height, media.video, media.tokens, media.grid, len(media.pixels)
-
-
-class FeatureCache:
-    """What encoders made of pictures, by `features_id`, least recently used first out.
-
-    Attributes:
-        hits, encodes: how often a picture was found, and how often encoded.
-        changes: for the router.
-    """
-
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
-        self.nbytes = 0
-        self.hits = self.encodes = 0
-        self.changes = Changes()
-        self._features: OrderedDict[bytes, Features] = OrderedDict()
-
-    def __contains__(self, entry: bytes) -> bool:
-        return entry in self._features
-
-    def ids(self) -> list[bytes]:
-        return list(self._features)
-
-    def get(self, entry: bytes) -> Features | None:
-        found = self._features.get(entry)
-        if found is not None:
-            self._features.move_to_end(entry)
-        return found
-
-    def put(self, entry: bytes, features: Features) -> None:
-        if entry in self._features or features.nbytes > self.bytes_max:
-            return
-        self._features[entry] = features
-        self.nbytes += features.nbytes
-        self.changes.note([entry], [])
-        self._shrink(self.bytes_max)
-
-    def clear(self) -> int:
-        """Let go of everything. Returns the bytes."""
-        held = self.nbytes
-        self._shrink(0)
-        return held
-
-    def _shrink(self, bytes_max: int) -> None:
-        while self.nbytes > bytes_max:
-            entry, gone = self._features.popitem(last=False)
-            self.nbytes -= gone.nbytes
-            self.changes.note([], [entry])
 
 
 _Picture = tuple[Sequence, int]
