@@ -41,9 +41,11 @@ class Store(Protocol):
         """
         ...
 
-    async def release(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
-        """Let the replicas of a model drop a branch's KV from memory: an entry of what `blocks` answers. Returns how
-        many bytes that were."""
+    async def release(
+        self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes, features: list[bytes]
+    ) -> int:
+        """Let the replicas of a model drop a branch's KV and its pictures' features from memory: an entry of what
+        `blocks` answers. Returns how many bytes that were."""
         ...
 
     async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:

@@ -57,7 +57,7 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
     """
     view = _view(await store.call("info", key), await _names(backend))
     view["pictures"] = await asyncio.to_thread(_pictures, await store.call("transcript", key))
-    for stand in await store.call("blocks", key):
+    for *stand, _ in await store.call("blocks", key):
         if await store.held(*stand):
             return {**view, "tier": "hot"}
     return {**view, "tier": "warm" if await store.call("disk_kept", key) else "cold"}
@@ -77,7 +77,7 @@ async def fork_agent(store: Store, key: str, target: Any) -> dict[str, Any]:
 
 
 async def release_agent(store: Store, key: str) -> dict[str, Any]:
-    """Drop the agent's KV from the replicas' memory; what is on the disk stays.
+    """Drop the agent's KV and its pictures' features from the replicas' memory; what is on the disk stays.
 
     Raises:
         AgentNotFound: nothing is known of it.

@@ -41,7 +41,7 @@ def _required_string(value: Any, where: str) -> str:
     return value
 
 
-def _content(value: Any, where: str, media: Seen | None) -> str | list[dict[str, str]]:
+def _content(value: Any, where: str, role: str, media: Seen | None) -> str | list[dict[str, str]]:
     """Text from a string or a list of text parts, which are joined with nothing between them; with pictures, the parts
     as templates take them."""
     if isinstance(value, str):
@@ -49,6 +49,7 @@ def _content(value: Any, where: str, media: Seen | None) -> str | list[dict[str,
     if not isinstance(value, list):
         raise _wrong(where, "must be a string or a list of parts")
     parts: list[dict[str, str]] = []
+    shown = None if role == "assistant" else media
     for index, part in enumerate(value):
         here = f"{where}[{index}]"
         if not isinstance(part, dict):
@@ -56,9 +57,13 @@ def _content(value: Any, where: str, media: Seen | None) -> str | list[dict[str,
         kind = part.get("type")
         if kind in ("text", "input_text", "output_text"):
             parts.append({"type": "text", "text": _required_string(part.get("text"), f"{here}.text")})
-        elif media is not None and (referred(part) is not None or media_part(part, here) is not None):
-            parts += next(media)
+        elif shown is not None and (referred(part) is not None or media_part(part, here) is not None):
+            parts += next(shown)
         elif isinstance(kind, str) and kind in _MEDIA:
+            if media is not None and _MEDIA[kind] in ("images", "video"):
+                raise InvalidRequest(
+                    f"{here}: pictures and videos go into system, developer, user and tool messages only", param=here
+                )
             raise InvalidRequest(f"{here}: this model takes no {_MEDIA[kind]}", param=here)
         else:
             raise _wrong(f"{here}.type", f"is {kind!r}; known is 'text'")
@@ -117,7 +122,7 @@ def _message(message: Any, where: str, media: Seen | None) -> dict[str, Any]:
     if content is None:
         allowed = " (only an assistant message with tool_calls may do without)" if role == "assistant" else ""
         raise _wrong(f"{where}.content", f"is missing{allowed}")
-    out["content"] = _content(content, f"{where}.content", None if role == "assistant" else media)
+    out["content"] = _content(content, f"{where}.content", role, media)
     if message.get("name") is not None:
         out["name"] = _required_string(message["name"], f"{where}.name")
     if role == "tool" and message.get("tool_call_id") is not None:
@@ -143,14 +148,17 @@ def check_messages(messages: Any, media: Seen | None = None) -> list[dict[str, A
 
 
 def sources_in(messages: Any) -> list[PictureSource | VideoSource]:
-    """The pictures and videos of messages that have not been checked otherwise yet, in order.
+    """The pictures and videos of messages that have not been checked otherwise yet, in order; none of assistants',
+    which `check_messages` refuses.
 
     Raises:
         InvalidRequest: one of them is of no known form.
     """
     found: list[PictureSource | VideoSource] = []
     for index, message in enumerate(messages if isinstance(messages, Sequence) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or message.get("role") == "assistant":
+            continue
+        content = message.get("content")
         for place, part in enumerate(content if isinstance(content, list) else ()):
             source = media_part(part, f"messages[{index}].content[{place}]") if isinstance(part, dict) else None
             if source is not None:

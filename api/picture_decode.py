@@ -127,7 +127,7 @@ def opened(data: bytes, pixels_max: int) -> Iterator[Image.Image]:
     except Image.UnidentifiedImageError:
         raise UnknownFormat("is no picture that can be read; known are PNG, JPEG, WebP, BMP, TIFF and GIF") from None
     except Image.DecompressionBombError:
-        raise Undecodable(_too_large(pixels_max)) from None
+        raise Undecodable(f"has {_too_large(pixels_max)}") from None
     except Exception as error:
         # Pillow's readers raise nearly anything at a damaged file: OSError, SyntaxError, ValueError, struct.error ...
         raise Undecodable("is damaged or cut off") from error

@@ -24,6 +24,7 @@ _PORTS = {"http": 80, "https": 443}
 _PORT_MAX = 65535
 _LOOK_UPS_MAX = 4
 _ADDRESSES_MAX = 3
+_COMPRESSIONS = {"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"}
 _NAT64 = ip_network("64:ff9b::/96")
 _HEADERS = {"User-Agent": "satchel", "Accept": "image/*, video/*, */*;q=0.1", "Accept-Encoding": "identity"}
 
@@ -141,12 +142,15 @@ class Fetcher:
             return url.join(response.headers["Location"])
         if response.status_code != 200:
             raise Unfetchable(f"could not be fetched: its host answers {response.status_code}")
+        # Others, such as what uploads leave behind ("aws-chunked"), change nothing in the content.
+        if _COMPRESSIONS & {name.strip().lower() for name in response.headers.get("Content-Encoding", "").split(",")}:
+            raise Unfetchable("comes compressed from its host, though uncompressed was asked for; that is not read")
         too_large = Unfetchable(f"has more than {self._limits.source_bytes_max} bytes (media.source_bytes_max)")
         announced = response.headers.get("Content-Length", "")
         if announced.isdecimal() and int(announced) > self._limits.source_bytes_max:
             raise too_large
         content = bytearray()
-        # Raw: a compressed answer was not asked for, and its size would be anything.
+        # Raw: what an answer unpacks to could have any size.
         async for chunk in response.aiter_raw():
             content += chunk
             if len(content) > self._limits.source_bytes_max:
@@ -163,6 +167,9 @@ class Fetcher:
         if port > _PORT_MAX:
             raise Unfetchable("is no URL, or leads to none")
         host = url.raw_host.decode("ascii").strip("[]").rstrip(".").lower()
+        # httpx escapes what cannot be in a name ("http://["); an IPv6 address may have an escaped zone.
+        if not host or ("%" in host and ":" not in host):
+            raise Unfetchable("is no URL with a host, or leads to one without")
         # One sentence for all reasons: whoever asks learns nothing about names in this network.
         refused = Unfetchable("is on a host without a public address; others need media.allowed_hosts")
         try:

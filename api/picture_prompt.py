@@ -69,7 +69,7 @@ class Placed:
 
 
 def place(processor: PictureProcessor, rendered: str, media: Sequence[Medium]) -> Placed:
-    """Write the texts of media, as they are shown, into a rendered conversation. Milliseconds for a size that is new.
+    """Write the texts of media, as they are shown, into a rendered conversation. Sizes that are new take a while.
 
     Raises:
         InvalidRequest: the conversation says itself what stands for a picture, or the processor refuses a size.

@@ -11,6 +11,10 @@ _SCHEMES = ("http://", "https://", "data:", "file://")
 _DETAILS = ("auto", "low", "high")
 _PICTURE_KEYS = {"image_url": ("image_url",), "input_image": ("image_url",), "image": ("image", "url", "image_url")}
 _VIDEO_KEYS = {"video_url": ("video_url",), "video": ("video", "url", "video_url")}
+_PICTURE_OPTIONS = ("detail", "min_pixels", "max_pixels")
+_VIDEO_OPTIONS = ("fps", "max_frames", "min_pixels", "max_pixels")
+# A hint to other servers, which changes no answer; a part of text may have it too.
+_BESIDE = ("type", "cache_control")
 _NUMBER_MAX = 10**9
 
 
@@ -70,7 +74,7 @@ def media_part(part: dict[str, Any], where: str) -> PictureSource | VideoSource 
     """What a part of a message's content names; None where its type is no picture or video.
 
     Raises:
-        InvalidRequest: its form is wrong; `param` is the place.
+        InvalidRequest: its form is wrong, or it has an option that is not known; `param` is the place.
     """
     kind = part.get("type")
     if not isinstance(kind, str):
@@ -86,22 +90,35 @@ def _wrong(where: str, what: str) -> InvalidRequest:
     return InvalidRequest(f"{where} {what}", param=where)
 
 
-def _named(part: dict[str, Any], keys: tuple[str, ...], where: str) -> tuple[Any, dict[str, Any], str]:
+def _named(
+    part: dict[str, Any], keys: tuple[str, ...], options: tuple[str, ...], where: str, *, ignored: tuple[str, ...] = ()
+) -> tuple[Any, dict[str, Any], str]:
     """What the part names by the first of `keys` that it has, its options, and the place of what is named.
 
-    OpenAI wraps an address and its options into an object; others put both beside the type.
+    OpenAI wraps an address and its options into an object, which may have those that are `ignored` too; others put
+    both beside the type.
     """
     key = next((key for key in keys if part.get(key) is not None), None)
     if key is None:
         raise _wrong(f"{where}.{keys[0]}", "is missing")
+    _check_known(part, (*_BESIDE, *keys), options, where)
     value = part[key]
     if not isinstance(value, dict):
         return value, part, f"{where}.{key}"
+    _check_known(value, ("url", *ignored), options, f"{where}.{key}")
     return value.get("url"), {**part, **value}, f"{where}.{key}.url"
 
 
+def _check_known(given: dict[str, Any], keys: tuple[str, ...], options: tuple[str, ...], where: str) -> None:
+    """Nulls are what clients write for fields that they leave out."""
+    for key, value in given.items():
+        if value is not None and key not in keys and key not in options:
+            raise _wrong(f"{where}.{key}", f"is not supported; possible are {', '.join(options)}")
+
+
 def _picture(part: dict[str, Any], keys: tuple[str, ...], where: str) -> PictureSource:
-    value, options, place = _named(part, keys, where)
+    # Some clients give a picture's MIME type as `format`: what a file is, its own bytes say.
+    value, options, place = _named(part, keys, _PICTURE_OPTIONS, where, ignored=("format",))
     url = _address(value, place)
     detail = options.get("detail")
     if detail is not None and detail not in _DETAILS:
@@ -111,7 +128,7 @@ def _picture(part: dict[str, Any], keys: tuple[str, ...], where: str) -> Picture
 
 
 def _video(part: dict[str, Any], keys: tuple[str, ...], where: str) -> VideoSource:
-    value, options, place = _named(part, keys, where)
+    value, options, place = _named(part, keys, _VIDEO_OPTIONS, where)
     fps = _number(options, "fps", where)
     frames_max = _count(options, "max_frames", where)
     pixels_min, pixels_max = _pixels(options, where)

@@ -94,8 +94,10 @@ class RayStore:
         self._homes.forget(agent)
         return moved
 
-    async def release(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
-        return sum(await self._ask_holders(model_id, "release", root, block_ids, first))
+    async def release(
+        self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes, features: list[bytes]
+    ) -> int:
+        return sum(await self._ask_holders(model_id, "release", root, block_ids, first, features))
 
     async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
         return max(await self._ask_holders(model_id, "held", root, block_ids, first), default=0)

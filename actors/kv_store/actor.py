@@ -280,7 +280,8 @@ class KVStoreActor(DiskCalls):
         return await self._answer(work)
 
     async def blocks(self, agent: str) -> Answer:
-        """What KV each of the agent's branches stands on: `[model id, root id, [block ids], first block's tokens]`.
+        """What each of the agent's branches stands on: `[model id, root id, [block ids], first block's tokens, [ids of
+        features]]`.
 
         Of a branch that is shorter than a block the tokens (packed) are all that there is.
         """
@@ -288,7 +289,8 @@ class KVStoreActor(DiskCalls):
         def hashed(branches: list[Branch]) -> list[Any]:
             shared = [branch for branch in branches if branch.root]
             size = BLOCK_TOKENS * TOKEN_BYTES
-            return [[each.model, each.root, [*Claims([each]).blocks], each.tokens[:size]] for each in shared]
+            stood = ((each, Claims([each])) for each in shared)
+            return [[at.model, at.root, [*on.blocks], at.tokens[:size], [*on.features]] for at, on in stood]
 
         return await self._of_branches(agent, hashed)
 

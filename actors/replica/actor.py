@@ -217,11 +217,15 @@ class ReplicaActor:
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
 
-    async def release(self, root: bytes, block_ids: list[bytes], first: bytes) -> int:
-        """Let go of blocks in memory, of the tails after them, and of those that `first` (packed tokens) begins with;
-        what is on the disk stays. Returns the bytes."""
+    async def release(self, root: bytes, block_ids: list[bytes], first: bytes, features: list[bytes]) -> int:
+        """Let go of blocks in memory, of the tails after them, of those that `first` (packed tokens) begins with, and
+        of pictures' features; what is on the disk stays. Returns the bytes."""
         tokens = unpack_tokens(first)
-        return await self._on_engine(lambda engine: engine.prefixes.drop(root, block_ids, tokens))
+
+        def drop(engine: Engine) -> int:
+            return engine.prefixes.drop(root, block_ids, tokens) + engine.pictures.features.drop(features)
+
+        return await self._on_engine(drop)
 
     async def held(self, root: bytes, block_ids: list[bytes], first: bytes) -> int:
         """How many of these blocks are in memory, up to the first that is not; of what is shorter, how many tails."""

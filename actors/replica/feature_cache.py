@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from ..kv_store.changes import Changes
 from .vision import Features
@@ -45,12 +46,20 @@ class FeatureCache:
 
     def clear(self) -> int:
         """Let go of everything. Returns the bytes."""
-        held = self.nbytes
-        self._shrink(0)
-        return held
+        return self.drop(self.ids())
+
+    def drop(self, entries: Iterable[bytes]) -> int:
+        """Let go of these, as far as they are here. Returns the bytes."""
+        before = self.nbytes
+        for entry in entries:
+            if entry in self._features:
+                self._remove(entry)
+        return before - self.nbytes
 
     def _shrink(self, bytes_max: int) -> None:
         while self.nbytes > bytes_max:
-            entry, gone = self._features.popitem(last=False)
-            self.nbytes -= gone.nbytes
-            self.changes.note([], [entry])
+            self._remove(next(iter(self._features)))
+
+    def _remove(self, entry: bytes) -> None:
+        self.nbytes -= self._features.pop(entry).nbytes
+        self.changes.note([], [entry])

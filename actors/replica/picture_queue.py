@@ -1,8 +1,9 @@
 """Rows whose pictures are encoded before the scheduler hears of them, and what is kept of them.
 
 A picture takes as long to encode as many decode steps. So it is done beside the steps, on a thread and a stream of its
-own: next is the one of the row that waits longest among the most urgent, on a GPU together with others of its layout,
-which alone are too small for it. What others have encoded meanwhile costs nothing.
+own, on a GPU together with others of its layout, which alone are too small for it. Next is one of the most urgent
+rows', of these the one's that has had least of its share: many pictures of one do not hold up another's only one (fair
+queueing, Demers et al. 1989). What others have encoded meanwhile costs nothing.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ _Job = tuple[Future[_Made], Callable[[], _Made]]
 
 @dataclass
 class _Waiting:
-    """`missing` are the pictures that it waits for, by their indexes: what they are called as `features_id`."""
+    """`missing` are the pictures that it waits for, by their indexes: what they are called as `features_id`.
+    `had_s` is the encoder's time (seconds) that it has had, more for one that came later."""
 
     sequence: Sequence
     row: Row
     missing: dict[int, bytes]
+    had_s: float
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class PictureQueue:
         self._jobs: SimpleQueue[_Job] | None = None
         self._encoding: _Encoding | None = None
         self._waiting: dict[str, _Waiting] = {}
+        # What a row had that was always there.
+        self._share_s = 0.0
         # What every row has been given and needs until it is prefilled.
         self._holding: dict[str, dict[int, Features]] = {}
 
@@ -157,7 +162,7 @@ class PictureQueue:
         named = {index: _id(sequence.request, index) for index in missing if not self._has(sequence, index)}
         lacking = {index: picture for index, picture in named.items() if not self._find(sequence, index, picture)}
         if lacking:
-            self._waiting[sequence.id] = _Waiting(sequence, row, lacking)
+            self._waiting[sequence.id] = _Waiting(sequence, row, lacking, self._share_s)
         return not lacking
 
     def _lacking(self, picture: bytes) -> Iterator[_Picture]:
@@ -181,7 +186,7 @@ class PictureQueue:
         if self._encoding is not None and self._encoding.made.done():
             encoding, self._encoding = self._encoding, None
             self._finish(encoding, attempt)
-        for waiting in sorted(self._waiting.values(), key=lambda entry: -entry.row.priority):
+        for waiting in self._by_turn():
             sequence, missing, full = waiting.sequence, waiting.missing, self._is_full()
             for index, picture in list(missing.items()):
                 if not self._has(sequence, index) and (full or not self._find(sequence, index, picture)):
@@ -192,10 +197,17 @@ class PictureQueue:
             if not missing and self._waiting.pop(sequence.id, None) is not None:
                 yield waiting.row
 
+    def _by_turn(self) -> list[_Waiting]:
+        """Where rows hold too much already they come as they came, so that the first has its last picture soon."""
+        crowded = self._is_crowded()
+        return sorted(self._waiting.values(), key=lambda one: (-one.row.priority, 0.0 if crowded else one.had_s))
+
     def _is_full(self) -> bool:
         """Whether rows that have all of their features, and wait for the model only, are to go on first."""
-        if all(name in self._waiting for name, features in self._holding.items() if features):
-            return False
+        ready = any(features and name not in self._waiting for name, features in self._holding.items())
+        return ready and self._is_crowded()
+
+    def _is_crowded(self) -> bool:
         held = {id(one): one.nbytes for features in self._holding.values() for one in features.values()}
         return sum(held.values()) >= self.features.bytes_max
 
@@ -310,7 +322,10 @@ class PictureQueue:
 
     def _all_encoded(self, encoding: _Encoding) -> None:
         features, seconds = encoding.made.result()
+        self._share_s += seconds / max(1, len(self._waiting))
         for (sequence, index), one in zip(encoding.pictures, features, strict=True):
+            if (waiting := self._waiting.get(sequence.id)) is not None:
+                waiting.had_s += seconds / len(features)
             self._encoded(sequence, index, one, seconds / len(features))
 
     def _encoded(self, sequence: Sequence, index: int, features: Features, seconds: float) -> None:

@@ -134,7 +134,8 @@ class PictureProcessor:
         return self.video_token if is_of_video(word) else self.token
 
     def layout(self, width: int, height: int) -> PictureLayout:
-        """What a picture of this size is in a prompt. Milliseconds for a size that is new."""
+        """What a picture of this size is in a prompt. For a size that is new a picture is processed: milliseconds, or a
+        second for 50 million pixels."""
         return self._kept((width, height), lambda: self._layout(width, height))
 
     def video_layout(self, width: int, height: int, seconds: Sequence[float]) -> VideoLayout:

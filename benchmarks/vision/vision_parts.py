@@ -62,21 +62,26 @@ class Costs:
         return self.prefill_s * self.new_tokens / max(1, self.tokens)
 
     @property
-    def ceiling(self) -> float:
-        """How many times sooner the first token can come at the most."""
-        return max(self.cold_s, self.over_http_s) / self.cached_s
+    def slower_s(self) -> float:
+        """The longer one of a cold one's times."""
+        return max(self.cold_s, self.over_http_s)
+
+    @property
+    def ratio(self) -> float:
+        """How many times sooner the first token comes where only this is left to do."""
+        return self.slower_s / self.cached_s
 
     def verdict(self, what: str, wanted: Sequence[float]) -> str:
-        """The arithmetic, and which of the wanted ratios it allows."""
+        """The arithmetic, and how long the cached one could take for each of the wanted ratios."""
         seconds = (self.fixed_s, self.encode_s, self.prefill_s, self.step_s, self.cold_s, self.cached_s)
         fixed, encode, prefill, step, cold, cached = (f"{each * 1e3:,.1f}" for each in seconds)
         new = f" + prefill of {self.new_tokens} new tokens {self.new_s * 1e3:,.1f}" if self.new_tokens else ""
         measured = f" ({self.over_http_s * 1e3:,.1f} over HTTP)" if self.over_http_s > self.cold_s else ""
-        allowed = (f"{each:g}x is {'within' if self.ceiling >= each else 'out of'} reach" for each in wanted)
+        allowed = (f"for {each:g}x it could take {self.slower_s / each * 1e3:,.1f} ms" for each in wanted)
         return (
             f"{what}: cold = fixed {fixed} + encode {encode} + prefill {prefill} + first step {step} = {cold} ms"
-            f"{measured}, cached = fixed {fixed}{new} + first step {step} = {cached} ms. So with this model on this "
-            f"machine the ratio is at the most {self.ceiling:.1f}x, whatever is kept: {', '.join(allowed)}."
+            f"{measured}, cached at least fixed {fixed}{new} + first step {step} = {cached} ms, which would be "
+            f"{self.ratio:.1f}x; {', '.join(allowed)}."
         )
 
 

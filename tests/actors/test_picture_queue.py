@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from satchel.actors.kv_store.blocks import root_id
+from satchel.actors.kv_store.claims import Branch, Claims
 from satchel.actors.kv_store.media import media_key, picture_hash, words_of
 from satchel.actors.messages import Media
 from satchel.actors.replica import models, warm_up
@@ -330,6 +333,24 @@ def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: 
     assert bench.engine.changes(whole=False) == ([], [known])
 
 
+def test_an_agent_s_pictures_are_let_go_by_the_tokens_that_it_is_remembered_by(
+    seeing: tuple[LoadedModel, Path], gate: Gate
+):
+    bench = Bench(seeing[0])
+    gate.opened.set()
+    prompts = [asked(seeing[1], colour) for colour in ("navy", "teal")]
+    for name, (prompt, media) in zip(("one", "other"), prompts, strict=True):
+        bench.run(name, prompt, media=media)
+    features = bench.engine.pictures.features
+    theirs, others = features.ids()
+    root = root_id(seeing[0].model_id, "tenant:test")
+    claims = Claims([Branch(seeing[0].model_id, root, array("I", prompts[0][0]).tobytes())])
+    assert list(claims.features) == [theirs]
+    held = features.nbytes
+    assert 0 < features.drop([theirs, bytes(32)]) == held - features.nbytes
+    assert features.ids() == [others] and bench.engine.changes(whole=False)[1] == [theirs]
+
+
 def test_features_come_back_from_the_disk_in_any_precision(seeing: tuple[LoadedModel, Path], tmp_path: Path):
     """They are read on another thread, and what that leaves to compute the engine's thread cannot. Elsewhere in the
     prompt a picture has its features only."""
@@ -402,6 +423,33 @@ def test_pictures_before_what_a_window_can_reuse_are_read_back_too(tmp_path: Pat
             assert bench.engine.pictures.features.encodes == 0
     finally:
         node.store.close()
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_many_pictures_of_one_row_do_not_hold_up_another_s_only_one(
+    seeing: tuple[LoadedModel, Path], gate: Gate, room: bool
+):
+    """Nor do others that come one after the other hold up the rest of the many. Where features have no room, whoever
+    came first has all of its own first, as rows that wait hold what they have."""
+    bench = Bench(seeing[0], vision_bytes_max=1 << 29 if room else 1)
+    prompt, media = list[int](), list[Media]()
+    for colour in ("red", "blue", "green"):
+        more, (one,) = asked(seeing[1], colour)
+        media.append(replace(one, start=len(prompt) + one.start))
+        prompt += more
+    bench.submit("many", prompt, media=media, max_tokens=1)
+    turn_until(bench, lambda: gate.calls)
+    for name in ("orange", "purple"):
+        prompt, media = asked(seeing[1], name)
+        bench.submit(name, prompt, media=media, max_tokens=1)
+    gate.opened.set()
+    ended = list[str]()
+    while len(ended) < 3:
+        if not bench.turn():
+            time.sleep(0.005)
+        ended += [name for name, row in bench.rows.items() if row.finish and name not in ended]
+    assert ended == (["orange", "purple", "many"] if room else ["many", "orange", "purple"])
+    assert not bench.engine.pictures._holding
 
 
 def test_features_that_rows_wait_with_are_bounded(seeing: tuple[LoadedModel, Path], gate: Gate):

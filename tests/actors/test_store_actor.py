@@ -145,9 +145,9 @@ async def test_the_line_for_a_turn_has_a_limit(monkeypatch):
 async def test_blocks_are_those_that_replicas_know_the_agents_tokens_by():
     store = KVStoreActor(config())
     await keep(store, "t/x", "a", tokens=600)
-    ((model, root, ids, first),) = result(await store.blocks("t/x"))
+    ((model, root, ids, first, features),) = result(await store.blocks("t/x"))
     assert (model, root, ids) == (MODEL, root_id(MODEL, "tenant:t"), block_ids(root, range(600)))
-    assert list(unpack_tokens(first)) == list(range(256))
+    assert list(unpack_tokens(first)) == list(range(256)) and features == []
     assert result(await store.blocks("t/nobody")) == []
 
 

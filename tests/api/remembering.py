@@ -28,7 +28,7 @@ class LocalStore:
         self.down: set[str] = set()
         self.stuck: set[str] = set()
         self.calls: list[str] = []
-        self.released: list[tuple[bytes, bytes, list[bytes], bytes]] = []
+        self.released: list[tuple[bytes, bytes, list[bytes], bytes, list[bytes]]] = []
         self.in_memory = 0
         self.cleared = 0
 
@@ -57,8 +57,10 @@ class LocalStore:
     async def move(self, agent: str, node: str) -> dict[str, Any]:
         raise InvalidRequest(f"there is no node {node!r}", param="to")
 
-    async def release(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
-        self.released.append((model_id, root, block_ids, first))
+    async def release(
+        self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes, features: list[bytes]
+    ) -> int:
+        self.released.append((model_id, root, block_ids, first, features))
         return 1000 * len(block_ids)
 
     async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:

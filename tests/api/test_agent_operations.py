@@ -101,7 +101,7 @@ async def test_erasing_leaves_nothing_and_a_second_time_finds_nothing(endpoint, 
     response = await endpoint.client.delete("/v1/agents/ann")
     assert response.json() == {"id": "ann", "object": "agent.deleted", "deleted": True}
     root = root_id(b"1" * 32, scope_of("tenant", "default", "ann", ""))
-    ((_, parent, released, first),) = endpoint.store.released
+    ((_, parent, released, first, _),) = endpoint.store.released
     assert parent == root and len(released) > 1 and len(first) == 4 * 256, "its blocks, and what it began with"
     assert endpoint.memory.lines.nbytes == 0
     for method in ("GET", "DELETE"):
@@ -118,7 +118,7 @@ async def test_releasing_names_the_blocks_that_the_agent_stands_on(endpoint, bac
     response = await endpoint.client.post("/v1/agents/ann/release")
     expected = block_ids(root, line)
     assert len(expected) >= 2
-    assert endpoint.store.released == [(b"1" * 32, root, expected, array("I", line[:256]).tobytes())]
+    assert endpoint.store.released == [(b"1" * 32, root, expected, array("I", line[:256]).tobytes(), [])]
     assert response.json() == {"id": "ann", "object": "agent.release", "bytes": 1000 * len(expected)}
     assert await endpoint.transcript(), "the memory on disk stays"
     assert (await endpoint.client.post("/v1/agents/nobody/release")).status_code == 404
@@ -134,7 +134,7 @@ async def test_scopes_decide_which_blocks_are_an_agents(backend, share, blocks):
     await endpoint.client.post("/v1/agents/bob/release")
     assert bool(endpoint.store.released) == blocks
     if blocks:
-        (_, _, ann, _), (_, _, bob, _) = endpoint.store.released
+        (_, _, ann, *_), (_, _, bob, *_) = endpoint.store.released
         assert (ann == bob) == (share == "tenant")
 
 

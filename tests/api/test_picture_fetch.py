@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import gc
+import gzip
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from satchel.api.picture_sources import Picture, PictureSource, VideoSource
 from satchel.cluster.config import Media, parse_config
 from satchel.cluster.errors import ConfigError, InvalidRequest, Unavailable
 
-from .test_picture_decode import few_colours, packed
+from .test_picture_decode import few_colours, packed, png
 
 HERE = "messages[2].content[0]"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -152,11 +153,17 @@ async def test_detail_and_limits_of_a_part_change_what_is_shown() -> None:
         (inline(b"<html>"), "no picture that can be read; known are PNG, JPEG"),
         (inline(a_png()[:60]), "damaged or cut off"),
         (inline(packed(Image.new("1", (2000, 1000)), "PNG")), "2000 x 1000 pixels: more than 1000000 pixels"),
+        (inline(png(2**31 - 1, 2**31 - 1, 8, 2, b"")), f"{HERE} has more than 1000000 pixels (media.pixels_max)"),
         (inline(bytes(3001)), "more than 3000 bytes (media.source_bytes_max)"),
         ("data:," + "a" * 3001, "more than 3000 bytes (media.source_bytes_max)"),
-        ("http://", "public address"),
+        *(
+            (url, "is no URL with a host")
+            for url in ("http://", "http:///cat.png", "http://.", "http://[", "https:///")
+        ),
         ("http://[::1", "is no URL"),
-        ("http://exa mple.invalid/", "public address"),
+        ("http://exa mple.invalid/", "is no URL with a host"),
+        ("http://example.invalid/", "public address"),
+        ("http://[fe80::1%25eth0]/", "public address"),
         ("http://a:b@127.0.0.1/", "user or password"),
     ],
 )
@@ -234,6 +241,7 @@ async def test_redirects_are_followed_and_checked_each(site: Site, monkeypatch: 
         "/file": "file:///etc/passwd",
         "/user": f"http://a:b@pictures.test:{site.port}/cat",
         "/nowhere": "http://pictures.test:99999999/",
+        "/hostless": "http://[",
     }
     for path, to in moved.items():
         site.answers[path] = said(b"", "302 Found", f"Location: {to}", "Set-Cookie: who=you")
@@ -242,14 +250,15 @@ async def test_redirects_are_followed_and_checked_each(site: Site, monkeypatch: 
         await loader.load(PictureSource(HERE, site.url("/here", "pictures.test")))
         reasons = {
             path: await refusal(loader, site.url(path, "pictures.test"))
-            for path in ("/inward", "/round", "/file", "/user", "/nowhere")
+            for path in ("/inward", "/round", "/file", "/user", "/nowhere", "/hostless")
         }
     asked = [head.split()[1] for head in site.heads]
     assert "public address" in reasons["/inward"] and "/secret" not in asked
     assert "more than 2 times" in reasons["/round"] and asked.count("/round") == 3
     assert "no http or https URL" in reasons["/file"]
     assert "user or password" in reasons["/user"]
-    assert "is no URL" in reasons["/nowhere"]
+    assert "is no URL, or leads to none" in reasons["/nowhere"]
+    assert "is no URL with a host, or leads to one without" in reasons["/hostless"]
     assert not any("cookie" in head.lower() for head in site.heads)
 
 
@@ -298,6 +307,17 @@ async def test_other_answers_are_refused(site: Site) -> None:
         assert "could not be fetched" in await refusal(loader, site.url("/torn"))
         site.port = 1
         assert "could not be fetched" in await refusal(loader, site.url("/page"))
+
+
+async def test_a_compressed_answer_is_refused_as_such(site: Site) -> None:
+    for number, names in enumerate(("gzip", "BR", "identity, zstd")):
+        site.answers[f"/{number}"] = said(gzip.compress(a_png()), "200 OK", f"Content-Encoding: {names}")
+    site.answers["/upload"] = said(a_png(), "200 OK", "Content-Encoding: aws-chunked")
+    async with loading() as loader:
+        for number in range(3):
+            assert "comes compressed from its host" in await refusal(loader, site.url(f"/{number}"))
+        await loader.load(PictureSource(HERE, site.url("/upload")))
+    assert all("\r\nAccept-Encoding: identity\r\n" in head for head in site.heads)
 
 
 async def test_a_certificate_is_asked_for_by_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:

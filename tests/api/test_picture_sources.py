@@ -27,7 +27,17 @@ URL = "https://example.com/cat.png"
             {"type": "image_url", "image_url": {"url": URL, "max_pixels": 7}, "min_pixels": 5},
             PictureSource(HERE, URL, "auto", 5, 7),
         ),
+        ({"type": "image_url", "image_url": {"url": URL, "format": "image/png"}}, PictureSource(HERE, URL)),
+        (
+            {"type": "image_url", "image_url": {"url": URL}, "cache_control": {"type": "ephemeral"}, "detail": "low"},
+            PictureSource(HERE, URL, "low"),
+        ),
+        (
+            {"type": "image_url", "image_url": {"url": URL, "detail": None, "invented": None}, "text": None},
+            PictureSource(HERE, URL),
+        ),
         ({"type": "video_url", "video_url": {"url": URL}}, VideoSource(HERE, URL)),
+        ({"type": "video", "video": URL, "nframes": None, "cache_control": {}}, VideoSource(HERE, URL)),
         ({"type": "video_url", "video_url": {"url": URL, "fps": 1}}, VideoSource(HERE, URL, (), 1.0)),
         ({"type": "video", "video": URL, "max_frames": 3}, VideoSource(HERE, URL, (), None, 3)),
         (
@@ -76,6 +86,19 @@ def test_every_form_names_its_source(part: dict[str, Any], source: PictureSource
         ({"type": "video", "video": URL, "fps": float("nan")}, "fps"),
         ({"type": "video", "video": URL, "fps": "2"}, "fps"),
         ({"type": "video", "video": URL, "max_frames": -1}, "max_frames"),
+        ({"type": "image_url", "image_url": {"url": URL}, "uuid": "a"}, "uuid"),
+        ({"type": "image_url", "image_url": {"url": URL}, "format": "image/png"}, "format"),
+        ({"type": "image_url", "image_url": {"url": URL, "max_dynamic_patch": 4}}, "image_url.max_dynamic_patch"),
+        ({"type": "image_url", "image_url": {"url": URL, "type": "png"}}, "image_url.type"),
+        ({"type": "image", "image": URL, "resized_height": 0}, "resized_height"),
+        ({"type": "image", "image": URL, "fps": 1}, "fps"),
+        ({"type": "video", "video": URL, "nframes": 4}, "nframes"),
+        ({"type": "video", "video": URL, "video_start": False}, "video_start"),
+        ({"type": "video", "video": [URL], "total_pixels": 9}, "total_pixels"),
+        ({"type": "video", "video": URL, "detail": "low"}, "detail"),
+        ({"type": "video", "video": [URL, {"image": URL, "fps": 1}]}, "video[1].fps"),
+        ({"type": "video_url", "video_url": {"url": URL, "nframes": 4}}, "video_url.nframes"),
+        ({"type": "video_url", "video_url": {"url": URL, "format": "video/mp4"}}, "video_url.format"),
     ],
 )
 def test_a_wrong_form_is_named_by_its_place(part: dict[str, Any], place: str) -> None:
@@ -83,6 +106,14 @@ def test_a_wrong_form_is_named_by_its_place(part: dict[str, Any], place: str) ->
         media_part(part, HERE)
     assert caught.value.param == f"{HERE}.{place}"
     assert caught.value.message.startswith(f"{HERE}.{place} ")
+
+
+def test_an_unknown_option_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        media_part({"type": "video_url", "video_url": {"url": URL, "nframes": 4}}, HERE)
+    assert caught.value.message == (
+        f"{HERE}.video_url.nframes is not supported; possible are fps, max_frames, min_pixels, max_pixels"
+    )
 
 
 def test_contents_stay_out_of_logs() -> None:

@@ -221,6 +221,47 @@ async def test_a_model_of_text_takes_no_pictures(client: httpx.AsyncClient, back
     assert answer.status_code == 400 and "takes no images" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "http://192.0.2.1/never-fetched.png"}},
+        {"type": "video", "video": ["http://192.0.2.1/never-fetched.png"]},
+    ],
+)
+async def test_an_assistant_says_no_pictures(
+    client: httpx.AsyncClient, backend: FakeBackend, part: dict[str, Any]
+) -> None:
+    messages = [{"role": "user", "content": shown(picture())}, {"role": "assistant", "content": [part]}]
+    answer = await client.post("/v1/chat/completions", json={"messages": messages})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "messages[1].content[0]"
+    assert error["message"] == (
+        "messages[1].content[0]: pictures and videos go into system, developer, user and tool messages only"
+    )
+    answer = await client.post("/v1/chat/completions", json={"messages": messages[1:], "model": "other"})
+    assert "this model takes no" in answer.json()["error"]["message"]
+    sound = {"role": "assistant", "content": [{"type": "input_audio"}]}
+    answer = await client.post("/v1/chat/completions", json={"messages": [sound]})
+    assert "this model takes no audio" in answer.json()["error"]["message"]
+    assert not backend.requests
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "tool"])
+async def test_all_others_may(client: httpx.AsyncClient, backend: FakeBackend, role: str) -> None:
+    messages = [{"role": role, "content": shown(picture())}, {"role": "user", "content": "What is it?"}]
+    answer = await client.post("/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 200, answer.text
+    assert len(sent(backend)[1]) == 1
+
+
+async def test_an_unknown_option_of_a_part_is_refused(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    part = {"type": "video_url", "video_url": {"url": url_of(picture()), "nframes": 4}}
+    answer = await ask(client, [part])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[0].content[0].video_url.nframes"
+    assert not backend.requests
+
+
 async def test_frames_of_a_video_are_encoded_two_by_two(
     client: httpx.AsyncClient, backend: FakeBackend, seeing: TextModel
 ) -> None:

@@ -18,7 +18,8 @@ from satchel.api import video_decode
 from satchel.api.picture_decode import Undecodable
 from satchel.api.picture_fetch import PictureLoader
 from satchel.api.picture_sources import Picture, PictureSource, VideoSource
-from satchel.api.video_decode import FrameSampler, Sampling, decode_video, evenly
+from satchel.api.video_decode import Deadline, FrameSampler, Sampling, decode_video, evenly
+from satchel.api.video_worker import _check_whole
 from satchel.cluster.config import Media
 from satchel.cluster.errors import InvalidRequest
 
@@ -129,19 +130,27 @@ def test_hostile_animations_are_refused() -> None:
         decode_video(gif, limited(timeout_s=-1.0))
 
 
-@pytest.fixture(scope="module")
-def film(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Three seconds of MP4, ten frames a second, each lighter than the one before."""
+def written(path: Path, codec: str, count: int) -> bytes:
+    """A film of `count` frames, ten a second, each lighter than the one before, with noise below that takes room."""
     import cv2
 
-    path = tmp_path_factory.mktemp("film") / "film.mp4"
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 10, (64, 48))
-    for index in range(30):
+    noise = np.random.default_rng(0)
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*codec), 10, (64, 48))
+    if not writer.isOpened():
+        pytest.skip(f"OpenCV has no {codec} for {path.suffix} here")
+    for index in range(count):
         frame = np.zeros((48, 64, 3), np.uint8)
         frame[..., 2] = 8 * index
+        frame[16:, :, 1] = noise.integers(0, 256, (32, 64))
         writer.write(frame)
     writer.release()
     return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Three seconds of MP4."""
+    return written(tmp_path_factory.mktemp("film") / "film.mp4", "mp4v", 30)
 
 
 def test_a_films_frames_are_taken_by_their_times(film: bytes) -> None:
@@ -155,7 +164,7 @@ def test_a_films_frames_are_taken_by_their_times(film: bytes) -> None:
 
 def test_a_film_that_is_damaged_too_large_or_too_slow_is_refused(film: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     for data, sampling, reason in [
-        (film[:200], USUAL, "cannot be read"),
+        (film[:32], USUAL, "cannot be read"),
         (film, limited(pixels_max=3000), r"64 x 48 pixels: more than 3000"),
         (film, limited(timeout_s=-1.0), r"media\.timeout_s"),
     ]:
@@ -166,6 +175,65 @@ def test_a_film_that_is_damaged_too_large_or_too_slow_is_refused(film: bytes, mo
         monkeypatch.setattr(video_decode, "_worker", lambda sampling, command=command: ["-c", command])
         with pytest.raises(Undecodable, match="too much time or memory"):
             decode_video(film, limited(timeout_s=0.5 - video_decode._WORKER_START_S))
+
+
+CUT_OFF = r"is a video that is cut off: \d+ bytes of at least \d+"
+
+
+def unsized(film: bytes, *kinds: bytes) -> bytes:
+    """A Matroska file whose parts of these kinds do not say how long they are, as when it is written live."""
+    for kind in kinds:
+        at = film.index(kind) + len(kind)
+        length = 9 - film[at].bit_length()
+        film = film[:at] + (2 ** (7 * length + 1) - 1).to_bytes(length) + film[at + length :]
+    return film
+
+
+@pytest.mark.parametrize(
+    ("form", "codec"),
+    [
+        ("mp4", "mp4v"),
+        ("webm", "VP80"),
+        ("webm", "VP90"),
+        ("mkv", "mp4v"),
+        ("mkv", "MJPG"),
+        ("avi", "MJPG"),
+        ("avi", "XVID"),
+    ],
+)
+def test_a_film_that_is_cut_off_is_refused_and_a_whole_one_is_not(tmp_path: Path, form: str, codec: str) -> None:
+    for count in (1, 3, 30):
+        data = written(tmp_path / f"{count}.{form}", codec, count)
+        assert len(decode_video(data, limited(fps=10.0))) == count
+        # What follows a whole film does no harm, and a head that was counted twice neither.
+        for same in (data + bytes(100), data[:-8] if form == "avi" else data):
+            _check_whole(same, Deadline(60.0))
+        for share in (0.5, 0.8, 0.95):
+            with pytest.raises(Undecodable, match=CUT_OFF):
+                _check_whole(data[: int(share * len(data))], Deadline(60.0))
+    with pytest.raises(Undecodable, match=CUT_OFF):
+        decode_video(data[: len(data) // 2], limited(fps=0.1, frames_max=1))
+
+
+def test_a_film_whose_size_is_written_in_another_way_is_cut_off_all_the_same(tmp_path: Path, film: bytes) -> None:
+    mdat = film.index(b"mdat")
+    assert film[mdat - 12 : mdat - 4] == b"\0\0\0\x08free"
+    (size,) = struct.unpack_from(">I", film, mdat - 4)
+    large = film[: mdat - 12] + struct.pack(">I4sQ", 1, b"mdat", size + 8) + film[mdat + 4 :]
+    live = unsized(written(tmp_path / "live.webm", "VP80", 30), b"\x18\x53\x80\x67", b"\x1f\x43\xb6\x75")
+    for data in (large, live):
+        assert len(decode_video(data, limited(fps=10.0))) == 30
+        for share in (0.5, 0.8):
+            with pytest.raises(Undecodable, match=CUT_OFF):
+                _check_whole(data[: int(share * len(data))], Deadline(60.0))
+
+
+def test_where_a_film_says_nothing_of_its_size_what_there_is_is_taken(tmp_path: Path) -> None:
+    data = written(tmp_path / "live.avi", "MJPG", 30)
+    # As FFmpeg writes it into a pipe.
+    live = data[:4] + b"\xff\xff\xff\xff" + data[8:]
+    for share in (0.5, 0.8, 1.0):
+        assert decode_video(live[: int(share * len(live))], USUAL)
 
 
 async def test_a_list_of_frames_is_a_video(tmp_path: Path) -> None:

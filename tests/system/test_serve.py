@@ -1,7 +1,7 @@
 """`satchel serve` with the real model, as a newcomer runs it: start, talk, hang on, Ctrl-C, nothing left.
 
 It serves what it does without a config, and goes on where a server stopped whose every process was killed: an agent's
-memory outlives them all.
+memory outlives them all, pictures too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -27,26 +29,31 @@ from PIL import Image, ImageDraw
 
 from satchel.cluster.ports import free_port
 from satchel.cluster.processes import session_members
-from tests.system.serving import COMMAND, serving, serving_recall
+from tests.system.serving import COMMAND, RECALL, serving
 
 CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
 SETTLE_S = 5.0
+CONFIG = {
+    "models": [RECALL, {"name": "satchel/shapes", "source": "embedded:shapes"}],
+    "media": {"allowed_hosts": ["127.0.0.1"]},
+}
 
 
-class Alice:
-    """The agent as an OpenAI client sees it."""
+class Agent:
+    """An agent as an OpenAI client sees it."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, name: str, model: str = "satchel/recall") -> None:
         self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        self.name, self.model = name, model
 
     def say(self, messages: list[Any], **extra: Any) -> tuple[str, int, int]:
         """The answer, and how many tokens of the prompt there were and were found."""
         answer = self.client.chat.completions.create(
-            model="satchel/recall",
+            model=self.model,
             messages=messages,
             temperature=0,
             max_tokens=40,
-            extra_headers={"X-Agent-ID": "alice"},
+            extra_headers={"X-Agent-ID": self.name},
             extra_body=extra,
         )
         usage = answer.usage
@@ -57,6 +64,51 @@ class Alice:
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+def asked_of(url: str) -> dict[str, Any]:
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    return {"role": "user", "content": [picture, {"type": "text", "text": "What is in the picture?"}]}
+
+
+def red_circle() -> bytes:
+    picture, written = Image.new("RGB", (96, 96), "white"), BytesIO()
+    ImageDraw.Draw(picture).ellipse((30, 30, 70, 70), fill="red")
+    picture.save(written, "PNG")
+    return written.getvalue()
+
+
+def data_url(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+@contextmanager
+def site(png: bytes) -> Iterator[tuple[str, list[str]]]:
+    """A picture's URL on this machine, and the paths that were fetched."""
+    fetched: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10
+
+        def do_GET(self) -> None:
+            fetched.append(self.path)
+            self.send_response(200)
+            self.send_header("content-type", "image/png")
+            self.send_header("content-length", str(len(png)))
+            self.end_headers()
+            self.wfile.write(png)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/circle.png", fetched
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def kill_everything(server_pid: int) -> None:
@@ -77,40 +129,85 @@ def sessions_of(server_pid: int) -> set[int]:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """One picture, shown to two agents: to the first in a data URL, to the second by the URL of a site.
+
+    Attributes:
+        said: to each, with the tokens of its prompt and how many of them were found.
+        counted: after each, how many pictures had been encoded and how many been known.
+        fetched: the paths that the site was asked for.
+    """
+
+    said: list[tuple[str, int, int]]
+    counted: list[tuple[float, float]]
+    fetched: list[str]
+
+
+def show_to_two(port: int, http: httpx.Client) -> Seen:
+    said, counted = [], []
+    with site(red_circle()) as (url, fetched):
+        for name, shown in (("first", data_url(red_circle())), ("second", url)):
+            said.append(Agent(port, name, "satchel/shapes").say([asked_of(shown)]))
+            counted.append(pictures_counted(http, len(said)))
+    return Seen(said, counted, fetched)
+
+
+def pictures_counted(http: httpx.Client, in_all: int) -> tuple[float, float]:
+    """How many pictures were encoded and how many were known, as soon as the metrics tell of `in_all`."""
+    ends = time.monotonic() + SETTLE_S
+    while True:
+        text = http.get("/metrics").text
+        encodes, hits = (
+            sum(each(text, name)) for name in ("satchel_vision_encodes_total", "satchel_vision_cache_hits_total")
+        )
+        if encodes + hits >= in_all:
+            return encodes, hits
+        assert time.monotonic() < ends, "a picture is encoded or known"
+        time.sleep(0.05)
+
+
+def each(metrics: str, name: str) -> list[float]:
+    """A metric of every replica."""
+    return [float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name + "{")]
+
+
+@dataclass(frozen=True)
 class Killed:
-    """A server that was killed without warning, and the conversation that it had with alice."""
+    """A server that was killed without warning, the conversation that it had with alice, and what two others saw."""
 
     home: Path
     messages: list[Any]
     prompt_tokens: int
+    seen: Seen
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     home, port = tmp_path_factory.mktemp("home"), free_port()
     messages: list[dict[str, str]] = []
-    with serving_recall(home, port) as process:
-        alice = Alice(port)
+    config = home / "config.yaml"
+    # JSON is YAML.
+    config.write_text(json.dumps(CONFIG))
+    with (
+        serving(home, "--config", str(config), "--port", str(port)) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http,
+    ):
+        seen = show_to_two(port, http)
+        alice = Agent(port, "alice")
         for name, code in CODES.items():
             # Long enough for several blocks.
             filler = " ".join(f"The code of {name}{letter} is {int(code) - i}." for i, letter in enumerate("xyz", 1))
             messages.append(user(f"The code of {name} is {code}. {filler}"))
             content, prompt, _ = alice.say(messages)
             messages.append({"role": "assistant", "content": content})
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http:
-            ends = time.monotonic() + SETTLE_S
-            while not written_bytes(http):
-                assert time.monotonic() < ends, "KV is written within a second or so"
-                time.sleep(0.1)
+        ends = time.monotonic() + SETTLE_S
+        while not all(each(http.get("/metrics").text, "satchel_written_bytes_total")):
+            assert time.monotonic() < ends, "KV is written within a second or so"
+            time.sleep(0.1)
         time.sleep(1.0)
         kill_everything(process.pid)
         process.wait(timeout=10)
-    return Killed(home, messages, prompt)
-
-
-def written_bytes(http: httpx.Client) -> float:
-    lines = http.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("satchel_written_bytes_total"))
+    return Killed(home, messages, prompt, seen)
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +231,30 @@ def test_a_client_that_hangs_up_disturbs_no_other(server: tuple[subprocess.Popen
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
+def test_a_picture_is_encoded_once_for_all_agents_and_all_servers(
+    server: tuple[subprocess.Popen, Path, int], killed: Killed
+):
+    """However it is sent: two agents show it to a server that is killed, and the second goes on with the next one."""
+    _, _, port = server
+    (first, asked, new), (second, again, known) = killed.seen.said
+    assert first == second == "A red circle."
+    assert killed.seen.fetched == ["/circle.png"], "the second time it came from elsewhere"
+    assert (asked, new) == (again, 0)
+    assert known == again - 1, "all but the last token, which every answer begins with"
+    assert killed.seen.counted == [(1, 0), (1, 1)]
+    # The next server knows nothing of that site, and may not go there.
+    shown = asked_of(data_url(red_circle()))
+    messages = [shown, {"role": "assistant", "content": second}, user("What colour is it?")]
+    content, _, cached = Agent(port, "second", "satchel/shapes").say(messages)
+    assert content == "Red."
+    assert cached >= again, "the picture's tokens come from the disk, and what was asked and answered"
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http:
+        assert pictures_counted(http, 1) == (0, 1), "the counters have begun anew"
+
+
 def test_an_agent_goes_on_after_every_process_was_killed(server: tuple[subprocess.Popen, Path, int], killed: Killed):
     _, home, port = server
-    alice = Alice(port)
+    alice = Agent(port, "alice")
     assert killed.prompt_tokens > 256, "the conversation crosses a block"
     # What the client sends is the whole conversation, as OpenAI has it.
     content, asked, cached = alice.say([*killed.messages, user("What is the code of Carla?")])
@@ -151,6 +269,8 @@ def test_an_agent_goes_on_after_every_process_was_killed(server: tuple[subproces
         assert info["tier"] == "hot" and info["blocks"] >= 1 and info["turns"] == len(CODES) + 2
         assert http.delete("/v1/agents/alice").status_code == 200
         assert http.get("/v1/agents/alice").status_code == 404
+        # Nobody else has anything there.
+        assert [http.delete(f"/v1/agents/{name}").status_code for name in ("first", "second")] == [200, 200]
         ends = time.monotonic() + 60
         while list((home / "kv").rglob("*.safetensors")):
             assert time.monotonic() < ends, "what is forgotten is off the disk within a minute"
@@ -193,12 +313,7 @@ def test_a_newcomer_talks_through_the_command_line(server: tuple[subprocess.Pope
 def test_a_newcomer_shows_a_picture(server: tuple[subprocess.Popen, Path, int]):
     """The model that sees is served beside the one for text, which is the default."""
     _, home, port = server
-    picture, written = Image.new("RGB", (96, 96), "white"), BytesIO()
-    ImageDraw.Draw(picture).ellipse((30, 30, 70, 70), fill="red")
-    picture.save(written, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the picture?"}]
-    body = {"model": "satchel/shapes", "agent_id": "scout", "messages": [{"role": "user", "content": content}]}
+    body = {"model": "satchel/shapes", "agent_id": "scout", "messages": [asked_of(data_url(red_circle()))]}
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
         served = client.get("/v1/models").json()["data"]
         assert [model["id"] for model in served] == ["satchel/recall", "satchel/shapes"]
