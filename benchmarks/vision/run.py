@@ -67,7 +67,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--side", type=count, default=TARGET_SIDE, help="of the picture of turns, ablation and peers")
     add("--limit-side", type=count, help="the other picture of turns (else the largest that the model takes as it is)")
     add("--sides", type=counts, default=[224, 448, 768, 1024], help="for resolution and entries")
-    add("--frames", type=partial(counts, most=FRAMES_MAX), default=[4, 8, 16, 32], help=f"at the most {FRAMES_MAX}")
+    add("--frames", type=partial(counts, most=FRAMES_MAX), default=[4, 8, 16, 32, 64], help=f"at the most {FRAMES_MAX}")
     add("--frame-side", type=count, default=448)
     add("--tokens", type=count, default=16, help="of an answer at the most; a random model's has exactly as many")
     add("--only", type=partial(names, PEER_NAMES), default=list(PEER_NAMES), help=f"for peers: {', '.join(PEER_NAMES)}")
