@@ -48,6 +48,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "web_search_options": (),
+    # vLLM's.
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
 }
 
 

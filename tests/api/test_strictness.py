@@ -70,6 +70,8 @@ FIELDS = [
         ],
     ),
     ("response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text"]),
+    ("mm_processor_kwargs", [{"max_pixels": 5}]),
+    ("guided_choice", [["yes", "no"]]),
     ("functions", [[{"name": "f"}]]),
     ("agent_continue", [True]),
 ]
