@@ -70,6 +70,14 @@ class AgentHomes:
         """It is not there any more."""
         self._known.pop(agent, None)
 
+    async def moved(self, agent: str, node: str, epoch: int) -> None:
+        """It is there since that home epoch: the router need not wait to hear so from the node."""
+        self.note(agent, node)
+        try:
+            await self._router("moved", agent, node, epoch)
+        except Unavailable as error:
+            logger.warning("%s", error.message)
+
     async def alive(self) -> list[str]:
         """The nodes whose stores report, the head where nobody can tell."""
         return [name for name, lives in (await self.nodes()).items() if lives] or [self._head]

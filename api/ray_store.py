@@ -91,7 +91,7 @@ class RayStore:
             raise InvalidRequest(f"there is no node {node!r}", param="to")
         await self.call("info", agent)
         moved = await self.call("move", agent, node)
-        self._homes.forget(agent)
+        await self._homes.moved(agent, node, moved["epoch"])
         return moved
 
     async def release(

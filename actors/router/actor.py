@@ -148,6 +148,10 @@ class RouterActor:
         """The nodes that are still to report."""
         return sorted(self._unheard) if time.monotonic() < self._listens_until else []
 
+    async def moved(self, agent: str, node: str, epoch: int) -> None:
+        """The agent's home is there since `epoch`: its next turn need not wait for the node's report."""
+        self._policy.places.moved(agent, node, epoch)
+
     async def agents_on(self, node: str) -> list[str]:
         """Keys of the agents whose home the node is."""
         return self._policy.places.agents_on(node)

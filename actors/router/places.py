@@ -115,6 +115,10 @@ class AgentPlaces:
                 self._drop(agent, node)
             yield
 
+    def moved(self, agent: str, node: str, epoch: int) -> None:
+        """The agent's home is there since `epoch`, which the node itself says with its next report."""
+        self._claim(agent, Claim(node, epoch, True))
+
     def forget(self, node: str) -> None:
         """The node is gone: it claims nothing any more. What it was the home of keeps its epoch."""
         for agent in list(self._nodes.get(node, ())):

@@ -47,6 +47,23 @@ async def test_what_a_request_will_leave_is_noted_once_it_is_answered():
     assert router._policy.directory.blocks == 4
 
 
+async def test_a_turn_right_after_a_move_goes_where_the_agent_went():
+    """Before either node has reported it, and though the last turn was at the former home."""
+    router = RouterActor(default_config(), joined=())
+    for name, node in (("a", "n0"), ("b", "n1")):
+        await router.report(encode(report(name, node=node, kv_bytes_per_token=1000)))
+    await router.store_report(encode(store("n0", agents=[["t/agent", 2, True]])))
+    await router.store_report(encode(store("n1", announced=BLOCKS[:4], agents=[["t/agent", 2, False]])))
+    assert (await ask(router, "before")).replica == "a"
+    await router.moved("t/agent", "n1", 3)
+    place = await router.where("t/agent")
+    assert place is not None and (place["home"], place["epoch"], place["copies"]) == ("n1", 3, ["n0"])
+    assert (await ask(router, "after")).replica == "b"
+    # What the former home still says is older.
+    await router.store_report(encode(store("n0", sequence=2, agents=[["t/agent", 2, True]])))
+    assert (await ask(router, "later")).replica == "b"
+
+
 async def test_nodes_report_and_are_asked_for():
     """A pull is decided and explained; where an agent is, who has copies, and which nodes there are."""
     router = RouterActor(default_config(), joined=())

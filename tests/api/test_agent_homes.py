@@ -67,6 +67,9 @@ class Actors:
             if name == "lose_node":
                 self.lost += arguments
                 return None
+            if name == "moved":
+                self.homes[arguments[0]] = arguments[1:]
+                return None
             if name == "places":
                 return [self.place(agent, away) for agent in arguments[0]]
             return self.place(arguments[0], away)
@@ -128,6 +131,8 @@ class StoreHandle:
             ][:limit]
         if (node, agent) in actors.elsewhere:
             raise AgentElsewhere("it has moved")
+        if method == "move":
+            return {"node": arguments[1], "epoch": actors.homes[agent][1] + 1}
         if method == "failing":
             raise Unavailable("the disk is full")
         return node
@@ -377,18 +382,19 @@ async def test_a_list_has_every_agent_once_as_its_home_has_it(actors):
     assert all(each["node"] == actors.homes[each["agent"]][0] for each in listed)
 
 
-async def test_a_move_is_asked_of_the_home_and_the_old_place_is_forgotten(actors):
+async def test_a_move_is_asked_of_the_home_and_the_router_told_at_once(actors):
     actors.homes[X] = "a", 1
     found = homes()
     store = RayStore(found)
-    assert await store.move(X, "b") == "a"
-    assert [call[1] for call in actors.asked] == ["info", "move"] and not found.known(X)
+    assert await store.move(X, "b") == {"node": "b", "epoch": 2}
+    assert [call[:2] for call in actors.asked] == [("a", "info"), ("a", "move")]
+    assert found.known(X) == "b" and actors.homes[X] == ("b", 2)
     with pytest.raises(AgentNotFound):
         await store.where("t/nobody")
-    assert (await store.where(X))["home"] == "a"
+    assert (await store.where(X))["home"] == "b"
     assert await store.places([X, "t/nobody"]) == {X: await store.where(X)}
     with pytest.raises(InvalidRequest, match="nowhere"):
         await store.move(X, "nowhere")
-    actors.unlisted.add("b")
+    actors.unlisted.add("a")
     await asyncio.sleep(0.02)
-    assert await store.move(X, "b") == "a", "whether one that is silent has come back the home knows best"
+    assert (await store.move(X, "a"))["epoch"] == 3, "whether one that is silent has come back the home knows best"
