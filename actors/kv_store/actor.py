@@ -290,7 +290,7 @@ class KVStoreActor(DiskCalls):
             shared = [branch for branch in branches if branch.root]
             size = BLOCK_TOKENS * TOKEN_BYTES
             stood = ((each, Claims([each])) for each in shared)
-            return [[at.model, at.root, [*on.blocks], at.tokens[:size], [*on.features]] for at, on in stood]
+            return [[at.model, at.root, [*on.blocks], at.tokens[:size], on.features] for at, on in stood]
 
         return await self._of_branches(agent, hashed)
 

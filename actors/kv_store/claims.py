@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .blocks import BLOCK_TOKENS, block_ids
 from .codec import TOKEN_BYTES, EntryRecord, owner_tag, pack_tokens
-from .media import features_id, features_parent, names_in
+from .media import Name, features_id, features_parent, names_in
 
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
@@ -29,12 +29,11 @@ class Claims:
 
     Attributes:
         blocks: the ids of all whole blocks.
-        features: the ids of its pictures' features.
     """
 
     def __init__(self, branches: Iterable[Branch]) -> None:
         self.blocks: dict[bytes, None] = {}
-        self.features: dict[bytes, None] = {}
+        self._pictures: list[tuple[bytes, Name]] = []
         # For each branch where in its tokens the entries after a parent begin.
         self._places: list[tuple[dict[bytes, int], bytes]] = []
         for _, root, tokens in branches:
@@ -47,7 +46,12 @@ class Claims:
                 self._places.append((places, tokens))
                 for name in dict.fromkeys(names_in(numbers)):
                     self._places.append(({features_parent(root, name): 0}, pack_tokens(name)))
-                    self.features[features_id(root, name)] = None
+                    self._pictures.append((root, name))
+
+    @property
+    def features(self) -> list[bytes]:
+        """The ids of its pictures' features."""
+        return [features_id(root, name) for root, name in self._pictures]
 
     def holds(self, entry: EntryRecord) -> bool:
         """Whether the entry is one of them."""

@@ -345,7 +345,7 @@ def test_an_agent_s_pictures_are_let_go_by_the_tokens_that_it_is_remembered_by(
     theirs, others = features.ids()
     root = root_id(seeing[0].model_id, "tenant:test")
     claims = Claims([Branch(seeing[0].model_id, root, array("I", prompts[0][0]).tobytes())])
-    assert list(claims.features) == [theirs]
+    assert claims.features == [theirs]
     held = features.nbytes
     assert 0 < features.drop([theirs, bytes(32)]) == held - features.nbytes
     assert features.ids() == [others] and bench.engine.changes(whole=False)[1] == [theirs]
