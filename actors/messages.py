@@ -32,6 +32,8 @@ class Sampling:
     End-of-sequence tokens and `stop_token_ids` end the row, and cannot be drawn before `min_tokens`; `ignore_eos`
     leaves the `stop_token_ids` in force.
 
+    With `max_tokens` 0 the prompt is computed and kept, and nothing is drawn.
+
     `logprobs` is None, or how many of the likeliest tokens are reported beside each drawn one.
     """
 

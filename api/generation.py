@@ -152,8 +152,8 @@ class Generator:
         Raises:
             RequestError, AgentBusy, Unavailable, DeadlineExceeded: as `start_chats` does.
         """
-        # Without a token to draw no row runs; this one is drawn for nothing and nobody remembers it.
-        silent = replace(request, options=Options(max_tokens=1, temperature=0.0), agent_continue=True, choices=1)
+        options = Options(temperature=0.0)
+        silent = replace(request, options=options, max_tokens_default=0, agent_continue=True, choices=1)
         async with self._turn() as turns:
             jobs: list[_Job] = []
 

@@ -208,7 +208,7 @@ class RayGeneration:
         done = len(self._tokens)
         first = self._request
         left = first.sampling.max_tokens - done
-        if self._losses > ATTEMPTS or left <= 0:
+        if self._losses > ATTEMPTS or left <= 0 < done:
             raise loss
         prompt = first.prompt + self._tokens
         now = time.monotonic()

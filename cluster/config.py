@@ -84,6 +84,8 @@ class Scheduling:
     """KV memory of the running batch; None takes a quarter of the machine's memory, shared by its replicas."""
     prefix_bytes_max: Bytes = 512 * 2**20
     """Finished conversations' KV kept in memory for reuse."""
+    unwritten_bytes_max: Bytes = 512 * 2**20
+    """KV that waits to be written to the disk. While there is more, no further row begins."""
     vision_bytes_max: Bytes = 512 * 2**20
     """What encoders made of pictures, kept in memory for reuse."""
 

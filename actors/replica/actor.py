@@ -33,7 +33,6 @@ from .node_store import NodeStore, kv_bytes_max
 if TYPE_CHECKING:
     from .disk_tier import DiskTier
     from .engine import Engine
-    from .memory import Restored
     from .vision import Features
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class ReplicaActor:
         self._loading = _Loading()
         self._engine: Engine | None = None
         self._disk: DiskTier | None = None
-        self._reading: set[str] = set()
+        self._looking: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._consumers: Consumers | None = None
         self._asked = True
@@ -173,7 +172,7 @@ class ReplicaActor:
         if message.request_id in rows:
             return Unavailable(f"request {message.request_id} has not left yet").to_wire()
         rows.add(message.request_id)
-        restored, features = await self._read_back(message)
+        known, features = await self._look_up(message)
         if message.request_id not in rows:
             return Unavailable(f"request {message.request_id} was taken out").to_wire()
         answer: asyncio.Future[SatchelError | None] = loop.create_future()
@@ -181,7 +180,7 @@ class ReplicaActor:
         def reply(refusal: SatchelError | None) -> None:
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(refusal))
 
-        self._engine.submit(message, reply, restored, features)
+        self._engine.submit(message, reply, known, features)
         refusal = await answer
         if refusal is None:
             return None
@@ -200,20 +199,23 @@ class ReplicaActor:
         """A consumer's sign of life. False when the replica does not know it (any more)."""
         return self._known().renew(consumer)
 
-    async def _read_back(self, request: GenerateRequest) -> tuple[Restored | None, dict[int, Features]]:
-        """What the disk has of the prompt that memory has not, and of its pictures."""
+    async def _look_up(self, request: GenerateRequest) -> tuple[int, dict[int, Features]]:
+        """About how much of the prompt is known here, and what the disk has of its pictures."""
         if self._disk is None or self._engine is None or not (request.agent or request.block_ids):
-            return None, {}
-        self._reading.add(request.request_id)
+            return 0, {}
+        if not request.pull_from and not request.media:
+            # The disk is not asked, so no other thread is needed.
+            return self._engine.look_up(request)
+        self._looking.add(request.request_id)
         try:
-            return await asyncio.to_thread(self._engine.read_back, request)
+            return await asyncio.to_thread(self._engine.look_up, request)
         finally:
-            self._reading.discard(request.request_id)
+            self._looking.discard(request.request_id)
 
     async def abort(self, request_ids: list[str]) -> None:
         """Take rows out of the queue or the batch, within one step. Unknown ids are ignored."""
-        # Those that are still being read back are not known to the engine.
-        self._known().forget_rows(self._reading.intersection(request_ids))
+        # Those that are still being looked up are not known to the engine.
+        self._known().forget_rows(self._looking.intersection(request_ids))
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
 
@@ -306,7 +308,9 @@ class ReplicaActor:
             logger.exception("loading %s failed", self._model.source)
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        self._disk = DiskTier(loaded.spec, loaded.model_id, NodeStore(self._node)) if loaded.spec.reusable else None
+        if loaded.spec.reusable:
+            store, unwritten_bytes_max = NodeStore(self._node), self._scheduling.unwritten_bytes_max
+            self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max)
         self._engine = Engine(loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk)
         reports = EngineReports(self._name, self._model.name, self._node, self._engine, self._disk)
         threading.Thread(target=reports.reporter.run, name="reporter", daemon=True).start()

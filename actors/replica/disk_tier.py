@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ...cluster.errors import SatchelError
+from ...cluster.errors import SatchelError, StaleEpoch, Unavailable
 from ..kv_store.blocks import BLOCK_TOKENS
-from ..kv_store.codec import Entry, Location, pack_tokens, tail_id, unpack_tokens
+from ..kv_store.codec import TOKEN_BYTES, Entry, Location, pack_tokens, tail_id, unpack_tokens
 from ..kv_store.pull_wire import PULL_S
 from ..kv_store.segment_reader import EntryReader, Failure
 from ..kv_store.segments import grouped, read_key, write_segment
@@ -33,21 +33,23 @@ from .memory import Found, Restored, Unsaved, kept_of
 
 logger = logging.getLogger(__name__)
 
-QUEUE_BYTES_MAX = 512 * 2**20
-"""What may wait to be written; more is dropped, and computed again if it is ever wanted."""
+STALLED_S = 30.0
+"""After so long without anything written the disk is not waited for: what is more than may wait is dropped."""
+
+TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""How long after each failure a turn is written again, where the store does not answer: it may be starting anew."""
 
 SAVED_MAX = 65_536
 """Block ids that are remembered as written. One too few is only written twice, and the second copy dropped."""
 
 TAILS_MAX = 2
+"""How many tails after the last block are read back."""
+
+TAILS_ASKED = 16
+"""How many are asked for where recurrent layers can use only those of which the prompt has every token."""
+
 RATE_WEIGHT = 0.3
 """The share of a new measure in the rate of reading back."""
-
-READS_MAX = 2
-"""How many prompts are read back at a time. Each may be as large as the context, and more would only share the disk."""
-
-READ_WAIT_S = 5.0
-"""How long a request waits for its turn to read; its prompt is computed then."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,26 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """What may be read back for a request: `tokens`, of whose blocks `ids` are the ids, the first after `root`."""
+
+    request_id: str
+    owner: str
+    root: bytes
+    ids: Sequence[bytes]
+    tokens: Sequence[int]
+
+    @property
+    def wanted(self) -> Sequence[bytes]:
+        """The blocks to look for. Of one that the last token ends a tail is wanted, as a sealed block cannot be cut."""
+        return self.ids[: (len(self.tokens) - 1) // BLOCK_TOKENS]
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> Prompt:
+        return cls(request.request_id, request.agent, request.root_id, request.block_ids, request.prompt)
+
+
+@dataclass(frozen=True)
 class _Session:
     root: Path
     key: bytes
@@ -81,12 +103,14 @@ class _Session:
 
 @dataclass
 class Turn:
-    """What a row left, `nbytes` large: its owner, the ids that it used, and what of it and besides is not written."""
+    """What a row left, or has so far, `nbytes` large: its owner, the ids that it used, and what of it and besides is
+    not written. `done` is called on the writer's thread when it is written, or never will be."""
 
     owner: str
     chain: list[bytes]
     unsaved: list[Unsaved]
     others: list[Written] = field(default_factory=list)
+    done: Callable[[], None] = lambda: None
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,7 +183,9 @@ def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Locat
 class DiskTier:
     """Writes and reads one model's KV. `offer` is for the engine's thread, `load` for any but an event loop's."""
 
-    def __init__(self, spec: ModelCacheSpec, model_id: bytes, store: Store) -> None:
+    def __init__(
+        self, spec: ModelCacheSpec, model_id: bytes, store: Store, unwritten_bytes_max: int = 512 * 2**20
+    ) -> None:
         self.counters = DiskCounters()
         self.restore_bytes_per_s = 0.0
         self.saved: OrderedDict[bytes, None] = OrderedDict()
@@ -169,8 +195,11 @@ class DiskTier:
         self._session: _Session | None = None
         self._queue: queue.SimpleQueue[Turn] = queue.SimpleQueue()
         self._waiting = 0
+        self._waiting_max = unwritten_bytes_max
+        # When something was written last, or came while nothing waited.
+        self._moved_at = time.monotonic()
+        self._given_up = False
         self._lock = threading.Lock()
-        self._reads = threading.BoundedSemaphore(READS_MAX)
         threading.Thread(target=self._write_forever, name="disk", daemon=True).start()
 
     @property
@@ -178,37 +207,63 @@ class DiskTier:
         """What is not written yet."""
         return self._waiting
 
-    def offer(self, turn: Turn) -> None:
-        """Write this in the background, unless too much waits already. Its arrays are being computed."""
-        if self._waiting + turn.nbytes > QUEUE_BYTES_MAX:
-            self.counters.unwritten_turns += 1
-            logger.warning("%d bytes of KV wait to be written; what %s left is not kept", self._waiting, turn.owner)
-            return
-        mx.eval([array for item in turn.unsaved for array in item.kept.value.arrays()])
+    @property
+    def behind(self) -> bool:
+        """Whether more waits than may, and goes on being written."""
+        return self._waiting > self._waiting_max and not self._stalled
+
+    @property
+    def _stalled(self) -> bool:
+        return self._waiting > 0 and time.monotonic() - self._moved_at > STALLED_S
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much more may wait."""
+        return self._waiting + nbytes <= self._waiting_max
+
+    def accepts(self, turn: Turn) -> bool:
+        """Take a turn on; `write` must follow. What a row leaves is taken however much waits, as the row's own caches
+        go for it; only where nothing has been written for long it is not."""
         with self._lock:
+            if self._stalled and not self.has_room(turn.nbytes):
+                self.counters.unwritten_turns += 1
+                logger.warning("%d bytes of KV wait to be written; what %s left is not kept", self._waiting, turn.owner)
+                return False
+            if not self._waiting:
+                self._moved_at = time.monotonic()
             # An empty turn too: its chain has been used.
             self._waiting += turn.nbytes
+            return True
+
+    def write(self, turn: Turn) -> None:
+        """Write what was accepted, in the background. Its arrays are being computed."""
+        mx.eval([array for item in turn.unsaved for array in item.kept.value.arrays()])
         self._queue.put(turn)
 
-    def load(self, request: GenerateRequest, hot_tokens: int) -> Restored | None:
+    def load(self, prompt: Prompt, hot_tokens: int) -> Restored | None:
         """What the disk has of a prompt beyond its first `hot_tokens` tokens; None where that is nothing, or fails."""
         # The last token is computed in any case: it is the first one to draw from.
-        if hot_tokens >= len(request.prompt) - 1:
-            return None
-        if not self._reads.acquire(timeout=READ_WAIT_S):
-            logger.warning("request %s: nothing is read back, as others are reading", request.request_id)
+        if hot_tokens >= len(prompt.tokens) - 1:
             return None
         try:
-            if request.pull_from and request.pull_tokens > hot_tokens:
-                self._pull(request)
-            return self._load(request, hot_tokens)
+            return self._load(prompt, hot_tokens)
         except SatchelError as error:
-            logger.warning("request %s: nothing is read back: %s", request.request_id, error.message)
+            logger.warning("request %s: nothing is read back: %s", prompt.request_id, error.message)
             return None
-        finally:
-            self._reads.release()
 
-    def _pull(self, request: GenerateRequest) -> None:
+    def look(self, prompt: Prompt, hot_tokens: int) -> int:
+        """How many of a prompt's first tokens `load` would reach now, as far as the index tells."""
+        try:
+            found = self._find(prompt, hot_tokens) if hot_tokens < len(prompt.tokens) - 1 else None
+            if found is None:
+                return hot_tokens
+            self._store.call("disk_read", found["lease"], [], prompt.owner, [])
+        except SatchelError as error:
+            logger.warning("request %s: nothing is known of the disk: %s", prompt.request_id, error.message)
+            return hot_tokens
+        whole = (hot_tokens // BLOCK_TOKENS + len(found["blocks"])) * BLOCK_TOKENS
+        return max(hot_tokens, whole + max((used for _, used in found["tails"]), default=0))
+
+    def pull(self, request: GenerateRequest) -> None:
         """Have KV fetched from another node onto this one's disk; what does not come is computed."""
         whole = request.pull_tokens // BLOCK_TOKENS
         rest = request.prompt[whole * BLOCK_TOKENS : (whole + 1) * BLOCK_TOKENS]
@@ -218,20 +273,27 @@ class DiskTier:
         except SatchelError as error:
             logger.warning("request %s: nothing is pulled: %s", request.request_id, error.message)
 
-    def _load(self, request: GenerateRequest, hot_tokens: int) -> Restored | None:
-        session = self._opened()
-        if session is None:
-            return None
-        prompt = request.prompt
-        # Of a block that the last token ends a tail is wanted, as a sealed block cannot be cut.
-        ids = request.block_ids[: (len(prompt) - 1) // BLOCK_TOKENS]
+    def _find(self, prompt: Prompt, hot_tokens: int) -> dict[str, Any] | None:
+        """What the store answers to `disk_find`, with the tails that are of use."""
         hot = hot_tokens // BLOCK_TOKENS
-        parent = ids[hot - 1] if hot else request.root_id
+        parent = prompt.ids[hot - 1] if hot else prompt.root
         # The tail may follow any of them: what was known before need not reach the prompt's last block.
-        rest = pack_tokens(prompt[hot * BLOCK_TOKENS : -1])
-        found = self._store.call("disk_find", self._model, ids[hot:], parent, rest, TAILS_MAX)
+        rest = pack_tokens(prompt.tokens[hot * BLOCK_TOKENS : -1])
+        most = TAILS_ASKED if self._spec.recurrent else TAILS_MAX
+        found = self._store.call("disk_find", self._model, prompt.wanted[hot:], parent, rest, most)
         if found is None:
             return None
+        tails = [(Location.from_wire(location), used) for location, used in found["tails"]]
+        if self._spec.recurrent:
+            tails = [(location, used) for location, used in tails if used * TOKEN_BYTES == len(location.tokens)]
+        return {**found, "tails": tails[:TAILS_MAX]}
+
+    def _load(self, prompt: Prompt, hot_tokens: int) -> Restored | None:
+        session = self._opened()
+        found = self._find(prompt, hot_tokens) if session is not None else None
+        if session is None or found is None:
+            return None
+        hot, ids = hot_tokens // BLOCK_TOKENS, prompt.wanted
         failures: list[Failure] = []
         blocks: list[Found] = []
         tails: list[Found] = []
@@ -239,22 +301,22 @@ class DiskTier:
         try:
             where = [Location.from_wire(location) for location in found["blocks"]]
             self._forget_saved(ids[hot + len(where) :])
-            same = _with_tokens(where, prompt[hot * BLOCK_TOKENS :])
+            same = _with_tokens(where, prompt.tokens[hot * BLOCK_TOKENS :])
             started = time.perf_counter()
             blocks, run = self._read(session, same, failures, joins=True)
             self._note_rate(sum(kept.nbytes for _, kept in blocks), time.perf_counter() - started)
             if len(blocks) == len(where):
-                ends = [(Location.from_wire(location), used) for location, used in found["tails"]]
                 more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
-                tails, _ = self._read(session, [location for location, used in ends if used > more], failures)
+                ends = [location for location, used in found["tails"] if used > more]
+                tails, _ = self._read(session, ends, failures)
         finally:
             told = [[failure.location.to_wire(), failure.reason, failure.missing] for failure in failures]
-            self._store.call("disk_read", found["lease"], ids[: hot + len(blocks)], request.agent, told)
+            self._store.call("disk_read", found["lease"], ids[: hot + len(blocks)], prompt.owner, told)
         self.counters.corrupt_blocks += sum(not failure.missing for failure in failures)
         self.counters.restored_tokens += len(blocks) * BLOCK_TOKENS + max(
             (len(tokens) for tokens, _ in tails), default=0
         )
-        parent = ids[hot + len(blocks) - 1] if hot + len(blocks) else request.root_id
+        parent = ids[hot + len(blocks) - 1] if hot + len(blocks) else prompt.root
         for known in (*ids[hot : hot + len(blocks)], *(tail_id(parent, tokens) for tokens, _ in tails)):
             self._note_saved(known)
         return Restored(hot, blocks, tails, run) if blocks or tails else None
@@ -315,13 +377,10 @@ class DiskTier:
         while True:
             turn = self._queue.get()
             try:
-                self._write(turn)
+                self._write_patiently(turn)
             except SatchelError as error:
                 self.counters.unwritten_turns += 1
                 logger.warning("what %s left is not written: %s", turn.owner, error.message)
-                with self._lock:
-                    # The store may have begun anew.
-                    self._session = None
             except Exception:
                 # Whatever it is: this thread must live, or nothing is ever written again.
                 self.counters.unwritten_turns += 1
@@ -329,8 +388,31 @@ class DiskTier:
             finally:
                 with self._lock:
                     self._waiting -= turn.nbytes
+                    self._moved_at = time.monotonic()
+                turn.done()
+
+    def _write_patiently(self, turn: Turn) -> None:
+        """Write a turn; where the store cannot be used, again a few times, but not for each of many turns."""
+        for pause_s in () if self._given_up else TRIES_S:
+            try:
+                return self._write(turn)
+            except (Unavailable, StaleEpoch) as error:
+                logger.info("what %s left is written in %g s: %s", turn.owner, pause_s, error.message)
+                time.sleep(pause_s)
+        self._given_up = True
+        self._write(turn)
 
     def _write(self, turn: Turn) -> None:
+        try:
+            self._write_once(turn)
+        except SatchelError:
+            with self._lock:
+                # The store may have begun anew.
+                self._session = None
+            raise
+        self._given_up = False
+
+    def _write_once(self, turn: Turn) -> None:
         session = self._opened()
         if session is None:
             return
@@ -348,12 +430,14 @@ class DiskTier:
                 self._note_saved(written)
             self.counters.written_blocks += len(entries)
             self.counters.written_bytes += record.nbytes
+            self._moved_at = time.monotonic()
         # Once for the whole chain, which may be long; what has gone from the disk is written again after a later turn.
         self._forget_saved(self._store.call("disk_touch", self._model, turn.chain, turn.owner))
 
     def _entries(self, turn: Turn) -> Iterator[Entry]:
         owners = (turn.owner,)
-        for item in turn.unsaved:
+        # After a failure some of it may be there.
+        for item in [item for item in turn.unsaved if item.id is None or item.id not in self.saved]:
             parts: dict[str, np.ndarray] = slab_codec.to_parts(self._spec, item.kept.value)
             more: dict[str, Any] = {"window_from": item.kept.window_from, "snapshot": item.kept.snapshot}
             if item.id is None:

@@ -24,18 +24,18 @@ from ...cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from ..kv_store.blocks import BLOCK_TOKENS
 from ..messages import GenerateRequest, RowUpdate
 from .admission import limits_of, refusal
-from .disk_tier import DiskTier
+from .disk_tier import DiskTier, Prompt
 from .executor import BatchExecutor, Ready
 from .feature_tier import FeatureTier
 from .idle import IdleCheck
-from .inbox import Abort, Call, Command, Inbox, Submit
+from .inbox import Abort, Call, Command, Inbox, ReadBack, Submit
 from .memory import Restored, RowMemory, Sequence
 from .models import LoadedModel
 from .pace import PrefillPace
 from .picture_queue import PictureQueue
+from .restores import Restores
 from .scheduler import Chunk, Row, Scheduler
 from .turns import Turns
 from .vision import Features
@@ -96,7 +96,8 @@ class Engine:
         self.counters = Counters()
         self.beat = time.monotonic()
         self._disk = disk
-        self._turns = Turns(self.memory, disk)
+        self._turns = Turns(self.memory, disk, self.call)
+        self.restores = Restores(disk, lambda reading, restored: self._inbox.put(ReadBack(reading, restored)))
         self._sequences: dict[str, Sequence] = {}
         self._idle = IdleCheck(self.memory, lambda: not self._inbox.empty)
         self._outbox = outbox
@@ -106,32 +107,35 @@ class Engine:
 
     # Called from any thread.
 
-    def read_back(self, request: GenerateRequest) -> tuple[Restored | None, dict[int, Features]]:
-        """What the disk has of a request's prompt that memory has not, and of its pictures; for `submit`. Blocks."""
+    def look_up(self, request: GenerateRequest) -> tuple[int, dict[int, Features]]:
+        """About how many of a prompt's first tokens memory and disk have, and what the disk has of its pictures; for
+        `submit`. Fetches from another node what is to come from there. Blocks."""
         if self._disk is None:
-            return None, {}
+            return 0, {}
         hot = self.prefixes.peek(request.root_id, request.block_ids, request.prompt)
-        # All that the agent has had is in memory. Asking for what little is new would take longer than computing it.
-        goes_on = 0 < request.remembered_tokens <= hot and len(request.prompt) - hot < BLOCK_TOKENS
-        restored = None if goes_on and self.prefixes.is_plain else self._disk.load(request, hot)
-        known = max(hot, restored.known(request.prompt) if restored is not None else 0)
+        if request.pull_from and request.pull_tokens > hot:
+            self._disk.pull(request)
+        if not request.media:
+            # A row's KV is read back when it has a place.
+            return max(hot, min(request.remembered_tokens, len(request.prompt) - 1)), {}
+        known = self._disk.look(Prompt.of(request), hot)
         # Windows and snapshots may end what can be reused sooner, and pictures before that are needed again then.
-        return restored, self.pictures.read_back(request, known if self.prefixes.is_plain else 0)
+        return known, self.pictures.read_back(request, known if self.prefixes.is_plain else 0)
 
     def submit(
         self,
         request: GenerateRequest,
         reply: Callable[[SatchelError | None], None],
-        restored: Restored | None = None,
+        known: int = 0,
         features: dict[int, Features] | None = None,
     ) -> None:
         """Queue a request. `reply` gets None once it is accepted, or why not; it is called on the engine's thread.
 
         Args:
-            restored: what was read back of its prompt.
+            known: about how many of its prompt's first tokens the disk has.
             features: what was read back for its pictures, by their indexes.
         """
-        self._inbox.put(Submit(request, reply, restored, features or {}))
+        self._inbox.put(Submit(request, reply, known, features or {}))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Take requests out before the next step. Unknown ids are ignored."""
@@ -178,6 +182,7 @@ class Engine:
 
         def end() -> None:
             for request_id in list(self._sequences):
+                self._keep(request_id)
                 self._let_go(request_id)
                 self._end(request_id, "error", Draining("the server is shutting down"))
 
@@ -208,12 +213,17 @@ class Engine:
         now = time.monotonic()
         plan = self.scheduler.plan(now)
         for request_id in [*plan.expired, *self.pictures.expired(now)]:
+            self._keep(request_id)
             self._end(request_id, "error", DeadlineExceeded("the request's deadline has passed"))
         for request_id in plan.cut:
+            self._keep(request_id, ended=True)
             self._end(request_id, "length")
         for request_id in plan.preempted:
-            self._remember(self.memory.keep_all, self._sequences[request_id])
+            self._keep(request_id)
+            self.restores.leave(request_id)
         self.executor.leave(plan.preempted)
+        for request_id in self.restores.overdue():
+            self._attempt(request_id, self._open, request_id)
         prefilled = self._prefill()
         decoded = self._decode()
         self._flush()
@@ -242,8 +252,13 @@ class Engine:
             case Abort():
                 for request_id in command.request_ids:
                     if request_id in self._sequences:
+                        self._keep(request_id)
                         self._let_go(request_id)
                         self._end(request_id, "abort")
+            case ReadBack():
+                request_id = command.reading.prompt.request_id
+                if self.restores.end(command.reading):
+                    self._attempt(request_id, self._open, request_id, command.restored)
             case Call():
                 command.action()
 
@@ -253,26 +268,25 @@ class Engine:
         refused = self._refusal(request, tokens)
         if refused is not None:
             return refused
-        room = self.loaded.context_tokens - len(tokens)
+        # The last token is the first to draw from; where none is drawn it is like the others.
+        max_tokens = min(request.sampling.max_tokens, self.loaded.context_tokens - len(tokens))
         sequence = Sequence(request, tokens, list(request.block_ids))
-        if submitted.restored is not None:
-            self._remember(self.memory.put_back, sequence, submitted.restored)
+        known = max(submitted.known, self.memory.known(sequence))
         row = Row(
             request_id=request.request_id,
-            prompt=len(tokens) - 1,
-            max_tokens=min(request.sampling.max_tokens, room),
+            prompt=len(tokens) - (max_tokens > 0),
+            max_tokens=max_tokens,
             priority=request.priority,
             deadline=time.monotonic() + request.deadline_s,
             keys=self.memory.keys(sequence),
             twin=self.memory.twin(sequence),
-            known=self.memory.known(sequence),
+            known=known,
         )
         try:
-            known = self.prefixes.reusable(request.root_id, sequence.ids, tokens) if request.media else 0
+            if not self.prefixes.is_plain:
+                known = self.prefixes.reusable(request.root_id, sequence.ids, tokens) if request.media else 0
             ready = self.pictures.begin(sequence, row, known, submitted.features)
         except (SatchelError, ValueError, IndexError, RuntimeError) as error:
-            # What was read back for it is pinned.
-            self.memory.leave(sequence)
             self.pictures.leave(request.request_id)
             if isinstance(error, SatchelError):
                 return error
@@ -297,9 +311,9 @@ class Engine:
         step_budget = budget = self.pace.budget(bool(self.scheduler.decoding()))
         worked = False
         while budget > 0:
-            while (admitted := self.scheduler.admit()) is not None:
+            while not self._turns.behind and (admitted := self.scheduler.admit()) is not None:
                 worked = True
-                self._attempt(admitted, self._open, admitted)
+                self._attempt(admitted, self._admit, admitted)
             chunks = self._next_chunks(budget, step_budget)
             if not chunks:
                 break
@@ -334,12 +348,24 @@ class Engine:
         if self.scheduler.row(request_id) is not None:
             self.scheduler.finish(request_id)
 
-    def _open(self, request_id: str) -> None:
+    def _admit(self, request_id: str) -> None:
+        """Open a row that has a place, once what the disk has of it is read back."""
+        sequence = self._sequences[request_id]
+        hot = self.memory.peek(sequence)
+        if self.restores.asks(sequence, hot, plain=self.prefixes.is_plain):
+            self.scheduler.restores(request_id)
+            self.restores.begin(sequence, hot)
+        else:
+            self._open(request_id)
+
+    def _open(self, request_id: str, restored: Restored | None = None) -> None:
         sequence = self._sequences[request_id]
         row = self.scheduler.row(request_id)
         assert row is not None
+        if restored is not None:
+            self._remember(self.memory.put_back, sequence, restored)
         hit = self.memory.find(sequence, row.prompt)
-        slabs = self.memory.slabs(sequence, hit)
+        slabs = self.memory.slabs(hit, restored)
         self.executor.open(request_id, slabs, hit.tail, hit.tail_tokens, sequence.pictures)
         reused = hit.tokens
         if sequence.cached is None:
@@ -380,15 +406,23 @@ class Engine:
     def _computed(self, chunk: Chunk) -> None:
         sequence = self._sequences[chunk.request_id]
         self._remember(self.memory.keep_blocks, sequence, chunk.stop)
+        self._remember(self._turns.note_blocks, sequence)
         row = self.scheduler.row(chunk.request_id)
         if row is not None and row.done == row.prompt:
             if sequence.request.choices > 1:
                 self._remember(self.memory.keep_tail, sequence, chunk.stop)
+            elif sequence.request.agent:
+                self._remember(self.memory.keep_prompt_end, sequence, chunk.stop)
             self._start_decoding(sequence)
 
     def _start_decoding(self, sequence: Sequence) -> None:
         request = sequence.request
         self.pictures.prefilled(sequence)
+        if not request.sampling.max_tokens:
+            self._keep(sequence.id, ended=True)
+            self._let_go(sequence.id)
+            self._end(sequence.id, "length")
+            return
         self.executor.join(sequence.id, sequence.given(), request.sampling, request.generated + sequence.emitted)
 
     def _decode(self) -> bool:
@@ -444,8 +478,7 @@ class Engine:
         if update.finish is None:
             self._emit(sequence, update)
             return
-        self._remember(self.memory.keep_all, sequence)
-        self._remember(self._turns.note, sequence)
+        self._keep(request_id, ended=True)
         self.scheduler.finish(request_id)
         self._leave(request_id, update)
 
@@ -464,6 +497,14 @@ class Engine:
         sequence.emitted += 1
         self.counters.generated_tokens += 1
 
+    def _keep(self, request_id: str, *, ended: bool = False) -> None:
+        """Keep all KV of a row that is about to leave, whether it has `ended` or is taken out; nothing where it has
+        none."""
+        if self.executor.holds(request_id):
+            sequence = self._sequences[request_id]
+            self._remember(self.memory.keep_all, sequence)
+            self._remember(self._turns.note, sequence, ended)
+
     def _remember(self, store: Callable[..., None], sequence: Sequence, *arguments: Any) -> None:
         """Keep KV for later. Memory only saves work, so a failure of it fails no request."""
         try:
@@ -478,8 +519,8 @@ class Engine:
     def _leave(self, request_id: str, last: RowUpdate) -> None:
         sequence = self._sequences.pop(request_id)
         self.pictures.leave(request_id)
+        self.restores.leave(request_id)
         self.executor.leave([request_id])
-        self.memory.leave(sequence)
         self._emit(sequence, last)
 
     def _emit(self, sequence: Sequence, update: RowUpdate) -> None:

@@ -258,6 +258,11 @@ class BatchExecutor:
             mx.clear_cache()
         return ready
 
+    def holds(self, row_id: str) -> bool:
+        """Whether the row has KV here."""
+        decodes = row_id not in self._leaving and any(row.row_id == row_id for row in self._rows)
+        return decodes or row_id in self._prefilling or row_id in self._joining
+
     def length(self, row_id: str) -> int:
         """How many tokens of a row have KV, wherever it is."""
         if row_id in self._prefilling:

@@ -29,7 +29,9 @@ class FeatureTier:
         known = features_id(request.root_id, name)
         parent = features_parent(request.root_id, name)
         new = [] if known in self._disk.saved else [Written(parent, name, _named(features))]
-        self._disk.offer(Turn(request.agent, [known], [], new))
+        turn = Turn(request.agent, [known], [], new)
+        if self._disk.accepts(turn):
+            self._disk.write(turn)
 
     def load(self, request: GenerateRequest, indexes: Sequence[int]) -> dict[int, Features]:
         """What the disk has for these of a request's pictures."""

@@ -9,18 +9,27 @@ from dataclasses import dataclass, field
 from ...cluster.errors import SatchelError
 from ..messages import GenerateRequest
 from .memory import Restored
+from .restores import Reading
 from .vision import Features
 
 
 @dataclass(frozen=True)
 class Submit:
-    """Queue a request. `reply` gets None once it is accepted, or why not; `restored` is what was read back for it, and
-    `features` those of its pictures."""
+    """Queue a request. `reply` gets None once it is accepted, or why not; the disk has about its first `known` tokens,
+    and `features` were read back for its pictures."""
 
     request: GenerateRequest
     reply: Callable[[SatchelError | None], None]
-    restored: Restored | None
+    known: int = 0
     features: dict[int, Features] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """What a row was waiting for; None for nothing."""
+
+    reading: Reading
+    restored: Restored | None
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class Call:
     action: Callable[[], None]
 
 
-Command = Submit | Abort | Call
+Command = Submit | ReadBack | Abort | Call
 
 
 class Inbox:

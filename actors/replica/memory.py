@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
@@ -15,9 +15,6 @@ from .kv_cache import ModelCacheSpec, Run, Slab
 from .prefix import Hit, Kept, PrefixCache, common_length, covers
 from .vision import RowPictures
 
-RUNS_BYTES_MAX = 512 * 2**20
-"""What joined blocks of rows that have not begun may take; a row without joins its blocks when it begins."""
-
 Found = tuple[Tokens[int], Kept[Slab]]
 """Tokens and their KV."""
 
@@ -28,7 +25,8 @@ class Sequence:
 
     `ids` are the block ids of its first tokens; `kept` counts those whose KV has been offered to the prefix cache.
     `cached` is how many tokens its first admission reused.
-    `tail` is the open end that was kept last; `prompt_tail` the end of the prompt, of a block that the answer filled.
+    `tail` is the open end that was kept last; `prompt_tail` the end of the prompt, of a block that the answer filled;
+    `prompt_end` the end of the prompt with a snapshot of recurrent layers.
     """
 
     request: GenerateRequest
@@ -39,6 +37,7 @@ class Sequence:
     cached: int | None = None
     tail: Found | None = None
     prompt_tail: Unsaved | None = None
+    prompt_end: Unsaved | None = None
     pictures: RowPictures | None = None
 
     @property
@@ -97,34 +96,41 @@ class RowMemory:
         self._executor = executor
         # With less than a block there is nothing to find, and what is kept would push out what was kept before.
         self._keeps = spec.reusable and bytes_max >= spec.bytes_per_token * BLOCK_TOKENS
-        # By the row that waits for it: the index of its first block, and the run.
-        self._runs: dict[str, tuple[int, Run]] = {}
+        # Those who hold what is not on the disk yet.
+        self._writers: set[str] = set()
+
+    def peek(self, sequence: Sequence) -> int:
+        """About how many of the row's tokens `find` would find now."""
+        root = sequence.request.root_id
+        if sequence.emitted:
+            # It was sent back: its answer is a part of its prompt now.
+            sequence.ids = block_ids(root, sequence.tokens)
+        return self.prefixes.peek(root, sequence.ids, sequence.tokens)
 
     def find(self, sequence: Sequence, tokens_max: int) -> Hit[Slab]:
         """What is known of the first `tokens_max` tokens."""
         if not self._spec.reusable:
             return Hit()
-        root = sequence.request.root_id
-        if sequence.emitted:
-            # It was sent back: its answer is a part of its prompt now.
-            sequence.ids = block_ids(root, sequence.tokens)
-        hit = self.prefixes.match(root, sequence.ids, sequence.tokens, tokens_max)
-        self.prefixes.unpin(sequence.id)
+        try:
+            hit = self.prefixes.match(sequence.request.root_id, sequence.ids, sequence.tokens, tokens_max)
+        finally:
+            self.prefixes.unpin(sequence.id)
         sequence.kept = len(hit.blocks)
         return hit
 
-    def slabs(self, sequence: Sequence, hit: Hit[Slab]) -> list[Slab]:
-        """What to open the row with: the hit's blocks, joined as far as they have been read back so; once only."""
-        first, run = self._runs.pop(sequence.id, (0, None))
-        if run is None:
+    @staticmethod
+    def slabs(hit: Hit[Slab], restored: Restored | None) -> list[Slab]:
+        """What to open a row with: the hit's blocks, joined as far as they have been read back so."""
+        if restored is None or restored.run is None:
             return list(hit.blocks)
+        first, run = restored.first, restored.run
         last = first + len(run.blocks)
         # Where memory had a copy of its own, that one counts.
         same = [id(slab) for slab in hit.blocks[first:last]] == [id(slab) for slab in run.blocks]
         return [*hit.blocks[:first], run, *hit.blocks[last:]] if same else list(hit.blocks)
 
     def put_back(self, sequence: Sequence, restored: Restored) -> None:
-        """Take what was read back, and keep it until the row is opened or leaves."""
+        """Take what was read back, and keep it until `find`, however much it is."""
         root = sequence.request.root_id
         # Where there are tails, this is all that comes before them, also where memory had every block.
         chain = sequence.ids[: restored.first + len(restored.blocks)]
@@ -133,10 +139,6 @@ class RowMemory:
         self.prefixes.put_blocks(chain, blocks)
         for tokens, kept in restored.tails:
             self.prefixes.put_tail(root, chain, tokens, kept)
-        if restored.run is not None:
-            waiting = sum(run.joined_nbytes for _, run in self._runs.values())
-            if waiting + restored.run.joined_nbytes <= RUNS_BYTES_MAX:
-                self._runs[sequence.id] = (restored.first, restored.run)
 
     def recount(self) -> Iterator[None]:
         """Count everything again, while there is no row; a step at a time, between which nothing may change.
@@ -144,41 +146,89 @@ class RowMemory:
         Raises:
             AssertionError: something does not add up.
         """
-        if self._runs or self.prefixes.holders:
-            raise AssertionError(f"rows that are gone hold KV: {[*self._runs, *self.prefixes.holders][:3]}")
+        if gone := set(self.prefixes.holders) - self._writers:
+            raise AssertionError(f"rows that are gone hold KV: {sorted(gone)[:3]}")
         yield from self.prefixes.recount()
 
     def reset(self) -> None:
         """Forget everything, whatever state it is in."""
-        self._runs.clear()
+        self._writers.clear()
         self.prefixes.reset()
 
-    def leave(self, sequence: Sequence) -> None:
-        """The row is over."""
-        self._runs.pop(sequence.id, None)
-        self.prefixes.unpin(sequence.id)
+    def hold(self, writer: str, unsaved: Iterable[Unsaved]) -> None:
+        """Keep what is about to be written until `release`, so that it is found in memory or on the disk all the time.
+
+        Args:
+            writer: who writes it, a name of its own.
+        """
+        self._writers.add(writer)
+        for item in unsaved:
+            if item.id is not None:
+                self.prefixes.pin(writer, item.parent, [item.id], [])
+                self.prefixes.put_blocks([item.id], [(0, item.tokens, item.kept)])
+            else:
+                self.prefixes.pin(writer, item.parent, [], [item.tokens])
+                self.prefixes.put_tail(item.parent, [], item.tokens, item.kept)
+
+    def release(self, writer: str) -> None:
+        """What the writer had is on the disk, or could not be written."""
+        self._writers.discard(writer)
+        self.prefixes.unpin(writer)
 
     def used(self, sequence: Sequence) -> list[bytes]:
         """The ids under which the disk has what the row leaves, but for the open tail, which others will replace."""
-        tail = sequence.prompt_tail
-        return sequence.ids if tail is None else [*sequence.ids, tail_id(tail.parent, tail.tokens)]
+        tail, ids = sequence.prompt_tail, sequence.ids[: self._whole(sequence)]
+        return ids if tail is None else [*ids, tail_id(tail.parent, tail.tokens)]
 
-    def unsaved(self, sequence: Sequence, saved: Container[bytes]) -> list[Unsaved]:
-        """What `keep_all` has kept of the row and is not in `saved`, in order."""
-        found: list[Unsaved] = []
-        parent = sequence.request.root_id
-        for index, block in enumerate(sequence.ids):
-            kept = self.prefixes.take(block) if block not in saved else None
-            if kept is not None:
-                start = index * BLOCK_TOKENS
-                found.append(Unsaved(block, parent, sequence.tokens[start : start + BLOCK_TOKENS], kept))
-            parent = block
+    def unsaved_bytes(self, sequence: Sequence, saved: Container[bytes]) -> int:
+        """About how much `unsaved_blocks` would give."""
+        blocks = sum(block not in saved for block in sequence.ids[: self._whole(sequence)]) if self._keeps else 0
+        return blocks * BLOCK_TOKENS * self._spec.bytes_per_token
+
+    def unsaved_blocks(self, sequence: Sequence, saved: Container[bytes]) -> list[Unsaved]:
+        """The whole blocks in the row's caches that are not in `saved`, in order.
+
+        What the prefix cache has let go is cut out of the row again.
+        """
+        if not self._keeps:
+            return []
+        blocks = sequence.ids[: self._whole(sequence)]
+        kept = {index: self.prefixes.take(block) for index, block in enumerate(blocks) if block not in saved}
+        gone = [index for index, found in kept.items() if found is None]
+        spans = [(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS) for index in gone]
+        cut = dict(zip(gone, self._executor.cut(sequence.id, spans), strict=True)) if spans else {}
+        return [
+            Unsaved(
+                sequence.ids[index],
+                sequence.ids[index - 1] if index else sequence.request.root_id,
+                sequence.tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS],
+                kept_of(cut[index]) if found is None else found,
+            )
+            for index, found in kept.items()
+        ]
+
+    def unsaved(self, sequence: Sequence, saved: Container[bytes], *, ended: bool = True) -> list[Unsaved]:
+        """What of the row, whose caches are still there after `keep_all`, is not in `saved`, in order.
+
+        Args:
+            ended: False for a row that somebody took out. He has seen less of the answer than the row has drawn, so the
+                snapshot at its end is of no use to the next turn, but that at the prompt's end is.
+        """
+        found = self.unsaved_blocks(sequence, saved)
         if sequence.tail is not None:
+            whole = self._whole(sequence)
+            parent = sequence.ids[whole - 1] if whole else sequence.request.root_id
             found.append(Unsaved(None, parent, *sequence.tail))
         tail = sequence.prompt_tail
         if tail is not None and tail_id(tail.parent, tail.tokens) not in saved:
             found.append(tail)
+        if sequence.prompt_end is not None and not ended:
+            found.append(sequence.prompt_end)
         return found
+
+    def _whole(self, sequence: Sequence) -> int:
+        """How many whole blocks the row's caches hold."""
+        return self._executor.length(sequence.id) // BLOCK_TOKENS
 
     def keys(self, sequence: Sequence) -> tuple[bytes, ...]:
         """What the scheduler knows equal beginnings by: the ids of the prompt's whole blocks."""
@@ -225,6 +275,17 @@ class RowMemory:
         chain, tokens = sequence.ids[:whole], sequence.tokens[start:computed]
         sequence.tail = (tokens, kept_of(slab))
         self.prefixes.put_tail(sequence.request.root_id, chain, *sequence.tail)
+
+    def keep_prompt_end(self, sequence: Sequence, computed: int) -> None:
+        """Keep the prompt's end, where the row is now, for a next turn that does not have all of the answer: a state of
+        recurrent layers cannot be cut."""
+        if not self._spec.recurrent:
+            return
+        self.keep_tail(sequence, computed)
+        if sequence.tail is not None:
+            whole = computed // BLOCK_TOKENS
+            parent = sequence.ids[whole - 1] if whole else sequence.request.root_id
+            sequence.prompt_end = Unsaved(None, parent, *sequence.tail)
 
     def fills_prompt(self, sequence: Sequence) -> bool:
         """Whether the row's next step fills the block that its prompt ends in. Asked before every step, so cheap."""

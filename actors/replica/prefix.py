@@ -10,7 +10,7 @@ Not every kept prefix is enough for every layer: `ReuseRule` says what sliding-w
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -123,8 +123,9 @@ class PrefixCache(Generic[Value]):
         self._entries: OrderedDict[tuple[bytes, tuple[int, ...] | None], _Entry[Value]] = OrderedDict()
         # Sorted, so that the tail with the longest common beginning is a neighbour of the place it is sought at.
         self._tails: dict[bytes, list[tuple[int, ...]]] = {}
-        # What nobody may evict, by who wants it.
+        # What nobody may evict, by who wants it, and how many want each.
         self._pins: dict[str, set[tuple[bytes, tuple[int, ...] | None]]] = {}
+        self._pinned: Counter[tuple[bytes, tuple[int, ...] | None]] = Counter()
         self._announced: set[bytes] = set()
         self._retracted: set[bytes] = set()
 
@@ -178,13 +179,21 @@ class PrefixCache(Generic[Value]):
     def pin(self, holder: str, root: bytes, block_ids: Sequence[bytes], tails: Iterable[Sequence[int]]) -> None:
         """Keep these blocks and the tails after the last of them until `unpin`, however little room there is."""
         parent = block_ids[-1] if block_ids else root
-        keys = {(block, None) for block in block_ids} | {(parent, tuple(tail)) for tail in tails}
-        self._pins.setdefault(holder, set()).update(keys)
+        held = self._pins.setdefault(holder, set())
+        new = ({(block, None) for block in block_ids} | {(parent, tuple(tail)) for tail in tails}) - held
+        held |= new
+        self._pinned.update(new)
 
     def unpin(self, holder: str) -> None:
         """Let go of what the holder pinned, if anything."""
-        if self._pins.pop(holder, None) is not None:
-            self._evict()
+        held = self._pins.pop(holder, None)
+        if held is None:
+            return
+        for key in held:
+            self._pinned[key] -= 1
+            if not self._pinned[key]:
+                del self._pinned[key]
+        self._evict()
 
     def drop(self, root: bytes, block_ids: Iterable[bytes], first: Sequence[int]) -> int:
         """Forget these blocks and the tails after them, and the tails after `root` that are the beginning of `first`.
@@ -298,7 +307,7 @@ class PrefixCache(Generic[Value]):
     def reset(self) -> None:
         """Forget everything, pins too, whatever state the tables are in. Events of before are lost."""
         self._retracted.update(self.block_ids(), self._announced)
-        for table in (self._entries, self._tails, self._pins, self._announced):
+        for table in (self._entries, self._tails, self._pins, self._pinned, self._announced):
             table.clear()
         self.nbytes = self.blocks = 0
 
@@ -333,6 +342,8 @@ class PrefixCache(Generic[Value]):
             if number % RECOUNT_STEP == 0:
                 yield
         _ensure(len(tails) == len(self._tails), "a tail is counted that is not there")
+        pinned = Counter(key for held in self._pins.values() for key in held)
+        _ensure(pinned == self._pinned, "pins are counted wrong")
         _ensure(all(block in self for block in self._announced), "a block is announced that is not there")
         _ensure(not any(block in self for block in self._retracted), "a block is retracted that is there")
 
@@ -377,7 +388,7 @@ class PrefixCache(Generic[Value]):
             del self._tails[block]
 
     def _is_pinned(self, key: tuple[bytes, tuple[int, ...] | None]) -> bool:
-        return any(key in keys for keys in self._pins.values())
+        return key in self._pinned
 
     def _evict(self) -> None:
         excess, victims = self.nbytes - self.bytes_max, []

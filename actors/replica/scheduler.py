@@ -59,7 +59,8 @@ class Row:
     `prompt` counts the tokens that must have KV before decoding starts, less the last one, which is the first decode
     step's input. `done` of them have it. `generated` grows with every decode step. `keys` are the ids of the prompt's
     whole blocks, where blocks can be reused; `twin` is equal for rows whose whole prompts are, where those can; `known`
-    is how many of its tokens could be reused when it came. A `suspect` was in a batch that failed; `passed` says that a
+    is how many of its tokens could be reused when it came. One that is `restoring` has a place and waits for KV that is
+    read back. A `suspect` was in a batch that failed; `passed` says that a
     shorter row had the last turn of this one, the oldest.
     """
 
@@ -76,6 +77,7 @@ class Row:
     keys: tuple[bytes, ...] = ()
     twin: bytes = b""
     known: int = 0
+    restoring: bool = False
     passed: bool = False
 
     @property
@@ -170,9 +172,14 @@ class Scheduler:
         row = self._rows.pop(request_id)
         self._take_out(row)
 
+    def restores(self, request_id: str) -> None:
+        """The admitted row waits for KV that is read back; `reused` ends that."""
+        self._rows[request_id].restoring = True
+
     def reused(self, request_id: str, tokens: int) -> None:
         """The first `tokens` of the admitted row's prompt already have KV."""
         row = self._rows[request_id]
+        row.restoring = False
         row.done = min(tokens, row.prompt)
         if row.done == row.prompt:
             self._start_decoding(row)
@@ -247,10 +254,11 @@ class Scheduler:
             None when no row is being prefilled, or when what is left of the step's budget is better not used. A whole
             budget of at least `TOKENS_MIN` always has a chunk.
         """
-        if not self._prefilling or budget <= 0:
+        ready = [row for row in self._prefilling.values() if not row.restoring]
+        if not ready or budget <= 0:
             return None
-        urgency = max(row.priority for row in self._prefilling.values())
-        urgent = [row for row in self._prefilling.values() if row.priority == urgency]
+        urgency = max(row.priority for row in ready)
+        urgent = [row for row in ready if row.priority == urgency]
         shortest = min(urgent, key=lambda row: (row.prompt - row.done, row.order))
         oldest = self._oldest(urgency)
         chunk = self._chunk(oldest if oldest.passed else shortest, budget, max(budget, step_budget))
@@ -278,6 +286,7 @@ class Scheduler:
             assert row.state is not State.WAITING or row.done == 0
             assert row.state is not State.RUNNING or row.done == row.prompt
             assert row.state is State.RUNNING or row.generated == 0
+            assert not row.restoring or (row.state is State.PREFILLING and row.done == 0)
         assert all(before.rank < after.rank for before, after in pairwise(self._waiting))
         assert self.running <= self.limits.rows_max
         assert len(self._prefilling) <= self.limits.prefill_rows_max
@@ -294,7 +303,8 @@ class Scheduler:
 
     def _oldest(self, priority: int) -> Row:
         """The first of the rows of a priority that are being prefilled."""
-        return min((row for row in self._prefilling.values() if row.priority == priority), key=lambda row: row.order)
+        rows = (row for row in self._prefilling.values() if row.priority == priority and not row.restoring)
+        return min(rows, key=lambda row: row.order)
 
     def _placed(self) -> list[Row]:
         return [*self._running.values(), *self._prefilling.values()]
@@ -309,7 +319,7 @@ class Scheduler:
             row.twin = b""  # What it has said belongs to its prompt now.
         row.prompt, row.max_tokens = row.length, row.max_tokens - row.generated
         row.generated = row.done = 0
-        row.passed = False
+        row.passed = row.restoring = False
         self._enqueue(row)
 
     def _take_out(self, row: Row) -> None:

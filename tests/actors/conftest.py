@@ -112,12 +112,17 @@ class Bench:
             remembered_tokens=remembered,
         )
         # On another thread than the engine's, as in a replica.
-        restored, features = _reader.submit(self.engine.read_back, request).result()
+        known, features = _reader.submit(self.engine.look_up, request).result()
         refuse = lambda error: self.refused.update({name: error}) if error else None  # noqa: E731
-        self.engine.submit(request, refuse, restored, features)
+        self.engine.submit(request, refuse, known, features)
 
     def turn(self) -> bool:
         busy = self.engine.turn()
+        # What is read back comes from another thread.
+        ends = time.monotonic() + 60
+        while self.engine.restores and time.monotonic() < ends:
+            time.sleep(0.002)
+            self.engine._take_commands()
         self.engine.scheduler.check()
         self.engine.prefixes.check()
         return busy

@@ -78,6 +78,7 @@ def write_down(bench: Bench, disk: DiskTier) -> None:
         assert time.monotonic() < ends
         time.sleep(0.01)
     time.sleep(0.05)
+    bench.turn()
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:
@@ -220,9 +221,10 @@ def test_more_than_memory_keeps_is_restored_all_the_same(loaded: LoadedModel, no
     bench.run("row", prompt_of(1500), agent=AGENT)
     write_down(bench, disk)
     room = 3 * 256 * loaded.spec.bytes_per_token
-    other, _ = process(loaded, node, prefix_bytes_max=room)
+    other, disk = process(loaded, node, prefix_bytes_max=room)
     row = other.run("again", prompt_of(1500), agent=AGENT)
     assert row.cached == 1499
+    write_down(other, disk)
     assert other.engine.prefixes.nbytes <= room
 
 

@@ -18,12 +18,10 @@ from satchel.actors.kv_store.disk import DiskStore
 from satchel.actors.kv_store.segment_reader import Failure, read_header
 from satchel.actors.kv_store.segments import grouped, model_folder, write_segment
 from satchel.actors.kv_store.shelf import DiskLimits
-from satchel.actors.messages import GenerateRequest, Sampling
-from satchel.actors.replica import disk_tier, kv_cache, memory, sealing, slab_codec
-from satchel.actors.replica.disk_tier import DiskTier, read_slabs
-from satchel.actors.replica.executor import BatchExecutor
+from satchel.actors.replica import kv_cache, restores, sealing, slab_codec
+from satchel.actors.replica.disk_tier import read_slabs
 from satchel.actors.replica.kv_cache import LayerKind, LayerSpec, ModelCacheSpec, Run, Slab
-from satchel.actors.replica.memory import RowMemory
+from satchel.actors.replica.memory import Restored, RowMemory
 from satchel.actors.replica.models import LoadedModel
 from satchel.actors.replica.prefix import Hit
 from satchel.actors.replica.sealed_cache import SealedKVCache
@@ -252,12 +250,10 @@ def test_a_file_of_another_model_is_no_slab(tmp_path: Path):
     assert isinstance(failure, Failure) and "not a slab of this model" in failure.reason
 
 
-@pytest.mark.parametrize("room", [0, 2**40])
 def test_a_run_serves_the_row_that_it_was_read_for_and_is_gone_then(
-    loaded: LoadedModel, node: Node, room: int, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """With room for runs and without, the words are the same; a row that leaves before it begins leaves nothing."""
-    monkeypatch.setattr(memory, "RUNS_BYTES_MAX", room)
+    """A row that leaves while it is read back leaves nothing."""
     bench, disk = process(loaded, node)
     want = bench.run("row", prompt_of(800), agent=AGENT)
     write_down(bench, disk)
@@ -270,14 +266,15 @@ def test_a_run_serves_the_row_that_it_was_read_for_and_is_gone_then(
     )
     got = other.run("again", prompt_of(800), agent=AGENT)
     assert (got.tokens, got.cached) == (want.tokens, 799)
-    assert isinstance(opened[0][0], Run) == bool(room) and not other.engine.memory._runs
+    assert isinstance(opened[0][0], Run)
     third, _ = process(loaded, node)
     third.submit("leaves", prompt_of(800), agent=AGENT)
-    third.engine._take_commands()
-    assert bool(third.engine.memory._runs) == bool(room)
+    third.engine.turn()
+    assert len(third.engine.restores) == 1
     third.engine.abort(("leaves",))
-    third.turn()
-    assert not third.engine.memory._runs and not third.engine.prefixes.holders
+    third.drain()
+    assert third.rows["leaves"].finish == "abort"
+    assert not third.engine.restores and not third.engine.prefixes.holders and not third.engine.prefixes.nbytes
 
 
 def test_a_run_is_used_only_where_it_is_what_was_found(loaded: LoadedModel):
@@ -285,7 +282,6 @@ def test_a_run_is_used_only_where_it_is_what_was_found(loaded: LoadedModel):
     spec = spec_of("q4")
     slabs = [slab_of(spec, seed, mx.float16) for seed in range(4)]
     run = Run([None] * LAYERS, 2 * BLOCK_TOKENS, blocks=tuple(slabs[1:3]))
-    request = GenerateRequest("r", "c", "m", "", [1], [], bytes(32), Sampling(max_tokens=1))
     for found, wanted in (
         (slabs, [slabs[0], run, slabs[3]]),
         (slabs[:3], [slabs[0], run]),
@@ -293,11 +289,8 @@ def test_a_run_is_used_only_where_it_is_what_was_found(loaded: LoadedModel):
         ([], []),
         ([slabs[0], slab_of(spec, 1, mx.float16), slabs[2]], None),
     ):
-        rows = RowMemory(loaded.spec, BatchExecutor(loaded), 2**30)
-        rows._runs["r"] = (1, run)
-        opened = rows.slabs(memory.Sequence(request, [1], []), Hit(list(found)))
+        opened = RowMemory.slabs(Hit(list(found)), Restored(1, [], [], run))
         assert [id(slab) for slab in opened] == [id(slab) for slab in (found if wanted is None else wanted)]
-        assert not rows._runs
 
 
 def test_blocks_that_memory_has_are_not_read_again_and_the_rest_joins_them(loaded: LoadedModel, node: Node):
@@ -371,10 +364,9 @@ def test_counters_say_what_was_damaged_what_is_gone_and_what_was_read(loaded: Lo
 def test_a_request_waits_for_a_turn_to_read_only_so_long(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """Two prompts are read at a time. A third waits, and is computed when that takes too long."""
-    monkeypatch.setattr(disk_tier, "READ_WAIT_S", 0.2)
+    """Two prompts are read at a time. A third waits, and is computed when that takes too long, as are those."""
     bench, disk = process(loaded, node)
-    bench.run("row", prompt_of(600), agent=AGENT)
+    want = bench.run("row", prompt_of(600), agent=AGENT)
     write_down(bench, disk)
     go, entered, call = threading.Event(), threading.Semaphore(0), node.call
 
@@ -385,18 +377,20 @@ def test_a_request_waits_for_a_turn_to_read_only_so_long(
         return call(method, *arguments)
 
     monkeypatch.setattr(node, "call", slow)
-    root = root_id(loaded.model_id, "tenant:test")
-    ids = block_ids(root, prompt_of(600))
-    request = GenerateRequest("r", "c", "m", AGENT, prompt_of(600), ids, root, Sampling(max_tokens=1))
-    other = DiskTier(loaded.spec, loaded.model_id, node)
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(other.load(request, 0))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    other, _ = process(loaded, node)
+    for seed in (1, 2, 3):
+        other.submit(f"row {seed}", prompt_of(600, seed=seed), agent=AGENT)
+    while len(other.engine.restores) < 3:
+        other.engine.turn()
+    for _ in range(2):
         assert entered.acquire(timeout=20)
-    assert other.load(request, 0) is None
+    assert not entered.acquire(timeout=0.2)
+    monkeypatch.setattr(restores, "READ_WAIT_S", 0.0)
+    while len(other.rows) < 3 or any(row.finish is None for row in other.rows.values()):
+        other.engine.turn()
+    assert other.rows["row 1"].tokens == want.tokens
+    assert all((row.finish, row.cached) == ("length", 0) for row in other.rows.values())
+    monkeypatch.setattr(restores, "READ_WAIT_S", 60.0)
     go.set()
-    for thread in threads:
-        thread.join(20)
-    assert len(found) == 2 and all(restored is not None for restored in found)
-    assert other.load(request, 0) is not None, "both turns were given back"
+    third, _ = process(loaded, node)
+    assert third.run("again", prompt_of(600), agent=AGENT).cached == 599

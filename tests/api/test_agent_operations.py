@@ -41,7 +41,7 @@ async def test_what_is_injected_is_computed_and_found_by_the_next_turn(endpoint,
     assert backend.text.decode(injected) == "<|im_start|>user\nThe code is 5.<|im_end|>\n"
     assert body["object"] == "agent.injection"
     assert (body["tokens"], body["cached_tokens"], body["computed_tokens"]) == (len(injected), 4, len(injected) - 4)
-    assert (backend.sampling.max_tokens, backend.sampling.temperature) == (1, 0.0)
+    assert (backend.sampling.max_tokens, backend.sampling.temperature) == (0, 0.0)
     assert await endpoint.transcript() == spoken("The code is 5."), "the token drawn for nothing is not remembered"
     backend.say("5")
     assert await endpoint.go_on("What is it?") == "5"
