@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-VERSION = 7
+VERSION = 8
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class GenerateRequest:
     counts the requests with this very prompt that come together, as a caller's `n` does: their prompt is computed once.
     KV of the prompt's first `pull_tokens` tokens is to be fetched from the node `pull_from` before, as far as it is not
     here; "" for no node. The agent has had the prompt's first `remembered_tokens` tokens in earlier turns; 0 where that
-    is not known.
+    is not known. Where it is not `reusable` no other request can find its KV, so none is kept when it ends.
     """
 
     request_id: str
@@ -103,6 +103,7 @@ class GenerateRequest:
     pull_tokens: int = 0
     media: list[Media] = field(default_factory=list)
     remembered_tokens: int = 0
+    reusable: bool = True
 
 
 TokenLogprobs = tuple[float, list[tuple[int, float]]]

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from ..actors import registry
 from ..actors.handles import ROUTER, actor_handle, replica_actor_name
-from ..actors.kv_store.blocks import block_ids, root_id, scope_of
+from ..actors.kv_store.blocks import block_ids, is_shared, root_id, scope_of
 from ..actors.kv_store.media import features_needed
 from ..actors.messages import Decision, Frame, GenerateRequest, RouteRequest, RowUpdate, decode, encode
 from ..cluster.config import Config
@@ -146,7 +146,8 @@ class RayBackend:
 
     async def generate(self, model: ServedModel, row: RowRequest) -> RayGeneration:
         tenant, _, name = row.agent.partition("/")
-        root = root_id(model.model_id, scope_of(self.config.share, tenant or "default", name, row.request_id))
+        scope = scope_of(self.config.share, tenant or "default", name, row.request_id)
+        root = root_id(model.model_id, scope)
         request_s = self.config.timeouts.request_s
         request = GenerateRequest(
             request_id=row.request_id,
@@ -162,6 +163,7 @@ class RayBackend:
             choices=row.choices,
             media=list(row.media),
             remembered_tokens=row.remembered_tokens,
+            reusable=is_shared(scope),
         )
         generation = RayGeneration(self, request, row.beside)
         await generation.start()

@@ -22,7 +22,7 @@ from ...cluster.config import Config
 from ...cluster.errors import AgentBusy, AgentNotFound, SatchelError
 from .agent_db import AgentDatabase
 from .agents import Agents
-from .blocks import BLOCK_TOKENS, root_id, scope_of
+from .blocks import BLOCK_TOKENS, is_shared, root_id, scope_of
 from .branches import AgentLimits, Commit, Content, Head, main_branch
 from .claims import Branch, Claims
 from .codec import TOKEN_BYTES
@@ -95,7 +95,7 @@ class KVStoreActor(DiskCalls):
             tenant, _, name = agent.partition("/")
             # A scope of one request is shared with nobody, so no later turn finds its blocks.
             scope = scope_of(config.share, tenant, name, "")
-            return b"" if scope.startswith("request:") else root_id(model, scope)
+            return root_id(model, scope) if is_shared(scope) else b""
 
         self._agents = Agents(
             self._database,

@@ -60,6 +60,11 @@ def block_ids(root: bytes, tokens: Sequence[int]) -> list[bytes]:
     return ids
 
 
+def is_shared(scope: str) -> bool:
+    """Whether other requests may reuse blocks of this scope."""
+    return not scope.startswith("request:")
+
+
 def scope_of(share: str, tenant: str, agent: str, request_id: str) -> str:
     """Who may reuse a request's blocks under the policy `share`: the tenant, this agent, or nobody else.
 

@@ -84,7 +84,7 @@ class Engine:
         self.scheduler = Scheduler(self.limits)
         self.pace = PrefillPace(self.limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.executor = BatchExecutor(loaded)
-        self.memory = RowMemory(loaded.spec, self.executor, scheduling.prefix_bytes_max)
+        self.memory = RowMemory(loaded.spec, self.executor, scheduling.prefix_bytes_max, writes=disk is not None)
         self.prefixes = self.memory.prefixes
         self._inbox = Inbox()
         self.pictures = PictureQueue(
@@ -219,9 +219,7 @@ class Engine:
             self._keep(request_id, ended=True)
             self._end(request_id, "length")
         for request_id in plan.preempted:
-            self._keep(request_id)
-            self.restores.leave(request_id)
-        self.executor.leave(plan.preempted)
+            self._send_back(request_id)
         for request_id in self.restores.overdue():
             self._attempt(request_id, self._open, request_id)
         prefilled = self._prefill()
@@ -405,8 +403,9 @@ class Engine:
 
     def _computed(self, chunk: Chunk) -> None:
         sequence = self._sequences[chunk.request_id]
-        self._remember(self.memory.keep_blocks, sequence, chunk.stop)
-        self._remember(self._turns.note_blocks, sequence)
+        if sequence.request.reusable:
+            self._remember(self.memory.keep_blocks, sequence, chunk.stop)
+            self._remember(self._turns.note_blocks, sequence)
         row = self.scheduler.row(chunk.request_id)
         if row is not None and row.done == row.prompt:
             if sequence.request.choices > 1:
@@ -419,9 +418,7 @@ class Engine:
         request = sequence.request
         self.pictures.prefilled(sequence)
         if not request.sampling.max_tokens:
-            self._keep(sequence.id, ended=True)
-            self._let_go(sequence.id)
-            self._end(sequence.id, "length")
+            self._finish(sequence, RowUpdate(sequence.id, [], "length"))
             return
         self.executor.join(sequence.id, sequence.given(), request.sampling, request.generated + sequence.emitted)
 
@@ -478,9 +475,7 @@ class Engine:
         if update.finish is None:
             self._emit(sequence, update)
             return
-        self._keep(request_id, ended=True)
-        self.scheduler.finish(request_id)
-        self._leave(request_id, update)
+        self._finish(sequence, update)
 
     def _update_of(self, sequence: Sequence, drawn: Ready) -> RowUpdate:
         """What there is to tell of a row's next token."""
@@ -497,11 +492,37 @@ class Engine:
         sequence.emitted += 1
         self.counters.generated_tokens += 1
 
-    def _keep(self, request_id: str, *, ended: bool = False) -> None:
-        """Keep all KV of a row that is about to leave, whether it has `ended` or is taken out; nothing where it has
-        none."""
-        if self.executor.holds(request_id):
-            sequence = self._sequences[request_id]
+    def _send_back(self, request_id: str) -> None:
+        """A row that has lost its place keeps its KV. The token that it has drawn last is told first: so it goes on
+        just where its KV ends, which is the only place where recurrent layers can."""
+        sequence = self._sequences[request_id]
+        drawn = self.executor.drawn(request_id)
+        if drawn is not None and drawn.sound:
+            update = self._update_of(sequence, drawn)
+            self._count(sequence, drawn)
+            if update.finish is not None:
+                self._finish(sequence, update)
+                return
+            self._emit(sequence, update)
+        self._keep(request_id, returns=True)
+        self.restores.leave(request_id)
+        self.executor.leave([request_id])
+
+    def _finish(self, sequence: Sequence, last: RowUpdate) -> None:
+        """The row has said all."""
+        self._keep(sequence.id, ended=True)
+        self.scheduler.finish(sequence.id)
+        self._leave(sequence.id, last)
+
+    def _keep(self, request_id: str, *, ended: bool = False, returns: bool = False) -> None:
+        """Keep all KV of a row that is about to leave; nothing where it has none, or nobody would find it.
+
+        Args:
+            ended: whether it has said all, and was not taken out.
+            returns: whether it goes back to the queue.
+        """
+        sequence = self._sequences[request_id]
+        if (sequence.request.reusable or returns) and self.executor.holds(request_id):
             self._remember(self.memory.keep_all, sequence)
             self._remember(self._turns.note, sequence, ended)
 

@@ -225,6 +225,16 @@ class BatchExecutor:
         drawn = _read(*self._draw)
         return [Ready(row_id, tokens[index], *drawn[row_id]) for index, row_id in begun]
 
+    def drawn(self, row_id: str) -> Ready | None:
+        """The token that a decoding row has drawn last, which the next step would give; None where it has none yet."""
+        if self._inputs is None or self._draw is None or row_id in self._prefilling:
+            return None
+        tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
+        for token, row in zip(tokens, self._rows, strict=True):
+            if row.row_id == row_id and row.fed and row_id not in self._leaving:
+                return Ready(row_id, token, *_read(*self._draw)[row_id])
+        return None
+
     def step(self) -> list[Ready]:
         """One decode step for the whole batch.
 

@@ -23,7 +23,7 @@ class FeatureTier:
 
     def offer(self, request: GenerateRequest, media: Media, features: Features) -> None:
         """Write down what was made of an agent's picture, behind the request; or that the agent has used it too."""
-        if not request.agent:
+        if not request.agent or not request.reusable:
             return
         name = name_at(request.prompt, media.start, len(media.tokens))
         known = features_id(request.root_id, name)

@@ -88,14 +88,19 @@ class Unsaved:
 
 
 class RowMemory:
-    """Finds what of a row is known, and keeps what it leaves. Does nothing for a model whose KV cannot be cut."""
+    """Finds what of a row is known, and keeps what it leaves. Does nothing for a model whose KV cannot be cut.
 
-    def __init__(self, spec: ModelCacheSpec, executor: BatchExecutor, bytes_max: int) -> None:
+    Args:
+        bytes_max: for what nobody holds.
+        writes: whether what is kept goes to the disk.
+    """
+
+    def __init__(self, spec: ModelCacheSpec, executor: BatchExecutor, bytes_max: int, *, writes: bool = False) -> None:
         self.prefixes: PrefixCache[Slab] = PrefixCache(bytes_max, spec.rule)
         self._spec = spec
         self._executor = executor
         # With less than a block there is nothing to find, and what is kept would push out what was kept before.
-        self._keeps = spec.reusable and bytes_max >= spec.bytes_per_token * BLOCK_TOKENS
+        self._keeps = spec.reusable and (writes or bytes_max >= spec.bytes_per_token * BLOCK_TOKENS)
         # Those who hold what is not on the disk yet.
         self._writers: set[str] = set()
 
@@ -222,8 +227,9 @@ class RowMemory:
         tail = sequence.prompt_tail
         if tail is not None and tail_id(tail.parent, tail.tokens) not in saved:
             found.append(tail)
-        if sequence.prompt_end is not None and not ended:
-            found.append(sequence.prompt_end)
+        end = sequence.prompt_end
+        if end is not None and not ended and all(item.tokens != end.tokens for item in found):
+            found.append(end)
         return found
 
     def _whole(self, sequence: Sequence) -> int:
@@ -292,7 +298,7 @@ class RowMemory:
         prompt = len(sequence.request.prompt) - 1
         # A row that has just joined has one token more than it has KV; `keep_prompt_tail` counts again.
         more = len(sequence.tokens) - (prompt // BLOCK_TOKENS + 1) * BLOCK_TOKENS
-        return -1 <= more <= 0 < prompt % BLOCK_TOKENS and self._keeps
+        return -1 <= more <= 0 < prompt % BLOCK_TOKENS and self._keeps and sequence.request.reusable
 
     def keep_prompt_tail(self, sequence: Sequence) -> None:
         """Keep the end of the prompt in full precision, for `fills_prompt`.

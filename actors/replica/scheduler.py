@@ -194,10 +194,14 @@ class Scheduler:
             self._start_decoding(row)
 
     def decoded(self, request_id: str) -> None:
-        """The row has one more token with KV; a decode step with it succeeded."""
+        """The row has one more token with KV; a decode step with it succeeded. What one has said that has just been
+        sent back belongs to its prompt."""
         row = self._rows[request_id]
-        row.generated += 1
         row.suspect = False
+        if row.state is State.RUNNING:
+            row.generated += 1
+            return
+        row.prompt, row.max_tokens, row.twin = row.prompt + 1, row.max_tokens - 1, b""
 
     def batch_failed(self) -> list[str]:
         """A decode step raised: every running row goes back to the queue, but for the one that is to blame.

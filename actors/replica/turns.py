@@ -76,7 +76,7 @@ class Turns:
     def _disk_of(self, sequence: Sequence) -> DiskTier | None:
         """Of an agent's several choices only the first is its memory."""
         request = sequence.request
-        return self._disk if request.agent and request.sampling.choice == 0 else None
+        return self._disk if request.agent and request.reusable and request.sampling.choice == 0 else None
 
     def _offer(self, disk: DiskTier, sequence: Sequence, chain: list[bytes], unsaved: list[Unsaved]) -> None:
         self._writers += 1

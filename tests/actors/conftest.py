@@ -91,6 +91,7 @@ class Bench:
         agent: str = "",
         media: Sequence[Media] = (),
         remembered: int = 0,
+        reusable: bool = True,
         **sampling,
     ):
         root = root_id(self.loaded.model_id, "tenant:test")
@@ -110,6 +111,7 @@ class Bench:
             choices=choices,
             media=list(media),
             remembered_tokens=remembered,
+            reusable=reusable,
         )
         # On another thread than the engine's, as in a replica.
         known, features = _reader.submit(self.engine.look_up, request).result()

@@ -55,7 +55,7 @@ def count_prefilled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("room", [20, 3])
+@pytest.mark.parametrize("room", [20, 3, 0])
 def test_a_conversation_longer_than_memory_keeps_is_never_computed_again(loaded: LoadedModel, node: Node, room: int):
     """Neither by its next turns nor after a restart."""
     bench, disk = process(loaded, node, prefix_bytes_max=blocks(loaded, room), prefill_chunk_tokens=256)
@@ -298,3 +298,35 @@ def test_what_recurrent_layers_had_at_the_prompt_s_end_is_kept(tmp_path: Path, n
     bench, disk = process(loaded, node)
     assert bench.run("warm", then, agent=AGENT, max_tokens=1).cached == 739
     write_down(bench, disk)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "nemotron_h"])
+def test_a_row_that_is_sent_back_while_it_speaks_goes_on_where_it_was(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing that it held is computed again, whatever its layers are."""
+    folder = write_model(tmp_path / family, family)
+    loaded = models.load(
+        str(folder), context_tokens_max=None, progress=lambda *_: None, weights="stored", numerics="reproducible"
+    )
+    prompts = {f"row {seed}": prompt_of(300, seed=seed) for seed in (1, 2)}
+    bench = Bench(loaded, kv_tokens_max=760)
+    counts = count_prefilled(bench, monkeypatch)
+    for name, prompt in prompts.items():
+        bench.submit(name, prompt, max_tokens=120)
+    bench.drain()
+    assert sum(counts) == 2 * 299
+    assert bench.engine.counters.prefix_misses == 2
+    for name, prompt in prompts.items():
+        assert len(bench.rows[name].tokens) == 120
+        if family == "llama":
+            assert bench.rows[name].tokens == Bench(loaded).run("alone", prompt, max_tokens=120).tokens
+
+
+def test_what_nobody_can_find_is_not_kept(loaded: LoadedModel, node: Node):
+    """Neither in memory nor on the disk."""
+    bench, disk = process(loaded, node)
+    bench.run("row", prompt_of(600), agent=AGENT, max_tokens=200, reusable=False)
+    write_down(bench, disk)
+    assert disk.counters.written_blocks == 0 and not list(node.root.rglob("*.safetensors"))
+    assert bench.engine.prefixes.nbytes == 0
