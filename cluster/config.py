@@ -219,6 +219,11 @@ class Home:
         return self.root / "kernels.json"
 
     @property
+    def digests_file(self) -> Path:
+        """Digests of models' files, so that each is read once."""
+        return self.root / "digests.json"
+
+    @property
     def log_file(self) -> Path:
         """What Ray said while it started."""
         return self.run / "ray.log"

@@ -76,6 +76,11 @@ def mlx_settings() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in settings.items()}
 
 
+def mlx_rounding() -> dict[str, str]:
+    """What somebody may have set by which MLX rounds products otherwise, on a GPU: its float32 is TF32 by default."""
+    return {"MLX_ENABLE_TF32": os.environ.get("MLX_ENABLE_TF32", "1")}
+
+
 def child_environment(home: Home, token_path: Path, *, one_machine: bool = True) -> dict[str, str]:
     """A whole environment for starting Ray in a process of its own; its actors find `home` by `default_home`."""
     kept = {name: value for name, value in os.environ.items() if name not in _FORBIDDEN_TO_RAY}

@@ -298,6 +298,7 @@ class ReplicaActor:
                 kv=self._model.kv,
                 numerics=self._model.numerics,
                 kernels=default_home().kernels_file,
+                digests=default_home().digests_file,
                 context_tokens_max=self._model.context_tokens_max,
                 progress=self._note_progress,
             )

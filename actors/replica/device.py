@@ -14,6 +14,17 @@ def on_cuda() -> bool:
     return on_gpu() and not mx.metal.is_available()
 
 
+def device_kind() -> str:
+    """`cpu`, `metal` or `cuda`."""
+    return "cpu" if not on_gpu() else "cuda" if on_cuda() else "metal"
+
+
+def device_name() -> str:
+    """The chip, as MLX calls it."""
+    info = mx.device_info()
+    return str(info.get("device_name") or info.get("architecture") or mx.default_device().type.name)
+
+
 def device_bytes(*, free: bool = False) -> int:
     """The memory of the device that computes: all of it, or what is free now."""
     if on_cuda():

@@ -137,7 +137,7 @@ class _Download:
         from huggingface_hub import hf_hub_download
 
         index = hf_hub_download(self.repository, INDEX, revision=files[INDEX].commit_hash)
-        named = _named_by_index(Path(index))
+        named = named_by_index(Path(index))
         # An index that names what is not there was left over from another layout: mlx-lm does not look at it.
         if not named or not named <= files.keys():
             return list(files)
@@ -164,7 +164,7 @@ class _Download:
         patterns = list(self.patterns)
         index = try_to_load_from_cache(self.repository, INDEX, revision=self.revision)
         if WEIGHTS in patterns and isinstance(index, str):
-            named = _named_by_index(Path(index))
+            named = named_by_index(Path(index))
             if named and all((Path(index).parent / name).is_file() for name in named):
                 patterns = [pattern for pattern in patterns if pattern != WEIGHTS] + [escape(name) for name in named]
         try:
@@ -210,7 +210,8 @@ class _Nowhere:
         return None
 
 
-def _named_by_index(path: Path) -> set[str]:
+def named_by_index(path: Path) -> set[str]:
+    """The weight files that an index names."""
     weight_map = read_json(path).get("weight_map")
     return {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
 

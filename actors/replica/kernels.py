@@ -22,7 +22,7 @@ import mlx.core as mx
 from ..kv_store.blocks import BLOCK_TOKENS
 from . import sealing
 from .attention import attend
-from .device import on_gpu
+from .device import device_name, on_gpu
 from .sealed_cache import Choose, View
 from .sealing import SealPolicy
 
@@ -136,9 +136,7 @@ def _ratio(queries: mx.array, view: View, policy: SealPolicy, clock: Callable[[]
 
 
 def _key(shape: Shape, policy: SealPolicy, dtype: mx.Dtype) -> str:
-    info = mx.device_info()
-    device = info.get("device_name") or info.get("architecture") or mx.default_device().type.name
-    return f"{device}, mlx {version('mlx')}, {'x'.join(map(str, shape))}, {policy.name}, {dtype}"
+    return f"{device_name()}, mlx {version('mlx')}, {'x'.join(map(str, shape))}, {policy.name}, {dtype}"
 
 
 def _read(path: Path | None) -> dict[str, Any]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 from ...cluster.errors import ModelLoadError
 from . import attention, vision
 from .device import device_bytes, on_gpu
+from .digests import check_unchanged, digest_files
 from .end_tokens import read_end_tokens
 from .hub import (
     ADAPTER_CONFIG,
@@ -32,12 +30,13 @@ from .hub import (
     resolve,
     resolve_adapter,
 )
+from .identity import Identity, computing, files_of, order_of_weights, refuse_foreign
 from .kernels import measured_choice
 from .kv_cache import ModelCacheSpec, new_caches, read_spec
 from .pictures import PictureProcessor, sees
 from .prepare import prepare_weights
 from .sealed_cache import Choose
-from .sealing import FORMAT_VERSION, POLICIES
+from .sealing import POLICIES
 from .vision import LanguagePart, Vision
 from .warm_up import default_budget_s, warm_up
 from .weights import WeightFile, bytes_in_memory, read_weight_file
@@ -47,17 +46,6 @@ FULL_PRECISION = "fp16"
 
 logger = logging.getLogger(__name__)
 
-_IDENTITY_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
 _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _GIB = 2**30
 _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, ImportError, RuntimeError, OSError)
@@ -72,7 +60,7 @@ class LoadedModel:
 
     model: Any
     folder: Path
-    model_id: bytes
+    identity: Identity
     spec: ModelCacheSpec
     context_tokens: int
     vocabulary_size: int
@@ -83,6 +71,11 @@ class LoadedModel:
     vision: Vision | None = None
 
     @property
+    def model_id(self) -> bytes:
+        """32 bytes that name everything a block's content depends on besides its tokens."""
+        return self.identity.model_id
+
+    @property
     def kv(self) -> str:
         """How KV is kept, `q4`, `k8v4` or `fp16`; what was asked for where the model's layers allow it."""
         return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
@@ -90,44 +83,6 @@ class LoadedModel:
     def new_caches(self) -> list[Any]:
         """Empty caches for one row, one a layer."""
         return new_caches(self.spec, make_prompt_cache(self.model), self.direct)
-
-
-def model_id(
-    folder: Path,
-    dtype: str,
-    adapter: Path | None = None,
-    weights: str = "stored",
-    kv: str = FULL_PRECISION,
-) -> bytes:
-    """32 bytes that name everything a block's content depends on besides its tokens.
-
-    Config, tokenizer, chat template, weight headers, sizes and first and last bytes of the data, the whole adapter,
-    compute dtype, whether weights are multiplied as stored, the versions of the libraries that compute, and how blocks
-    are kept. Two nodes with equal ids may exchange blocks.
-    """
-    hasher = hashlib.sha256()
-
-    def field(name: str, value: bytes) -> None:
-        hasher.update(struct.pack(">I", len(name)) + name.encode() + struct.pack(">Q", len(value)) + value)
-
-    field("dtype", dtype.encode())
-    field("kv", f"{kv}.{FORMAT_VERSION}".encode())
-    field("weights", weights.encode())
-    for library in ("mlx", "mlx-lm", *(["mlx-vlm"] if sees(folder) else [])):
-        field(library, version(library).encode())
-    for name in _IDENTITY_FILES:
-        if (folder / name).is_file():
-            field(name, (folder / name).read_bytes())
-    for file in _weight_files(folder):
-        field(file.path.name, file.header)
-        field("size", file.size.to_bytes(8, "big"))
-        field("edges", file.edges())
-    if adapter is not None:
-        # Small enough to be read whole: training again changes only bytes in the middle.
-        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            with (adapter / name).open("rb") as file:
-                field(f"adapter/{name}", hashlib.file_digest(file, "sha256").digest())
-    return hasher.digest()
 
 
 def load(
@@ -141,6 +96,7 @@ def load(
     kv: str = "q4",
     numerics: str = "fast",
     kernels: Path | None = None,
+    digests: Path | None = None,
     warm_up_s: float | None = None,
 ) -> LoadedModel:
     """Load a source and run one token through it, so that the first request meets a warm model.
@@ -154,6 +110,7 @@ def load(
         numerics: with `fast` a decode step reads sealed blocks the way that is measured to be faster here, with
             `reproducible` the way that prefill does, to the same bits; and pictures are not encoded together.
         kernels: a file to keep the measurements in.
+        digests: a file to keep the digests of the model's files in.
         warm_up_s: how long to meet batches of usual sizes in advance; None for what the device needs.
 
     Raises:
@@ -164,7 +121,12 @@ def load(
     what = f"loading {source}"
     progress(what, None)
     chosen = _pick_dtype(dtype)
-    _check_memory(source, _weight_files(folder), chosen)
+    refuse_foreign(source, read_json(folder / "config.json"))
+    weight_files = _weight_files(folder)
+    _check_memory(source, weight_files, chosen)
+    # Before they are loaded, which reads them again: from memory, where there is room.
+    paths = files_of(folder, adapter_folder)
+    found = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     try:
         seeing = sees(folder)
         whole, config = vision.load_weights(folder) if seeing else mlx_lm_load_model(folder, lazy=True)
@@ -187,10 +149,22 @@ def load(
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     used = str(logits.dtype).removeprefix("mlx.core.")
+    seen = _vision(source, folder, whole, together=numerics == "fast") if seeing else None
+    check_unchanged(found, paths)
+    identity = Identity(
+        files={name: each.digest.hex() for name, each in found.items()} | order_of_weights(folder, weight_files),
+        computing=computing(
+            dtype=used if chosen is not None else f"{used}, own",
+            weights=kept,
+            kv=spec.policy.name if spec.policy else FULL_PRECISION,
+            numerics=numerics,
+            seeing=seeing,
+        ),
+    )
     loaded = LoadedModel(
         model=model,
         folder=folder,
-        model_id=model_id(folder, used, adapter_folder, kept, spec.policy.name if spec.policy else FULL_PRECISION),
+        identity=identity,
         spec=spec,
         context_tokens=_context_tokens(config, context_tokens_max),
         vocabulary_size=int(logits.shape[-1]),
@@ -198,7 +172,7 @@ def load(
         dtype=used,
         weights=kept,
         direct=direct,
-        vision=_vision(source, folder, whole, together=numerics == "fast") if seeing else None,
+        vision=seen,
     )
     budget_s = default_budget_s() if warm_up_s is None else warm_up_s
     if budget_s > 0:
@@ -305,4 +279,4 @@ def _end_tokens(folder: Path) -> frozenset[int]:
     return frozenset() if own is None else frozenset([own])
 
 
-__all__ = ["EMBEDDED", "LoadedModel", "Progress", "load", "model_id", "resolve", "resolve_adapter"]
+__all__ = ["EMBEDDED", "LoadedModel", "Progress", "load", "resolve", "resolve_adapter"]

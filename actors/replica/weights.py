@@ -1,4 +1,4 @@
-"""Weight files: whether they are whole, what they take in memory, and what identifies them. Only headers are read.
+"""Weight files: whether they are whole, and what they take in memory. Only headers are read.
 
 The format: eight bytes with the length of a JSON header (little-endian), the header, which gives every tensor's type,
 shape and place, and the data (https://huggingface.co/docs/safetensors).
@@ -16,7 +16,6 @@ from pathlib import Path
 from ...cluster.errors import ModelLoadError
 
 _HEADER_BYTES_MAX = 100 * 2**20
-_EDGE_BYTES = 65536
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -37,14 +36,6 @@ class WeightFile:
     header: bytes
     tensors: dict[str, Tensor]
     size: int
-
-    def edges(self) -> bytes:
-        """The first and the last 64 KiB of the data."""
-        with self.path.open("rb") as file:
-            file.seek(8 + len(self.header))
-            head = file.read(_EDGE_BYTES)
-            file.seek(max(0, self.size - _EDGE_BYTES))
-            return head + file.read(_EDGE_BYTES)
 
 
 def read_weight_file(path: Path) -> WeightFile:
