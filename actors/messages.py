@@ -84,7 +84,8 @@ class GenerateRequest:
     counts the requests with this very prompt that come together, as a caller's `n` does: their prompt is computed once.
     KV of the prompt's first `pull_tokens` tokens is to be fetched from the node `pull_from` before, as far as it is not
     here; "" for no node. The agent has had the prompt's first `remembered_tokens` tokens in earlier turns; 0 where that
-    is not known. Where it is not `reusable` no other request can find its KV, so none is kept when it ends.
+    is not known. Where it is not `reusable` no other request can find its KV, so none is kept when it ends. `block_ids`
+    and `root_id` are made of `model_id`, b"" where nobody has said which that is.
     """
 
     request_id: str
@@ -104,6 +105,7 @@ class GenerateRequest:
     media: list[Media] = field(default_factory=list)
     remembered_tokens: int = 0
     reusable: bool = True
+    model_id: bytes = b""
 
 
 TokenLogprobs = tuple[float, list[tuple[int, float]]]
@@ -136,11 +138,23 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """What a request's blocks and pictures are called at replicas of the id `model_id`; as in `RouteRequest`."""
+
+    model_id: bytes
+    block_ids: list[bytes]
+    pictures: list[tuple[bytes, int, int, bool]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class RouteRequest:
     """What the router needs to choose: ids and sizes, no tokens. `beside` is a replica that has just got a request with
     the same prompt, "" for none; `near` is the node whose store has the agent's memory or will have it, "" where nobody
     knows. `pictures` are [id of its features, token of the prompt at which it ends, how many tokens it has, whether
-    there are pixels to encode]."""
+    there are pixels to encode].
+
+    All of that is called so at replicas whose model has the id `model_id`; `others` says the same for further ids, as
+    nodes that compute differently have."""
 
     request_id: str
     model: str
@@ -151,6 +165,8 @@ class RouteRequest:
     beside: str = ""
     near: str = ""
     pictures: list[tuple[bytes, int, int, bool]] = field(default_factory=list)
+    model_id: bytes = b""
+    others: list[Chain] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +180,8 @@ class Decision:
 
     `costs_s` has the estimated seconds to first token by term (`total` is what was compared), each a list along
     `candidates`; of very many candidates the cheapest only.
+
+    `model_id` is the replica's, and `model_ids` has those of all replicas of the model that the router knows.
     """
 
     replica: str
@@ -175,6 +193,8 @@ class Decision:
     pull_from: str = ""
     pull_tokens: int = 0
     move_to: str = ""
+    model_id: bytes = b""
+    model_ids: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +209,7 @@ class ReplicaReport:
     `restore_bytes_per_s` (KV from the node's disk into memory), `kv_bytes_per_token` (as it is kept and moved) and
     `encode_token_s` (the time to encode a picture, for each of its tokens).
     `free_bytes` is the memory left for the KV of further rows, -1 where that is not known.
+    `model_id` is the same for the whole incarnation.
     """
 
     replica: str
@@ -210,6 +231,7 @@ class ReplicaReport:
     kv_bytes_per_token: float = 0.0
     free_bytes: int = -1
     encode_token_s: float = 0.0
+    model_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +287,7 @@ def encode(message: Any) -> bytes:
 _NESTED: dict[type, dict[str, Any]] = {
     GenerateRequest: {"sampling": Sampling, "media": [Media]},
     Frame: {"rows": [RowUpdate]},
+    RouteRequest: {"others": [Chain]},
 }
 
 

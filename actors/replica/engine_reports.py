@@ -61,6 +61,7 @@ class EngineReports:
             kv_bytes_per_token=float(engine.loaded.spec.bytes_per_token),
             free_bytes=engine.scheduler.free_tokens * engine.loaded.spec.bytes_per_token,
             encode_token_s=engine.pictures.encode_token_s,
+            model_id=engine.loaded.model_id,
         )
 
     def _tell(self, report: ReplicaReport) -> bool:

@@ -28,6 +28,9 @@ class Columns:
         """The place of each one's memory in `Directory.runs`."""
         self.node = np.array([nodes.index(state.node) for state in states], np.intp)
         """The index of each one's node, -1 where it is not known."""
+        self.model_ids = sorted({state.model_id for state in states})
+        self.model = np.array([self.model_ids.index(state.model_id) for state in states], np.intp)
+        """The index of each one's model id."""
         self.seen, self.queue_s, self.decode_s = np.empty(count), np.empty(count), np.empty(count)
         self.token_s, self.restore_token_s, self.kv_bytes = np.empty(count), np.empty(count), np.empty(count)
         self.free_bytes, self.last_assigned = np.empty(count), np.empty(count)

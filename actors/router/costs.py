@@ -8,7 +8,8 @@ peer's, as far as that is sooner than computing it; the rest is computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from math import inf
 
 import numpy as np
@@ -122,6 +123,19 @@ def best_ways(
         np.where(pulls, pull_s[rows, source], 0.0),
         (prompt_tokens - held) * token_s,
     )
+
+
+def joined(parts: Sequence[tuple[Integers, Ways]], count: int) -> Ways:
+    """The ways of `count` replicas from those of some each, with their positions."""
+    if len(parts) == 1:
+        return parts[0][1]
+    columns = []
+    for name in (each.name for each in fields(Ways)):
+        whole = np.zeros(count, getattr(parts[0][1], name).dtype)
+        for positions, ways in parts:
+            whole[positions] = getattr(ways, name)
+        columns.append(whole)
+    return Ways(*columns)
 
 
 def encoding_s(

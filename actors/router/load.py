@@ -58,6 +58,8 @@ class ReplicaState:
     model: str
     voice: Voice
     node: str = ""
+    model_id: bytes = b""
+    """Which KV it can use: of its own id alone."""
     rows_max: int = 1
     pending_tokens: int = 0
     token_s: float = 1.0 / DEFAULT_PREFILL_TOKENS_PER_S

@@ -293,7 +293,7 @@ class Members:
             voice = earlier.voice.succeed(report.incarnation)
             self._remove_state(earlier)
             self.directory.restart(earlier.name)
-        state = ReplicaState(report.replica, report.model, voice, report.node)
+        state = ReplicaState(report.replica, report.model, voice, report.node, report.model_id)
         self.directory.join(state.name)
         self._replicas[state.name] = state
         insort(self._models.setdefault(state.model, []), state, key=_name)

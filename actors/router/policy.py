@@ -25,19 +25,24 @@ once in each place; of replicas whose costs are even, the one that was given wor
 An agent's home is the replica of its last turn; where that is gone, or its memory has moved since, the replicas of the
 node that its stores call home. An agent that nobody knows and that asks about a picture that somebody knows has none:
 it goes where that costs least. Nodes that are drained keep the agents they have and get no other requests.
+
+Replicas of one model may have several ids, where their nodes compute differently. KV is of use to those of its own id
+alone. So a request says for every id what its blocks are called there, and only what is held under a replica's own
+names counts for it: an agent goes back to where its KV is of use, or is computed anew.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from ..kv_store.blocks import BLOCK_TOKENS
-from ..messages import Decision, RouteRequest
+from ..messages import Chain, Decision, RouteRequest
 from .columns import Columns
-from .costs import Floats, Integers, Sources, Ways, best_ways, encoding_s
+from .costs import Floats, Integers, Sources, Ways, best_ways, encoding_s, joined
 from .directory import Home
 from .load import ROW_WAIT_S, Load
 from .members import Members
@@ -65,6 +70,15 @@ RULES = {
 
 
 @dataclass(slots=True)
+class _Group:
+    """The candidates of one model id by their positions, and what the prompt's blocks and pictures are called there."""
+
+    positions: Integers
+    blocks: Sequence[bytes]
+    pictures: Sequence[tuple[bytes, int, int, bool]]
+
+
+@dataclass(slots=True)
 class _Case:
     """A request among its candidates, the replicas at `rows` of `columns`; arrays run along the candidates."""
 
@@ -77,6 +91,11 @@ class _Case:
     """The agent's last turn, where that is still its home."""
     known: bool
     """Whether anybody knows the agent."""
+    groups: list[_Group]
+    """Each candidate is in one."""
+
+    def group_of(self, position: int) -> _Group:
+        return next(group for group in self.groups if position in group.positions)
 
 
 class Policy(Members):
@@ -111,7 +130,7 @@ class Policy(Members):
         if case is None:
             return None
         beside = self._beside(case)
-        ways, sources, hot = self._ways(case, beside, now)
+        ways, hot = self._ways(case, beside, now)
         new = bool(request.agent) and not case.known and self._rule == "satchel"
         costs = self._costs(case, ways, new, now)
         total = costs["total"]
@@ -125,13 +144,14 @@ class Policy(Members):
         state = case.columns.states[case.rows[chosen]]
         held, pulled, source = int(ways.held[chosen]), int(ways.pulled[chosen]), int(ways.source[chosen])
         load = Load(now, max(0, request.prompt_tokens - held))
-        encoded = (entry for entry, end, _, _ in request.pictures if end > held)
-        coming = [*request.block_ids[int(hot[chosen]) // BLOCK_TOKENS :], *encoded]
+        group = case.group_of(chosen)
+        encoded = (entry for entry, end, _, _ in group.pictures if end > held)
+        coming = [*group.blocks[int(hot[chosen]) // BLOCK_TOKENS :], *encoded]
         move_to = self._assign(state, request, load, coming)
         pull_from = ""
         if pulled:
-            pull_from = self._nodes.named(int(sources[source]))
-            self._nodes.reserve(int(sources[source]), float(ways.pull_s[chosen]), now)
+            pull_from = self._nodes.named(source)
+            self._nodes.reserve(source, float(ways.pull_s[chosen]), now)
         rows = case.rows
         if len(total) > CANDIDATES_SHOWN:
             shown = _shown(total, chosen)
@@ -140,7 +160,8 @@ class Policy(Members):
         terms = {term: seconds.tolist() for term, seconds in costs.items()}
         # The other rules know no agents.
         move_to = move_to if self._rule == "satchel" else ""
-        return Decision(state.name, why, held, names, terms, state.node, pull_from, pulled, move_to)
+        ids = state.model_id, list(case.columns.model_ids)
+        return Decision(state.name, why, held, names, terms, state.node, pull_from, pulled, move_to, *ids)
 
     # Who may answer.
 
@@ -166,7 +187,8 @@ class Policy(Members):
         if self._nodes.draining.any():
             rows = self._staying(columns, rows, at_home)
         home = [position for row in at_home if (position := _position(rows, row)) is not None]
-        return _Case(request, columns, rows, home, seat, seat is not None or place is not None)
+        known = seat is not None or place is not None
+        return _Case(request, columns, rows, home, seat, known, _grouped(request, columns, rows))
 
     def _staying(self, columns: Columns, rows: Integers, at_home: list[int]) -> Integers:
         """Those of `rows` that are not on a node that is drained, but for the agent's home; all where none is left."""
@@ -202,16 +224,16 @@ class Policy(Members):
 
     # At what cost.
 
-    def _ways(self, case: _Case, beside: int | None, now: float) -> tuple[Ways, Integers, Integers]:
-        """How each candidate comes by the prompt; the nodes that are its sources; what is in each one's memory."""
+    def _ways(self, case: _Case, beside: int | None, now: float) -> tuple[Ways, Integers]:
+        """How each candidate comes by the prompt, and what is in each one's memory."""
         request, columns, rows = case.request, case.columns, case.rows
         usable = max(0, request.prompt_tokens - 1)
-        blocks = request.block_ids
-        if len(blocks) * BLOCK_TOKENS > usable:
-            # The last token of a prompt is always computed.
-            blocks = blocks[: usable // BLOCK_TOKENS]
-        runs = self.directory.runs(blocks) * np.int64(BLOCK_TOKENS)
-        hot = runs[columns.memory[rows]]
+        # The last token of a prompt is always computed.
+        blocks_max = usable // BLOCK_TOKENS
+        runs = [self.directory.runs(group.blocks[:blocks_max]) * np.int64(BLOCK_TOKENS) for group in case.groups]
+        hot = np.zeros(len(rows), np.int64)
+        for group, found in zip(case.groups, runs, strict=True):
+            hot[group.positions] = found[columns.memory[rows[group.positions]]]
         seat = case.seat
         if seat is not None and case.home and columns.names[rows[case.home[0]]] == seat.replica:
             # The turn's open tail is in no report: it is believed to be there where the turn's blocks are.
@@ -221,16 +243,25 @@ class Policy(Members):
         if beside is not None:
             # The two are computed together, once.
             hot[beside] = usable
-        disk, near, indices, sources = None, hot, rows[:0], None
+        parts = [
+            (group.positions, self._ways_of(case, rows[group.positions], hot[group.positions], found, now))
+            for group, found in zip(case.groups, runs, strict=True)
+        ]
+        return joined(parts, len(rows)), hot
+
+    def _ways_of(self, case: _Case, rows: Integers, hot: Integers, runs: Integers, now: float) -> Ways:
+        """How each of `rows`, which have one model id, comes by the prompt, of which holders have `runs`; sources are
+        indices of nodes."""
+        columns = case.columns
+        disk, sources, indices = None, None, rows[:0]
         if self._nodes.states and runs.any():
             disks = self._on_disks(runs, now)
             nodes = columns.node[rows]
             disk = disks[nodes]
-            near = np.maximum(hot, disk)
             if "pull" in RULES[self._rule]:
-                indices, sources = self._sources(disks, near, nodes, now)
+                indices, sources = self._sources(disks, np.maximum(hot, disk), nodes, now)
         ways = best_ways(
-            request.prompt_tokens,
+            case.request.prompt_tokens,
             hot,
             disk,
             columns.token_s[rows],
@@ -238,7 +269,7 @@ class Policy(Members):
             columns.kv_bytes[rows],
             sources,
         )
-        return ways, indices, hot
+        return ways if sources is None else replace(ways, source=np.append(indices, -1)[ways.source])
 
     def _sources(self, disks: Integers, near: Integers, nodes: Integers, now: float) -> tuple[Integers, Sources | None]:
         """The nodes from which somebody could pull more than is near, those that hold most first."""
@@ -255,11 +286,14 @@ class Policy(Members):
 
     def _encode_s(self, case: _Case, held: Integers, now: float) -> Floats:
         """Seconds to come by the features of the request's pictures, where `held` tokens need not be computed."""
-        columns, rows = case.columns, case.rows
-        encode_s = np.zeros(len(rows))
-        for entry, end, tokens, pixels in case.request.pictures:
-            memory, disk = self._having(columns, rows, entry, now)
-            encode_s += encoding_s(tokens, end, pixels, held, memory, disk, columns.encode_token_s[rows])
+        columns = case.columns
+        encode_s = np.zeros(len(case.rows))
+        for group in case.groups:
+            rows, had = case.rows[group.positions], held[group.positions]
+            for entry, end, tokens, pixels in group.pictures:
+                memory, disk = self._having(columns, rows, entry, now)
+                token_s = columns.encode_token_s[rows]
+                encode_s[group.positions] += encoding_s(tokens, end, pixels, had, memory, disk, token_s)
         return encode_s
 
     def _having(self, columns: Columns, rows: Integers, entry: bytes, now: float) -> tuple[Integers, Integers]:
@@ -269,7 +303,8 @@ class Policy(Members):
 
     def _has_any(self, columns: Columns, rows: Integers, request: RouteRequest, now: float) -> bool:
         """Whether one of `rows` has features of one of the request's pictures."""
-        having = (self._having(columns, rows, entry, now) for entry, _, _, _ in request.pictures)
+        called = [request.pictures, *(chain.pictures for chain in request.others)]
+        having = (self._having(columns, rows, entry, now) for pictures in called for entry, _, _, _ in pictures)
         return any(memory.any() or disk.any() for memory, disk in having)
 
     def _on_disks(self, runs: Integers, now: float) -> Integers:
@@ -308,6 +343,21 @@ def _position(rows: Integers, row: int) -> int | None:
     """Where `row` is in the ascending `rows`."""
     position = int(rows.searchsorted(row))
     return position if position < len(rows) and rows[position] == row else None
+
+
+def _grouped(request: RouteRequest, columns: Columns, rows: Integers) -> list[_Group]:
+    """The candidates by their model id."""
+    chains = {chain.model_id: chain for chain in request.others}
+    chains[request.model_id] = Chain(request.model_id, request.block_ids, request.pictures)
+    groups = []
+    for index, model_id in enumerate(columns.model_ids):
+        one = len(columns.model_ids) == 1
+        positions = np.arange(len(rows)) if one else np.flatnonzero(columns.model[rows] == index)
+        # Where nobody said what they are called, no blocks are known, and pictures are as large.
+        chain = chains.get(model_id) or Chain(model_id, [], request.pictures)
+        if len(positions):
+            groups.append(_Group(positions, chain.block_ids, chain.pictures))
+    return groups
 
 
 def _first_weight(ways: Ways) -> Floats:
