@@ -171,28 +171,66 @@ async def wait_until_ready(replicas: Handles, timeout_s: float, report: Report) 
             await asyncio.sleep(POLL_S)
 
 
-async def compare_models(replicas: Handles) -> None:
+async def compare_models(replicas: Handles) -> list[str]:
     """Whether these replicas have loaded the very models that others of the same names have.
 
+    Returns:
+        A sentence on each that computes otherwise: agents' words are good on both, and KV is not.
+
     Raises:
-        ModelLoadError: one has not; it could not take over anything from them.
+        ModelLoadError: one has other files; it could not take over anything from them.
     """
-    served = await asyncio.to_thread(registry.entries)
-    for entry in served:
-        ids: dict[str, bytes] = {}
-        for name, handle in find_replicas([entry]).items():
-            with suppress(RayError, TimeoutError):
-                info = await asyncio.wait_for(handle.info.remote(), ANSWER_S)
-                if info is not None:
-                    ids[name] = info["model_id"]
-        others = {model_id: name for name, model_id in ids.items() if name not in replicas}
-        for name in ids.keys() & replicas.keys():
-            if others and ids[name] not in others:
-                other = next(iter(others.values()))
-                raise ModelLoadError(
-                    f"{entry.model.name!r} is another model here than on {entry.replicas[other]}: "
-                    f"{ids[name].hex()[:12]} and {ids[other].hex()[:12]}; compare its files and dtype"
-                )
+    said: list[str] = []
+    for entry in await asyncio.to_thread(registry.entries):
+        found = await _infos(find_replicas([entry]))
+        # Those that were there first are what the new ones are compared with.
+        said += differing({name: found[name] for name in sorted(found, key=lambda name: name in replicas)})
+    return said
+
+
+def differing(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence on every replica of one model that computes otherwise than the first one.
+
+    Args:
+        infos: what `ReplicaActor.info` says, by replica.
+
+    Raises:
+        ModelLoadError: one has other files.
+    """
+    said: list[str] = []
+    first = next(iter(infos.values()), None)
+    for info in infos.values():
+        assert first is not None
+        names = _differences(info["files"], first["files"])
+        if names:
+            raise ModelLoadError(
+                f"{info['name']!r} is another model on {info['node']} than on {first['node']}: "
+                f"{', '.join(names)} differ{'s' if len(names) == 1 else ''}"
+            )
+        names = _differences(info["computing"], first["computing"])
+        if names:
+            how = "; ".join(f"{name}: {info['computing'].get(name)}, {first['computing'].get(name)}" for name in names)
+            said.append(
+                f"{info['replica']} on {info['node']} computes otherwise than {first['replica']} on {first['node']} "
+                f"({how}): they share agents' words and not their KV"
+            )
+    return said
+
+
+def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+async def _infos(replicas: Handles) -> dict[str, dict[str, Any]]:
+    """What those replicas say of their models that have loaded and answer in time."""
+
+    async def ask(handle: Any) -> dict[str, Any] | None:
+        with suppress(RayError, TimeoutError):
+            return await asyncio.wait_for(handle.info.remote(), ANSWER_S)
+        return None
+
+    answers = await asyncio.gather(*map(ask, replicas.values()))
+    return {name: info for name, info in zip(replicas, answers, strict=True) if info is not None}
 
 
 def leave_node(replicas: Handles, node: Node, drain_s: float, for_good: bool) -> None:
@@ -217,7 +255,7 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
 
     Raises:
         InvalidRequest: the name is taken.
-        ModelLoadError: the model cannot be loaded, or not within `timeouts.model_load_s`.
+        ModelLoadError: the model cannot be loaded, or not within `timeouts.model_load_s`, or has other files somewhere.
     """
     model = located(model)
     served = await asyncio.to_thread(registry.check_name, model)
@@ -229,6 +267,8 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
     replicas = await asyncio.to_thread(start_replicas, model, config.scheduling, placed, neighbours)
     try:
         await wait_until_ready(replicas, config.timeouts.model_load_s, report)
+        for sentence in differing(await _infos(replicas)):
+            logger.warning("%s", sentence)
         # Not in a thread: a cancellation must not come between the entry and knowing of it.
         registry.add(model)
         for replica, node in placed.items():

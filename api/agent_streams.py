@@ -31,6 +31,10 @@ class RecordedGeneration:
         self._generation = generation
 
     @property
+    def model_id(self) -> bytes:
+        return self._generation.model_id
+
+    @property
     def move_to(self) -> str:
         return self._generation.move_to
 
@@ -97,12 +101,13 @@ class TurnStream(TextStream):
         return super().begin_abort()
 
 
-def keeping(turn: Turn, chat: Chat, text: TextModel) -> Keep:
-    """What keeps the answer of `chat` for `turn`'s agent."""
+def keeping(turn: Turn, chat: Chat, text: TextModel, generation: Generation) -> Keep:
+    """What keeps the answer of `chat` for `turn`'s agent, under the id of the model where `generation` ended."""
 
     async def keep(tokens: list[int], message: Message) -> None:
         spelled = await asyncio.to_thread(spell, text, list(text.plain(chat.prompt[-_CONTEXT_TOKENS:])), tokens)
-        kept = Kept([*chat.prompt, *tokens], chat.text + spelled, [*chat.messages, message], chat.continuation)
+        said = [*chat.messages, message]
+        kept = Kept([*chat.prompt, *tokens], chat.text + spelled, said, chat.continuation, generation.model_id)
         await turn.commit(kept)
 
     return keep

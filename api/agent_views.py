@@ -102,7 +102,7 @@ async def _release(store: Store, blocks: list[Any]) -> int:
 
 
 async def _names(backend: Backend) -> dict[bytes, str]:
-    return {model.model_id: model.name for model in await backend.models()}
+    return {model.words_id: model.name for model in await backend.models()}
 
 
 def _view(described: dict[str, Any], names: dict[bytes, str]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _branch_view(branch: dict[str, Any], names: dict[bytes, str]) -> dict[str, A
     return {
         "branch": branch["branch"],
         "epoch": branch["epoch"],
-        "model": names.get(branch["model"], branch["model"].hex()),
+        "model": names.get(words := branch["files"] or branch["model"], words.hex()),
         "tokens": branch["tokens"],
         "blocks": branch["tokens"] // BLOCK_TOKENS,
         "messages": branch["messages"],

@@ -63,7 +63,7 @@ class KnownLine:
 
 
 class _Lines:
-    """Branches used lately, by agent and model, within `bytes_max`."""
+    """Branches used lately, by agent and what their words belong to, within `bytes_max`."""
 
     def __init__(self, bytes_max: int) -> None:
         self._agents: OrderedDict[tuple[str, bytes], dict[int, KnownLine]] = OrderedDict()
@@ -92,13 +92,14 @@ class _Lines:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a turn leaves: the prompt's and the answer's tokens, the text they spell, the transcript, and how the prompt
-    continued what was there (None where there was nothing)."""
+    """What a turn leaves: the prompt's and the answer's tokens, the text they spell, the transcript, how the prompt
+    continued what was there (None where there was nothing), and the model id under which its KV is kept."""
 
     tokens: Sequence[int]
     text: str
     messages: list[Message]
     continuation: Continuation | None
+    model_id: bytes
     injected: bool = False
 
 
@@ -122,9 +123,9 @@ class AgentMemory:
         self.lines = _Lines(lines_bytes_max)
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def turn(self, agent: str, model_id: bytes, text: TextModel, *, continues: bool) -> Turn:
-        """A turn of the agent (its key) that has not begun yet."""
-        return Turn(self, agent, model_id, text, continues)
+    def turn(self, agent: str, words_id: bytes, text: TextModel, *, continues: bool) -> Turn:
+        """A turn of the agent (its key) that has not begun yet, with a model of those words."""
+        return Turn(self, agent, words_id, text, continues)
 
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         # In a context of its own: Ray cancels the calls that it takes for a request's children with the request.
@@ -153,13 +154,13 @@ class Turn:
         messages: the stored transcript that it is appended to, in OpenAI's form.
     """
 
-    def __init__(self, memory: AgentMemory, agent: str, model_id: bytes, text: TextModel, continues: bool) -> None:
+    def __init__(self, memory: AgentMemory, agent: str, words_id: bytes, text: TextModel, continues: bool) -> None:
         self.agent = agent
         self.continues = continues
         self.lines: list[KnownLine] = []
         self.messages: list[Message] = []
         self._memory = memory
-        self._model_id = model_id
+        self._words_id = words_id
         self._text = text
         self._name = uuid.uuid4().hex if continues else ""
         self._since = 0
@@ -181,7 +182,7 @@ class Turn:
             async with asyncio.timeout(STORE_ANSWER_S):
                 known = self._known()
                 epochs = {line.branch: line.epoch for line in known.values()}
-                answer = await self._call("recall", self._model_id, epochs)
+                answer = await self._call("recall", self._words_id, epochs)
         except (SatchelError, TimeoutError) as error:
             self._memory.commits["not recalled"] += 1
             _log.warning("agent %s is not recalled: %s", self.agent, error or "the store takes too long")
@@ -193,7 +194,7 @@ class Turn:
         self._renewing = self._memory.background(self._renew())
         known = self._known()
         epochs = {line.branch: line.epoch for line in known.values()}
-        answer = await self._insist("begin", self._name, self._model_id, epochs)
+        answer = await self._insist("begin", self._name, self._words_id, epochs)
         self._since = answer["since"]
         branch = answer["branch"]
         if branch is None:
@@ -204,7 +205,7 @@ class Turn:
         await self._learn([branch], known, all_of_them=False)
 
     def _known(self) -> dict[int, KnownLine]:
-        return self._memory.lines.get((self.agent, self._model_id))
+        return self._memory.lines.get((self.agent, self._words_id))
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         return await self._memory.store.call(method, self.agent, *arguments, **named)
@@ -233,7 +234,7 @@ class Turn:
                 self.lines.append(line)
         if all_of_them:
             known = {}
-        self._memory.lines.set((self.agent, self._model_id), known | {line.branch: line for line in self.lines})
+        self._memory.lines.set((self.agent, self._words_id), known | {line.branch: line for line in self.lines})
 
     async def _renew(self) -> None:
         while True:
@@ -288,7 +289,8 @@ class Turn:
             "text": kept.text,
             "transcript": transcript,
             "messages": len(kept.messages),
-            "model": self._model_id,
+            "model": kept.model_id,
+            "files": self._words_id,
             "since": self._since,
             "branch": base[0] if base else None,
             "epoch": base[1] if base else 0,
@@ -300,7 +302,7 @@ class Turn:
         outcome = await self._insist("commit", **fields) if self.continues else await self._call("commit", **fields)
         if outcome["kind"] in ("replaced", "opened"):
             new = KnownLine(outcome["branch"], outcome["epoch"], turns, line, history, words_in(kept.tokens))
-            self._memory.lines.set((self.agent, self._model_id), self._known() | {new.branch: new})
+            self._memory.lines.set((self.agent, self._words_id), self._known() | {new.branch: new})
         return outcome["kind"]
 
     def _base(self, kept: Kept) -> tuple[int, int, int] | None:

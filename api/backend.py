@@ -16,7 +16,11 @@ from ..actors.messages import Media, RowUpdate, Sampling
 @dataclass(frozen=True)
 class ServedModel:
     """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
-    `memory` says in words which layers keep what, and how."""
+    `memory` says in words which layers keep what, and how.
+
+    `files_id` is the same for all its replicas, `model_id` one replica's: those of nodes that compute differently have
+    others.
+    """
 
     name: str
     model_id: bytes
@@ -25,6 +29,12 @@ class ServedModel:
     vocabulary_size: int
     created: int
     memory: str = ""
+    files_id: bytes = b""
+
+    @property
+    def words_id(self) -> bytes:
+        """What agents' words belong to: the files, by which token ids have their meaning."""
+        return self.files_id or self.model_id
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,9 @@ class ReplicaStats:
     vision_encodes_total: int = 0
     vision_bytes: int = 0
     node: str = ""
+    model_id: str = ""
+    computing: Mapping[str, str] = field(default_factory=dict)
+    """How it computes, by setting: see `identity.computing`."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,11 @@ class Generation(Protocol):
     node: str
     """Where the replica is, "" where nobody has said."""
     why: str
+
+    @property
+    def model_id(self) -> bytes:
+        """The id that the model has at the replica: its KV is kept under that."""
+        ...
 
     @property
     def move_to(self) -> str:

@@ -186,7 +186,7 @@ class _Start(threading.Thread):
         self.begun.set()
         self.replicas = start_node(config, self._order.node)
         self._await_replicas(config)
-        asyncio.run(compare_models(self.replicas))
+        self._progress.say(*asyncio.run(compare_models(self.replicas)))
         self._cluster.note_processes()
 
     def _await_name(self) -> None:

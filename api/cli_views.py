@@ -120,7 +120,8 @@ def show_status(home: Home, *, as_json: bool) -> None:
     replicas = _replicas(metrics.text)
     for each in cluster.get("replicas", []):
         if each["id"] in replicas:
-            replicas[each["id"]].update(node=each["node"], tokens_per_s=each["tokens_per_s"], pid=each["pid"])
+            names = ("node", "tokens_per_s", "pid", "model_id", "differs")
+            replicas[each["id"]].update({name: each.get(name) for name in names})
     if as_json:
         found = {
             "home": str(home.root),
@@ -150,6 +151,10 @@ def show_status(home: Home, *, as_json: bool) -> None:
         if not any(entry.get("model") == name for entry in replicas.values()):
             shown.add_row("", "", Text(name), "yes" if answers else "no")
     console.print(shown)
+    for name, entry in sorted(replicas.items()):
+        if differs := entry.get("differs"):
+            how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
+            console.print(Text(f"{name} computes otherwise than others ({how}): it shares agents' words, not their KV"))
 
 
 def show_models(home: Home, *, as_json: bool) -> None:

@@ -140,7 +140,7 @@ async def cluster_view(backend: Backend, store: Store | None, rates: TokenRates,
     return {
         "object": "cluster",
         "nodes": node_views(nodes, stats),
-        "replicas": [_replica_view(each, pids, tokens_per_s) for each in stats],
+        "replicas": [_replica_view(each, stats, pids, tokens_per_s) for each in stats],
         **await _agents_view(store, tenant, nodes),
     }
 
@@ -179,18 +179,29 @@ def _node_view(node: NodeState, nodes: Sequence[NodeState], replicas: Sequence[R
     }
 
 
-def _replica_view(stats: ReplicaStats, pids: Mapping[str, int], tokens_per_s: Mapping[str, float]) -> dict[str, Any]:
+def _replica_view(
+    stats: ReplicaStats, every: Iterable[ReplicaStats], pids: Mapping[str, int], tokens_per_s: Mapping[str, float]
+) -> dict[str, Any]:
     rate = tokens_per_s.get(stats.replica)
     return {
         "id": stats.replica,
         "node": stats.node,
         "pid": pids.get(stats.replica),
         "model": stats.model,
+        "model_id": stats.model_id or None,
+        # With those KV is not shared.
+        "differs": _differing(stats, every),
         "up": stats.answers,
         "running": stats.running,
         "waiting": stats.waiting,
         "tokens_per_s": None if rate is None else round(rate, 1),
     }
+
+
+def _differing(stats: ReplicaStats, every: Iterable[ReplicaStats]) -> dict[str, str]:
+    """How the replica computes, of what replicas of its model do not all do alike."""
+    others = [each.computing for each in every if each.model == stats.model and each.model_id]
+    return {name: value for name, value in stats.computing.items() if any(other.get(name) != value for other in others)}
 
 
 async def _agents_view(store: Store | None, tenant: str, nodes: Sequence[NodeState]) -> dict[str, Any]:

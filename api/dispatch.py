@@ -22,7 +22,7 @@ from ..actors import registry
 from ..actors.handles import ROUTER, actor_handle, replica_actor_name
 from ..actors.kv_store.blocks import block_ids, is_shared, root_id, scope_of
 from ..actors.kv_store.media import features_needed
-from ..actors.messages import Decision, Frame, GenerateRequest, RouteRequest, RowUpdate, decode, encode
+from ..actors.messages import Chain, Decision, Frame, GenerateRequest, RouteRequest, RowUpdate, decode, encode
 from ..cluster.config import Config
 from ..cluster.errors import NoReplica, ReplicaLost, Unavailable, from_wire
 from .agent_homes import AgentHomes
@@ -132,6 +132,7 @@ class RayBackend:
         self._homes = homes or AgentHomes(config)
         self.failovers = 0
         self._links: dict[str, Link] = {}
+        self._model_ids: dict[str, list[bytes]] = {}
         self._opening = asyncio.Lock()
         self._served = ServedModels(self._ask)
         self._router: Any = None
@@ -164,8 +165,9 @@ class RayBackend:
             media=list(row.media),
             remembered_tokens=row.remembered_tokens,
             reusable=is_shared(scope),
+            model_id=model.model_id,
         )
-        generation = RayGeneration(self, request, row.beside)
+        generation = RayGeneration(self, request, row.beside, scope)
         await generation.start()
         return generation
 
@@ -215,8 +217,17 @@ class RayBackend:
 
     # For RayGeneration and Link.
 
-    async def route(self, request: GenerateRequest, exclude: Sequence[str], beside: str) -> Decision:
+    def model_ids(self, model: str) -> Sequence[bytes]:
+        """The ids that a model's replicas had when it was last routed to; nodes may compute differently."""
+        return self._model_ids.get(model, ())
+
+    async def route(
+        self, request: GenerateRequest, exclude: Sequence[str], beside: str, others: Sequence[GenerateRequest] = ()
+    ) -> Decision:
         """The router's decision.
+
+        Args:
+            others: the request as it is for replicas of other model ids.
 
         Raises:
             NoReplica: the router said so, or is itself restarting.
@@ -231,6 +242,8 @@ class RayBackend:
             beside=beside,
             near=self._homes.known(request.agent) if request.agent else "",
             pictures=_pictures_of(request),
+            model_id=request.model_id,
+            others=[Chain(other.model_id, other.block_ids, _pictures_of(other)) for other in others],
         )
         try:
             answer = await asyncio.wait_for((await self._get_router()).route.remote(encode(message)), ANSWER_S)
@@ -240,6 +253,7 @@ class RayBackend:
         if isinstance(answer, dict):
             raise from_wire(answer)
         decision = decode(Decision, answer)
+        self._model_ids[request.model] = decision.model_ids
         if not decision.node:
             # The replica has not said where it is.
             decision = replace(decision, node=await self._placed_on(decision.replica))

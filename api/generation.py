@@ -111,13 +111,13 @@ class Generator:
         Raises:
             ModelLoadError: its tokenizer does not load.
         """
-        key = (model.folder, model.model_id)
+        key = (model.folder, model.words_id)
         task = self._texts.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = asyncio.create_task(asyncio.to_thread(self._load_text, model.folder, name=model.name))
             self._texts[key] = task
             # Those of models that are served no more go.
-            served = {key, *((other.folder, other.model_id) for other in await self.backend.models())}
+            served = {key, *((other.folder, other.words_id) for other in await self.backend.models())}
             self._texts = {known: loading for known, loading in self._texts.items() if known in served}
         # Shielded: one waiting request that goes away must not end the loading for the others.
         return await asyncio.shield(task)
@@ -166,7 +166,8 @@ class Generator:
             usage = (await stream.collect()).usage
             chat, turn = jobs[0].chat, jobs[0].turn
             assert chat is not None and turn is not None
-            await turn.commit(Kept(chat.prompt, chat.text, chat.messages, chat.continuation, injected=True))
+            kept = Kept(chat.prompt, chat.text, chat.messages, chat.continuation, stream.model_id, injected=True)
+            await turn.commit(kept)
             return usage
 
     @asynccontextmanager
@@ -192,7 +193,7 @@ class Generator:
         media = await self._media(request) if text.pictures is not None else []
         turn, past = None, None
         if agent and self.memory is not None:
-            turn = self.memory.turn(agent, model.model_id, text, continues=request.agent_continue)
+            turn = self.memory.turn(agent, model.words_id, text, continues=request.agent_continue)
             turns.append(turn)
             await turn.open()
             past = Past(turn.messages, [known.line for known in turn.lines], [known.words for known in turn.lines])
@@ -328,7 +329,7 @@ class Generator:
         }
         if job.turn is None or job.chat is None or choice:
             return TextStream(generation, job.row_text(prompt), **how)
-        keep = keeping(job.turn, job.chat, job.text)
+        keep = keeping(job.turn, job.chat, job.text, generation)
         return TurnStream(generation, job.row_text(prompt), turn=job.turn, keep=keep, **how)
 
     def _max_tokens(self, request: Request, left: int) -> int:

@@ -35,6 +35,10 @@ class RayStore:
             return await self._list(agent, *arguments)
         if method == "fork" and await self._homes.where(arguments[0]) is not None:
             raise AgentExists(f"there is an agent {arguments[0].partition('/')[2]!r} already", param="as")
+        if method == "blocks":
+            # The same words may have been computed by replicas of several ids.
+            infos = [info for _, info in await self._infos()]
+            arguments = ([[info["files_id"], info["model_id"]] for info in infos],)
         refusal: SatchelError | None = None
         for _ in range(MOVES_MAX):
             node = await self._homes.locate(agent)
@@ -111,12 +115,15 @@ class RayStore:
 
     async def _ask_holders(self, model_id: bytes, method: str, *arguments: Any) -> list[int]:
         """What the replicas of the model answer, those that do."""
-        replicas = await self._replicas()
-        infos = await asyncio.gather(*(self._ask(handle, "info") for handle in replicas.values()))
-        found = zip(replicas.values(), infos, strict=True)
-        holders = [handle for handle, info in found if info is not None and info["model_id"] == model_id]
+        holders = [handle for handle, info in await self._infos() if info["model_id"] == model_id]
         answers = await asyncio.gather(*(self._ask(handle, method, *arguments) for handle in holders))
         return [answer for answer in answers if answer is not None]
+
+    async def _infos(self) -> list[tuple[Any, dict[str, Any]]]:
+        """The replicas that have loaded their model and answer, and what they say of it."""
+        replicas = await self._replicas()
+        infos = await asyncio.gather(*(self._ask(handle, "info") for handle in replicas.values()))
+        return [(handle, info) for handle, info in zip(replicas.values(), infos, strict=True) if info is not None]
 
     async def _replicas(self) -> dict[str, Any]:
         def find() -> dict[str, Any]:

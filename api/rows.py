@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from ..actors.kv_store.blocks import block_ids
+from ..actors.kv_store.blocks import block_ids, root_id
 from ..actors.messages import Decision, GenerateRequest, RowUpdate, encode
 from ..cluster.errors import PictureLost, ReplicaLost, SatchelError, SlowReader, Unavailable, from_wire
 
@@ -37,9 +37,10 @@ class RayGeneration:
 
     Args:
         beside: a replica that has just taken a request with the same prompt, "" for none.
+        scope: who may reuse its blocks.
     """
 
-    def __init__(self, backend: RayBackend, request: GenerateRequest, beside: str = "") -> None:
+    def __init__(self, backend: RayBackend, request: GenerateRequest, beside: str = "", scope: str = "") -> None:
         self.replica = ""
         self.node = ""
         self.why = ""
@@ -47,6 +48,7 @@ class RayGeneration:
         self._backend = backend
         self._request = request
         self._beside = beside
+        self._scope = scope
         self._started = time.monotonic()
         self._updates: asyncio.Queue[tuple[int, RowUpdate | SatchelError]] = asyncio.Queue()
         self._unread = 0
@@ -60,6 +62,10 @@ class RayGeneration:
     @property
     def request_id(self) -> str:
         return self._request.request_id
+
+    @property
+    def model_id(self) -> bytes:
+        return self._request.model_id
 
     def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
         """Take what a link heard of the row's placement."""
@@ -94,7 +100,9 @@ class RayGeneration:
         tried = list(exclude)
         refusal: SatchelError | None = None
         for _ in range(ATTEMPTS):
-            decision = await self._backend.route(self._request, tried, self._beside)
+            ids = self._backend.model_ids(self._request.model)
+            others = [await self._as_called(other) for other in ids if other != self.model_id]
+            decision = await self._backend.route(self._request, tried, self._beside, others)
             if refusal is not None and decision.replica in tried:
                 self._backend.release(decision.replica, self.request_id)
                 break
@@ -113,6 +121,7 @@ class RayGeneration:
         self.move_to = decision.move_to
         self._placement += 1
         try:
+            self._request = await self._as_called(decision.model_id)
             self._link = link = await self._backend.link(decision)
             link.rows[self.request_id] = (self, self._placement)
             request = replace(
@@ -135,6 +144,14 @@ class RayGeneration:
         self._unlink()
         self._backend.release(decision.replica, self.request_id)
         return refusal
+
+    async def _as_called(self, model_id: bytes) -> GenerateRequest:
+        """The request with its blocks called as they are at replicas of that model id; b"" is whatever it is now."""
+        if model_id in (b"", self.model_id):
+            return self._request
+        root = root_id(model_id, self._scope)
+        ids = await asyncio.to_thread(block_ids, root, self._request.prompt)
+        return replace(self._request, model_id=model_id, root_id=root, block_ids=ids)
 
     async def _submit(self, link: Link, request: GenerateRequest) -> SatchelError | None:
         """None where the replica took it, else why not.

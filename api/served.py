@@ -140,4 +140,5 @@ def _served(info: dict[str, Any]) -> ServedModel:
         vocabulary_size=info["vocabulary_size"],
         created=info["created"],
         memory=info["layers"],
+        files_id=info["files_id"],
     )

@@ -106,6 +106,11 @@ class TextStream:
         self._over = False
         self._cached_tokens = 0
 
+    @property
+    def model_id(self) -> bytes:
+        """The id that the model has where the row is now."""
+        return self._generation.model_id
+
     def __aiter__(self) -> AsyncGenerator[Event, None]:
         return self._timed()
 

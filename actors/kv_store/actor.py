@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -112,10 +112,11 @@ class KVStoreActor(DiskCalls):
         self._owned = Ownership(disk, self._ask) if disk is not None else None
         self.open_disk(disk, session, self._owned)
 
-    async def recall(self, agent: str, model: bytes, known: dict[int, int]) -> Answer:
+    async def recall(self, agent: str, words: bytes, known: dict[int, int]) -> Answer:
         """What a stateless turn begins with.
 
         Args:
+            words: what the model's token ids belong to; see `Head`.
             known: epochs by branch of what the caller has.
 
         Returns:
@@ -125,17 +126,17 @@ class KVStoreActor(DiskCalls):
 
         def work() -> Answer:
             self._homes.check(agent)
-            since, found = self._agents.recall(agent, model, known)
+            since, found = self._agents.recall(agent, words, known)
             return {"since": since, "branches": [_branch(head, content) for head, content in found]}
 
         return await self._answer(work)
 
-    async def begin(self, agent: str, turn: str, model: bytes, known: dict[int, int]) -> Answer:
+    async def begin(self, agent: str, turn: str, words: bytes, known: dict[int, int]) -> Answer:
         """Take the agent's turn, in the order of asking.
 
         Returns:
-            `{"since": n, "branch": {...} | None}`: the main branch as `recall` has it, its tokens only if they are of
-            `model`, its transcript always; or an error (`AgentBusy`) after `turn_wait_s`.
+            `{"since": n, "branch": {...} | None}`: the main branch as `recall` has it, its tokens only if they are
+            `words`, its transcript always; or an error (`AgentBusy`) after `turn_wait_s`.
         """
         line = self._lines.setdefault(agent, deque())
         busy = {"error": AgentBusy(f"agent {_id(agent)!r} is still busy with another turn").to_wire()}
@@ -147,7 +148,7 @@ class KVStoreActor(DiskCalls):
         try:
             while not waiting.gone:
                 if line[0] is waiting:
-                    answer = await self._answer(lambda: self._begin(agent, turn, model, known))
+                    answer = await self._answer(lambda: self._begin(agent, turn, words, known))
                     if answer.get("result", True) is not None:
                         return answer
                 left = ends - time.monotonic()
@@ -164,7 +165,7 @@ class KVStoreActor(DiskCalls):
             line.remove(waiting)
             self._wake(agent)
 
-    def _begin(self, agent: str, turn: str, model: bytes, known: dict[int, int]) -> Answer | None:
+    def _begin(self, agent: str, turn: str, words: bytes, known: dict[int, int]) -> Answer | None:
         self._homes.check(agent)
         begun = self._agents.begin(agent, turn, time.monotonic(), LEASE_S)
         if begun is None:
@@ -173,7 +174,7 @@ class KVStoreActor(DiskCalls):
         if main is None:
             return {"since": since, "branch": None}
         head, content = main
-        if head.model == model and known.get(head.branch) != head.epoch:
+        if head.words == words and known.get(head.branch) != head.epoch:
             return {"since": since, "branch": _branch(head, content)}
         return {"since": since, "branch": _branch(head, None) | {"transcript": content.messages}}
 
@@ -279,11 +280,15 @@ class KVStoreActor(DiskCalls):
 
         return await self._answer(work)
 
-    async def blocks(self, agent: str) -> Answer:
+    async def blocks(self, agent: str, replicas: Sequence[Sequence[bytes]] = ()) -> Answer:
         """What each of the agent's branches stands on: `[model id, root id, [block ids], first block's tokens, [ids of
         features]]`.
 
         Of a branch that is shorter than a block the tokens (packed) are all that there is.
+
+        Args:
+            replicas: (files id, model id) of those that may have computed the same words under an id of their own, of
+                which is told too then.
         """
 
         def hashed(branches: list[Branch]) -> list[Any]:
@@ -292,16 +297,18 @@ class KVStoreActor(DiskCalls):
             stood = ((each, Claims([each])) for each in shared)
             return [[at.model, at.root, [*on.blocks], at.tokens[:size], on.features] for at, on in stood]
 
-        return await self._of_branches(agent, hashed)
+        return await self._of_branches(agent, hashed, replicas)
 
     async def disk_kept(self, agent: str) -> Answer:
         """How many entries of KV on the disk, blocks and tails, the agent's branches stand on."""
         disk = self._disk
         return {"result": 0} if disk is None else await self._of_branches(agent, lambda found: kept_on(disk, found))
 
-    async def _of_branches(self, agent: str, work: Callable[[list[Branch]], Any]) -> Answer:
+    async def _of_branches(
+        self, agent: str, work: Callable[[list[Branch]], Any], replicas: Sequence[Sequence[bytes]] = ()
+    ) -> Answer:
         """What follows from the agent's token ids, not by the worker: it takes a while, and commits wait for that."""
-        answer = await self._answer(lambda: branches_of(self._agents, agent))
+        answer = await self._answer(lambda: branches_of(self._agents, agent, replicas))
         try:
             return answer if "error" in answer else {"result": await asyncio.to_thread(work, answer["result"])}
         except SatchelError as error:

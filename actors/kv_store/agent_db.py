@@ -173,7 +173,7 @@ class AgentDatabase:
                 (head.agent, head.branch, content.tokens, text, content.messages),
             )
             mac = mac_of(self._key, *head_fields(head, digest))
-            fields = (head.epoch, head.model, head.root, head.turns, int(head.injected), head.messages)
+            fields = (head.epoch, head.model + head.files, head.root, head.turns, int(head.injected), head.messages)
             row = (head.agent, head.branch, *fields, head.created, head.used, digest, mac)
             self._db.execute(f"INSERT OR REPLACE INTO branches VALUES ({','.join('?' * len(row))})", row)
             self._db.execute(_CHANGED, (head.agent, head.epoch))

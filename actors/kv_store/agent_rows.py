@@ -17,6 +17,9 @@ from .branches import ROW_BYTES, Content, Head
 
 logger = logging.getLogger(__name__)
 
+_ID_BYTES = 32
+"""The column `model` has the model's id, and behind it that of its files, where it is known."""
+
 HEADS = """
 SELECT b.agent, b.branch, b.epoch, b.model, b.root, b.turns, b.injected, b.messages, b.created, b.used, b.digest, b.mac,
     LENGTH(c.tokens), LENGTH(c.text), LENGTH(c.messages)
@@ -80,7 +83,7 @@ def read_head(row: tuple[Any, ...], key: bytes) -> Head | None:
             agent=agent,
             branch=branch,
             epoch=epoch,
-            model=model,
+            model=model[:_ID_BYTES],
             root=root,
             turns=turns,
             injected=bool(injected),
@@ -89,6 +92,7 @@ def read_head(row: tuple[Any, ...], key: bytes) -> Head | None:
             nbytes=sum(lengths) + ROW_BYTES,
             created=created,
             used=used,
+            files=model[_ID_BYTES:],
         )
         return head if hmac.compare_digest(mac_of(key, *head_fields(head, digest)), mac) else None
     except (TypeError, AttributeError, UnicodeEncodeError, struct.error):
@@ -98,7 +102,7 @@ def read_head(row: tuple[Any, ...], key: bytes) -> Head | None:
 def head_fields(head: Head, digest: bytes) -> tuple[bytes, ...]:
     numbers = struct.pack("<qqqqq", head.branch, head.epoch, head.turns, head.injected, head.messages)
     times = struct.pack("<dd", head.created, head.used)
-    return b"branch", head.agent.encode(), numbers, times, head.model, head.root, digest
+    return b"branch", head.agent.encode(), numbers, times, head.model + head.files, head.root, digest
 
 
 def mac_of(key: bytes, *fields: bytes) -> bytes:

@@ -60,7 +60,7 @@ class Agents:
     ) -> None:
         self._storage = storage
         self._limits = limits
-        self._root_of = root_of
+        self.root_of = root_of
         self._sequence = max(start, storage.sequence())
         self._residue, self._modulus = 0, 1
         # Below this, tombstones have been let go, so a turn that began earlier may not commit.
@@ -81,7 +81,7 @@ class Agents:
         return self._storage.nbytes
 
     def recall(
-        self, agent: str, model: bytes, known: Mapping[int, int]
+        self, agent: str, words: bytes, known: Mapping[int, int]
     ) -> tuple[int, list[tuple[Head, Content | None]]]:
         """What a stateless turn begins with.
 
@@ -89,14 +89,14 @@ class Agents:
             known: the epochs of the branches that the caller has.
 
         Returns:
-            The sequence now, and the agent's branches of that model, the content of those only that are not known.
+            The sequence now, and the agent's branches of those words, the content of those only that are not known.
         """
         found: list[tuple[Head, Content | None]] = []
         heads = self._storage.heads(agent)
         if not heads:
             self._see(agent)
         for head in heads:
-            if head.model != model:
+            if head.words != words:
                 continue
             if known.get(head.branch) == head.epoch:
                 found.append((head, None))
@@ -192,7 +192,7 @@ class Agents:
         try:
             with self._storage.transaction():
                 for head, content in copies:
-                    root = self._root_of(target, head.model)
+                    root = self.root_of(target, head.model)
                     epoch = self._next()
                     copy = replace(
                         head, agent=target, branch=ids[head.branch], epoch=epoch, root=root, created=unix_now
@@ -238,7 +238,7 @@ class Agents:
                     self.witness([head])
                     # Whoever counts along sees that something has changed.
                     self._next()
-                    root = self._root_of(agent, head.model)
+                    root = self.root_of(agent, head.model)
                     self._make_place(heads)
                     self._storage.put(replace(head, agent=agent, branch=branch, epoch=epoch, root=root), content)
                 self._make_room({agent}, now, trim=None)
@@ -340,7 +340,7 @@ class Agents:
             branch=old.branch if old else epoch,
             epoch=epoch,
             model=commit.model,
-            root=self._root_of(agent, commit.model),
+            root=self.root_of(agent, commit.model),
             turns=commit.turns,
             injected=commit.injected or (old is not None and old.injected),
             messages=commit.messages,
@@ -348,6 +348,7 @@ class Agents:
             nbytes=0,
             created=old.created if old else unix_now,
             used=unix_now,
+            files=commit.files,
         )
         with self._storage.transaction():
             self._storage.put(head, commit.content)

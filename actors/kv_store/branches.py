@@ -26,9 +26,11 @@ class AgentLimits:
 class Head:
     """A branch without its content.
 
-    `model` are 32 bytes, `root` the parent of its first KV block (empty where nobody may share it). `messages` and
-    `tokens` are lengths. `turns` counts from the conversation's beginning, on whichever branch they were taken;
-    `injected` says that something was put in without a reply. `created` and `used` are Unix times.
+    `model` is the id (32 bytes) of the model that took its last turn, under which its KV is kept, and `root` the parent
+    of its first KV block (empty where nobody may share it). `files` is the id of that model's files, the same wherever
+    it is computed with; empty where nobody has said. `messages` and `tokens` are lengths. `turns` counts from the
+    conversation's beginning, on whichever branch they were taken; `injected` says that something was put in without a
+    reply. `created` and `used` are Unix times.
     """
 
     agent: str
@@ -43,6 +45,12 @@ class Head:
     nbytes: int
     created: float
     used: float
+    files: bytes = b""
+
+    @property
+    def words(self) -> bytes:
+        """What its token ids belong to: they mean the same for every model that has it."""
+        return self.files or self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,7 @@ class Commit:
     turns: int = 1
     injected: bool = False
     turn: str = ""
+    files: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ class Homes:
         return [
             (head, content)
             for head, content in memory.branches
-            if not any(own.model == head.model and _goes_on(kept, content) for own, kept in mine)
+            if not any(own.words == head.words and _goes_on(kept, content) for own, kept in mine)
         ]
 
     def bury(self, agent: str, epoch: int) -> int:

@@ -276,10 +276,19 @@ class OwnedKeeper:
             raise Unavailable("what was pulled cannot be kept now") from None
 
 
-def branches_of(agents: Agents, agent: str) -> list[Branch]:
-    """The agent's branches, the oldest first. For the agents' own thread."""
-    found = ((head, agents.content(head)) for head in agents.heads(agent))
-    return [Branch(head.model, head.root, content.tokens) for head, content in found if content is not None]
+def branches_of(agents: Agents, agent: str, replicas: Sequence[Sequence[bytes]] = ()) -> list[Branch]:
+    """The agent's branches, the oldest first. For the agents' own thread.
+
+    Args:
+        replicas: (files id, model id) of those with which a branch is to stand there as they would compute it too.
+    """
+    found = []
+    for head in agents.heads(agent):
+        if (content := agents.content(head)) is not None:
+            found.append(Branch(head.model, head.root, content.tokens))
+            others = {model for files, model in replicas if files == head.files} - {head.model}
+            found += [Branch(model, agents.root_of(agent, model), content.tokens) for model in sorted(others)]
+    return found
 
 
 def _page(agents: Agents, after: str) -> list[tuple[str, list[Branch]]]:

@@ -100,7 +100,8 @@ class ReplicaActor:
         }
 
     async def info(self) -> dict[str, Any] | None:
-        """The loaded model: name, model_id, folder, context_tokens, vocabulary_size, dtype, created. None before."""
+        """The loaded model: name, model_id, files_id, what both are made of (`files` and `computing`), folder,
+        context_tokens, vocabulary_size, dtype, created. None before."""
         if self._engine is None:
             return None
         loaded = self._engine.loaded
@@ -109,6 +110,9 @@ class ReplicaActor:
             "node": self._node,
             "name": self._model.name,
             "model_id": loaded.model_id,
+            "files_id": loaded.identity.files_id,
+            "files": dict(loaded.identity.files),
+            "computing": dict(loaded.identity.computing),
             "folder": str(loaded.folder),
             "context_tokens": loaded.context_tokens,
             "vocabulary_size": loaded.vocabulary_size,
@@ -131,6 +135,8 @@ class ReplicaActor:
             "replica": self._name,
             "model": self._model.name,
             "node": self._node,
+            "model_id": engine.loaded.model_id.hex(),
+            "computing": dict(engine.loaded.identity.computing),
             "answers": time.monotonic() - engine.beat < STUCK_S,
             "running": engine.scheduler.running,
             "waiting": engine.waiting,
@@ -167,6 +173,9 @@ class ReplicaActor:
         message = decode(GenerateRequest, request)
         if self._engine is None:
             return NoReplica(f"{self._model.name} is still loading").to_wire()
+        if message.model_id not in (b"", self._engine.loaded.model_id):
+            # Its KV would be kept under the names of another's.
+            return Unavailable(f"{self._name} computes otherwise than the request was made for").to_wire()
         loop = asyncio.get_running_loop()
         rows = self._known().rows(message.consumer)
         if message.request_id in rows:

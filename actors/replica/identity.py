@@ -137,12 +137,6 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
     }
 
 
-def differences(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """What two mappings have not in common: by name both values, "" where there is none."""
-    names = sorted(one.keys() | other.keys())
-    return {name: (one.get(name, ""), other.get(name, "")) for name in names if one.get(name) != other.get(name)}
-
-
 def refuse_foreign(source: str, config: Mapping[str, object]) -> None:
     """Refuse what would run code from the model's folder, or read weights that are no part of its id.
 

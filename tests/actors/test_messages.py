@@ -8,6 +8,7 @@ import msgpack
 import pytest
 
 from satchel.actors.messages import (
+    Chain,
     Decision,
     Frame,
     GenerateRequest,
@@ -24,12 +25,15 @@ from satchel.cluster import errors
 # Pairs and triples come out of msgpack as lists.
 CLAIMS: Any = [["t/a", 3, True]]
 TOMBSTONES: Any = [["t/c", 2]]
+PICTURES: Any = [[b"p", 3, 2, True]]
 
 MESSAGES = [
     GenerateRequest("r", "c", "m", "t/a", [1, 2], [b"x" * 32], b"r" * 32, Sampling(seed=2**63 - 1), 3, 1.5, 4),
     Frame([RowUpdate("r", [1, 2], None, 5), RowUpdate("s", [], "error", None, {"kind": "QueueFull"})]),
     Frame([]),
     RouteRequest("r", "m", "", [b"x"], 7, ["a"]),
+    RouteRequest("r", "m", "", [b"x"], 7, model_id=b"m", others=[Chain(b"n", [b"y"], PICTURES)]),
+    Decision("b", "prefix", model_id=b"m", model_ids=[b"m", b"n"]),
     Decision("a", "prefix", 512, ["a"], {"queue": [0.5]}, "mac0", "mac1", 256),
     ReplicaReport("a", "m", "i", 1, 2, 3, 4, 5, 6.0, ["r"], [b"x"], [], True, "mac0", 0.02, 3e9, 36864.0, -1),
     StoreReport("mac0", "i", 1, [b"x"], [], False, CLAIMS, ["t/b"], TOMBSTONES, {"mac1": 1e9}, 5, 6, True),

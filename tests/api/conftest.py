@@ -129,6 +129,7 @@ class FakeGeneration:
         self.node = ""
         self.why = "test: scripted"
         self.move_to = ""
+        self.model_id = b""
         self.request_id = request_id
         self.script = script
         self.aborts = 0
@@ -171,6 +172,8 @@ class FakeBackend:
         self.machines = [NodeState("local", "127.0.0.1", (("127.0.0.1", "ethernet"),), True)]
         self.placed: dict[str, str] = {}
         self.move_to = ""
+        self.computes_as = b""
+        """The model id where rows run; that of the served model where it is empty."""
         self.processes: dict[str, int] = {}
         self.decisions: dict[str, dict[str, Any]] = {}
         self.failovers = 0
@@ -209,6 +212,7 @@ class FakeBackend:
         generation = FakeGeneration(row.request_id, script, f"{model.name}#{len(self.generations) % 2}", row.sampling)
         generation.node = self.placed.get(generation.replica, "")
         generation.move_to = self.move_to
+        generation.model_id = self.computes_as or model.model_id
         self.generations.append(generation)
         return generation
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from satchel.actors.kv_store.blocks import block_ids, root_id
 from satchel.actors.messages import Decision, GenerateRequest, Media, RowUpdate, Sampling, decode
 from satchel.actors.replica.consumers import _merge
 from satchel.api import rows
@@ -85,6 +86,10 @@ class FakeBackend:
         self.away = 0
         self.failovers = 0
         self.beside: list[str] = []
+        self.ids: list[bytes] = []
+        """The model ids that are told, and those that replicas have."""
+        self.computing: dict[str, bytes] = {}
+        self.asked: list[list[GenerateRequest]] = []
         self.tasks: set[asyncio.Task[Any]] = set()
         endpoint = {"unread_tokens_max": UNREAD_MAX}
         self.config = parse_config({"models": [{"name": "m", "source": "s"}], "endpoint": endpoint})
@@ -92,14 +97,18 @@ class FakeBackend:
     def background(self, work: Any) -> None:
         self.tasks.add(asyncio.ensure_future(work))
 
-    async def route(self, request: GenerateRequest, exclude: Any, beside: str) -> Decision:
+    def model_ids(self, model: str) -> list[bytes]:
+        return self.ids
+
+    async def route(self, request: GenerateRequest, exclude: Any, beside: str, others: Any = ()) -> Decision:
         self.beside.append(beside)
+        self.asked.append([request, *others])
         if self.away:
             self.away -= 1
             raise NoReplica("none")
         name = next((name for name in self.links if name not in exclude), next(iter(self.links)))
         self.loads[name] += 1
-        return Decision(name, "why", node=f"node of {name}")
+        return Decision(name, "why", node=f"node of {name}", model_id=self.computing.get(name, b""))
 
     async def link(self, decision: Decision) -> FakeLink:
         return self.links[decision.replica]
@@ -331,3 +340,59 @@ def test_merged_updates_keep_every_tokens_logprobs():
     merged = _merge(merged, RowUpdate("r", [], "stop"))
     assert merged == RowUpdate("r", [7, 8, 9], "stop", 5, None, entries)
     assert _merge(first, RowUpdate("r", [7])).logprobs is None
+
+
+CPU, GPU = b"c" * 32, b"g" * 32
+PROMPT = list(range(600))
+
+
+def unequal(**scripts: list[Any]) -> tuple[FakeBackend, RayGeneration]:
+    """Replicas `a` and `b` of one model that compute differently, and a row made for the id of `a`."""
+    backend = FakeBackend(**{"a": [], "b": [], **scripts})
+    backend.computing, backend.ids = {"a": CPU, "b": GPU}, [CPU, GPU]
+    root = root_id(CPU, "tenant:t")
+    request = replace(REQUEST, prompt=PROMPT, root_id=root, block_ids=block_ids(root, PROMPT), model_id=CPU)
+    return backend, RayGeneration(backend, request, "", "tenant:t")  # type: ignore[arg-type]
+
+
+def is_called_as(request: GenerateRequest, model_id: bytes) -> bool:
+    root = root_id(model_id, "tenant:t")
+    return (request.model_id, request.root_id, request.block_ids) == (model_id, root, block_ids(root, request.prompt))
+
+
+async def test_the_router_is_told_what_blocks_are_called_under_every_id():
+    backend, row = unequal()
+    await row.start()
+    (asked,) = backend.asked
+    assert is_called_as(asked[0], CPU) and is_called_as(asked[1], GPU) and len(asked) == 2
+
+
+async def test_a_replica_gets_the_names_of_its_own_id():
+    """Else it would keep its KV under the names of a model that computes otherwise."""
+    backend, row = unequal(a=[QueueFull("full")])
+    await row.start()
+    (taken,) = backend.links["b"].taken
+    assert is_called_as(taken, GPU)
+    assert row.model_id == GPU, "under which the turn's KV is to be remembered"
+    assert is_called_as(backend.asked[1][0], CPU), "what was refused there may still go anywhere"
+
+
+async def test_a_row_that_goes_on_elsewhere_takes_the_names_of_that_place():
+    backend, row = unequal()
+    await row.start()
+    assert row.model_id == CPU
+    backend.links["a"].say(7, 8)
+
+    async def disturb() -> None:
+        await asyncio.sleep(0.05)
+        backend.links["a"].lose()
+        while not backend.links["b"].taken:
+            await asyncio.sleep(0.01)
+        backend.links["b"].say(9, finish="length")
+
+    helper = asyncio.create_task(disturb())
+    assert await said(row) == [7, 8, 9]
+    await helper
+    (taken,) = backend.links["b"].taken
+    assert taken.prompt == [*PROMPT, 7, 8] and is_called_as(taken, GPU)
+    assert row.model_id == GPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from satchel.actors import registry
 from satchel.actors.handles import ROUTER
-from satchel.actors.messages import Decision, GenerateRequest, Sampling, encode
+from satchel.actors.messages import Chain, Decision, GenerateRequest, RouteRequest, Sampling, decode, encode
 from satchel.actors.registry import Entry
 from satchel.api import dispatch
 from satchel.api.cluster_views import SeenNodes
@@ -84,6 +85,23 @@ async def test_the_node_is_the_decisions_else_the_registrys(world: World) -> Non
     assert (await world.backend.route(REQUEST, [], "")).node == "mac7"
     world.route()
     assert (await world.backend.route(REQUEST, [], "")).node == "mac1"
+
+
+async def test_the_ids_that_replicas_have_are_learnt_from_decisions(world: World) -> None:
+    """So the endpoint need not ask every replica, and whoever answers first decides nothing."""
+    assert world.backend.model_ids("m") == ()
+    asked: list[RouteRequest] = []
+
+    def route(request: bytes) -> bytes:
+        asked.append(decode(RouteRequest, request))
+        return encode(Decision("m-1", "why", node="mac1", model_id=b"b", model_ids=[b"a", b"b"]))
+
+    world.restart(route=route)
+    other = replace(REQUEST, model_id=b"b", block_ids=[b"y"])
+    await world.backend.route(replace(REQUEST, model_id=b"a", block_ids=[b"x"]), [], "", [other])
+    assert world.backend.model_ids("m") == [b"a", b"b"]
+    assert (asked[0].model_id, asked[0].block_ids) == (b"a", [b"x"])
+    assert asked[0].others == [Chain(b"b", [b"y"])]
 
 
 async def test_a_request_is_routed_though_nobody_knows_the_node(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,14 @@ class World:
 
     def load(self, replica: str, name: str, *, context: int = 8) -> None:
         numbers = {"context_tokens": context, "vocabulary_size": 5, "created": 0}
-        self.answers[replica] = {"name": name, "model_id": b"i", "folder": "/f", "layers": "2 full; q4", **numbers}
+        self.answers[replica] = {
+            "name": name,
+            "model_id": b"i",
+            "files_id": b"f",
+            "folder": "/f",
+            "layers": "2 full; q4",
+            **numbers,
+        }
 
     def forget_the_reading(self) -> None:
         self.models._read_at = -math.inf
