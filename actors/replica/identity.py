@@ -75,7 +75,7 @@ class Identity:
     """What a model is, and how it is computed with.
 
     Attributes:
-        files: SHA-256 by name, in hexadecimal; an adapter's files as `adapter/NAME`.
+        files: SHA-256 in hexadecimal, by `model/NAME`, and `adapter/NAME` for an adapter's.
         computing: settings by name.
     """
 
@@ -101,9 +101,10 @@ def files_of(folder: Path, adapter: Path | None = None) -> dict[str, Path]:
         # One that cannot be read names nothing, for those who load weights too.
         with suppress(ModelLoadError):
             found |= {name: folder / name for name in named_by_index(found[INDEX]) if (folder / name).is_file()}
+    named = {f"model/{name}": path for name, path in found.items()}
     if adapter is not None:
-        found |= {f"adapter/{name}": adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
-    return dict(sorted(found.items()))
+        named |= {f"adapter/{name}": adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
+    return dict(sorted(named.items()))
 
 
 def order_of_weights(folder: Path, files: Sequence[WeightFile]) -> dict[str, str]:

@@ -95,7 +95,8 @@ class _Case:
     """Each candidate is in one."""
 
     def group_of(self, position: int) -> _Group:
-        return next(group for group in self.groups if position in group.positions)
+        groups = self.groups
+        return groups[0] if len(groups) == 1 else next(group for group in groups if position in group.positions)
 
 
 class Policy(Members):

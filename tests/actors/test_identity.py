@@ -118,6 +118,21 @@ def test_shards_in_other_folders_count_too(folder: Path):
     assert identity_of(folder).files_id != before.files_id
 
 
+def test_no_file_of_a_model_takes_the_place_of_an_adapters(folder: Path, tmp_path: Path):
+    """However an index calls it."""
+    adapter, shard = tmp_path / "adapter", folder / "adapter" / "adapters.safetensors"
+    for path in (adapter / "adapters.safetensors", adapter / "adapter_config.json", shard):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"1")
+    index = {"weight_map": {"w": "adapter/adapters.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    ids = {identity_of(folder, adapter).files_id}
+    for path in (shard, adapter / "adapters.safetensors", adapter / "adapter_config.json"):
+        path.write_bytes(b"2")
+        ids.add(identity_of(folder, adapter).files_id)
+    assert len({*ids, identity_of(folder).files_id}) == 5
+
+
 @pytest.mark.parametrize("name", ["README.md", "LICENSE", "generation_config.json", ".gitattributes", "model.gguf"])
 def test_files_that_nothing_computes_with_do_not_count(folder: Path, name: str):
     before = identity_of(folder)
