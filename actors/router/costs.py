@@ -125,7 +125,7 @@ def best_ways(
     )
 
 
-def joined(parts: Sequence[tuple[Integers, Ways]], count: int) -> Ways:
+def joined(parts: Sequence[tuple[Integers | slice, Ways]], count: int) -> Ways:
     """The ways of `count` replicas from those of some each, with their positions."""
     if len(parts) == 1:
         return parts[0][1]

@@ -73,7 +73,7 @@ RULES = {
 class _Group:
     """The candidates of one model id by their positions, and what the prompt's blocks and pictures are called there."""
 
-    positions: Integers
+    positions: Integers | slice
     blocks: Sequence[bytes]
     pictures: Sequence[tuple[bytes, int, int, bool]]
 
@@ -96,7 +96,7 @@ class _Case:
 
     def group_of(self, position: int) -> _Group:
         groups = self.groups
-        return groups[0] if len(groups) == 1 else next(group for group in groups if position in group.positions)
+        return next(group for group in groups if isinstance(group.positions, slice) or position in group.positions)
 
 
 class Policy(Members):
@@ -348,12 +348,13 @@ def _position(rows: Integers, row: int) -> int | None:
 
 def _grouped(request: RouteRequest, columns: Columns, rows: Integers) -> list[_Group]:
     """The candidates by their model id."""
+    if columns.model_ids == [request.model_id]:
+        return [_Group(slice(None), request.block_ids, request.pictures)]
     chains = {chain.model_id: chain for chain in request.others}
     chains[request.model_id] = Chain(request.model_id, request.block_ids, request.pictures)
     groups = []
     for index, model_id in enumerate(columns.model_ids):
-        one = len(columns.model_ids) == 1
-        positions = np.arange(len(rows)) if one else np.flatnonzero(columns.model[rows] == index)
+        positions = np.flatnonzero(columns.model[rows] == index)
         # Where nobody said what they are called, no blocks are known, and pictures are as large.
         chain = chains.get(model_id) or Chain(model_id, [], request.pictures)
         if len(positions):
