@@ -248,7 +248,9 @@ class StoreReport:
 
     `links` are bytes a second, by the node from which this one pulled since its last report, as measured. `blocks` and
     `used_bytes` are those of KV on the disk, `disk_full` says that no more can be written, and `draining` that no agent
-    is to come here. `memory_free_bytes` is what its machine has left, -1 where that is not known.
+    is to come here. `memory_free_bytes` is what its machine has left, -1 where that is not known. `disk_error` says why
+    no KV is kept on its disk now, "" where it is, and `agents_let_go` how many agents had to make room for others
+    since the store was started.
     """
 
     node: str
@@ -267,6 +269,8 @@ class StoreReport:
     draining: bool = False
     memory_free_bytes: int = -1
     blocks: int = 0
+    disk_error: str = ""
+    agents_let_go: int = 0
 
 
 def _plain(value: Any) -> Any:

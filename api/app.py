@@ -21,7 +21,7 @@ from ..cluster.errors import InvalidRequest, ModelNotFound, SatchelError, Unavai
 from .agent_metrics import AgentMetrics
 from .agent_routes import AgentRoutes
 from .agents import AgentMemory
-from .backend import Backend
+from .backend import Backend, NodeState
 from .cluster_routes import ClusterRoutes, MoveBody
 from .generation import Generator
 from .http import BodyReader, CancelOnDisconnect, RequestContext, add_error_handlers, header_text
@@ -50,6 +50,7 @@ HEADERS_WAIT_S = 5.0
 """How long a stream's headers wait for its first event, so that a row which fails early is an HTTP error."""
 
 _PROBE_TIMEOUT_S = 10.0
+_NODES_TIMEOUT_S = 2.0
 
 
 def create_app(
@@ -150,17 +151,28 @@ class _Endpoint:
         raise ModelNotFound(f"the model {model_id!r} does not exist", param="model")
 
     async def health(self) -> Response:
-        """200 where a replica of every served model answers, else 503."""
-        models = await _probe(self._backend.health())
+        """200 where a replica of every served model answers, else 503. `disk_errors` says on which nodes no KV is kept
+        on disk now, and why; answers need none."""
+        models, nodes = await asyncio.gather(_probe(self._backend.health()), self._nodes())
+        closed = {node.name: node.disk_error for node in nodes if node.disk_error}
+        more: dict[str, Any] = {"disk_errors": closed} if closed else {}
         if models and all(models.values()):
-            return JSONResponse({"status": "ok", "models": models})
-        body = {"status": "unavailable", "models": models}
+            return JSONResponse({"status": "ok", "models": models, **more})
+        body = {"status": "unavailable", "models": models, **more}
         return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
+
+    async def _nodes(self) -> list[NodeState]:
+        """The nodes, none where nobody tells in time: what is shown of them is not worth failing for."""
+        try:
+            return await asyncio.wait_for(self._backend.nodes(), _NODES_TIMEOUT_S)
+        except (SatchelError, TimeoutError):
+            return []
 
     async def show_metrics(self) -> Response:
         """Prometheus' text format."""
-        stats = await _probe(self._backend.stats())
-        return Response(self.metrics.render(stats, self._backend.failovers), headers={"Content-Type": CONTENT_TYPE})
+        stats, nodes = await asyncio.gather(_probe(self._backend.stats()), self._nodes())
+        text = self.metrics.render(stats, self._backend.failovers, nodes)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
         """The body and the agent's id."""

@@ -81,6 +81,8 @@ class NodeState:
         rates: bytes a second, as measured, by the node from which KV came.
         memory_free_bytes: of the machine.
         disk_bytes: of KV on its disk; `disk_free_bytes` may still be written.
+        disk_error: why no KV is kept on its disk now, "" where it is.
+        agents_let_go: how many had to make room for others (`transcripts_bytes_max`) since its store was started.
         blocks: of KV on its disk.
         agents: how many it has, as their home or as a copy.
         draining: no agent is to come here.
@@ -95,6 +97,8 @@ class NodeState:
     disk_bytes: int | None = None
     disk_free_bytes: int | None = None
     disk_full: bool = False
+    disk_error: str = ""
+    agents_let_go: int | None = None
     blocks: int | None = None
     agents: int | None = None
     draining: bool = False

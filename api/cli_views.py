@@ -131,6 +131,7 @@ def show_status(home: Home, *, as_json: bool) -> None:
             "logs": str(record.log_dir),
             "status": health.get("status"),
             "models": health.get("models", {}),
+            "disk_errors": health.get("disk_errors", {}),
             "nodes": cluster.get("nodes", []),
             "replicas": replicas,
         }
@@ -140,6 +141,12 @@ def show_status(home: Home, *, as_json: bool) -> None:
     console.print(f"{url}  {health.get('status', 'unknown')}  (process {record.pid}, version {record.version})")
     if nodes := cluster.get("nodes"):
         console.print(_node_table(nodes))
+        for node in nodes:
+            if node.get("disk_error"):
+                console.print(Text(f"{node['name']} keeps no KV on disk, and tries again: {node['disk_error']}"))
+            if node.get("agents_let_go"):
+                count = node["agents_let_go"]
+                console.print(Text(f"{node['name']} let {count} agents go for others (transcripts_bytes_max)"))
     shown = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s"))
     for name, entry in sorted(replicas.items()):
         numbers = [str(entry.get(metric, "")) for metric in _COLUMNS]

@@ -74,6 +74,8 @@ def node_states(machines: Sequence[Node], seen: SeenNodes, described: Iterable[M
                 disk_bytes=said.get("used_bytes"),
                 disk_free_bytes=None if said.get("free_bytes", -1) < 0 else said["free_bytes"],
                 disk_full=bool(said.get("disk_full", False)),
+                disk_error=str(said.get("disk_error", "")),
+                agents_let_go=said.get("agents_let_go"),
                 blocks=said.get("blocks"),
                 agents=said.get("agents"),
                 draining=bool(said.get("draining", False)),
@@ -174,6 +176,8 @@ def _node_view(node: NodeState, nodes: Sequence[NodeState], replicas: Sequence[R
         "memory_free_bytes": node.memory_free_bytes,
         "disk_free_bytes": node.disk_free_bytes,
         "disk_full": node.disk_full,
+        "disk_error": node.disk_error or None,
+        "agents_let_go": node.agents_let_go,
         "tiers": {"memory_bytes": sum(each.prefix_bytes for each in replicas), "disk_bytes": node.disk_bytes},
         "agents": node.agents,
     }

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from .backend import ReplicaStats
+from .backend import NodeState, ReplicaStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -65,6 +65,24 @@ class _Replicas(Collector):
         return family
 
 
+class _Nodes(Collector):
+    """One reading of the nodes; of those that were not heard nothing."""
+
+    def __init__(self, nodes: Sequence[NodeState]) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterable[Metric]:
+        opened = GaugeMetricFamily("satchel_disk_open", "Whether KV is kept on the node's disk.", labels=["node"])
+        gone = "Agents that were let go because others needed the room (transcripts_bytes_max)."
+        let_go = CounterMetricFamily("satchel_agents_let_go", gone, labels=["node"])
+        for node in self._nodes:
+            if node.agents_let_go is not None:
+                opened.add_metric([node.name], float(not node.disk_error))
+                let_go.add_metric([node.name], node.agents_let_go)
+        yield opened
+        yield let_go
+
+
 class Metrics:
     """The metrics of one application."""
 
@@ -96,7 +114,7 @@ class Metrics:
     def first_token(self, model: str, duration_s: float) -> None:
         self._first_token.labels(model).observe(duration_s)
 
-    def render(self, stats: Sequence[ReplicaStats], failovers: int) -> bytes:
+    def render(self, stats: Sequence[ReplicaStats], failovers: int, nodes: Sequence[NodeState] = ()) -> bytes:
         """Everything in Prometheus' text format.
 
         Args:
@@ -104,4 +122,5 @@ class Metrics:
         """
         replicas = CollectorRegistry()
         replicas.register(_Replicas(stats, failovers))
+        replicas.register(_Nodes(nodes))
         return generate_latest(replicas) + generate_latest(self.registry)

@@ -169,6 +169,8 @@ class Config:
     """Lines of conversation that one agent remembers; of further ones the least recently used goes."""
     disk_bytes_max: Bytes = 20 * 2**30
     """Agents' KV on each node's disk; the least recently used goes first."""
+    disk_reserve_bytes: Bytes = 2**30
+    """What KV leaves free on each node's disk, whoever fills it, for agents' words: of a small disk an eighth of it."""
     share: Literal["tenant", "agent", "none"] = "tenant"
     """Who may reuse equal prefixes: everyone of a tenant, only the same agent, or nobody."""
 

@@ -18,6 +18,7 @@
     │   ├── NoReplica               503
     │   ├── ReplicaLost             503
     │   ├── AgentElsewhere          503  its memory has moved; the new home answers
+    │   ├── MemoryFull              507  agents' words find no room on the disk, nor in transcripts_bytes_max
     │   └── Draining                503
     ├── DeadlineExceeded            504
     ├── GenerationFailed            500  one row failed inside the model; its neighbours did not
@@ -140,6 +141,11 @@ class ReplicaLost(Unavailable):
 
 class AgentElsewhere(Unavailable):
     code = "agent_elsewhere"
+
+
+class MemoryFull(Unavailable):
+    status = 507
+    code = "memory_full"
 
 
 class Draining(Unavailable):

@@ -14,12 +14,13 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...cluster.config import Config
-from ...cluster.errors import AgentBusy, AgentNotFound, SatchelError
+from ...cluster.errors import AgentBusy, AgentNotFound, MemoryFull, SatchelError
 from .agent_db import AgentDatabase
 from .agents import Agents
 from .blocks import BLOCK_TOKENS, is_shared, root_id, scope_of
@@ -47,6 +48,12 @@ TOGETHER_MAX = 64
 
 LOCK_WAIT_S = 10.0
 """How long a dying predecessor may still hold the folder of KV."""
+
+OPEN_RETRY_S, OPEN_RETRY_S_MAX = 0.5, 15.0
+"""How soon a disk tier that could not be opened is tried again: every time later, and this late at most."""
+
+ROOM_TRIES = 3
+"""How often a full disk is given room for agents' words, at the cost of KV, before they are refused."""
 
 Answer = dict[str, Any]
 
@@ -86,9 +93,16 @@ class KVStoreActor(DiskCalls):
     def __init__(self, config: Config, folder: str | Path | None = None, disk: DiskStore | None = None) -> None:
         self._turn_wait_s = config.timeouts.turn_wait_s
         session = f"s{uuid.uuid4().hex}"
-        if folder is not None and disk is None:
-            disk = _open_disk(Path(folder), session, config.disk_bytes_max)
-        self._disk = disk
+        self._folder = Path(folder) if folder is not None else None
+        self._disk_limits = DiskLimits(bytes_max=config.disk_bytes_max, reserve_bytes=config.disk_reserve_bytes)
+        self._disk_error = ""
+        self._disk: DiskStore | None = None
+        self._owned: Ownership | None = None
+        self._tending_disk: asyncio.Task[None] | None = None
+        self._session = session
+        if disk is None and self._folder is not None:
+            # Before agents' words are opened: on a full disk KV makes room for them.
+            disk = self._open_folder(LOCK_WAIT_S)
         self._database = AgentDatabase(Path(folder) if folder is not None else None)
 
         def root_of(agent: str, model: bytes) -> bytes:
@@ -105,12 +119,57 @@ class KVStoreActor(DiskCalls):
             start=int(time.time()) << 20,
         )
         self._homes = Homes(self._database, self._agents.end_turn)
-        self._session = session
         self._worker = ThreadPoolExecutor(1, "agents")
         self._endings: deque[_Ending] = deque()
         self._lines: dict[str, deque[_Waiting]] = {}
-        self._owned = Ownership(disk, self._ask) if disk is not None else None
-        self.open_disk(disk, session, self._owned)
+        if disk is not None:
+            self._take_disk(disk)
+
+    def _open_folder(self, lock_wait_s: float) -> DiskStore | None:
+        """The disk tier, or None where that cannot be now: agents' words are kept all the same."""
+        folder = self._folder
+        assert folder is not None
+        try:
+            store = DiskStore(folder, session=self._session, limits=self._disk_limits, lock_wait_s=lock_wait_s)
+        except SatchelError as error:
+            if error.message != self._disk_error:
+                logger.error("no KV is kept on disk: %s", error.message)
+            self._disk_error = error.message
+            return None
+        self._disk_error = ""
+        # Where KV lay before it shared its key with agents' memory; nobody can read it any more.
+        shutil.rmtree(folder / "blocks", ignore_errors=True)
+        return store
+
+    def _take_disk(self, disk: DiskStore) -> Ownership:
+        """Answer for the disk tier from now on. Who may have what in it."""
+        self._disk = disk
+        self._owned = Ownership(disk, self._ask)
+        self.open_disk(disk, self._session, self._owned)
+        return self._owned
+
+    def _disk_came(self, disk: DiskStore, owned: Ownership) -> None:
+        """The disk tier has been opened after all."""
+
+    def _tend_disk_too(self) -> None:
+        """Have the disk tier looked after, and opened where it is not. Cheap after the first call."""
+        if self._tending_disk is None and (self._folder is not None or self._disk is not None):
+            self._tending_disk = asyncio.create_task(self._open_and_tend())
+
+    async def _open_and_tend(self) -> None:
+        wait_s = OPEN_RETRY_S
+        while self._disk is None:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, OPEN_RETRY_S_MAX)
+            disk = await asyncio.to_thread(self._open_folder, 0.0)
+            if disk is not None:
+                logger.warning("KV is kept on disk from now on")
+                self._disk_came(disk, self._take_disk(disk))
+        assert self._owned is not None
+        with suppress(SatchelError):
+            # What was forgotten meanwhile goes now.
+            await self._owned.ready()
+        await self.tend_disk(self._disk)
 
     async def recall(self, agent: str, words: bytes, known: dict[int, int]) -> Answer:
         """What a stateless turn begins with.
@@ -217,10 +276,14 @@ class KVStoreActor(DiskCalls):
             endings.append(self._endings.popleft())
         if not endings:
             return
-        try:
+
+        def end_all() -> None:
             with self._database.transaction():
                 for ending in endings:
                     self._end_turn(ending)
+
+        try:
+            self._though_full(end_all)
         except SatchelError as error:
             for ending in endings:
                 ending.outcome = {"error": error.to_wire()}
@@ -228,6 +291,7 @@ class KVStoreActor(DiskCalls):
                     self._agents.retake(ending.agent, ending.commit.turn, time.monotonic(), LEASE_S)
 
     def _end_turn(self, ending: _Ending) -> None:
+        ending.failure = None
         try:
             self._homes.check(ending.agent)
             outcome = self._agents.commit(ending.agent, ending.commit, time.monotonic(), time.time())
@@ -333,9 +397,17 @@ class KVStoreActor(DiskCalls):
         The transcript is off the disk when this returns, and KV blocks soon after.
         """
 
+        known = begun = False
+
         def work() -> bool:
+            nonlocal known, begun
             with self._database.transaction():
-                known = self._agents.forget(agent, time.time())
+                if begun:
+                    # The rest has failed, and the agent need not be known any more.
+                    self._agents.bury(agent, time.time())
+                else:
+                    begun = self._agents.lives(agent)
+                    known = self._agents.forget(agent, time.time())
                 if known:
                     self._homes.bury(agent, 0)
             self._database.scrub()
@@ -359,11 +431,17 @@ class KVStoreActor(DiskCalls):
                 "rows_damaged_total": self._database.damaged_total,
                 "files_set_aside_total": self._database.set_aside_total,
                 "disk": self._disk.stats() if self._disk is not None else {},
+                "disk_error": self._disk_error,
             }
 
         return await self._answer(work)
 
+    async def disk_session(self) -> Answer:
+        self._tend_disk_too()
+        return await super().disk_session()
+
     async def _answer(self, work: Callable[[], Any]) -> Answer:
+        self._tend_disk_too()
         try:
             if self._owned is not None:
                 await self._owned.ready()
@@ -372,7 +450,28 @@ class KVStoreActor(DiskCalls):
             return {"error": error.to_wire()}
 
     async def _in_order(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._though_full, work)
+
+    def _though_full(self, work: Callable[[], T]) -> T:
+        """Do what may write agents' words. On a full disk KV, which can be computed again, makes room for it.
+
+        `work` may be done several times; where it raises, it has changed nothing.
+        """
+        for _ in range(ROOM_TRIES):
+            try:
+                return work()
+            except MemoryFull as error:
+                logger.warning("%s: KV makes room", error.message)
+                self._make_room()
+        return work()
+
+    def _make_room(self) -> None:
+        self._database.shorten()
+        if self._disk is not None:
+            try:
+                self._disk.make_room()
+            except SatchelError as error:
+                logger.warning("KV makes no room: %s", error.message)
 
     async def _ask(self, work: Callable[[Agents], T]) -> T:
         return await self._in_order(lambda: work(self._agents))
@@ -383,19 +482,6 @@ class KVStoreActor(DiskCalls):
             line[0].woken.set()
         elif line is not None:
             del self._lines[agent]
-
-
-def _open_disk(folder: Path, session: str, bytes_max: int) -> DiskStore | None:
-    """The disk tier, or None where the disk does not allow one: agents' words are kept all the same."""
-    try:
-        limits = DiskLimits(bytes_max=bytes_max)
-        store = DiskStore(folder, session=session, limits=limits, lock_wait_s=LOCK_WAIT_S)
-    except SatchelError as error:
-        logger.error("no KV is kept on disk: %s", error.message)
-        return None
-    # Where KV lay before it shared its key with agents' memory; nobody can read it any more.
-    shutil.rmtree(folder / "blocks", ignore_errors=True)
-    return store
 
 
 def _branch(head: Head, content: Content | None) -> Answer:

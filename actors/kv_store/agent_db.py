@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ...cluster.errors import ClusterError, DiskError, Unavailable
+from ...cluster.errors import ClusterError, DiskError, MemoryFull, Unavailable
 from .agent_rows import (
     HEADS,
     content_digest,
@@ -35,6 +35,7 @@ from .agent_rows import (
 from .agent_schema import is_damage, prepare, unusable
 from .branches import ROW_BYTES, Content, Head
 from .codec import KEY_BYTES
+from .disk_errors import says_full
 from .homes import Place, Role
 from .segments import read_key
 
@@ -272,6 +273,12 @@ class AgentDatabase:
         for path in self._folder.glob("agents.damaged-*"):
             path.unlink(missing_ok=True)
 
+    def shorten(self) -> None:
+        """Give back what the log of writes takes, as far as that can be done now."""
+        if self._folder is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def _remember(self, key: tuple[str, int, int], content: Content) -> None:
         # An epoch that was rolled back is never asked for.
         if (old := self._cache.pop(key, None)) is not None:
@@ -305,7 +312,9 @@ class AgentDatabase:
                 self._cache_bytes = 0
                 self._db = self._begin_anew(self._folder / NAME)
                 raise Unavailable("agents' memory was damaged and has been begun anew") from error
-            raise Unavailable(f"agents' memory cannot be used now: {error}") from error
+            full = isinstance(error, sqlite3.Error) and says_full(error)
+            kind = MemoryFull if full else Unavailable
+            raise kind(f"agents' memory cannot be used now: {error}") from error
 
     def _open_or_begin_anew(self, path: Path) -> sqlite3.Connection:
         try:

@@ -7,7 +7,6 @@ what was forgotten. `Shelf` is what is behind the lock.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...cluster.errors import DiskError, InvalidRecord
+from ...cluster.errors import DiskError, DiskFull, InvalidRecord
 from .changes import Changes
 from .codec import EntryRecord, Location, SegmentRecord, owner_tag, pack_tokens
 from .compaction import rewrite
@@ -30,7 +29,7 @@ from .placement import Placed
 from .recovery import segment_files
 from .segment_reader import Failure
 from .segments import FINISHED, STORE_SESSION, checked_session, model_folder, session_of
-from .shelf import DiskLimits, Shelf
+from .shelf import DiskLimits, Shelf, free_files
 
 _ROUNDS_MAX = 3
 """How often in a row a segment is rewritten whose entries go on dying meanwhile."""
@@ -93,7 +92,7 @@ class DiskStore:
             make_folders(root, io)
             self._locked = take_lock(root / "lock", lock_wait_s)
             try:
-                self._shelf = Shelf(root, session, limits, io)
+                self._shelf = _open_shelf(root, session, limits, io)
             except BaseException:
                 os.close(self._locked)
                 raise
@@ -160,7 +159,7 @@ class DiskStore:
                 raise
             # It counts now, whether or not others can be removed for it.
             try:
-                placed.retracted.extend(shelf.evict(shelf.limits.bytes_max, self._clock()))
+                placed.retracted.extend(shelf.evict(shelf.budget(), self._clock()))
             except DiskError:
                 shelf.totals["failed_removals"] += 1
             kept = set(placed.kept)
@@ -231,16 +230,30 @@ class DiskStore:
         """Remove the least recently used files until the rest fits, but for those that are being read.
 
         Args:
-            bytes_max: instead of the limit; 0 removes everything.
+            bytes_max: instead of what the device and the limits allow now; 0 removes everything.
 
         Returns:
             The ids that no longer answer.
         """
         with self._held("evicting files") as shelf:
-            retracted = shelf.evict(shelf.limits.bytes_max if bytes_max is None else bytes_max, self._clock())
+            retracted = shelf.evict(shelf.budget() if bytes_max is None else bytes_max, self._clock())
             self._changes.note([], retracted)
             shelf.purge(self._clock())
             return retracted
+
+    def keep_reserve(self) -> None:
+        """Look anew at what is free: where others have filled the device, KV gives the reserve back. Cheap else."""
+        with self._held("keeping the reserve") as shelf:
+            if shelf.io.space(self.root).free < shelf.reserve_bytes:
+                self._changes.note([], shelf.evict(shelf.budget(), self._clock()))
+                shelf.purge(self._clock())
+
+    def make_room(self) -> bool:
+        """The device is full for what cannot be computed again: give it the reserve back. Whether that freed any."""
+        with self._held("making room") as shelf:
+            before = shelf.io.space(self.root).free
+            self._changes.note([], shelf.make_room(self._clock()))
+            return shelf.io.space(self.root).free > before
 
     def changes(self, whole: bool) -> tuple[list[bytes], list[bytes]]:
         """Ids that have come and that have gone since the last call, or all that are there."""
@@ -293,13 +306,25 @@ class DiskStore:
         if not owner:
             raise InvalidRecord("nobody in particular cannot be forgotten")
         with self._maintenance:
-            with self._held("forgetting an owner") as shelf:
-                retracted = self._changes.note([], shelf.forget(owner_tag(self.key, owner), keep))
-                # A damaged index that was set aside still has everybody's tokens in it.
-                for damaged in sorted(self.root.glob("index.damaged-*")):
-                    shelf.io.unlink(damaged)
-            self._compact(erase_only=True)
+            retracted = self._though_full(lambda: self._forget(owner, keep))
+            self._though_full(lambda: self._compact(erase_only=True))
             return retracted
+
+    def _forget(self, owner: str, keep: Callable[[EntryRecord], bool] | None) -> list[bytes]:
+        with self._held("forgetting an owner") as shelf:
+            retracted = self._changes.note([], shelf.forget(owner_tag(self.key, owner), keep))
+            # A damaged index that was set aside still has everybody's tokens in it.
+            for damaged in sorted(self.root.glob("index.damaged-*")):
+                shelf.io.unlink(damaged)
+        return retracted
+
+    def _though_full(self, work: Callable[[], list[bytes]]) -> list[bytes]:
+        """What erases must not fail because the disk is full: even saying that something is gone takes room."""
+        try:
+            return work()
+        except DiskFull:
+            self.make_room()
+            return work()
 
     def compact(self) -> list[bytes]:
         """Erase what is to be erased, rewrite files that are mostly dead, remove files that nobody committed.
@@ -332,7 +357,15 @@ class DiskStore:
                 if segment is None:
                     break
                 rows = shelf.live_rows(segment.number)
-            rewritten = rewrite(self.root, self.key, rows, epoch=self.epoch, now_s=self._wall_clock(), io=shelf.io)
+            try:
+                rewritten = rewrite(self.root, self.key, rows, epoch=self.epoch, now_s=self._wall_clock(), io=shelf.io)
+            except DiskFull:
+                if not segment.erase:
+                    raise
+                # What must go goes, and the rest of the file with it, as it can be computed again.
+                with self._held("compacting") as shelf:
+                    lost.extend(self._changes.note([], shelf.discard(name)))
+                break
             with self._held("compacting") as shelf:
                 try:
                     gone = shelf.index.segment(name) is None
@@ -368,8 +401,8 @@ class DiskStore:
             self._in_flight = seen
 
     def stats(self) -> dict[str, int]:
-        """Counters (`…_total`, since the opening) and sizes: bytes, files, entries, blocks, tails, and so on. What is
-        free of the whole device is `device_free_bytes`."""
+        """Counters (`…_total`, since the opening) and sizes: bytes, files, entries, blocks, tails, and so on.
+        `bytes_max` is what they may take now; what is free of the whole device is `device_free_bytes`."""
         with self._held("counting") as shelf:
             nbytes, files, rows = shelf.index.size()
             _, live, tails = shelf.index.counts()
@@ -379,8 +412,8 @@ class DiskStore:
             return totals | {
                 "corrupt_total": shelf.totals["corrupt"] + shelf.index.bad_rows_total,
                 "bytes": nbytes,
-                "bytes_max": shelf.limits.bytes_max,
-                "device_free_bytes": shutil.disk_usage(self.root).free,
+                "bytes_max": max(0, shelf.budget()),
+                "device_free_bytes": shelf.io.space(self.root).free,
                 "files": files,
                 "entries": live,
                 "blocks": live - tails,
@@ -399,6 +432,18 @@ class DiskStore:
         """
         with self._maintenance, self._held("checking") as shelf:
             check_shelf(shelf, payload=payload)
+
+
+def _open_shelf(root: Path, session: str, limits: DiskLimits, io: DiskIO) -> Shelf:
+    """The shelf; where the device is too full for its index, KV makes room for it."""
+    try:
+        with typed(f"opening {root}"):
+            return Shelf(root, session, limits, io)
+    except DiskError:
+        # Whatever it is called, as SQLite has several names for a full disk.
+        if not free_files(root, limits, io):
+            raise
+        return Shelf(root, session, limits, io)
 
 
 def _common(packed: bytes, wanted: np.ndarray) -> int:

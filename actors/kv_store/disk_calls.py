@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -21,12 +22,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPACT_S = 20.0
+SPACE_S = 2.0
+"""How often it is looked what is free of the device, which others fill too."""
+
 LEASE_S = 30.0
 """How long a reader has for its files."""
 
 
 class DiskCalls:
     """A part of `KVStoreActor`; every answer is `{"result": ...}` or `{"error": ...}`."""
+
+    _store: DiskStore | None = None
+    _disk_threads: ThreadPoolExecutor | None = None
 
     def open_disk(self, store: DiskStore | None, session: str, owners: Ownership | None = None) -> None:
         """Answer for `store`, which was opened for `session`; None for a node that keeps no KV on disk.
@@ -37,16 +44,14 @@ class DiskCalls:
         self._store = store
         self._owners = owners
         self._session = session
-        self._disk_threads = ThreadPoolExecutor(2, "disk")
-        self._compacting: asyncio.Task[None] | None = None
+        if self._disk_threads is None:
+            self._disk_threads = ThreadPoolExecutor(2, "disk")
 
     async def disk_session(self) -> dict[str, Any]:
         """What a writer or reader must know: `root`, `session` and `epoch`; None where there is no disk tier."""
         store = self._store
         if store is None:
             return {"result": None}
-        if self._compacting is None:
-            self._compacting = asyncio.create_task(self._compact_now_and_then(store))
         return {"result": {"root": str(store.root), "session": self._session, "epoch": store.epoch}}
 
     async def disk_commit(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -154,11 +159,16 @@ class DiskCalls:
         except SatchelError as error:
             return {"error": error.to_wire()}
 
-    async def _compact_now_and_then(self, store: DiskStore) -> None:
+    async def tend_disk(self, store: DiskStore) -> None:
+        """Keep `store` tidy and within what the device has left, as long as this task lives."""
+        compacted_at = time.monotonic()
         while True:
-            await asyncio.sleep(COMPACT_S)
+            await asyncio.sleep(SPACE_S)
             try:
-                await self._in_thread(store.compact)
+                await self._in_thread(store.keep_reserve)
+                if time.monotonic() - compacted_at >= COMPACT_S:
+                    compacted_at = time.monotonic()
+                    await self._in_thread(store.compact)
             except SatchelError as error:
                 # A full disk, for one; the next round tries again.
                 logger.warning("tidying the disk up: %s", error.message)

@@ -20,6 +20,12 @@ def primary_code(error: sqlite3.Error) -> int:
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
+def says_full(error: sqlite3.Error) -> bool:
+    """Whether SQLite finds no room on the disk, be it for the memory that connections share, which is a file too."""
+    whole = getattr(error, "sqlite_errorcode", None)
+    return primary_code(error) == sqlite3.SQLITE_FULL or whole == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
 @contextmanager
 def typed(action: str) -> Iterator[None]:
     """Turn the system's and SQLite's errors of the block into `DiskError` or `DiskFull`.
@@ -33,7 +39,7 @@ def typed(action: str) -> Iterator[None]:
         kind = DiskFull if error.errno in _FULL else DiskError
         raise kind(f"{action}: {error.strerror or error}") from error
     except sqlite3.Error as error:
-        kind = DiskFull if primary_code(error) == sqlite3.SQLITE_FULL else DiskError
+        kind = DiskFull if says_full(error) else DiskError
         raise kind(f"{action}: {error}") from error
     except UnicodeDecodeError as error:
         # Python cannot read SQLite's message about a damaged table.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 _BUFFERS_MAX = 512
 """How many buffers go into one system call; every system allows 1024."""
@@ -19,8 +21,20 @@ _WRITE_BYTES_MAX = 2**30
 """How many bytes go into one system call; macOS refuses 2 GiB."""
 
 
+class Space(NamedTuple):
+    """Bytes of a whole device: what is free for this user, and all."""
+
+    free: int
+    total: int
+
+
 class DiskIO:
     """The disk. Every method may raise OSError."""
+
+    def space(self, folder: Path) -> Space:
+        """Of the device on which `folder` is, as it is now: others fill it too."""
+        usage = shutil.disk_usage(folder)
+        return Space(usage.free, usage.total)
 
     def step(self, what: str, path: Path) -> None:
         """Called before `what` is done to `path`; tests override it."""

@@ -15,6 +15,7 @@ import uuid
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ from ..messages import StoreReport
 from ..reporter import Reporter
 from .actor import Answer
 from .copies import FETCH_S, SEND_S, Copies
+from .disk import DiskStore
 from .homes import Memory, Role, buried_up_to
 from .node_blocks import NodeBlocks
-from .ownership import OwnedKeeper
+from .ownership import OwnedKeeper, Ownership
 from .peer_calls import PeerCalls
 from .peers import Peers, RayPeers
 from .succession import Succession
@@ -115,15 +117,25 @@ class NodeStoreActor(PeerCalls):
         # Of copies that came lately: whose, of which home epoch, and the home's count.
         self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._blocks: NodeBlocks | None = None
+        self._serve_blocks = partial(self._begin_blocks, given.cluster_key if given else cluster_key(), node)
+        # Whether the router has heard what is on the disk.
+        self._disk_told = False
         if self._disk is not None and self._owned is not None:
-            key = given.cluster_key if given else cluster_key()
-            keeper = OwnedKeeper(self._disk, self._owned, self._loop)
-            self._blocks = NodeBlocks(self._disk, key, node, self._session, self._peers, keeper)
-            self._owned.end_pulls = self._blocks.end_pulls
+            self._serve_blocks(self._disk, self._owned)
         self._reporter = Reporter(self._report, before_full=self._introduce)
         if given is None:
             threading.Thread(target=self._reporter.run, name="reporter", daemon=True).start()
             self._tending = asyncio.create_task(self._tend_for_ever())
+            self._tend_disk_too()
+
+    def _begin_blocks(self, key: bytes, node: Node, disk: DiskStore, owned: Ownership) -> None:
+        keeper = OwnedKeeper(disk, owned, self._loop)
+        self._blocks = NodeBlocks(disk, key, node, self._session, self._peers, keeper)
+        owned.end_pulls = self._blocks.end_pulls
+
+    def _disk_came(self, disk: DiskStore, owned: Ownership) -> None:
+        self._serve_blocks(disk, owned)
+        self._reporter.wake()
 
     # Asked by the endpoint.
 
@@ -341,8 +353,9 @@ class NodeStoreActor(PeerCalls):
             announced, lost = ([], [])
             stats: dict[str, int] = {}
             if self._disk is not None:
-                announced, lost = self._disk.changes(full)
+                announced, lost = self._disk.changes(full or not self._disk_told)
                 stats = self._disk.stats()
+                self._disk_told = True
         except BaseException:
             with self._lock:
                 self._changed |= agents
@@ -360,8 +373,10 @@ class NodeStoreActor(PeerCalls):
             links=self._blocks.take_links() if self._blocks is not None else {},
             blocks=stats.get("blocks", 0),
             used_bytes=stats.get("bytes", 0),
-            free_bytes=stats.get("bytes_max", 0) - stats.get("bytes", 0),
-            disk_full=stats.get("device_free_bytes", ROOM_BYTES_MIN) < ROOM_BYTES_MIN,
+            free_bytes=max(0, stats.get("bytes_max", 0) - stats.get("bytes", 0)),
+            disk_full=stats.get("device_free_bytes", 0) < ROOM_BYTES_MIN,
+            disk_error=self._disk_error,
+            agents_let_go=self._agents.evicted,
             draining=self._draining,
             memory_free_bytes=psutil.virtual_memory().available,
         )

@@ -174,9 +174,14 @@ class PeerCalls(KVStoreActor):
         return await self._guarded(self._bury(agent, epoch))
 
     async def _bury(self, agent: str, epoch: int) -> bool:
+        begun = False
+
         def work() -> bool:
-            if not self._homes.to_bury([(agent, epoch)]):
+            nonlocal begun
+            # Where only the rest fails, it is no news any more when all is done again.
+            if not begun and not self._homes.to_bury([(agent, epoch)]):
                 return False
+            begun = True
             with self._database.transaction():
                 self._agents.bury(agent, time.time())
                 self._homes.bury(agent, epoch)

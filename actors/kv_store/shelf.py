@@ -17,15 +17,18 @@ from ...cluster.errors import CorruptSegment, DiskError, DiskFull, InvalidRecord
 from .codec import NOBODY, EntryRecord, SegmentRecord
 from .compaction import Rewritten
 from .disk_errors import typed
-from .disk_io import DiskIO
+from .disk_io import DiskIO, Space
 from .index import Row, SegmentRow
 from .leases import Leases
 from .placement import Placed, add_owners, place, remove_owner, set_owners
-from .recovery import recover, segment_path
+from .recovery import recover, segment_files, segment_path
 from .segment_reader import Failure, read_header
-from .segments import model_folder, read_key, session_of
+from .segments import FINISHED, model_folder, read_key, session_of
 
 _COUNTER_MAX = 2**62
+_RESERVE_SHARE = 8
+"""Of a small device no more than this part of it is kept free."""
+
 _COUNTERS = ("corrupt", "missing", "evicted", "dropped", "refused", "forgotten", "failed_removals")
 
 
@@ -34,7 +37,8 @@ class DiskLimits:
     """What the disk tier may take.
 
     Attributes:
-        bytes_max: of all segment files.
+        bytes_max: of all segment files; less where the device has less.
+        reserve_bytes: of the device that are left free for agents' words, an eighth of it at most.
         files_max: segment files.
         rows_max: entries in the index, also second copies.
         tails_per_parent_max: open ends after one block.
@@ -44,6 +48,7 @@ class DiskLimits:
     """
 
     bytes_max: int
+    reserve_bytes: int = 0
     files_max: int = 65_536
     rows_max: int = 262_144
     tails_per_parent_max: int = 256
@@ -111,8 +116,10 @@ class Shelf:
         """Whether the file is what its writer says. Raises `StaleEpoch`, `DiskFull` or `InvalidRecord`."""
         if record.epoch != self.epoch:
             raise StaleEpoch(f"the segment was written in epoch {record.epoch}, this is {self.epoch}")
-        if record.nbytes > self.limits.bytes_max:
-            raise DiskFull(f"a segment of {record.nbytes} bytes is over the budget of {self.limits.bytes_max}")
+        # Its file is there already, so the room that it takes is not among what is free.
+        budget = min(self.limits.bytes_max, self.budget() + record.nbytes)
+        if record.nbytes > budget:
+            raise DiskFull(f"a segment of {record.nbytes} bytes is over the budget of {max(0, budget)}")
         try:
             with typed("reading a new segment's header"):
                 written = self._header_of(path)
@@ -241,6 +248,20 @@ class Shelf:
             self._remove_lonely()
         return lost
 
+    @property
+    def reserve_bytes(self) -> int:
+        """What KV leaves free, so that what cannot be computed again finds room."""
+        return _reserve(self.limits, self.io.space(self.root))
+
+    def budget(self) -> int:
+        """What all segment files may take now: as much as others, and the reserve, leave of the device. Negative where
+        even nothing is too much.
+
+        Raises:
+            OSError: the device does not say.
+        """
+        return min(self.limits.bytes_max, self.index.size()[0] + self.io.space(self.root).free - self.reserve_bytes)
+
     def evict(self, bytes_max: int, now: float) -> list[bytes]:
         """Remove the least recently used files until the rest fits, but for pinned ones. Returns ids."""
         nbytes, files, rows = self.index.size()
@@ -266,14 +287,46 @@ class Shelf:
             retracted.extend(row.record.id for row in entries if row.live)
             nbytes, files, rows = nbytes - segment.nbytes, files - 1, rows - len(entries)
             victims.append(segment)
+        self.give_up(victims)
+        self.totals["evicted"] += len(retracted)
+        return retracted
+
+    def make_room(self, now: float) -> list[bytes]:
+        """Give the device back what is missing of the reserve, or as much again where nothing seems to be missing: at
+        once, and as far as nobody reads it. What fails is counted. Returns ids that no longer answer."""
+        self.purge_if_possible(now)
+        free, reserve = self.io.space(self.root).free, self.reserve_bytes
+        wanted = reserve - free if free < reserve else max(1, reserve)
+        nbytes = self.index.size()[0] - sum(size for _, _, size in self.index.doomed())
+        retracted: list[bytes] = []
         try:
-            self.remove(victims)
+            retracted = self.evict(max(0, nbytes - wanted), now)
+        except DiskError:
+            self.totals["failed_removals"] += 1
+        self.purge_if_possible(now)
+        # Its log may be the largest file of a small device.
+        with suppress(DiskError), typed("shortening the index"):
+            self.index.checkpoint()
+        return retracted
+
+    def give_up(self, segments: Sequence[SegmentRow]) -> None:
+        """Remove these, also where the disk is so full that the index cannot grow to say that it shrinks."""
+        try:
+            self.remove(segments)
         except DiskFull:
-            # The index cannot grow to say that it shrinks. Rows without a file go at the next start, if not now.
+            # Rows without a file go at the next start, if not now.
             with typed("unlinking files"):
-                for segment in victims:
+                for segment in segments:
                     self.io.unlink(segment_path(self.root, segment))
-            self.remove(victims)
+            self.remove(segments)
+
+    def discard(self, name: str) -> list[bytes]:
+        """Remove a segment and all that answers in it, if it is there. Returns ids."""
+        segment = self.index.segment(name)
+        if segment is None:
+            return []
+        retracted = [row.record.id for row in self.live_rows(segment.number)]
+        self.give_up([segment])
         self.totals["evicted"] += len(retracted)
         return retracted
 
@@ -324,3 +377,26 @@ class Shelf:
 
     def live_rows(self, number: int) -> list[Row]:
         return [row for row in self.index.of_segment(number) if row.live]
+
+
+def free_files(root: Path, limits: DiskLimits, io: DiskIO) -> bool:
+    """Remove segment files of a folder whose index cannot be opened, those first that were written first, until the
+    reserve is free. Whether any went.
+
+    Raises:
+        OSError: the folder cannot be read, or changed.
+    """
+    missing = _reserve(limits, io.space(root)) - io.space(root).free
+    freed = 0
+    # Those that are being written are their writers' own.
+    files = [file for file in segment_files(root) if file.path.name.endswith(FINISHED)]
+    for file in sorted(files, key=lambda file: file.path.stat().st_mtime):
+        if freed >= missing:
+            break
+        io.unlink(file.path)
+        freed += file.nbytes
+    return freed > 0
+
+
+def _reserve(limits: DiskLimits, space: Space) -> int:
+    return min(limits.reserve_bytes, space.total // _RESERVE_SHARE)

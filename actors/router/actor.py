@@ -160,8 +160,10 @@ class RouterActor:
         """Every node whose store has reported, by name; of those that are still to do so `name` and `alive` alone.
 
         Returns:
-            `name`, `alive`, `seen_s` (how long ago it reported), `draining`, `disk_full`, `used_bytes`, `free_bytes`
-            (-1 where not known), `memory_free_bytes` of its machine (None where not known), `blocks` on its disk,
+            `name`, `alive`, `seen_s` (how long ago it reported), `draining`, `disk_full`, `disk_error` (why no KV is
+            kept on its disk, "" where it is), `agents_let_go` (how many had to make room since its store was started),
+            `used_bytes`, `free_bytes` (-1 where not known), `memory_free_bytes` of its machine (None where not known),
+            `blocks` on its disk,
             `agents` that it has as home or copy, `replicas` (names) and `links` (bytes a second by the node that it
             pulled from, as measured).
         """

@@ -182,6 +182,8 @@ class Members:
                 "seen_s": now - state.voice.seen,
                 "draining": state.draining,
                 "disk_full": state.disk_full,
+                "disk_error": state.disk_error,
+                "agents_let_go": state.agents_let_go,
                 "used_bytes": state.used_bytes,
                 "free_bytes": state.free_bytes,
                 "memory_free_bytes": None if state.memory_free_bytes < 0 else state.memory_free_bytes,

@@ -47,6 +47,8 @@ class NodeState:
     free_bytes: int = -1
     memory_free_bytes: int = -1
     disk_full: bool = False
+    disk_error: str = ""
+    agents_let_go: int = 0
     draining: bool = False
     links: dict[str, Link] = field(default_factory=dict)
     """Measured ones, by the node from which KV came."""
@@ -97,6 +99,7 @@ class Nodes:
         state.blocks, state.used_bytes, state.free_bytes = report.blocks, report.used_bytes, report.free_bytes
         state.memory_free_bytes = report.memory_free_bytes
         state.disk_full, state.draining = report.disk_full, report.draining
+        state.disk_error, state.agents_let_go = report.disk_error, report.agents_let_go
         self.seen[index] = -inf if state.voice.lost else now
         self.writes[index], self.draining[index] = not report.disk_full, report.draining
         slow = [

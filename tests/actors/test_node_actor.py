@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from satchel.actors import handles
-from satchel.actors.kv_store import copies, disk, node_actor
+from satchel.actors.kv_store import copies, node_actor
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS
+from satchel.actors.kv_store.disk_io import DiskIO, Space
 from satchel.actors.kv_store.homes import LIFE, Place, Role
 from satchel.actors.kv_store.peers import RayPeers, copy_nodes, head_to_wire
 from satchel.cluster.errors import (
@@ -472,8 +472,8 @@ async def test_who_leaves_or_has_no_room_says_so(tmp_path, monkeypatch):
         assert not report.draining and not report.disk_full
         await world.stores["a"].drain()
         assert (await world.report("a")).draining and not (await world.report("b")).draining
-        room = SimpleNamespace(free=node_actor.ROOM_BYTES_MIN - 1)
-        monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: room)
+        room = Space(free=node_actor.ROOM_BYTES_MIN - 1, total=2**40)
+        monkeypatch.setattr(DiskIO, "space", lambda io, folder: room)
         assert (await world.report("b")).disk_full
 
 

@@ -93,6 +93,8 @@ async def test_nodes_and_replicas_are_shown_with_what_is_known_and_null_for_what
         "memory_free_bytes": 8000,
         "disk_free_bytes": 1000,
         "disk_full": False,
+        "disk_error": None,
+        "agents_let_go": None,
         "tiers": {"memory_bytes": 100, "disk_bytes": 77},
         "agents": 3,
     }
