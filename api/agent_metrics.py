@@ -27,6 +27,9 @@ class AgentMetrics(Collector):
             memory.recomputed,
         )
         yield _counter("satchel_agent_turns", "Agents' turns by what became of them.", "outcome", memory.commits)
+        yield _counter("satchel_turns_not_kept", "Turns whose words are not kept, by reason.", "reason", memory.unkept)
+        copied = "Turns of which fewer nodes had the words in time than should (replication)."
+        yield CounterMetricFamily("satchel_turns_not_copied", copied, value=memory.uncopied)
         yield CounterMetricFamily("satchel_moves", "Agents moved to another node.", value=memory.moves.total)
         carried = "Bytes of KV that went with agents to other nodes."
         yield CounterMetricFamily("satchel_moved_bytes", carried, value=memory.moves.bytes_total)

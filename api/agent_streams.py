@@ -62,6 +62,7 @@ class TurnStream(TextStream):
     def __init__(self, generation: Generation, *positional: Any, turn: Turn, keep: Keep, **rest: Any) -> None:
         self._recorded = RecordedGeneration(generation)
         super().__init__(self._recorded, *positional, **rest)
+        self.remembered = turn.remembered
         self._turn = turn
         self._keep = keep
         self._reading = False
@@ -86,6 +87,7 @@ class TurnStream(TextStream):
                     elif isinstance(event, Finished):
                         message = answer_message("".join(text), "".join(reasoning), calls)
                         await self._keep(self._recorded.tokens, message)
+                        self.remembered = self._turn.remembered
                         self._turn.move_after(self._recorded.move_to)
                     self._reading = False
                     yield event

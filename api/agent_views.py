@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from ..actors.kv_store.blocks import BLOCK_TOKENS
-from ..cluster.errors import InvalidRequest
+from ..cluster.errors import InvalidRequest, SatchelError
 from .agent_store import Store
 from .agents import AgentMemory
 from .backend import Backend
@@ -15,6 +15,7 @@ from .picture_prompt import pictures_said
 from .requests import agent_key
 
 PAGE_MAX = 100
+_NODES_S = 2.0
 
 
 def agent_id_of(key: str) -> str:
@@ -23,7 +24,7 @@ def agent_id_of(key: str) -> str:
 
 
 async def agent_page(store: Store, backend: Backend, tenant: str, limit: int, after: str) -> dict[str, Any]:
-    """A page of the agents, in OpenAI's form of a list.
+    """A page of the agents, in OpenAI's form of a list. `let_go` counts those that had to make room for others.
 
     Raises:
         InvalidRequest: `limit` is out of range, or `after` is no agent id.
@@ -39,7 +40,18 @@ async def agent_page(store: Store, backend: Backend, tenant: str, limit: int, af
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
         "has_more": len(found) > limit,
+        "let_go": await _let_go(backend),
     }
+
+
+async def _let_go(backend: Backend) -> int | None:
+    """How many agents had to make room for others since the stores were started; None where nobody tells."""
+    try:
+        async with asyncio.timeout(_NODES_S):
+            told = [node.agents_let_go for node in await backend.nodes()]
+    except (SatchelError, TimeoutError):
+        return None
+    return sum(count for count in told if count is not None)
 
 
 async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Agents' memory as a request sees it: recalled before it, kept when it ends, before its last event leaves.
 
 Memory only saves work for a stateless turn, so a store that does not answer holds none up for longer than
-`STORE_ANSWER_S`. A continuing turn rests on the stored transcript, so it fails where that cannot be had or kept.
+`STORE_ANSWER_S`. A continuing turn rests on the stored transcript, so it fails where that cannot be had. An answer that
+was computed is delivered in any case, and says where it is not kept (`remembered.py`).
 Nothing here knows Ray: a `Store` stands between.
 """
 
@@ -17,15 +18,16 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..actors.kv_store.media import words_in
-from ..cluster.errors import AgentBusy, SatchelError, Unavailable
+from ..cluster.errors import AgentBusy, MemoryFull, SatchelError, Unavailable
 from .agent_moves import AgentMoves
 from .agent_store import Store
 from .continuation import Continuation, IndexedLine, Line, Match, index_line
 from .history import History, Message
+from .remembered import FORGOTTEN, FULL, NO_ROOM, UNANSWERED, Remembered
 from .text import TextModel
 
 _log = logging.getLogger(__name__)
@@ -111,14 +113,23 @@ class AgentMemory:
         matches: prompts by how they continued their agent's memory.
         recomputed: tokens that memory had and that were not kept, by reason.
         commits: turns by what became of them.
+        unkept: turns whose words are not kept, by reason.
+        uncopied: turns of which fewer nodes have the words than should.
         moves: of agents to other nodes.
     """
 
-    def __init__(self, store: Store, *, lines_bytes_max: int = LINES_BYTES_MAX) -> None:
+    def __init__(self, store: Store, *, copy_wait_s: float = 1.0, lines_bytes_max: int = LINES_BYTES_MAX) -> None:
+        """
+        Args:
+            copy_wait_s: how long the store may wait for copies on other nodes before it answers.
+        """
         self.store = store
+        self.copy_wait_s = copy_wait_s
         self.matches: Counter[str] = Counter()
         self.recomputed: Counter[str] = Counter()
         self.commits: Counter[str] = Counter()
+        self.unkept: Counter[str] = Counter()
+        self.uncopied = 0
         self.moves = AgentMoves(store, self.background)
         self.lines = _Lines(lines_bytes_max)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -152,6 +163,7 @@ class Turn:
         continues: whether it is appended to the stored transcript.
         lines: the branches it may continue.
         messages: the stored transcript that it is appended to, in OpenAI's form.
+        remembered: what is known of its memory by now.
     """
 
     def __init__(self, memory: AgentMemory, agent: str, words_id: bytes, text: TextModel, continues: bool) -> None:
@@ -159,6 +171,7 @@ class Turn:
         self.continues = continues
         self.lines: list[KnownLine] = []
         self.messages: list[Message] = []
+        self.remembered = Remembered()
         self._memory = memory
         self._words_id = words_id
         self._text = text
@@ -188,6 +201,7 @@ class Turn:
             _log.warning("agent %s is not recalled: %s", self.agent, error or "the store takes too long")
             return
         self._since = answer["since"]
+        self.remembered = Remembered(let_go=answer["let_go"])
         await self._learn(answer["branches"], known)
 
     async def _begin(self) -> None:
@@ -196,6 +210,7 @@ class Turn:
         epochs = {line.branch: line.epoch for line in known.values()}
         answer = await self._insist("begin", self._name, self._words_id, epochs)
         self._since = answer["since"]
+        self.remembered = Remembered(let_go=answer["let_go"])
         branch = answer["branch"]
         if branch is None:
             return
@@ -216,6 +231,9 @@ class Turn:
         while True:
             try:
                 return await self._call(method, *arguments, **named)
+            except MemoryFull:
+                # It has done what it can.
+                raise
             except Unavailable:
                 if time.monotonic() > ends - RETRY_S:
                     raise
@@ -244,22 +262,23 @@ class Turn:
                 await self._call("renew", self._name)
 
     async def commit(self, kept: Kept) -> None:
-        """Keep what the turn computed. A stateless turn that cannot be kept is logged and counted.
+        """Keep what the turn computed. Where that cannot be, it is logged and counted, and `remembered` says so.
 
         Raises:
             AgentBusy: a continuing turn was lost, or its agent forgotten, meanwhile.
-            Unavailable: a continuing turn cannot be kept.
         """
         self._over = True
         try:
-            async with asyncio.timeout(2 * TURN_ANSWER_S if self.continues else STORE_ANSWER_S):
-                outcome = await self._commit(kept)
+            # The copies on other nodes are waited for too.
+            more_s = max(0.0, self._memory.copy_wait_s - 1.0)
+            async with asyncio.timeout((2 * TURN_ANSWER_S if self.continues else STORE_ANSWER_S) + more_s):
+                outcome, copied = await self._commit(kept)
         except (SatchelError, TimeoutError) as error:
             self._memory.commits["failed"] += 1
             _log.warning("a turn of agent %s is not kept: %s", self.agent, error or "the store takes too long")
             if self.continues:
                 self._abandon()
-                raise Unavailable("the answer could not be kept in the agent's memory") from error
+            self._not_kept(FULL if isinstance(error, MemoryFull) else UNANSWERED)
             return
         except asyncio.CancelledError:
             # Perhaps before the store was asked; where it was, there is nothing to give back and no harm done.
@@ -270,12 +289,21 @@ class Turn:
             self._stop_renewing()
         self._memory.commits[outcome] += 1
         if outcome in ("replaced", "opened"):
+            self.remembered = replace(self.remembered, copied=copied)
+            self._memory.uncopied += not copied
             return
         _log.warning("a turn of agent %s is not kept: %s", self.agent, outcome)
-        if self.continues:
+        if self.continues and outcome != "no room":
             raise _refusal(self.agent, outcome)
+        self._not_kept(NO_ROOM if outcome == "no room" else FORGOTTEN)
 
-    async def _commit(self, kept: Kept) -> str:
+    def _not_kept(self, reason: str) -> None:
+        self.remembered = replace(self.remembered, unkept=reason)
+        self._memory.unkept[reason] += 1
+
+    async def _commit(self, kept: Kept) -> tuple[str, bool]:
+        """The kind of the outcome, and whether the copies that should be are made."""
+
         def pack() -> tuple[tuple[int, int, int] | None, bytes, bytes, IndexedLine, History]:
             transcript = json.dumps(kept.messages, ensure_ascii=False, separators=(",", ":")).encode()
             tokens = array("I", kept.tokens)
@@ -303,7 +331,7 @@ class Turn:
         if outcome["kind"] in ("replaced", "opened"):
             new = KnownLine(outcome["branch"], outcome["epoch"], turns, line, history, words_in(kept.tokens))
             self._memory.lines.set((self.agent, self._words_id), self._known() | {new.branch: new})
-        return outcome["kind"]
+        return outcome["kind"], outcome["copied"]
 
     def _base(self, kept: Kept) -> tuple[int, int, int] | None:
         """The branch that the turn continues, its epoch and its turns."""
@@ -355,8 +383,6 @@ def _known_line(branch: dict[str, Any], text: TextModel) -> KnownLine:
     return KnownLine(branch["branch"], branch["epoch"], branch["turns"], line, history, words_in(tokens))
 
 
-def _refusal(agent: str, outcome: str) -> SatchelError:
+def _refusal(agent: str, outcome: str) -> AgentBusy:
     name = agent.partition("/")[2]
-    if outcome == "no room":
-        return Unavailable(f"the memory of agent {name!r} is larger than transcripts_bytes_max allows")
     return AgentBusy(f"agent {name!r} was {'forgotten' if outcome == 'forgotten' else 'changed'} during this turn")

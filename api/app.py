@@ -37,6 +37,7 @@ from .openai_answers import (
     model_body,
 )
 from .pipeline import ReasoningDelta
+from .remembered import HEADER
 from .requests import ChatRequest, CompletionRequest, agent_key
 from .row_text import TextDelta
 from .streams import Answer, Event, Finished, TextStream, Usage, abort_all, collect_all, interleave
@@ -127,7 +128,8 @@ class _Endpoint:
         if body.stream:
             return _EventStream(self, chat, include_usage=body.include_usage)
         streams, answers = await self._answer(request, chat)
-        return JSONResponse(chat_body(streams[0].model.name, answers), headers=self.headers(streams))
+        body = chat_body(streams[0].model.name, answers, streams[0].remembered)
+        return JSONResponse(body, headers=self.headers(streams))
 
     async def completions(self, request: Request) -> Response:
         """The continuation of one or several texts."""
@@ -199,11 +201,13 @@ class _Endpoint:
         return await self.generator.start_completion(work)
 
     def headers(self, streams: Sequence[TextStream]) -> dict[str, str]:
-        """Where the rows run and why; those of several prompts are listed once each."""
+        """Where the rows run and why; those of several prompts are listed once each. And what an agent's memory lacks,
+        as far as that is known by now."""
         replicas = dict.fromkeys(stream.replica for stream in streams)
         nodes = dict.fromkeys(stream.node for stream in streams if stream.node)
         reasons = dict.fromkeys(stream.why for stream in streams)
-        found = {"x-satchel-node": nodes, "x-satchel-replica": replicas, "x-satchel-why": reasons}
+        said = [stream.remembered.header for stream in streams if stream.remembered and stream.remembered.header]
+        found = {"x-satchel-node": nodes, "x-satchel-replica": replicas, "x-satchel-why": reasons, HEADER: said}
         return {name: header_text(", ".join(values)) for name, values in found.items() if values}
 
     def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
@@ -281,7 +285,7 @@ class _EventStream(Response):
                     yield chunks.text(index, event)
                 elif isinstance(event, Finished):
                     total = total + event.usage
-                    yield chunks.finish(index, event.reason)
+                    yield chunks.finish(index, event.reason, streams[index].remembered)
                 elif isinstance(event, ReasoningDelta):
                     yield chunks.reasoning(index, event.text)
                 else:

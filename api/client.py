@@ -34,6 +34,7 @@ from .generation import Generator
 from .logprobs import ShownToken
 from .options import make_options
 from .ray_store import RayStore
+from .remembered import Remembered
 from .requests import TENANT, ChatRequest, CompletionRequest
 from .streams import Answer, TextStream
 
@@ -44,7 +45,7 @@ T = TypeVar("T")
 class Reply:
     """A finished answer. Lengths are tokens; `cached_tokens` of the prompt were not computed again. `reasoning` is what
     a model that thinks said before; `logprobs` has an entry a token where the option asked for them. `node` is the
-    replica's, "" where that is not known."""
+    replica's, "" where that is not known. `remembered` says what the agent's memory has of it, None where none is."""
 
     text: str
     finish_reason: str
@@ -56,6 +57,7 @@ class Reply:
     reasoning: str = ""
     logprobs: list[ShownToken] | None = None
     node: str = ""
+    remembered: Remembered | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -95,7 +97,11 @@ class Cluster:
 
     async def _make_generator(self) -> Generator:
         homes = AgentHomes(self.config)
-        return Generator(RayBackend(self.config, homes), self.config, memory=AgentMemory(RayStore(homes)))
+        return Generator(
+            RayBackend(self.config, homes),
+            self.config,
+            memory=AgentMemory(RayStore(homes), copy_wait_s=self.config.copy_wait_s),
+        )
 
     @property
     def router(self) -> Any:
@@ -275,6 +281,7 @@ def _reply(stream: TextStream, answer: Answer) -> Reply:
         reasoning=answer.reasoning,
         logprobs=answer.logprobs,
         node=stream.node,
+        remembered=stream.remembered,
     )
 
 

@@ -14,8 +14,10 @@ from .agents import AgentMemory
 from .background import BackgroundLoop, Feed
 from .generation import Generator
 from .options import make_options
+from .remembered import Remembered
 from .requests import ChatRequest, agent_key
 from .row_text import TextDelta
+from .streams import Finished
 
 T = TypeVar("T")
 
@@ -35,12 +37,17 @@ class Agent:
 
     Turns of one agent run one after the other, whoever asks. What runs on the cluster's loop are the coroutines whose
     names begin with an underscore.
+
+    Attributes:
+        remembered: of the turn that ended last here, whether it is kept in the agent's memory, and why not; None before
+            the first. An answer is returned even where nothing can be kept of it.
     """
 
     def __init__(
         self, generator: Generator, loop: BackgroundLoop, agent_id: str, model: str, system: str | None
     ) -> None:
         self.agent_id = agent_id
+        self.remembered: Remembered | None = None
         self._generator = generator
         self._loop = loop
         self._key = agent_key(agent_id)
@@ -203,6 +210,8 @@ class Agent:
                 async for event in events:
                     if isinstance(event, TextDelta):
                         yield event.text
+                    elif isinstance(event, Finished):
+                        self.remembered = stream.remembered
         finally:
             await stream.abort()
 

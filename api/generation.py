@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..cluster.config import Config
-from ..cluster.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NoReplica
+from ..cluster.errors import DeadlineExceeded, InvalidRequest, MemoryFull, ModelNotFound, NoReplica, Unavailable
 from .agent_streams import TurnStream, keeping
 from .agents import AgentMemory, Kept, Turn
 from .backend import Backend, Generation, RowRequest, ServedModel
@@ -27,6 +27,7 @@ from .picture_fetch import PictureLoader
 from .picture_prompt import Medium
 from .picture_sources import VideoSource
 from .reasoning import ReasoningSplitter
+from .remembered import UNANSWERED
 from .requests import (
     Chat,
     ChatRequest,
@@ -151,6 +152,7 @@ class Generator:
 
         Raises:
             RequestError, AgentBusy, Unavailable, DeadlineExceeded: as `start_chats` does.
+            MemoryFull, Unavailable: it is not kept.
         """
         options = Options(temperature=0.0)
         silent = replace(request, options=options, max_tokens_default=0, agent_continue=True, choices=1)
@@ -168,6 +170,10 @@ class Generator:
             assert chat is not None and turn is not None
             kept = Kept(chat.prompt, chat.text, chat.messages, chat.continuation, stream.model_id, injected=True)
             await turn.commit(kept)
+            if why := turn.remembered.unkept:
+                # Being kept is all that it was for.
+                kind = Unavailable if why == UNANSWERED else MemoryFull
+                raise kind(f"what was injected is not kept: {why}")
             return usage
 
     @asynccontextmanager

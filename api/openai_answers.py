@@ -12,6 +12,7 @@ from ..cluster.errors import SatchelError
 from .backend import ServedModel
 from .logprobs import ShownToken, chat_logprobs, completion_logprobs
 from .pipeline import ToolCall
+from .remembered import Remembered
 from .row_text import TextDelta
 from .streams import Answer, Usage
 
@@ -45,9 +46,11 @@ def _completion_choice(index: int, answer: Answer) -> dict[str, Any]:
     return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.reason}
 
 
-def chat_body(model: str, answers: list[Answer]) -> dict[str, Any]:
-    """A `chat.completion`. `content` is "" where the answer is tool calls or reasoning and nothing else."""
-    return _body("chatcmpl", "chat.completion", model, answers, _chat_choice)
+def chat_body(model: str, answers: list[Answer], remembered: Remembered | None = None) -> dict[str, Any]:
+    """A `chat.completion`. `content` is "" where the answer is tool calls or reasoning and nothing else; `satchel` says
+    what its agent's memory lacks."""
+    body = _body("chatcmpl", "chat.completion", model, answers, _chat_choice)
+    return body | _said(remembered)
 
 
 def completion_body(model: str, answers: list[Answer]) -> dict[str, Any]:
@@ -68,6 +71,12 @@ def _body(
     }
 
 
+def _said(remembered: Remembered | None) -> dict[str, Any]:
+    """The field that says what is not as expected, where something is not."""
+    said = None if remembered is None else remembered.body
+    return {} if said is None else {"satchel": said}
+
+
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode("ascii") + b"\n\n"
 
@@ -83,9 +92,9 @@ class _Chunks:
         self._head = f"data: {json.dumps(head, separators=(',', ':'))[:-1]},"
         self._include_usage = include_usage
 
-    def _chunk(self, choice: str) -> bytes:
+    def _chunk(self, choice: str, more: str = "") -> bytes:
         # Built from strings: one goes out for every token of every client.
-        tail = ',"usage":null}\n\n' if self._include_usage else "}\n\n"
+        tail = f',"usage":null{more}}}\n\n' if self._include_usage else f"{more}}}\n\n"
         return f'{self._head}"choices":[{choice}]{tail}'.encode("ascii")
 
     def usage(self, usage: Usage) -> bytes:
@@ -98,8 +107,9 @@ class ChatChunks(_Chunks):
     def __init__(self, model: str, include_usage: bool) -> None:
         super().__init__(f"chatcmpl-{secrets.token_hex(12)}", "chat.completion.chunk", model, include_usage)
 
-    def _delta(self, index: int, delta: str, *, logprobs: str = "null", reason: str = "null") -> bytes:
-        return self._chunk(f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}}}')
+    def _delta(self, index: int, delta: str, *, logprobs: str = "null", reason: str = "null", more: str = "") -> bytes:
+        choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}}}'
+        return self._chunk(choice, more)
 
     def start(self, choices: int) -> bytes:
         return b"".join(self._delta(index, '{"role":"assistant","content":""}') for index in range(choices))
@@ -114,8 +124,9 @@ class ChatChunks(_Chunks):
     def tool_call(self, index: int, call: ToolCall) -> bytes:
         return self._delta(index, json.dumps({"tool_calls": [{"index": call.index, **_tool_call_body(call)}]}))
 
-    def finish(self, index: int, reason: str) -> bytes:
-        return self._delta(index, "{}", reason=json.dumps(reason))
+    def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:
+        more = "".join(f",{json.dumps(name)}:{json.dumps(value)}" for name, value in _said(remembered).items())
+        return self._delta(index, "{}", reason=json.dumps(reason), more=more)
 
 
 class CompletionChunks(_Chunks):
@@ -140,7 +151,7 @@ class CompletionChunks(_Chunks):
     def tool_call(self, index: int, call: ToolCall) -> bytes:
         raise AssertionError("completions have no tool calls")
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:
         return self._choice(index, "", reason=json.dumps(reason))
 
 

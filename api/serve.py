@@ -43,7 +43,9 @@ class Endpoint:
         # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "work"))
         homes = AgentHomes(config)
-        self._generator = Generator(RayBackend(config, homes), config, memory=AgentMemory(RayStore(homes)))
+        self._generator = Generator(
+            RayBackend(config, homes), config, memory=AgentMemory(RayStore(homes), copy_wait_s=config.copy_wait_s)
+        )
         app = create_app(self._generator.backend, config, generator=self._generator)
         self._server = HttpServer(app, config.endpoint.listen, config.endpoint.port)
         await self._server.start()

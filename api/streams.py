@@ -13,6 +13,7 @@ from ..cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
 from .backend import Generation, ServedModel
 from .logprobs import ShownToken
 from .pipeline import ReasoningDelta, ToolCall
+from .remembered import Remembered
 from .row_text import RowText, TextDelta
 
 _ABORT_WAIT_S = 5.0
@@ -77,6 +78,7 @@ class TextStream:
         model: the served model.
         replica, node, why: where the row was taken and why there.
         prompt_tokens: length of the prompt in tokens.
+        remembered: what its agent's memory has of the answer, complete with `Finished`; None for nobody's.
         first_event_at: when the first event came out, by `time.perf_counter`; None before.
     """
 
@@ -96,6 +98,7 @@ class TextStream:
         self.node = generation.node
         self.why = generation.why
         self.prompt_tokens = prompt_tokens
+        self.remembered: Remembered | None = None
         self.first_event_at: float | None = None
         self._generation = generation
         self._updates = aiter(generation)

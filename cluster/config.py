@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
 from .nodes import Node
-from .units import STRICT, Bytes, Count, Seconds
+from .units import STRICT, Bytes, Count, Seconds, StrictOrSeconds
 
 T = TypeVar("T")
 
@@ -145,6 +145,8 @@ class Timeouts:
     model_load_s: Seconds = 3600.0
     turn_wait_s: Seconds = 60.0
     """How long a turn of an agent waits for that agent's previous turn."""
+    replication_s: Seconds = 30.0
+    """How long a turn's last event waits for copies of its words with `replication_wait: strict`."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -156,6 +158,9 @@ class Config:
     """The machines, the first of them that on which `satchel serve` runs; none means this machine alone."""
     replication: Annotated[int, Field(ge=0, le=3)] = 1
     """On how many further nodes an agent's memory is kept, as far as there are nodes."""
+    replication_wait: StrictOrSeconds = 1.0
+    """How long a turn's last event waits until its words are there too; `strict` waits `timeouts.replication_s`. An
+    answer that did not wait long enough says so, and the copy is made later."""
     control_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Where other machines join (Ray's control store); 0 takes a free port."""
     endpoint: Endpoint = field(default_factory=Endpoint)
@@ -178,6 +183,11 @@ class Config:
     def machines(self) -> tuple[Node, ...]:
         """The nodes, of which there is at least one: the head first."""
         return self.nodes or (Node(name="local"),)
+
+    @property
+    def copy_wait_s(self) -> float:
+        """How long a turn's last event waits for copies of its words on other nodes."""
+        return self.timeouts.replication_s if self.replication_wait == "strict" else self.replication_wait
 
 
 @dataclass(frozen=True)

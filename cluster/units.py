@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -21,6 +21,13 @@ def _parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def _parse_seconds(value: Any) -> Any:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*s\s*", value) if isinstance(value, str) else None
+    return float(match[1]) if match is not None else value
+
+
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+StrictOrSeconds = Annotated[Literal["strict"] | Seconds, BeforeValidator(_parse_seconds)]
+"""`strict`, or a time: 1.5 or 1.5s."""

@@ -55,6 +55,9 @@ OPEN_RETRY_S, OPEN_RETRY_S_MAX = 0.5, 15.0
 ROOM_TRIES = 3
 """How often a full disk is given room for agents' words, at the cost of KV, before they are refused."""
 
+COPIED_MAX = 10_000
+"""How many copies of agents may wait for a disk tier."""
+
 Answer = dict[str, Any]
 
 KEPT = ("replaced", "opened")
@@ -99,6 +102,8 @@ class KVStoreActor(DiskCalls):
         self._disk: DiskStore | None = None
         self._owned: Ownership | None = None
         self._tending_disk: asyncio.Task[None] | None = None
+        # Agents that were copied while no KV was kept on disk.
+        self._copied: dict[tuple[str, str], None] = {}
         self._session = session
         if disk is None and self._folder is not None:
             # Before agents' words are opened: on a full disk KV makes room for them.
@@ -117,6 +122,7 @@ class KVStoreActor(DiskCalls):
             root_of,
             # A million changes a second behind the clock, however often the file begins anew.
             start=int(time.time()) << 20,
+            on_let_go=_say_let_go,
         )
         self._homes = Homes(self._database, self._agents.end_turn)
         self._worker = ThreadPoolExecutor(1, "agents")
@@ -166,9 +172,10 @@ class KVStoreActor(DiskCalls):
                 logger.warning("KV is kept on disk from now on")
                 self._disk_came(disk, self._take_disk(disk))
         assert self._owned is not None
+        copied, self._copied = self._copied, {}
         with suppress(SatchelError):
-            # What was forgotten meanwhile goes now.
-            await self._owned.ready()
+            # At once: what was forgotten meanwhile goes now, but for what copies stand on.
+            await asyncio.gather(self._owned.ready(), *(self._owned.copied(*pair) for pair in copied))
         await self.tend_disk(self._disk)
 
     async def recall(self, agent: str, words: bytes, known: dict[int, int]) -> Answer:
@@ -179,14 +186,16 @@ class KVStoreActor(DiskCalls):
             known: epochs by branch of what the caller has.
 
         Returns:
-            `{"since": n, "branches": [...]}`, each branch the fields of `Head` and, where it is not known, `token_ids`,
-            `text` and `transcript` (JSON).
+            `{"since": n, "branches": [...], "let_go": bool}`, each branch the fields of `Head` and, where it is not
+            known, `token_ids`, `text` and `transcript` (JSON). `let_go` is whether it said something before and had to
+            make room for others.
         """
 
         def work() -> Answer:
             self._homes.check(agent)
             since, found = self._agents.recall(agent, words, known)
-            return {"since": since, "branches": [_branch(head, content) for head, content in found]}
+            branches = [_branch(head, content) for head, content in found]
+            return {"since": since, "branches": branches, "let_go": self._agents.let_go(agent)}
 
         return await self._answer(work)
 
@@ -194,8 +203,8 @@ class KVStoreActor(DiskCalls):
         """Take the agent's turn, in the order of asking.
 
         Returns:
-            `{"since": n, "branch": {...} | None}`: the main branch as `recall` has it, its tokens only if they are
-            `words`, its transcript always; or an error (`AgentBusy`) after `turn_wait_s`.
+            `{"since": n, "branch": {...} | None, "let_go": bool}`: the main branch as `recall` has it, its tokens only
+            if they are `words`, its transcript always; or an error (`AgentBusy`) after `turn_wait_s`.
         """
         line = self._lines.setdefault(agent, deque())
         busy = {"error": AgentBusy(f"agent {_id(agent)!r} is still busy with another turn").to_wire()}
@@ -230,12 +239,13 @@ class KVStoreActor(DiskCalls):
         if begun is None:
             return None
         since, main = begun
+        answer = {"since": since, "branch": None, "let_go": self._agents.let_go(agent)}
         if main is None:
-            return {"since": since, "branch": None}
+            return answer
         head, content = main
         if head.words == words and known.get(head.branch) != head.epoch:
-            return {"since": since, "branch": _branch(head, content)}
-        return {"since": since, "branch": _branch(head, None) | {"transcript": content.messages}}
+            return answer | {"branch": _branch(head, content)}
+        return answer | {"branch": _branch(head, None) | {"transcript": content.messages}}
 
     async def renew(self, agent: str, turn: str) -> Answer:
         """A sign of life of a long turn. False when the turn was lost."""
@@ -249,7 +259,7 @@ class KVStoreActor(DiskCalls):
             fields: those of `Commit`, except its content.
 
         Returns:
-            The fields of `Outcome`.
+            The fields of `Outcome`, and `copied`: whether as many other nodes have it as should.
         """
         ending = _Ending(agent, Commit(content=Content(token_ids, text, transcript), **fields))
         self._endings.append(ending)
@@ -259,16 +269,19 @@ class KVStoreActor(DiskCalls):
             if ending.failure is not None:
                 raise ending.failure
             assert ending.outcome is not None
-            if ending.outcome.get("result", {}).get("kind") in KEPT:
-                await self._kept(agent)
+            found = ending.outcome.get("result")
+            if found is not None:
+                found["copied"] = found["kind"] not in KEPT or await self._kept(agent)
             return ending.outcome
         finally:
             self._wake(agent)
             if self._owned is not None:
                 self._owned.committed(agent)
 
-    async def _kept(self, agent: str) -> None:
-        """A turn of the agent is on the disk; its commit returns after this."""
+    async def _kept(self, agent: str) -> bool:
+        """A turn of the agent is on the disk; its commit returns after this. Whether the copies that should be are
+        made."""
+        return True
 
     def _end_turns(self) -> None:
         endings: list[_Ending] = []
@@ -389,7 +402,19 @@ class KVStoreActor(DiskCalls):
                 self._homes.settle(target)
             return count
 
-        return await self._answer(work)
+        answer = await self._answer(work)
+        if "result" not in answer:
+            return answer
+        if self._owned is None:
+            if len(self._copied) < COPIED_MAX:
+                self._copied[source, target] = None
+            return answer
+        try:
+            # Before anybody hears of the copy, and so may forget the source.
+            await self._owned.copied(source, target)
+        except SatchelError as error:
+            logger.warning("agent %s computes anew what %s has on disk: %s", target, source, error.message)
+        return answer
 
     async def forget(self, agent: str) -> Answer:
         """Erase the agent's memory; turns under way cannot commit. Returns whether there was any.
@@ -489,6 +514,10 @@ def _branch(head: Head, content: Content | None) -> Answer:
     if content is not None:
         fields |= {"token_ids": content.tokens, "text": content.text, "transcript": content.messages}
     return fields
+
+
+def _say_let_go(agent: str) -> None:
+    logger.warning("what agent %s said is let go: others need the room (transcripts_bytes_max)", agent)
 
 
 def _described(agent: str, heads: list[Head], place: Place) -> Answer:

@@ -178,6 +178,7 @@ class AgentDatabase:
             row = (head.agent, head.branch, *fields, head.created, head.used, digest, mac)
             self._db.execute(f"INSERT OR REPLACE INTO branches VALUES ({','.join('?' * len(row))})", row)
             self._db.execute(_CHANGED, (head.agent, head.epoch))
+            self._db.execute("DELETE FROM let_go WHERE agent = ?", (head.agent,))
             self._nbytes += len(content.tokens) + len(text) + len(content.messages) + ROW_BYTES
         self._remember((head.agent, head.branch, head.epoch), content)
 
@@ -192,6 +193,18 @@ class AgentDatabase:
             self._nbytes -= self._one(f"SELECT SUM({_BYTES}) FROM contents WHERE agent = ?", agent) or 0
             for table in ("contents", "branches", "agents"):
                 self._db.execute(f"DELETE FROM {table} WHERE agent = ?", (agent,))
+
+    def let_go(self, agent: str, sequence: int, keep: int) -> None:
+        self.erase(agent)
+        with self._guard():
+            # Without a MAC: at worst an answer says too much or too little about what it does not rest on.
+            self._db.execute("INSERT OR REPLACE INTO let_go VALUES (?, ?)", (agent, sequence))
+            older = "SELECT agent FROM let_go ORDER BY sequence DESC, agent LIMIT -1 OFFSET ?"
+            self._db.execute(f"DELETE FROM let_go WHERE agent IN ({older})", (keep,))
+
+    def was_let_go(self, agent: str) -> bool:
+        with self._guard():
+            return self._one("SELECT 1 FROM let_go WHERE agent = ?", agent) is not None
 
     def quietest(self, after: int, limit: int) -> list[tuple[int, str]]:
         with self._guard():
@@ -208,6 +221,7 @@ class AgentDatabase:
         with self._guard():
             mac = mac_of(self._key, b"tombstone", agent.encode(), struct.pack("<qd", sequence, at))
             self._db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?, ?, ?)", (agent, sequence, at, mac))
+            self._db.execute("DELETE FROM let_go WHERE agent = ?", (agent,))
 
     def buried(self, agent: str) -> int:
         with self._guard():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...cluster.errors import ClusterError, HomeInUse, SatchelError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _STATEMENTS = [
     "CREATE TABLE branches (agent TEXT, branch INTEGER, epoch INTEGER, model BLOB, root BLOB, turns INTEGER, "
@@ -19,6 +19,7 @@ _STATEMENTS = [
     "CREATE INDEX quiet ON agents (changed, agent)",
     "CREATE TABLE tombstones (agent TEXT PRIMARY KEY, sequence INTEGER, at REAL, mac BLOB) WITHOUT ROWID",
     "CREATE TABLE homes (agent TEXT PRIMARY KEY, epoch INTEGER, role INTEGER, mac BLOB) WITHOUT ROWID",
+    "CREATE TABLE let_go (agent TEXT PRIMARY KEY, sequence INTEGER) WITHOUT ROWID",
 ]
 """The schema, as SQLite writes it down."""
 
@@ -27,9 +28,12 @@ _FROM_1 = [
     _STATEMENTS[1],
     "INSERT INTO contents SELECT b.agent, c.* FROM before c JOIN branches b ON b.branch = c.branch",
     "DROP TABLE before",
-    _STATEMENTS[-1],
+    _STATEMENTS[-2],
 ]
 """From the first schema, in which branches of two nodes could not stand beside each other."""
+
+_FROM_2 = [_STATEMENTS[-1]]
+"""From the second one, which did not know who had to make room."""
 
 
 def is_damage(error: Exception) -> bool:
@@ -83,8 +87,8 @@ def prepare(db: sqlite3.Connection) -> None:
                 db.execute(statement)
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         else:
-            if version == 1:
-                for statement in _FROM_1:
+            if version < SCHEMA_VERSION:
+                for statement in [*(_FROM_1 if version == 1 else ()), *_FROM_2]:
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             # SQLite would take a damaged name for a name.

@@ -53,11 +53,18 @@ class Agents:
         root_of: the root id of an agent's blocks under a model; empty where they are shared with nobody.
         start: the least sequence to begin with. One that grows with the clock keeps branch ids unique even where the
             storage had to begin anew.
+        on_let_go: called with every agent that had to make room for others.
     """
 
     def __init__(
-        self, storage: Storage, limits: AgentLimits, root_of: Callable[[str, bytes], bytes], start: int = 0
+        self,
+        storage: Storage,
+        limits: AgentLimits,
+        root_of: Callable[[str, bytes], bytes],
+        start: int = 0,
+        on_let_go: Callable[[str], object] = lambda agent: None,
     ) -> None:
+        self._on_let_go = on_let_go
         self._storage = storage
         self._limits = limits
         self.root_of = root_of
@@ -265,6 +272,10 @@ class Agents:
         """Agents that were forgotten, the latest last, also those that have come back since."""
         return self._storage.tombstones()
 
+    def let_go(self, agent: str) -> bool:
+        """Whether the agent had to make room for others, and has said nothing since."""
+        return self._storage.was_let_go(agent)
+
     def lives(self, agent: str) -> bool:
         """Whether the agent has branches, or may have one as soon as its turn ends."""
         return bool(self._storage.heads(agent)) or agent in self._turns or agent in self._seen
@@ -380,7 +391,7 @@ class Agents:
             after = quiet[-1][0]
             for _, agent in quiet:
                 if self._over and agent not in keep and not self.busy(agent, "", now):
-                    self._storage.erase(agent)
+                    self._storage.let_go(agent, self._sequence, self._limits.let_go_max)
                     evicted.append(agent)
         if trim is not None and self._over:
             heads = self._storage.heads(trim.agent)
@@ -391,6 +402,8 @@ class Agents:
         if self._over:
             raise _NoRoom
         self.evicted += len(evicted)
+        for agent in evicted:
+            self._on_let_go(agent)
         self._gone |= dict.fromkeys(evicted[: _SEEN_MAX - len(self._gone)])
 
     @property

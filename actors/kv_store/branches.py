@@ -13,12 +13,14 @@ ROW_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class AgentLimits:
-    """`bytes_max` bounds the content of all branches; beyond it the agents that were quiet longest go. Tombstones are
-    kept for `tombstone_s` seconds and at most `tombstones_max` of them."""
+    """`bytes_max` bounds the content of all branches; beyond it the agents that were quiet longest go, the last
+    `let_go_max` of which are remembered as such. Tombstones are kept for `tombstone_s` seconds and at most
+    `tombstones_max` of them."""
 
     branches_max: int = 8
     bytes_max: int = 256 * 2**20
     tombstones_max: int = 10_000
+    let_go_max: int = 10_000
     tombstone_s: float = 30 * 86400.0
 
 
@@ -122,6 +124,13 @@ class Storage(Protocol):
     def erase(self, agent: str) -> None:
         """Remove all branches of the agent."""
         ...
+
+    def let_go(self, agent: str, sequence: int, keep: int) -> None:
+        """Remove all branches of the agent, and remember that it had some until one is `put` again, or it is buried. Of
+        those that this was done to the latest `keep` are remembered."""
+        ...
+
+    def was_let_go(self, agent: str) -> bool: ...
 
     def quietest(self, after: int, limit: int) -> list[tuple[int, str]]:
         """Epoch of the last change and agent, in that order, of those changed later than `after`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from ...cluster.errors import AgentNotFound, SatchelError, StaleEpoch, Unavailable
@@ -23,8 +23,8 @@ T = TypeVar("T")
 InOrder = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls its argument in the thread that may use `Homes`."""
 
-COPY_S = 1.0
-"""How long a turn's last event waits for a copy of its words; a stateless one's caller waits for twice that."""
+AGAIN_S = 0.25
+"""How soon a copy is tried again for which a turn's last event waits."""
 
 SEND_S = 5.0
 """How long a copy may take for which nobody waits."""
@@ -43,6 +43,14 @@ LATE_TOGETHER = 8
 """Copies that failed and are to be tried again; how many at one time."""
 
 
+class Copied(NamedTuple):
+    """What became of the copies of a turn: whether nobody knows of a later home, and whether all that should be are
+    made."""
+
+    at_home: bool
+    all_made: bool
+
+
 class Copies:
     """For one event loop.
 
@@ -50,6 +58,9 @@ class Copies:
         node: this one.
         version: a number that grows with everything that agents do here; for the thread of `in_order`.
         count: how many copies of each agent there should be.
+        machines: how many nodes there should be.
+        wait_s: how long a turn's last event waits for copies of its words.
+        strict: whether those that fail are tried again within that time.
         doubt: told of agents that another node says live elsewhere.
 
     Attributes:
@@ -65,10 +76,15 @@ class Copies:
         *,
         version: Callable[[], int],
         count: int,
+        machines: int = 1,
+        wait_s: float = 1.0,
+        strict: bool = False,
         doubt: Callable[[str], None],
     ) -> None:
         self._node, self._homes, self._in_order, self._peers = node, homes, in_order, peers
         self._version, self._count, self._doubt = version, count, doubt
+        self._least = min(count, machines - 1)
+        self._wait_s, self._strict = wait_s, strict
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._late: dict[tuple[str, str], None] = {}
         self._members: frozenset[str] = frozenset()
@@ -112,28 +128,39 @@ class Copies:
             send |= set(missing)
         raise Unavailable(f"the copy on node {to} changes meanwhile")
 
-    async def after_turn(self, agent: str) -> bool:
-        """Copy what an agent said to where its copies belong. What fails is tried again (`catch_up`).
-
-        Returns:
-            Whether nobody knows of a later home.
-        """
-        others = await self._peers.others()
-        if frozenset(others) != self._members:
-            # Whoever comes or goes before `catch_up` has seen these is not missed.
-            self.be_late(agent)
-        nodes = copy_nodes(agent, others, self._count)
-        results = await asyncio.gather(
-            *(self.send(agent, node, COPY_S, whole=True) for node in nodes), return_exceptions=True
-        )
-        for node, result in zip(nodes, results, strict=True):
-            if isinstance(result, SatchelError) and not isinstance(result, AgentNotFound | StaleEpoch):
-                self.failed_total += 1
-                self._be_late(agent, node)
-                logger.warning("node %s has no copy of what agent %s said last: %s", node, agent, result.message)
-            elif isinstance(result, BaseException) and not isinstance(result, SatchelError):
-                raise result
-        return not any(isinstance(result, StaleEpoch) for result in results)
+    async def after_turn(self, agent: str) -> Copied:
+        """Copy what an agent said to where its copies belong. What fails is tried again (`catch_up`)."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._wait_s
+        made: set[str] = set()
+        while True:
+            others = await self._peers.others()
+            if frozenset(others) != self._members:
+                # Whoever comes or goes before `catch_up` has seen these is not missed.
+                self.be_late(agent)
+            nodes = [node for node in copy_nodes(agent, others, self._count) if node not in made]
+            left = ends - loop.time()
+            results = await asyncio.gather(
+                *(self.send(agent, node, left, whole=True) for node in nodes), return_exceptions=True
+            )
+            failed: dict[str, SatchelError] = {}
+            for node, result in zip(nodes, results, strict=True):
+                if isinstance(result, SatchelError) and not isinstance(result, AgentNotFound | StaleEpoch):
+                    self._be_late(agent, node)
+                    failed[node] = result
+                elif isinstance(result, BaseException) and not isinstance(result, SatchelError):
+                    raise result
+                else:
+                    made.add(node)
+            at_home = not any(isinstance(result, StaleEpoch) for result in results)
+            all_made = not failed and len(made) >= self._least
+            if all_made or not at_home or not self._strict or ends - loop.time() <= AGAIN_S:
+                break
+            await asyncio.sleep(AGAIN_S)
+        for node, error in failed.items():
+            self.failed_total += 1
+            logger.warning("node %s has no copy of what agent %s said last: %s", node, agent, error.message)
+        return Copied(at_home, all_made)
 
     async def catch_up(self) -> None:
         """Make the copies that failed, and those that belong elsewhere since nodes have come or gone."""

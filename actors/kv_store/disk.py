@@ -125,7 +125,12 @@ class DiskStore:
             with typed(action):
                 yield self._shelf
 
-    def commit(self, record: SegmentRecord, without: Mapping[bytes, Collection[bytes]] | None = None) -> Placed:
+    def commit(
+        self,
+        record: SegmentRecord,
+        without: Mapping[bytes, Collection[bytes]] | None = None,
+        heirs: Mapping[bytes, Collection[bytes]] | None = None,
+    ) -> Placed:
         """Make a finished segment count. Committing it again is harmless.
 
         After it, `touch` the chain: the beginnings of chains should be used later than their ends.
@@ -133,6 +138,7 @@ class DiskStore:
         Args:
             without: by ids, tags of owners that may not have the entry. What nobody else has is refused: it answers
                 for nothing, and the next `compact` erases it.
+            heirs: by ids, tags of owners that the record does not name.
 
         Returns:
             Which ids its copies answer for, which others serve, which are refused, and which no longer answer, also by
@@ -153,7 +159,7 @@ class DiskStore:
                 return shelf.placed_before(known.number, record)
             try:
                 shelf.verify(record, path)
-                placed = shelf.enter(record, without or {})
+                placed = shelf.enter(record, without or {}, heirs or {})
             except Exception:
                 shelf.refuse(record, path)
                 raise
@@ -196,6 +202,22 @@ class DiskStore:
         """
         with self._held("touching entries") as shelf:
             shelf.touch(ids, owner_tag(self.key, owner))
+
+    def give(
+        self, owner: str, ids: Iterable[bytes], parents: Iterable[bytes], has: Callable[[EntryRecord], bool]
+    ) -> int:
+        """Let an owner have entries that nobody has touched for him.
+
+        Args:
+            ids: of blocks.
+            parents: of tails.
+            has: which of them are his; it is called with the lock held.
+
+        Returns:
+            How many are new to him.
+        """
+        with self._held("adding an owner") as shelf:
+            return shelf.give(owner_tag(self.key, owner), ids, parents, has)
 
     def pin(self, locations: Iterable[Location], lease_s: float) -> Pin:
         """Keep the files for a reader, for `lease_s` seconds (at most `lease_s_max`) or until `unpin`.

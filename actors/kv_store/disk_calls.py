@@ -63,7 +63,8 @@ class DiskCalls:
         async def work(store: DiskStore, owners: Ownership | None) -> list[bytes]:
             segment = await self._in_thread(SegmentRecord.from_wire, record)
             without = await owners.unclaimed(segment.entries) if owners is not None else {}
-            placed = await self._in_thread(store.commit, segment, without)
+            heirs = await owners.inherited(segment.entries) if owners is not None else {}
+            placed = await self._in_thread(store.commit, segment, without, heirs)
             return [*placed.kept, *placed.dropped]
 
         return await self._fenced(work)
@@ -169,6 +170,8 @@ class DiskCalls:
                 if time.monotonic() - compacted_at >= COMPACT_S:
                     compacted_at = time.monotonic()
                     await self._in_thread(store.compact)
+                    if self._owners is not None:
+                        self._owners.again()
             except SatchelError as error:
                 # A full disk, for one; the next round tries again.
                 logger.warning("tidying the disk up: %s", error.message)

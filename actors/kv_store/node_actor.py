@@ -112,6 +112,9 @@ class NodeStoreActor(PeerCalls):
             self._peers,
             version=lambda: self._agents.sequence,
             count=config.replication,
+            machines=len(config.machines),
+            wait_s=config.copy_wait_s,
+            strict=config.replication_wait == "strict",
             doubt=self._succession.doubt,
         )
         # Of copies that came lately: whose, of which home epoch, and the home's count.
@@ -230,11 +233,13 @@ class NodeStoreActor(PeerCalls):
                 await asyncio.wait_for(self._introduced.wait(), LEARN_WAIT_S)
             self._introduced.set()
 
-    async def _kept(self, agent: str) -> None:
+    async def _kept(self, agent: str) -> bool:
         """A turn has been committed: its words go to the nodes of the copies before its last event leaves."""
         self._note(agent)
-        if not await self._copies.after_turn(agent):
+        copied = await self._copies.after_turn(agent)
+        if not copied.at_home:
             await self._succession.settle_with(agent)
+        return copied.all_made
 
     async def fork(self, source: str, target: str) -> Answer:
         answer = await super().fork(source, target)
@@ -266,7 +271,9 @@ class NodeStoreActor(PeerCalls):
     async def disk_touch(self, model: bytes, chain: list[bytes], owner: str) -> Answer:
         answer = await super().disk_touch(model, chain, owner)
         if owner and "result" in answer:
-            self._copies.blocks_later(owner)
+            heirs = self._owned.heirs_of(owner) if self._owned is not None else []
+            for agent in (owner, *heirs):
+                self._copies.blocks_later(agent)
         return answer
 
     async def stats(self) -> Answer:

@@ -8,6 +8,9 @@ turn's KV may come just before its branch, a living agent's KV waits a moment fo
 Erasing has an order: the tombstone is written, the owner is barred here, the commits under way end, and then what he
 has goes from the disk. So nothing is committed behind an erasure.
 
+A copy of an agent (`fork`) stands on the same KV and has it too: what is on the disk, and what its original computed
+before and is written down after it (`copied`).
+
 After the index of KV was built anew, owners that came later than the file are not known. The branches of all agents
 tell them too, before anything is erased.
 """
@@ -41,8 +44,15 @@ KEPT_WITHIN_S = 30.0
 BARRED_MAX = 10_000
 """As many as there are tombstones."""
 
-ERASE_TRIES = 10
-ERASE_RETRY_S = 5.0
+HEIRS_S = 600.0
+"""For how long what an agent's replica writes down may be from before it was copied; it is swept then."""
+
+HEIRS_MAX = 10_000
+"""How many copies are remembered for that."""
+
+ERASE_TRIES = 3
+ERASE_RETRY_S = 1.0
+"""How often erasing is tried at once, and how soon again; after that as often as the disk is tidied up."""
 
 _AGENTS_A_PAGE = 16
 _SETTLED_TOGETHER = 512
@@ -70,8 +80,12 @@ class Ownership:
         self._under_way: set[asyncio.Task[Any]] = set()
         self._news = asyncio.Event()
         self._to_erase: OrderedDict[str, None] = OrderedDict()
+        # Copies of agents: (original's tag, copy) and until when the original's KV may be the copy's too.
+        self._heirs: OrderedDict[tuple[bytes, str], float] = OrderedDict()
         # What agents got that came back before their erasing was done.
         self._since: dict[str, set[bytes]] = {}
+        # Those that could not be erased.
+        self._owed: OrderedDict[str, None] = OrderedDict()
         self._work: asyncio.Task[None] | None = None
         self.end_pulls: Callable[[str], object] | None = None
         self.settled_total = 0
@@ -102,6 +116,16 @@ class Ownership:
         self._to_erase[agent] = None
         self._to_erase.move_to_end(agent)
         self._since[agent] = set()
+        self._begin_erasing()
+
+    def again(self) -> None:
+        """Try again to erase what could not be erased."""
+        if self._owed:
+            self._to_erase.update(self._owed)
+            self._owed.clear()
+            self._begin_erasing()
+
+    def _begin_erasing(self) -> None:
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._erase_all())
 
@@ -110,6 +134,54 @@ class Ownership:
         if self._tag(agent) in self._barred:
             self._news.set()
             self._news = asyncio.Event()
+
+    async def copied(self, source: str, target: str) -> None:
+        """`target` has all that `source` has said, and so what that stands on."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        while self._heirs and (next(iter(self._heirs.values())) < now or len(self._heirs) >= HEIRS_MAX):
+            self._heirs.popitem(last=False)
+        # What the source inherits late itself comes to this one too.
+        origins = [tag for tag, heir in self._heirs if heir == source]
+        for tag in (*origins, self._tag(source)):
+            self._heirs[tag, target] = now + HEIRS_S
+            self._heirs.move_to_end((tag, target))
+        await self.fenced(self._give(target))
+
+    def heirs_of(self, agent: str) -> list[str]:
+        """Copies of the agent that may stand on what is written down for it now."""
+        return self._copies_of(self._tag(agent))
+
+    def _copies_of(self, tag: bytes) -> list[str]:
+        now = asyncio.get_running_loop().time()
+        return [heir for (origin, heir), ends in self._heirs.items() if origin == tag and ends > now]
+
+    async def _give(self, agent: str) -> None:
+        await self.ready()
+        claims = await self.claims(agent)
+        since = self._since.get(agent)
+
+        def has(record: EntryRecord) -> bool:
+            if claims.holds(record):
+                if since is not None:
+                    since.add(record.id)
+                return True
+            return False
+
+        await asyncio.to_thread(self._store.give, agent, list(claims.blocks), claims.parents(), has)
+
+    async def inherited(self, entries: Sequence[EntryRecord]) -> dict[bytes, set[bytes]]:
+        """By ids, tags of copies of their owners that have the entries too. Wants to be `fenced`."""
+        found: dict[bytes, set[bytes]] = {}
+        for tag in {tag for entry in entries for tag in entry.owners}:
+            for heir in self._copies_of(tag):
+                claims = await self.claims(heir)
+                theirs = [entry.id for entry in entries if tag in entry.owners and claims.holds(entry)]
+                if (since := self._since.get(heir)) is not None:
+                    since.update(theirs)
+                for entry in theirs:
+                    found.setdefault(entry, set()).add(self._tag(heir))
+        return found
 
     async def fenced(self, work: Coroutine[Any, Any, T]) -> T:
         """Do what may let an owner have something. It goes on where the caller is cancelled; erasing waits for it."""
@@ -225,6 +297,9 @@ class Ownership:
                 except (SatchelError, OSError) as error:
                     logger.error("the KV of agent %s cannot be erased now: %s", agent, error)
                     await asyncio.sleep(ERASE_RETRY_S)
+            else:
+                # Others must not wait for it any longer.
+                self._owed[agent] = None
             if self._since.get(agent) is since:
                 del self._since[agent]
 
@@ -255,7 +330,8 @@ class OwnedKeeper:
     def commit(self, record: SegmentRecord) -> Placed:
         async def work() -> Placed:
             without = await self._owned.unclaimed(record.entries)
-            return await asyncio.to_thread(self._store.commit, record, without)
+            heirs = await self._owned.inherited(record.entries)
+            return await asyncio.to_thread(self._store.commit, record, without, heirs)
 
         return self._fenced(work())
 

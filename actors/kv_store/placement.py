@@ -34,6 +34,7 @@ def place(
     certain: bool,
     tails_max: int,
     without: Mapping[bytes, Collection[bytes]] | None = None,
+    heirs: Mapping[bytes, Collection[bytes]] | None = None,
 ) -> Placed:
     """Enter the entries of the new segment `number`: the first copy of an id stays, unless a later one adds to it.
 
@@ -45,11 +46,13 @@ def place(
         certain: whether the record names all owners.
         tails_max: of one parent; the oldest goes.
         without: by ids, tags of owners that may not have the entry. What nobody else has is entered as a dead row.
+        heirs: by ids, tags of owners that the record does not name.
     """
     placed = Placed()
-    without = without or {}
+    without, heirs = without or {}, heirs or {}
     for slot, entry in enumerate(record.entries):
-        owners = tuple(tag for tag in entry.owners if tag not in without.get(entry.id, ()))
+        known = _union(entry.owners, tuple(heirs.get(entry.id, ())))
+        owners = tuple(tag for tag in known if tag not in without.get(entry.id, ()))
         if not owners:
             index.add(Row(number, record.name, record.model, slot, False, certain, entry))
             placed.refused.append(entry.id)

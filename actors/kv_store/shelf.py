@@ -135,13 +135,18 @@ class Shelf:
         except FileNotFoundError:
             raise InvalidRecord(f"{path.name} is not there") from None
 
-    def enter(self, record: SegmentRecord, without: Mapping[bytes, Collection[bytes]]) -> Placed:
+    def enter(
+        self,
+        record: SegmentRecord,
+        without: Mapping[bytes, Collection[bytes]],
+        heirs: Mapping[bytes, Collection[bytes]],
+    ) -> Placed:
         """Let the entries of a verified segment answer, but for what only those have who may not."""
         with self.change("entering a segment"):
             self._counter += 1
             number = self.index.add_segment(record.name, record.model, record.nbytes, self._counter)
             tails_max = self.limits.tails_per_parent_max
-            placed = place(self.index, number, record, certain=True, tails_max=tails_max, without=without)
+            placed = place(self.index, number, record, certain=True, tails_max=tails_max, without=without, heirs=heirs)
             if placed.refused:
                 self.index.set_erase([number])
             self._remove_lonely()
@@ -181,6 +186,20 @@ class Shelf:
             with self.change("adding an owner"):
                 for row in strange:
                     add_owners(self.index, row, [tag])
+
+    def give(
+        self, tag: bytes, ids: Iterable[bytes], parents: Iterable[bytes], has: Callable[[EntryRecord], bool]
+    ) -> int:
+        """Let the owner have those of these entries, and of the tails after `parents`, of which that is true. Returns
+        how many of them are new to him."""
+        rows = [row for entry in ids if (row := self.index.live(entry)) is not None]
+        rows += [row for parent in parents for row in self.index.live_tails(parent)]
+        strange = [row for row in rows if tag not in row.record.owners and has(row.record)]
+        if strange:
+            with self.change("adding an owner"):
+                for row in strange:
+                    add_owners(self.index, row, [tag])
+        return len(strange)
 
     def drop(self, failures: Iterable[Failure]) -> list[bytes]:
         """Entries that could not be read answer no more. Returns their ids."""

@@ -75,6 +75,12 @@ class Memory:
         self._sync()
         self.rows.pop(agent, None)
 
+    def let_go(self, agent: str, sequence: int, keep: int) -> None:
+        self.erase(agent)
+
+    def was_let_go(self, agent: str) -> bool:
+        return False
+
     def quietest(self, after: int, limit: int) -> list[tuple[int, str]]:
         return []
 

@@ -68,6 +68,9 @@ class Store(NodeStoreActor):
         self._counts = dict.fromkeys(("moves", "moved_bytes", "adopted"), 0)
         self._unburied = {}
         self._draining = False
+        self._folder = self._tending_disk = None
+        self._copied = {}
+        self._disk_error, self._disk_told = "", False
         self._introduced = asyncio.Event()
         self.news = asyncio.Event()
         self._reporter: Any = SimpleNamespace(incarnation=process.name, wake=self.news.set)

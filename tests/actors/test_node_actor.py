@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from satchel.actors import handles
-from satchel.actors.kv_store import copies, node_actor
+from satchel.actors.kv_store import node_actor
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS
 from satchel.actors.kv_store.disk_io import DiskIO, Space
 from satchel.actors.kv_store.homes import LIFE, Place, Role
@@ -83,9 +83,8 @@ async def test_copies_of_turns_that_end_together_arrive_in_order(tmp_path):
         assert world.said("b", X) == world.said("a", X) == {str(number) for number in range(15)}
 
 
-async def test_a_node_that_is_cut_off_costs_a_turn_a_second_at_most_and_gets_its_copy_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(copies, "COPY_S", 0.1)
-    async with cluster(tmp_path) as world:
+async def test_a_node_that_is_cut_off_costs_a_turn_a_second_at_most_and_gets_its_copy_later(tmp_path):
+    async with cluster(tmp_path, replication_wait="0.1s") as world:
         world.delay_s = 5.0
         began = time.monotonic()
         assert (await world.speak("a", X, "hello"))["kind"] == "opened"
