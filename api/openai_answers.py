@@ -125,7 +125,8 @@ class ChatChunks(_Chunks):
         return self._delta(index, json.dumps({"tool_calls": [{"index": call.index, **_tool_call_body(call)}]}))
 
     def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:
-        more = "".join(f",{json.dumps(name)}:{json.dumps(value)}" for name, value in _said(remembered).items())
+        said = _said(remembered)
+        more = "," + json.dumps(said, separators=(",", ":"))[1:-1] if said else ""
         return self._delta(index, "{}", reason=json.dumps(reason), more=more)
 
 

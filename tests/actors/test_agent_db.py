@@ -63,6 +63,8 @@ def test_what_was_committed_is_there_again(tmp_path):
     commit(agents, "t/x", "ab", head)
     commit(agents, "t/y", "ä😀")
     agents.forget("t/y", 1e9)
+    with database.transaction():
+        database.let_go("t/z", 7, 9)
     sequence, nbytes = agents.sequence, agents.nbytes
     database.close()
     database = AgentDatabase(tmp_path / "kv")
@@ -72,6 +74,7 @@ def test_what_was_committed_is_there_again(tmp_path):
     (head,) = database.heads("t/x")
     assert (head.branch, head.model, head.root, head.turns) == (first.branch, MODEL, b"r" * 32, 1)
     assert agents.forgotten() == ["t/y"], "tombstones last"
+    assert agents.let_go("t/z") and not agents.let_go("t/y")
     database.close()
 
 

@@ -44,7 +44,13 @@ class Store:
 
     def __init__(self, **limits: Any) -> None:
         self.database = AgentDatabase()
-        self.agents = Agents(self.database, AgentLimits(**limits), lambda agent, model: agent.encode() + model)
+        self.gone: list[str] = []
+        self.agents = Agents(
+            self.database,
+            AgentLimits(**limits),
+            lambda agent, model: agent.encode() + model,
+            on_let_go=self.gone.append,
+        )
         self.now = 0.0
 
     def commit(self, agent: str, *said: str, since: int | None = None, **fields: Any) -> Outcome:
@@ -279,8 +285,21 @@ def test_the_quietest_agents_go_first_and_never_one_in_its_turn():
         assert store.commit(f"a{index}", "x" * 300).kept
     left = [agent for agent, _ in store.agents.list("", "", 100)]
     assert left == ["a2", "a3", "turning"]
-    assert store.agents.evicted == 2
+    assert store.agents.evicted == 2 and store.gone == ["a0", "a1"]
     store.agents.check(left)
+
+
+def test_who_had_to_make_room_is_known_until_it_speaks_again_or_is_forgotten_and_only_the_last_ones_are():
+    size = len(content("x" * 300).tokens) + 300 + len(content("x" * 300).messages) + ROW_BYTES
+    store = Store(bytes_max=2 * size, let_go_max=3)
+    for index in range(8):
+        assert store.commit(f"a{index}", "x" * 300).kept
+    known = [agent for agent in (*store.gone, "a6", "a7", "nobody") if store.agents.let_go(agent)]
+    assert known == ["a3", "a4", "a5"]
+    store.commit("a4", "back")
+    assert not store.agents.let_go("a4")
+    store.agents.bury("a5", 1e9)
+    assert not store.agents.let_go("a5"), "of who was forgotten nothing is known"
 
 
 def test_an_agent_alone_gives_up_its_side_branches_and_what_cannot_fit_is_refused():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from satchel.actors import handles
-from satchel.actors.kv_store import node_actor
+from satchel.actors.kv_store import actor, node_actor
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS
 from satchel.actors.kv_store.disk_io import DiskIO, Space
 from satchel.actors.kv_store.homes import LIFE, Place, Role
@@ -23,7 +23,7 @@ from satchel.cluster.errors import (
     Unavailable,
 )
 
-from .kv_files import MODEL
+from .kv_files import MODEL, chain
 from .store_nodes import Cluster, cluster
 
 X = "t/x"
@@ -99,6 +99,70 @@ async def test_a_node_that_is_cut_off_costs_a_turn_a_second_at_most_and_gets_its
         await world.stores["a"].tend()
         assert world.said("b", X) == {"hello", "again"}
         assert (await world.call("a", "stats"))["copies_late"] == 0
+
+
+async def test_a_strict_turn_waits_for_its_copy_and_says_where_it_was_not_made_in_time(tmp_path):
+    async with cluster(tmp_path, replication_wait="strict", timeouts={"replication_s": 3}) as world:
+        assert (await world.speak("a", X, "hello"))["copied"] is True
+        world.cut.add(frozenset("ab"))
+        turn = asyncio.create_task(world.speak("a", X, "again"))
+        await asyncio.sleep(1.2)
+        assert not turn.done()
+        world.cut.clear()
+        assert (await turn)["copied"] is True and world.said("b", X) == {"hello", "again"}
+        assert (await world.call("a", "stats"))["copies_failed_total"] == 0
+        world.cut.add(frozenset("ab"))
+        began = time.monotonic()
+        assert (await world.speak("a", X, "third"))["copied"] is False
+        assert 2.5 < time.monotonic() - began < 4.0
+        assert (await world.call("a", "stats"))["copies_failed_total"] == 1
+        world.cut.clear()
+        await world.stores["a"].tend()
+        assert world.said("b", X) == {"hello", "again", "third"}
+
+
+async def test_a_node_that_should_be_there_and_is_not_has_no_copy(tmp_path):
+    """By default its turns go on at once, and say so; where no further node was ever asked for, nothing is missing."""
+    nodes = [{"name": "a"}, {"name": "b"}]
+    async with cluster(tmp_path / "two", ["a"], nodes=nodes) as world:
+        assert (await world.speak("a", X, "hello"))["copied"] is False
+        world.start("b")
+        assert (await world.speak("a", X, "again"))["copied"] is True
+    async with cluster(tmp_path / "strict", ["a"], nodes=nodes, replication_wait="strict") as world:
+        turn = asyncio.create_task(world.speak("a", X, "hello"))
+        await asyncio.sleep(0.3)
+        assert not turn.done()
+        world.start("b")
+        assert (await turn)["copied"] is True and world.said("b", X) == {"hello"}
+    async with cluster(tmp_path / "one", ["a"], replication_wait="strict") as world:
+        assert (await world.speak("a", X, "hello"))["copied"] is True
+    async with cluster(tmp_path / "none", replication=0, nodes=nodes) as world:
+        assert (await world.speak("a", X, "hello"))["copied"] is True
+
+
+async def test_a_node_whose_disk_tier_opens_late_serves_its_kv_then_and_tells_the_router(tmp_path, monkeypatch):
+    monkeypatch.setattr(actor, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(actor, "OPEN_RETRY_S", 0.05)
+    async with cluster(tmp_path) as world:
+        entries = chain(2, owners=(X,))
+        await world.put("a", entries)
+        before = world.stores["a"]
+        assert before._disk is not None and before._blocks is not None
+        before._database.close()
+        store = world.start("a")
+        await world.call("a", "stats")
+        report = await world.report("a")
+        assert "another process" in report.disk_error and report.disk_full and report.announced == []
+        await asyncio.to_thread(before._blocks.close)
+        before._disk.close()
+        async with asyncio.timeout(10):
+            while store._blocks is None:
+                await asyncio.sleep(0.01)
+        report = await world.report("a", full=False)
+        assert (report.disk_error, report.disk_full) == ("", False)
+        assert set(report.announced) == {entry.id for entry in entries}
+        assert (await world.report("a", full=False)).announced == []
+        assert (await world.call("a", "block_addresses")) != []
 
 
 async def test_copies_follow_where_nodes_come_and_go(tmp_path):

@@ -63,6 +63,18 @@ def test_sizes_may_have_units() -> None:
     assert config.scheduling.prefix_bytes_max == 3 * 2**29
 
 
+def test_waiting_for_copies_is_a_time_or_strict() -> None:
+    data = {"models": [{"name": "x", "source": "x"}], "timeouts": {"replication_s": 20}}
+    waits = [("1s", 1.0), ("0.5 s", 0.5), (2, 2.0), ("strict", 20.0)]
+    assert [parse_config({**data, "replication_wait": given}).copy_wait_s for given, _ in waits] == [
+        s for _, s in waits
+    ]
+    assert parse_config(data).copy_wait_s == 1.0
+    for wrong in ("soon", "0s", -1, "1m"):
+        with pytest.raises(ConfigError, match="replication_wait"):
+            parse_config({**data, "replication_wait": wrong})
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
         load_config(tmp_path / "absent.yaml")
