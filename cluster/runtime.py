@@ -7,6 +7,7 @@ terminal reaches the server and not Ray, and writes down what it started before 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import shutil
@@ -26,6 +27,8 @@ from .home import HomeLock, ensure_token, prepare_home, read_json, write_private
 from .nodes import Node
 from .processes import ProcessMark, Session, end_session
 from .ray_node import RayReport, RaySpec
+
+_log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Small: KV bytes never pass Ray's object store."""
@@ -144,7 +147,11 @@ class LocalCluster:
         with self._guard:
             if self._session is not None and not self._stopping:
                 self._session = self._session.refreshed()
-                self._write_session()
+                try:
+                    self._write_session()
+                except ClusterError as error:
+                    # On a full disk the older note stays, and the server goes on.
+                    _log.warning("the processes are not noted: %s", error.message)
 
     def failure(self) -> str | None:
         """Why the cluster is no more, in a sentence; None while it lives."""

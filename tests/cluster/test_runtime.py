@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+from satchel.cluster.config import Home
 from satchel.cluster.connection import NAMESPACE, connect_ray, find_cluster
 from satchel.cluster.errors import HomeInUse
+from satchel.cluster.processes import ProcessMark, Session
 from satchel.cluster.runtime import LocalCluster
 
 
@@ -39,3 +42,15 @@ def test_the_home_is_taken(cluster: LocalCluster) -> None:
         LocalCluster(cluster.home).start()
     assert find_cluster(cluster.home) == cluster.record
     assert cluster.failure() is None
+
+
+def test_a_note_of_processes_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk does not end a server: it goes on with the older note."""
+    cluster = LocalCluster(Home(tmp_path / "no such folder"))
+    mark = ProcessMark.of(os.getpid())
+    assert mark is not None
+    cluster._session = Session(os.getsid(0), (mark,))
+    cluster.note_processes()
+    assert "not noted" in caplog.text
