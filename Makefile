@@ -2,13 +2,14 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
-	bench-vision bench-scenarios
+	bench-vision bench-scenarios soak
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
 PORT ?=
 OUT ?=
 BENCH ?=
+MINUTES ?= 60
 TRACES ?=
 URL ?= http://127.0.0.1:8000
 UV_VERSION := 0.13.8
@@ -74,6 +75,9 @@ bench-vision: .venv/.development ## Measure pictures and videos; BENCH="--parts 
 
 bench-scenarios: .venv/.development ## Run agents' stories on the server at URL=http://127.0.0.1:8000; TRACES=folder adds recordings
 	@$(BIN)/python benchmarks/scenarios/run.py --url "$(URL)" $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
+
+soak: .venv/.development ## Kill a server and fill its disk for MINUTES=60 while agents talk, and compare; BENCH="--disk tenth" options
+	@$(BIN)/python benchmarks/soak/run.py --minutes "$(MINUTES)" $(BENCH)
 
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)
