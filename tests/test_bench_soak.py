@@ -153,6 +153,22 @@ def test_a_repeated_turn_is_not_computed_again(soak: Any) -> None:
     assert not soak.ledger.excesses({"a": [cut, replace(again, cached=700)]}, [], True)
 
 
+def test_what_is_computed_again_is_told_by_the_request_before(soak: Any) -> None:
+    """Within the bound of the law a turn's end by a stop string or a hang-up may cost more than another's."""
+    known = [
+        attempt(soak, 1, kind="tell", prompt=100),
+        attempt(soak, 2, kind="stop", prompt=150, held=120, cached=120),
+        attempt(soak, 3, kind="hang_up", prompt=0, held=200, whole=False, kept=False),
+        attempt(soak, 4, kind="hang_up", prompt=250, held=200, cached=200, repeats=True),
+        attempt(soak, 5, prompt=300, held=270, cached=200),
+    ]
+    assert soak.ledger.computed_again({"a": known}) == {
+        "hang_up": {"turns": 1, "tokens": 70},
+        "hang_up, cut short": {"turns": 1, "tokens": 50},
+        "tell": {"turns": 1, "tokens": 0},
+    }
+
+
 def test_a_word_found_is_noticed_once_nobody_owns_it_and_a_minute_is_over(soak: Any) -> None:
     """A fork owns what its source was told before; while the server is started again nobody can erase."""
     marks = soak.ledger.Marks()

@@ -184,8 +184,10 @@ class Soak:
                 # Only the first try is cut short.
                 attempt = await self._turn(plan, life, step, message, first=not number, info=info)
             attempt.repeats = cut is not None and cut.messages == attempt.messages
-            self._keep(plan.slot, attempt)
+            self.seen.records[plan.slot].append(attempt)
+            life.history.append(attempt)
             await self._settle(life, attempt)
+            self._log.write(json.dumps(asdict(attempt)) + "\n")
             if attempt.whole and (attempt.kept or not life.continues):
                 if not life.continues:
                     life.messages += [message]
@@ -506,12 +508,6 @@ class Soak:
         held = sum(life.tokens for life in self.lives.values())
         sample = {"at": time.time(), "tokens held": held, "disk bytes": tiers.get("disk_bytes", 0)}
         self.seen.samples.append({**sample, "prefix bytes": cache.get("current_memory_bytes", 0)})
-
-    def _keep(self, slot: int, attempt: Attempt) -> None:
-        self.seen.records[slot].append(attempt)
-        self.lives[attempt.life].history.append(attempt)
-        self._log.write(json.dumps(asdict(attempt)) + "\n")
-        self._log.flush()
 
     def _break(self, law: str, life: Life, what: str) -> None:
         self.seen.broken.append(Broken(law, life.id, what))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 BLOCK_TOKENS = 256
@@ -240,6 +241,21 @@ def by_reason(found: Iterable[Excess]) -> dict[str, dict[str, int]]:
         name = ("repeat, " if each.repeat else "") + (each.reason or "none")
         turns[name] += 1
         tokens[name] += each.tokens
+    return {name: {"turns": turns[name], "tokens": tokens[name]} for name in sorted(turns)}
+
+
+def computed_again(attempts: Mapping[str, Sequence[Attempt]]) -> dict[str, dict[str, int]]:
+    """Tokens that the server had had, and computed all the same: turns and tokens by what the request before was. The
+    law allows a block each; what is kept to the last token is nothing."""
+    turns, tokens = Counter[str](), Counter[str]()
+    for life, known in attempts.items():
+        for before, attempt in pairwise(known):
+            if not attempt.prompt or attempt.life != life:
+                continue
+            had = attempt.prompt if attempt.repeats else min(attempt.held, attempt.prompt)
+            name = before.kind if before.whole else f"{before.kind}, cut short{'' if attempt.repeats else ' and left'}"
+            turns[name] += 1
+            tokens[name] += max(0, had - attempt.cached)
     return {name: {"turns": turns[name], "tokens": tokens[name]} for name in sorted(turns)}
 
 

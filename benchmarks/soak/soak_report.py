@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soak_driver import Seen
-from soak_ledger import BLOCK_TOKENS, FULL, LAWS, Attempt, Broken, Fault, by_reason, excesses
+from soak_ledger import BLOCK_TOKENS, LAWS, Attempt, Broken, Fault, by_reason, computed_again, excesses
 from soak_reference import Compared
 
 SHOWN = 40
@@ -96,7 +96,8 @@ def summary(
             "of them whole": compared.whole if compared else 0,
             "different": len(compared.wrong or {}) if compared else 0,
         },
-        "computed beyond the bound": by_reason(over),
+        "computed beyond the bound, because of": by_reason(over),
+        "computed again, after": computed_again(histories(seen)),
         "words": dict(sorted(seen.counts.items())),
         "looked for before deletion": dict(seen.controls),
         "errors during faults": dict(Counter(e["fault"] for e in seen.errors if e["fault"])),
@@ -148,10 +149,11 @@ def markdown(result: dict[str, Any]) -> str:
             if part[title]:
                 lines += [f"| {title} | |", "| --- | ---: |"]
                 lines += [f"| {key} | {_shown(value)} |" for key, value in part[title].items()] + [""]
-        if part["computed beyond the bound"]:
-            lines += ["| computed beyond the bound, because of | turns | tokens |", "| --- | ---: | ---: |"]
-            found = part["computed beyond the bound"].items()
-            lines += [f"| {reason} | {each['turns']} | {each['tokens']:,} |" for reason, each in found] + [""]
+        for title in ("computed beyond the bound, because of", "computed again, after"):
+            if part[title]:
+                lines += [f"| {title} | turns | tokens |", "| --- | ---: | ---: |"]
+                found = part[title].items()
+                lines += [f"| {name} | {each['turns']:,} | {each['tokens']:,} |" for name, each in found] + [""]
         if part["what broke"]:
             lines += ["What broke:", ""] + [f"- {what}" for what in part["what broke"]] + [""]
     return "\n".join(lines)
@@ -165,6 +167,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-__all__ = ["FULL", "controls_missed", "histories", "kv_bytes", "markdown", "passed", "summary"]
