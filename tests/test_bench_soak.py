@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "soak"
@@ -201,9 +202,16 @@ def test_counters_add_up_over_restarts(soak: Any) -> None:
 
 
 def test_an_answer_that_says_it_is_not_kept_is_believed(soak: Any) -> None:
-    says = soak.client.says_unkept
-    assert says({"x-satchel-memory": "not kept: the disk is full"})
-    assert not says({"x-satchel-memory": "kept", "x-satchel-why": "agent_home"}) and not says({})
+    """In the header of a whole answer, and in the last piece of a streamed one."""
+    for value, unkept in (("not-kept; reason=disk_full, earlier-let-go", True), ("not-copied", False)):
+        told = soak.client.Told()
+        told.headers(httpx.Headers({"x-satchel-memory": value}))
+        assert told.unkept is unkept
+    for field, unkept in (({"kept": False, "reason": "disk_full"}, True), ({"kept": True, "copied": False}, False)):
+        told = soak.client.Told()
+        told.body({"choices": [{"delta": {}, "finish_reason": "stop"}], "satchel": field})
+        told.body({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+        assert told.unkept is unkept and told.finish == "stop"
 
 
 def test_a_run_passes_only_without_a_broken_law(soak: Any) -> None:

@@ -26,7 +26,7 @@ from soak_driver import Soak
 from soak_plan import LIMITS, SlotPlan
 from soak_reference import Compared, Reference
 from soak_report import kv_bytes, markdown, passed, summary
-from soak_server import Server, disk_of
+from soak_server import KILLED, Server, disk_of
 from tokenizers import Tokenizer
 
 kept = neighbour("", "kept")
@@ -55,6 +55,12 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError("numbers are not negative")
         return found
 
+    def names(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in chosen if name not in KILLED]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(KILLED)}")
+        return chosen
+
     add = parser.add_argument
     add("--minutes", type=positive, default=60.0)
     add("--disk", choices=MODES, default="roomy", help="what the disk has room for: all, or a tenth as the memory has")
@@ -62,7 +68,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rows", type=count, default=6, help="requests at a time")
     add("--seed", type=count, default=1)
     add("--kill-every-s", type=positive, help="(else 20 times in the run, at least every 4 minutes)")
-    add("--no-kills", action="store_true")
+    add("--kill", type=names, default=list(KILLED), help=f"of {', '.join(KILLED)}; '' for nothing")
     add("--fills", type=count, default=2, help="times that the disk is full")
     add("--fill-s", type=positive, help="for how long (else a minute, or a sixtieth of the run if that is shorter)")
     add("--memory-bytes", type=count, help="for KV in memory (else a tenth of what the agents are expected to hold)")
@@ -110,7 +116,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         "prefix_bytes_max": memory,
         "disk_bytes_max": disk,
         "file system, bytes": (2 * disk if options.disk == "tenth" else disk) + WORDS_BYTES,
-        "a kill every, s": 0.0 if options.no_kills else options.kill_every_s or min(240.0, seconds / 5),
+        "killed": ", ".join(options.kill),
+        "a kill every, s": options.kill_every_s or min(240.0, seconds / 5),
         "times that the disk is full": options.fills,
         "full for, s": options.fill_s or min(60.0, seconds / 12),
     }
@@ -139,6 +146,7 @@ async def soak(options: argparse.Namespace, settings: dict[str, Any], work: Path
         try:
             await run.run(
                 options.minutes,
+                options.kill,
                 settings["a kill every, s"],
                 settings["times that the disk is full"],
                 settings["full for, s"],

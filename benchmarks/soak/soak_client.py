@@ -14,7 +14,8 @@ from soak_server import MODEL
 TIMEOUT_S = 660.0
 _SAMPLE = re.compile(r"^(satchel_\w+?)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(match|reason|outcome|status|route)="([^"]*)"')
-_UNKEPT = re.compile(r"memory|kept", re.IGNORECASE)
+MEMORY_HEADER, MEMORY_FIELD = "x-satchel-memory", "satchel"
+"""Where an answer says what its agent's memory lacks; it says nothing where it lacks nothing."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ class Told:
 
     def headers(self, headers: httpx.Headers) -> None:
         self.why = headers.get("x-satchel-why", "")
-        self.unkept |= says_unkept({name: headers[name] for name in headers if name.startswith("x-satchel-")})
+        self.unkept |= headers.get(MEMORY_HEADER, "").startswith("not-kept")
 
     def body(self, body: dict[str, Any]) -> None:
         """An answer, or a piece of one."""
         if (error := body.get("error")) is not None:
             self.error = json.dumps(error)
             return
-        self.unkept |= says_unkept({key: value for key, value in body.items() if key not in ("id", "object", "model")})
+        self.unkept |= not (body.get(MEMORY_FIELD) or {}).get("kept", True)
         if (usage := body.get("usage")) is not None:
             self.prompt, self.drawn = usage["prompt_tokens"], usage["completion_tokens"]
             self.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -83,12 +84,6 @@ class Told:
                 self.pieces += 1
             if choice.get("finish_reason"):
                 self.finish = choice["finish_reason"]
-
-
-def says_unkept(fields: dict[str, Any]) -> bool:
-    """Whether headers or fields of an answer say that the turn could not be kept: there is one about memory, and what
-    it says is not that all is well."""
-    return any(_UNKEPT.search(name) and value not in (None, True, "", "kept") for name, value in fields.items())
 
 
 class Http:

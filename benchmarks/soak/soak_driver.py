@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from soak_ledger import (
     tokens_held,
 )
 from soak_plan import SPOKEN, SlotPlan, Step
-from soak_server import EVERYTHING, TITLES, Disk, Server
+from soak_server import EVERYTHING, Disk, Server
 
 SETTLE_S = 1.0
 """So long a server that is well has to have ended a turn whose client has gone."""
@@ -107,13 +107,14 @@ class Soak:
         self._well.set()
         self._number = 0
 
-    async def run(self, minutes: float, kill_every_s: float, fills: int, fill_s: float) -> None:
-        """Follow the plans for so long, with a kill every so many seconds, and the disk full so many times."""
+    async def run(self, minutes: float, kinds: Sequence[str], kill_every_s: float, fills: int, fill_s: float) -> None:
+        """Follow the plans for so long, with a kill of one of `kinds` every so many seconds, and the disk full so many
+        times."""
         began = time.time()
         ends = began + 60 * minutes
         watching = [asyncio.create_task(self._scrape()), asyncio.create_task(self._sweep())]
         slots = [asyncio.create_task(self._slot(plan, ends)) for plan in self._plans]
-        harm = asyncio.create_task(self._harm(began, ends, kill_every_s, fills, fill_s))
+        harm = asyncio.create_task(self._harm(began, ends, kinds, kill_every_s, fills, fill_s))
         try:
             await asyncio.gather(*slots)
             await harm
@@ -404,8 +405,10 @@ class Soak:
 
     # Faults.
 
-    async def _harm(self, began: float, ends: float, kill_every_s: float, fills: int, fill_s: float) -> None:
-        kinds: list[str] = []
+    async def _harm(
+        self, began: float, ends: float, kinds: Sequence[str], kill_every_s: float, fills: int, fill_s: float
+    ) -> None:
+        left: list[str] = []
         minutes = ends - began
         full = [began + minutes * (n + 1) / (fills + 1) for n in range(fills)] if self._disk.bytes_max else []
         kill = began + kill_every_s
@@ -416,11 +419,11 @@ class Soak:
                 full.pop(0)
                 await self._fill(fill_s)
                 kill = max(kill, time.time() + 0.5 * kill_every_s)
-            elif kill_every_s and now >= kill and now < ends - 10:
-                if not kinds:
-                    kinds = [*TITLES, EVERYTHING]
-                    self._rng.shuffle(kinds)
-                await self._kill(kinds.pop())
+            elif kinds and now >= kill and now < ends - 10:
+                if not left:
+                    left = [*kinds]
+                    self._rng.shuffle(left)
+                await self._kill(left.pop())
                 kill = time.time() + kill_every_s * self._rng.uniform(0.7, 1.3)
             elif now >= ends:
                 return

@@ -188,7 +188,8 @@ def reason_of(attempt: Attempt, earlier: Sequence[Attempt], faults: Sequence[Fau
 
 
 def _touching(faults: Sequence[Fault], began: float, ended: float) -> Fault | None:
-    return next((fault for fault in faults if fault.began <= ended and fault.ended >= began), None)
+    """The latest of them."""
+    return next((fault for fault in reversed(faults) if fault.began <= ended and fault.ended >= began), None)
 
 
 def excuse_of(error: str, began: float, ended: float, faults: Sequence[Fault]) -> str:

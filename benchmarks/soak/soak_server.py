@@ -34,6 +34,7 @@ TITLES = {
 """What can be killed alone, by the titles that Ray gives its processes."""
 
 EVERYTHING = "everything"
+KILLED = (*TITLES, EVERYTHING)
 
 
 class Server:
