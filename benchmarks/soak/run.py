@@ -76,6 +76,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no-reference", action="store_true", help="do not compare the answers")
     add("--spoil", type=count, default=0, help="so many expected answers, to see that it is noticed")
     add("--work", type=Path, help="where files are written (else a temporary folder)")
+    add("--logs", type=Path, default=BENCHMARKS.parent / "build" / "soak", help="where logs stay")
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
     return parser.parse_args(arguments)
@@ -179,22 +180,23 @@ def main() -> None:
     when, load = kept.now(), os.getloadavg()[0]
     settings = settings_of(options)
     with tempfile.TemporaryDirectory(prefix="satchel-soak-", dir=options.work) as folder:
-        if options.work is not None:
-            say(f"files are in {folder}")
-        part = asyncio.run(soak(options, settings, Path(folder)))
-        if options.work is not None:
-            keep_logs(Path(folder), options.work)
+        say(f"files are in {folder}; logs will be in {options.logs}")
+        try:
+            part = asyncio.run(soak(options, settings, Path(folder)))
+        finally:
+            keep_logs(Path(folder), options.logs)
     result["parts"][options.disk] = {"when": f"{when}, load of the machine before it {load:.2f}", **part}
     kept.save(path, result, markdown)
     print(markdown({**result, "parts": {options.disk: result["parts"][options.disk]}}))
     raise SystemExit(0 if passed(part) else 1)
 
 
-def keep_logs(folder: Path, work: Path) -> None:
-    """The logs stay where the user said that files are to be written."""
+def keep_logs(folder: Path, logs: Path) -> None:
+    """What the servers printed, and every attempt, stay."""
+    logs.mkdir(parents=True, exist_ok=True)
     for each in folder.glob("*"):
         if each.suffix in (".log", ".jsonl"):
-            (work / each.name).write_bytes(each.read_bytes())
+            (logs / each.name).write_bytes(each.read_bytes())
 
 
 if __name__ == "__main__":

@@ -509,8 +509,8 @@ class Soak:
             return
         tiers = cluster["nodes"][0]["tiers"] if cluster.get("nodes") else {}
         held = sum(life.tokens for life in self.lives.values())
-        sample = {"at": time.time(), "tokens held": held, "disk bytes": tiers.get("disk_bytes", 0)}
-        self.seen.samples.append({**sample, "prefix bytes": cache.get("current_memory_bytes", 0)})
+        sample = {"at": time.time(), "tokens held": held, "disk bytes": tiers.get("disk_bytes") or 0}
+        self.seen.samples.append({**sample, "prefix bytes": cache.get("current_memory_bytes") or 0})
 
     def _break(self, law: str, life: Life, what: str) -> None:
         self.seen.broken.append(Broken(law, life.id, what))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from soak_client import Ask, Http
 from soak_driver import Record
@@ -13,11 +13,13 @@ from soak_ledger import Attempt, Deed, wrong_answer
 
 @dataclass
 class Compared:
-    """Answers that were compared, how many of them were whole, and what was wrong, by attempt."""
+    """Answers that were compared, how many of them were whole, what was wrong, by attempt, and what the undisturbed
+    server refused."""
 
     answers: int = 0
     whole: int = 0
-    wrong: dict[int, str] | None = None
+    wrong: dict[int, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
 
 
 class Reference:
@@ -31,16 +33,14 @@ class Reference:
         self._gate = asyncio.Semaphore(rows)
         self._say = say
         self._spoil = spoil
-        self._compared = Compared(wrong={})
+        self._compared = Compared()
         self._done = 0
 
     async def run(self, slots: dict[int, list[Record]]) -> Compared:
-        """
-        Raises:
-            RuntimeError: an undisturbed server refuses something.
-        """
+        """Replay them all. A slot of which the undisturbed server refuses something ends there."""
         try:
-            await asyncio.gather(*(self._slot(records) for records in slots.values()))
+            done = await asyncio.gather(*(self._slot(records) for records in slots.values()), return_exceptions=True)
+            self._compared.failures = [repr(failure) for failure in done if failure is not None]
         finally:
             await self._http.close()
         return self._compared
@@ -96,7 +96,6 @@ class Reference:
         self._compare(attempt, told.text, told.finish, told.prompt)
 
     def _compare(self, attempt: Attempt, text: str, finish: str, prompt: int) -> None:
-        assert self._compared.wrong is not None
         if self._spoil and attempt.whole and attempt.text:
             self._spoil -= 1
             text = text[:-1] + chr(ord(text[-1]) + 1) if text else "x"

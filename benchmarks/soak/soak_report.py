@@ -49,7 +49,8 @@ def summary(
     attempts = attempts_of(seen)
     by_number = {attempt.number: attempt for attempt in attempts}
     broken = list(seen.broken)
-    for number, wrong in ((compared.wrong if compared else None) or {}).items():
+    broken += [Broken("answers", "undisturbed", failure) for failure in (compared.failures if compared else ())]
+    for number, wrong in (compared.wrong if compared else {}).items():
         attempt = by_number[number]
         broken.append(Broken("answers", attempt.life, f"turn {number} ({attempt.kind}): {wrong}"))
     over = excesses(histories(seen), seen.faults, roomy)
@@ -94,7 +95,7 @@ def summary(
         "answers": {
             "compared": compared.answers if compared else 0,
             "of them whole": compared.whole if compared else 0,
-            "different": len(compared.wrong or {}) if compared else 0,
+            "different": len(compared.wrong) if compared else 0,
         },
         "computed beyond the bound, because of": by_reason(over),
         "computed again, after": computed_again(histories(seen)),
