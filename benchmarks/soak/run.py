@@ -141,10 +141,10 @@ async def soak(options: argparse.Namespace, settings: dict[str, Any], work: Path
         }
         server = Server(disk.folder / "home", budgets, work / "server.log", options.numerics)
         say(f"starting, with {settings['prefix_bytes_max'] / 1e6:.1f} MB of memory")
-        await asyncio.to_thread(server.start)
-        log = work / "attempts.jsonl"
-        run = Soak(server, disk, plans, options.rows, options.seed, needles_of(tokenizer), log, say)
         try:
+            await asyncio.to_thread(server.start)
+            log = work / "attempts.jsonl"
+            run = Soak(server, disk, plans, options.rows, options.seed, needles_of(tokenizer), log, say)
             await run.run(
                 options.minutes,
                 options.kill,
@@ -162,8 +162,8 @@ async def undisturbed(options: argparse.Namespace, run: Soak, work: Path) -> Com
     """The same again, with room for all and nobody killed."""
     server = Server(work / "undisturbed", {}, work / "undisturbed.log", options.numerics)
     say("the undisturbed run")
-    await asyncio.to_thread(server.start)
     try:
+        await asyncio.to_thread(server.start)
         return await Reference(server.url, options.rows, say, options.spoil).run(run.seen.records)
     finally:
         await asyncio.to_thread(server.stop)

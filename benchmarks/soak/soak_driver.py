@@ -120,6 +120,7 @@ class Soak:
             await harm
             self._say("  closing")
             await asyncio.gather(*(self._close(plan) for plan in self._plans))
+            self.seen.counts["starts that Ray gave up"] += self._server.failed_starts
             await self._last_sweep()
             await self._scrape_once()
         finally:

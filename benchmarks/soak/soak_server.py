@@ -24,6 +24,7 @@ from satchel.cluster.runtime import clean_up_after_killed_run
 
 COMMAND = (sys.executable, "-P", "-m", "satchel.api.cli")
 START_S, END_S = 300.0, 60.0
+START_TRIES = 3
 MODEL = "satchel/recall"
 TITLES = {
     "replica": "ray::ReplicaActor",
@@ -55,13 +56,27 @@ class Server:
         endpoint = {"listen": "127.0.0.1", "port": self._port}
         self._config.write_text(yaml.safe_dump({"models": models, "endpoint": endpoint, **settings}))
         self._process: subprocess.Popen[bytes] | None = None
+        self.failed_starts = 0
 
     def start(self) -> float:
-        """Start and wait until it is ready. Returns how long that took, in seconds.
+        """Start and wait until it is ready. Returns how long that took, in seconds. On a busy machine Ray may give up
+        while it starts; then once more.
 
         Raises:
             RuntimeError: it does not become ready.
         """
+        began = time.monotonic()
+        for left in reversed(range(START_TRIES)):
+            try:
+                self._start()
+                break
+            except RuntimeError as error:
+                if not left or "Ray did not start" not in str(error):
+                    raise
+                self.failed_starts += 1
+        return time.monotonic() - began
+
+    def _start(self) -> None:
         began = time.monotonic()
         said = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as output:
@@ -76,7 +91,6 @@ class Server:
             if self._process.poll() is not None or time.monotonic() > began + START_S:
                 raise RuntimeError(f"the server is not ready: {printed[-1500:].decode(errors='replace')}")
             time.sleep(0.2)
-        return time.monotonic() - began
 
     @property
     def ended(self) -> str | None:
