@@ -149,6 +149,17 @@ def test_the_main_branch_is_the_conversation_continued_last_else_the_oldest():
     assert store.begin("y", "t") == (store.agents.sequence, None), "a text without messages is no conversation"
 
 
+def test_what_was_injected_stays_a_conversation_after_later_turns():
+    """A turn of a text counts as the first one again; what was put in before it makes the branch the main one still."""
+    store = Store()
+    store.commit("x", "older")
+    second = store.commit("x", "b")
+    second = store.commit("x", "b", "put in", branch=second.branch, epoch=second.epoch, injected=True)
+    store.commit("x", "b", "put in", "c", branch=second.branch, epoch=second.epoch)
+    assert [head.injected for head in store.agents.heads("x")] == [False, True]
+    assert store.agents.transcript("x") == content("b", "put in", "c").messages
+
+
 def test_turns_of_one_agent_come_one_after_the_other_and_read_what_was_committed():
     store = Store()
     assert store.begin("x", "t1") == (0, None)
@@ -179,6 +190,18 @@ def test_a_turn_without_a_sign_of_life_is_lost_and_cannot_write():
     assert store.begin("x", "t3") is None
     assert store.commit("x", "kept", turn="t2").kept
     assert list(store.said("x").values()) == [["kept"]]
+
+
+def test_a_turn_is_given_back_only_where_nobody_has_taken_the_agents_since():
+    store = Store()
+    store.begin("x", "t1")
+    store.agents.end_turn("x")
+    store.agents.retake("x", "t1", store.now, LEASE_S)
+    assert store.begin("x", "t2") is None and store.agents.turn_ends("x") == LEASE_S
+    store.agents.end_turn("x")
+    store.begin("x", "t2")
+    store.agents.retake("x", "t1", store.now, LEASE_S)
+    assert store.agents.renew("x", "t2", store.now, LEASE_S) and not store.agents.renew("x", "t1", store.now, LEASE_S)
 
 
 def test_a_turn_whose_lease_the_process_has_forgotten_may_commit():

@@ -11,6 +11,7 @@ from satchel.actors.kv_store import disk, placement
 from satchel.actors.kv_store.codec import Entry, owner_tag
 from satchel.actors.kv_store.compaction import rewrite
 from satchel.actors.kv_store.segment_reader import Failure, read_entries
+from satchel.actors.kv_store.segments import STORE_SESSION
 from satchel.cluster.errors import InvalidRecord
 
 from .kv_files import ROOT, Bench, arrays, chain, checked, payload, tail
@@ -116,6 +117,17 @@ def test_compaction_carries_nothing_over_that_does_not_verify(bench):
     path.write_bytes(data)
     bench.store.forget("default/alice")
     assert bench.lacks(*bob) and bench.files() == [] and bench.store.stats()["corrupt_total"] == 1
+
+
+def test_what_a_rewriting_that_failed_left_goes_in_the_next_round(bench):
+    """It may be of somebody who was forgotten since, and nobody will commit it; what others write is under way."""
+    left, coming = chain(1, owners=("default/alice",)), chain(1, first=9)
+    bench.write(left, session=STORE_SESSION)
+    record = bench.write(coming)
+    bench.store.compact()
+    assert payload(left[0]) not in bench.bytes_on_disk() and payload(coming[0]) in bench.bytes_on_disk()
+    bench.store.commit(record)
+    assert bench.has(*coming)
 
 
 def test_a_snapshot_is_not_given_up_for_a_longer_tail(bench):

@@ -38,7 +38,7 @@ class Node:
     def __init__(self, folder: Path | None = None) -> None:
         self.database = AgentDatabase(folder)
         self.agents = Agents(self.database, AgentLimits(), lambda agent, model: b"")
-        self.homes = Homes(self.database)
+        self.homes = Homes(self.database, self.agents.end_turn)
 
     def speak(self, text: str, agent: str = X) -> Head:
         commit = Commit(MODEL, content(text), 1, self.agents.sequence)
@@ -120,6 +120,38 @@ def test_no_copy_replaces_a_later_state():
     assert node.said() == []
 
 
+def test_a_copy_of_a_later_home_is_taken_whatever_numbers_it_has():
+    """Numbers count at one home; which home is right its epoch alone says."""
+    former, later, node = Node(), Node(), Node()
+    former.agents.witness([replace(former.speak("x", "t/other"), epoch=1000)])
+    former.speak("of the former")
+    node.copy(former.homes.memory(X))
+    later.speak("of the later")
+    later.homes.adopt(X, 1)
+    memory = later.homes.memory(X)
+    assert newest(head for head, _ in memory.branches) < newest(node.agents.heads(X))
+    assert node.copy(memory) == [] and node.said() == ["of the later"] and node.homes.place(X) == Place(2, Role.COPY)
+
+
+def test_who_had_the_turn_at_a_home_that_another_one_replaced_has_it_no_more():
+    """Nobody would give it back: the agent would be busy until its lease is over."""
+    for replace_it, ends in (
+        (lambda node: node.homes.demote(X, 2), True),
+        (lambda node: node.homes.adopt(X, 5), True),
+        (lambda node: node.homes.adopt(X, 0), False),
+    ):
+        node = Node()
+        node.speak("one")
+        node.agents.begin(X, "turn", 0.0, 60.0)
+        replace_it(node)
+        assert (node.agents.turn_ends(X) is None) == ends
+    copy = Node()
+    copy.copy(node.homes.memory(X))
+    copy.agents.begin(X, "turn", 0.0, 60.0)
+    copy.homes.adopt(X, 0)
+    assert copy.agents.turn_ends(X) is None
+
+
 def test_a_home_that_is_replaced_becomes_a_copy_once_its_words_are_handed_over():
     home, other = Node(), Node()
     one = home.speak("one")
@@ -177,6 +209,18 @@ def test_a_life_that_is_over_ends_every_home_of_it_and_the_next_is_above():
     assert home.homes.place(X).epoch == 2 * LIFE - 1
     with pytest.raises(AgentNotFound):
         Node().homes.memory(X)
+
+
+def test_a_copy_of_a_life_that_is_over_is_not_adopted():
+    """Somebody knows of a later life, so the agent was forgotten since: what it said before must not come back."""
+    home, copy = Node(), Node()
+    home.speak("one")
+    copy.copy(home.homes.memory(X))
+    for above in (LIFE, 2 * LIFE + 3):
+        with pytest.raises(AgentNotFound):
+            copy.homes.adopt(X, above)
+    assert copy.homes.place(X) == Place(1, Role.COPY)
+    assert copy.homes.adopt(X, 3) == Place(4, Role.HOME), "of its own life it is"
 
 
 def test_what_was_buried_elsewhere_is_news_only_where_it_changes_something():

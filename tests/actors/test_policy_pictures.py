@@ -88,3 +88,12 @@ def test_a_picture_without_pixels_is_left_to_whoever_has_it_however_busy():
         asked = route(policy, "old", near="node-a", pictures=[(ONE, 90, 64, False)], request_id=str(number))
         assert asked.replica == "a"
     assert route(policy, "old", near="node-a", pictures=[(ONE, 90, 64, True)]).replica == "b", "with pixels it moves"
+
+
+def test_features_are_expected_where_a_picture_is_encoded_and_nowhere_else():
+    """Who has the KV behind a picture does not encode it, so the next prompt with it finds nothing there."""
+    policy = policy_of(a=BLOCKS[:1], b=[])
+    first = route(policy, request_id="1", tokens=600, blocks=1, pictures=[(ONE, 256, 64, True), (TWO, 400, 32, True)])
+    assert first.replica == "a"
+    one, two = (route(policy, tokens=90, pictures=[(picture, 80, 64, True)]) for picture in (ONE, TWO))
+    assert encode_s(one)["a"] > 0.0 and encode_s(two)["a"] == 0.0

@@ -164,6 +164,54 @@ def test_of_what_was_used_the_end_goes_first():
     assert cache.block_ids() == block_ids(ROOT, tokens) and reusable(cache, [*tokens, 1]) == BLOCK_TOKENS
 
 
+def test_of_too_many_continuations_of_one_block_the_first_goes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefix, "TAILS_PER_BLOCK", 3)
+    cache: PrefixCache[str] = PrefixCache(10_000)
+    for first in (50, 10, 40, 20, 30):
+        cache.put_tail(ROOT, [], [first], Kept("tail", NBYTES))
+        cache.check()
+    assert [len(cache.ends(ROOT, [first])) for first in (50, 10, 40, 20, 30)] == [0, 0, 1, 1, 1]
+
+
+def test_what_somebody_pinned_is_kept_however_large_it_is():
+    """A row stands on it. Without a pin nothing larger than the cache drives out what fits."""
+    tokens = list(range(BLOCK_TOKENS + 5))
+    ids = block_ids(ROOT, tokens)
+    for pinned in (True, False):
+        cache: PrefixCache[str] = PrefixCache(NBYTES)
+        cache.put_tail(ROOT, [], [7], Kept("small", NBYTES))
+        if pinned:
+            cache.pin("row", ROOT, ids, [tokens[BLOCK_TOKENS:]])
+        cache.put_blocks(ids, [(0, tokens[:BLOCK_TOKENS], Kept("large", NBYTES + 1))])
+        cache.put_tail(ROOT, ids, tokens[BLOCK_TOKENS:], Kept("large tail", NBYTES + 1))
+        cache.check()
+        assert reusable(cache, [*tokens, 1]) == (len(tokens) if pinned else 0)
+        assert reusable(cache, [7, 8]) == (0 if pinned else 1)
+        cache.unpin("row")
+        cache.check()
+        assert cache.nbytes == (0 if pinned else NBYTES)
+
+
+def test_a_lookup_keeps_what_it_uses_and_nothing_else():
+    """The block that a prompt's last token ends is found, and not used."""
+    cache: PrefixCache[str] = PrefixCache(3 * NBYTES)
+    tokens, other = list(range(2 * BLOCK_TOKENS)), list(range(5000, 5000 + BLOCK_TOKENS))
+    keep(cache, tokens)
+    keep(cache, other)
+    assert reusable(cache, tokens) == BLOCK_TOKENS
+    keep(cache, list(range(9000, 9000 + BLOCK_TOKENS)))
+    assert reusable(cache, [*other, 1]) == reusable(cache, [*tokens, 1]) == BLOCK_TOKENS
+
+
+def test_a_tail_that_was_used_outlives_one_that_was_not():
+    cache: PrefixCache[str] = PrefixCache(2 * NBYTES)
+    for tokens in ([1, 2, 3], [4, 5, 6]):
+        keep(cache, tokens)
+    assert reusable(cache, [1, 2, 3, 9]) == 3
+    keep(cache, [7, 8, 9])
+    assert [reusable(cache, [*tokens, 9]) for tokens in ([1, 2, 3], [4, 5, 6])] == [3, 0]
+
+
 def test_events_tell_what_came_and_went():
     cache: PrefixCache[str] = PrefixCache(2 * NBYTES)
     first, second = list(range(256)), list(range(1000, 1256))

@@ -12,7 +12,7 @@ from satchel.actors.kv_store.blocks import BLOCK_TOKENS
 from satchel.actors.messages import Decision, RouteRequest
 from satchel.actors.router.directory import Disk
 from satchel.actors.router.members import GONE_S
-from satchel.actors.router.nodes import ASSUMED_LINK_BYTES_PER_S, LINK_RETRY_S
+from satchel.actors.router.nodes import ASSUMED_LINK_BYTES_PER_S, LINK_RETRY_S, Nodes
 from satchel.actors.router.places import Place
 from satchel.actors.router.policy import CANDIDATES_SHOWN, Policy
 
@@ -95,6 +95,15 @@ def test_pulls_from_one_node_wait_for_each_other():
     assert len(waits) < 8 and waits == sorted(waits) and waits[-1] > 1.9 * waits[0]
     assert decisions[-1].pull_from == "" and decisions[-1].cached_tokens == 0
     assert only(policy, "r0", now=4.0).pull_from, "later they have left"
+
+
+def test_what_is_pulled_from_a_node_adds_up():
+    """Each pull begins when the one before it has left, or now."""
+    nodes, left = Nodes(), []
+    for seconds, now in ((3.0, 1.0), (2.0, 1.5), (0.5, 6.0), (1.0, 20.0)):
+        nodes.reserve(1, seconds, now)
+        left.append(float(nodes.busy_until[1]))
+    assert left == [4.0, 6.0, 6.5, 21.0] and nodes.busy_until[0] < 0.0
 
 
 def test_what_is_restored_or_pulled_is_expected_in_memory():
@@ -453,3 +462,15 @@ def test_nobody_moves_from_or_to_a_node_that_is_lost(lost: str):
 def test_the_other_rules_move_nobody():
     life = Living(2, rule="round_robin")
     assert not any(life.turn().move_to for _ in range(10))
+
+
+def test_the_costs_that_are_told_have_those_of_the_chosen_one():
+    """Also where it was not chosen for its costs, but to be beside another row."""
+    policy = make_policy()
+    for index in range(3 * CANDIDATES_SHOWN):
+        policy.observe(report(f"r{index:03}", active=["stranger"], pending_tokens=1000 * index), 0.0)
+    dearest = f"r{3 * CANDIDATES_SHOWN - 1}"
+    decision = route(policy, beside=dearest)
+    assert (decision.replica, decision.why) == (dearest, "beside")
+    assert decision.candidates == [*(f"r{index:03}" for index in range(CANDIDATES_SHOWN - 1)), dearest]
+    assert decision.costs_s["total"][-1] == max(decision.costs_s["total"])

@@ -135,3 +135,12 @@ def test_an_agent_is_answered_elsewhere_twice_in_a_row_or_not():
     update(places, "b", [("x", 2, True)])
     assert not places.answer("x", "b"), "it lives there"
     assert not places.answer("x", "a") and places.answer("x", "a")
+
+
+def test_what_was_said_again_is_remembered_longer():
+    """Of the gone those go first of whom nothing was heard for longest, not those that were first heard of."""
+    places = AgentPlaces(remembered_max=2)
+    for agent, epoch in (("x", 5), ("y", 5), ("x", 6), ("z", 5)):
+        update(places, "n", buried=[(agent, epoch)])
+    update(places, "n", [("x", 6, True), ("y", 5, True), ("z", 5, True)])
+    assert [places.where(agent) for agent in "xyz"] == [None, Place("n", 5), None]

@@ -337,3 +337,24 @@ def test_noise_keys_do_not_collide_for_neighbours():
     keys = {noise_key(seed, position) for seed in range(-50, 50) for position in range(100)}
     assert len(keys) == 10_000
     assert all(0 <= key < 2**64 for key in keys)
+
+
+def test_a_seed_says_the_same_in_every_version():
+    """Whoever kept a seed gets that answer again, and so does a row that goes on at a replica of another version."""
+    known = {
+        (0, 0): 0xA706DD2F4D197E6F,
+        (0, 1): 0x46B73E79F0C37C00,
+        (1, 0): 0x5E41AB087439611E,
+        (-1, 0): 0x5DC20AA7B2A27137,
+        (2**63, 5): 0xEE1979B8B7B6AD38,
+    }
+    assert {pair: noise_key(*pair) for pair in known} == known
+
+
+def test_all_biases_of_one_token_add_up():
+    """Each alone is too little to make it the likeliest."""
+    alone = float(mx.max(LOGITS) - LOGITS[0, 17]) * 0.7
+    for biases, drawn in (([(17, alone)], int(np.argmax(LOGITS))), ([(17, alone), (3, -1.0), (17, alone)], 17)):
+        batch = BatchSampler(50, frozenset())
+        batch.add(Sampling(temperature=0.0, logit_bias=biases), [], [])
+        assert np.array(batch(LOGITS).tokens).tolist() == [drawn]

@@ -75,6 +75,31 @@ def test_a_full_queue_refuses_and_has_room_again_later():
     assert scheduler.refusal(5) is None
 
 
+def test_rows_that_are_on_their_way_take_places_of_the_queue():
+    """Whoever was told yes is coming: with those the queue is as full as if they were there."""
+    scheduler = Scheduler(LIMITS)
+    most = LIMITS.rows_max + LIMITS.queue_requests_max
+    assert scheduler.refusal(5, coming=most - 1) is None and scheduler.refusal(5, coming=most) == "full"
+    for index in range(most - 2):
+        scheduler.add(Row(str(index), prompt=5, max_tokens=3))
+    assert scheduler.refusal(5, coming=1) is None and scheduler.refusal(5, coming=2) == "full"
+    drive(scheduler)
+    assert scheduler.running == LIMITS.rows_max
+    assert scheduler.refusal(5, coming=1) is None and scheduler.refusal(5, coming=2) == "full"
+
+
+def test_what_is_known_of_a_waiting_prompt_is_no_work_to_come():
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(Row("some", prompt=1000, max_tokens=1, known=700))
+    scheduler.add(Row("all", prompt=500, max_tokens=1, known=501))
+    scheduler.add(Row("none", prompt=40, max_tokens=1))
+    assert scheduler.pending_tokens == 300 + 0 + 40
+    assert scheduler.admit() == "some"
+    assert scheduler.pending_tokens == 1000 + 40, "until it says what it could reuse"
+    scheduler.reused("some", 600)
+    assert scheduler.pending_tokens == 400 + 40
+
+
 def test_a_prompt_beyond_memory_is_refused_for_good():
     assert Scheduler(LIMITS).refusal(LIMITS.kv_tokens_max) == "too_long"
 
@@ -181,6 +206,26 @@ def test_a_short_prompt_and_the_oldest_take_turns():
     turns = chunks(scheduler, 256, 20)
     assert turns[:10] == ["short", "oldest"] * 2 + ["middle", "oldest"] * 3
     assert turns[10:] == ["oldest"] * 3
+
+
+def test_a_row_that_was_sent_back_is_owed_no_turn():
+    """It begins anew, and so does the order of turns: the short prompt that came with it is served first again."""
+    scheduler = Scheduler(Limits(2, 6, 256, 100_000))
+    for name, prompt in (("oldest", 2000), ("short", 1000)):
+        scheduler.add(Row(name, prompt, max_tokens=1))
+    admit_all(scheduler)
+    assert chunks(scheduler, 256, 1) == ["short"]
+    for name in ("urgent", "urgent too"):
+        scheduler.add(Row(name, 10, max_tokens=1, priority=1))
+    assert scheduler.plan(0.0).preempted == ["short"]
+    assert scheduler.admit() == "urgent"
+    scheduler.reused("urgent", 0)
+    assert scheduler.plan(0.0).preempted == ["oldest"]
+    assert admit_all(scheduler) == ["urgent too"]
+    for name in ("urgent", "urgent too"):
+        scheduler.finish(name)
+    assert admit_all(scheduler) == ["oldest", "short"]
+    assert chunks(scheduler, 256, 3) == ["short", "oldest", "short"]
 
 
 def test_an_urgent_prompt_is_prefilled_before_all_others():

@@ -17,6 +17,7 @@ import pytest
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS
 from satchel.actors.replica import attention, sealing
 from satchel.actors.replica.sealed_cache import SealedKVCache, Shared
+from satchel.actors.replica.sealed_step import mask_of, step_of
 from satchel.actors.replica.sealing import POLICIES, SealPolicy
 
 KV_HEADS, HEADS = 2, 4
@@ -236,6 +237,61 @@ def test_a_row_is_cut_inside_its_open_block_or_at_a_border_only():
         cache.trim_to(0, length)
         out = np.array(attend(cache, [row], [length], 600 - length))
         assert np.array_equal(out, whole[:, :, length:])
+
+
+def test_no_row_is_cut_inside_what_its_window_has_left_behind():
+    """Nobody has those blocks any more: the row would attend to nothing where they were."""
+    _, cache = run_alone(make_row(5, 1100), chunks_of(1100), window=300)
+    assert cache.first == [3]
+    for refused in (512, 256, 0):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            cache.trim_to(0, refused)
+    cache.trim_to(0, 1024)
+    cache.trim_to(0, 768)
+
+
+@pytest.mark.parametrize("window", [1, 100, 255, 256, 257, 300, 600])
+def test_a_window_keeps_the_blocks_that_a_later_query_sees_and_no_others(window: int):
+    for length in (1, 255, 256, 300, 511, 512, 513, 811, 812, 1100):
+        _, cache = run_alone(make_row(3, length), chunks_of(300), window=window)
+        seen = range(max(0, length + 1 - window), length)
+        whole = length // BLOCK_TOKENS
+        dropped = [block for block in range(whole) if not {*seen} & {*range(block * 256, block * 256 + 256)}]
+        assert cache.first == [len(dropped)], length
+        assert len(sealed_bytes(cache)) == (0 if whole == len(dropped) else 6)
+        held = 0 if cache._sealed is None else cache._sealed.tokens // BLOCK_TOKENS
+        assert held == whole - len(dropped), "and their memory is free"
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_padding_sees_what_its_rows_last_token_sees(window: int):
+    """Never a column of the padding itself, and never nothing: that would be no number, which spreads to all rows."""
+    rng = random.Random(9)
+    for _ in range(200):
+        lengths = [rng.choice([0, 100, 255, 256, 300, 700]) for _ in range(rng.choice([1, 2, 4]))]
+        new = [rng.choice([1, 30, 156, 256, 257]) for _ in lengths]
+        count = max(new) + rng.choice([0, 7, 64])
+        first = [max(0, length - window + 1) // BLOCK_TOKENS if window else 0 for length in lengths]
+        mask = mask_of(step_of(lengths, first, new, count), lengths, first, count, window)
+        if mask is None:
+            continue
+        seen = np.array(mx.broadcast_to(mask, (len(lengths), 1, count, mask.shape[3])))[:, 0]
+        for row, own in enumerate(new):
+            assert (seen[row, own:] == seen[row, own - 1]).all(), (lengths, new, count)
+            assert seen[row].any(axis=-1).all(), (lengths, new, count)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_a_models_own_range_is_kept(dtype: mx.Dtype):
+    """Scales of bfloat16 keys are bfloat16: as float16 those of large ones would be no numbers."""
+    large = 3e4 if dtype == mx.float16 else 6e4 if dtype == mx.float32 else 1e30
+    row = make_row(8, 256)
+    keys, values = ((array * (large / 30)).astype(dtype) for array in row[1:])
+    sealed = sealing.seal(keys, values, Q4)
+    assert {array.dtype for array in (*sealed[1:3], *sealed[4:])} == {mx.float16 if dtype == mx.float32 else dtype}
+    for array, back in zip((keys, values), sealing.unseal(sealed, Q4, 64, dtype), strict=True):
+        wide, other = np.array(array.astype(mx.float32)), np.array(back.astype(mx.float32))
+        assert np.abs(other - wide).max() <= 0.1 * np.abs(wide).max()
 
 
 def test_sealed_blocks_take_what_the_formula_says():

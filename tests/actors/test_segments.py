@@ -19,8 +19,11 @@ from satchel.actors.kv_store import segment_reader, segments
 from satchel.actors.kv_store.codec import (
     ENTRIES_MAX,
     Entry,
+    EntryDigest,
     Location,
+    Part,
     SegmentRecord,
+    mac,
     owner_tag,
     tail_id,
 )
@@ -237,6 +240,43 @@ def test_records_from_other_processes_are_believed_only_if_they_can_be_right(tmp
     for other in (None, [], "x", {}, {**wire, "more": 1}):
         with pytest.raises(InvalidRecord):
             SegmentRecord.from_wire(other)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("name", [None, b"x", 1, "x" * 257]),
+        ("nbytes", [-1, 2**62, True, 1.0, "1", None]),
+        ("model", [b"short", bytes(33), "x" * 32, None]),
+        ("epoch", [-1, 2**62, True, 1.0, "1", None]),
+        ("written_s", [None, "now", True]),
+        ("meta", [None, [], {"a": 1}, {1: "a"}, {"a": "\ud800"}]),
+        ("entries", [None, {}, [], [None], [[b"", b""]]]),
+    ],
+)
+def test_no_field_of_a_record_is_believed_that_cannot_be_right(tmp_path, field, values):
+    wire = write_file(tmp_path, chain(2)).to_wire()
+    assert SegmentRecord.from_wire(wire).to_wire() == wire
+    for value in values:
+        with pytest.raises(InvalidRecord):
+            SegmentRecord.from_wire({**wire, field: value})
+            pytest.fail(f"{field}: {value!r}")
+
+
+def test_a_mac_and_a_digest_cover_every_field_and_where_it_ends():
+    """Else bytes of one field could pass for those of the next, or an array for one of another type or shape."""
+    spelled = [(b"ab", b"c"), (b"a", b"bc"), (b"abc",), (b"abc", b""), (b"", b"abc"), (b"abd",)]
+    assert len({mac(KEY, *fields) for fields in spelled}) == len(spelled)
+    parts = [
+        (Part("a", "U32", (2, 3)),),
+        (Part("b", "U32", (2, 3)),),
+        (Part("a", "F32", (2, 3)),),
+        (Part("a", "U32", (3, 2)),),
+        (Part("a", "U32", (6,)),),
+        (Part("aU32", "U8", (2, 3)),),
+    ]
+    assert len({EntryDigest(described)([bytes(16)]) for described in parts}) == len(parts)
+    assert EntryDigest(parts[0])([bytes(16)]) != EntryDigest(parts[0])([b"x" * 16])
 
 
 def test_entries_are_grouped_by_signature_in_order():

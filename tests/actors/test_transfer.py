@@ -176,6 +176,35 @@ def test_the_lease_is_renewed_at_its_half_and_a_lost_one_ends_the_connection():
     assert machine.handle(Tick(), 15.0)[0] == Close(1)
 
 
+def test_what_comes_keeps_the_lease_though_a_renewal_is_not_answered():
+    """A source that sends has not let go; its answer stands behind what it sends."""
+    machine, _ = begun(6, lease_s=10.0)
+    for now in (2.0, 4.0):
+        machine.handle(Progress(1), now)
+    assert machine.handle(Tick(), 5.0) == [Renew(1)]
+    for now in (7.0, 9.5, 12.0):
+        assert machine.handle(Progress(1), now) == []
+    assert machine.handle(Tick(), 14.9) == [], "half a lease from what came last"
+    assert machine.handle(Progress(1), 14.9) == []
+    assert machine.handle(Tick(), 17.85) == []
+
+
+def test_a_connection_that_brought_something_begins_the_waiting_anew():
+    limits = PullLimits(connects_max=9, backoff_s=1.0, backoff_s_max=60.0, batch_bytes_min=MB, batch_bytes_max=MB)
+    machine, _ = begun(6, limits=limits, addresses=1)
+    now, waited = 0.0, []
+    for connection, brings in ((1, False), (2, False), (3, True), (4, False)):
+        if brings:
+            chunks(machine, 0, connection=connection, now=now)
+        machine.handle(Lost(connection, "broken"), now)
+        waited.append(machine.wakes_at() - now)
+        now = machine.wakes_at()
+        assert machine.handle(Tick(), now) == [Connect(connection + 1, 0)]
+        machine.handle(Connected(connection + 1), now)
+        machine.handle(found(connection + 1, 6, held=(0,) if connection > 2 else ()), now)
+    assert waited == [1.0, 2.0, 1.0, 2.0]
+
+
 @pytest.mark.parametrize("event", [Cancel(), Tick()])
 def test_what_is_installed_stays_when_it_ends_early(event):
     machine, _ = begun(6, limits=PullLimits(install_entries_max=2, batch_bytes_min=MB, batch_bytes_max=MB))

@@ -92,6 +92,19 @@ def test_what_was_said_in_one_connection_is_worth_nothing_in_another():
         Initiator(CLUSTER_KEY, "mac1", "mac0", THREE).answer(body(challenge))
 
 
+@pytest.mark.parametrize("nonces", [(ONE, THREE), (THREE, TWO)])
+def test_a_frame_of_one_connection_is_none_of_another(nonces):
+    """The keys of frames are each connection's own: the nonce of either side changes them."""
+    frames = []
+    for pair in ((ONE, TWO), nonces):
+        initiator, acceptor = sides(nonces=pair)
+        talk(initiator, acceptor)
+        frames.append((*initiator.frames(), *acceptor.frames()))
+    for earlier, later in zip(*frames, strict=True):
+        with pytest.raises(LinkGarbage):
+            later.check(b"find", earlier.mac(b"find"))
+
+
 def test_what_a_side_said_cannot_be_sent_back_to_it():
     """Neither an acceptor's proof as an initiator's, nor an initiator's own nonce as a challenge."""
     initiator, acceptor = sides()
@@ -118,6 +131,10 @@ def test_names_in_the_middle_cannot_be_exchanged():
     hello[at : at + 4] = b"mac2"
     with pytest.raises(LinkRefused):
         initiator.answer(body(acceptor.challenge(bytes(hello))))
+    initiator, acceptor = sides()
+    nonce = body(initiator.hello())[: len(ONE)]
+    with pytest.raises(LinkRefused):
+        initiator.answer(body(acceptor.challenge(nonce + b"\x05mac1m" + b"\x03ac0")))
 
 
 def test_every_cut_and_every_flipped_bit_is_a_typed_error():

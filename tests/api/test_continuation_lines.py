@@ -148,6 +148,23 @@ def test_only_added_tokens_that_nothing_can_reach_into_split_a_text(recall: Text
     assert spelling_of(recall).stands_alone(vocabulary[END])
 
 
+def test_no_seam_is_told_by_words_where_the_tokenizer_changes_the_text(recall: TextModel, tmp_path: Path):
+    """Its ids spell other bytes than the text, so their borders say nothing of those of the text."""
+    assert replica.__file__ is not None
+    for file in (Path(replica.__file__).parent / "embedded" / "recall").glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    changing = load_text_model(tmp_path)
+    new = "<|im_start|>The QUICK brown fox"
+    for model, kept in ((recall, 10), (changing, 1)):
+        line = Line("<|im_start|>The QUICK bro", [*model.encode("<|im_start|>"), *letters(recall, "The QUICK bro")])
+        result = continue_text(new, [line], model)
+        assert (result.kept_tokens, result.reason) == (kept, "no safe seam")
+    assert result.tokens == changing.encode(new)
+
+
 def test_a_long_text_without_special_tokens_is_continued_at_its_end(recall: TextModel):
     """Words are looked at only near the end, and the seam is the same."""
     random = Random(3)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from satchel.actors.messages import RowUpdate, TokenLogprobs
-from satchel.api.logprobs import ShownToken
+from satchel.api.logprobs import ShownToken, completion_logprobs
 from satchel.api.pipeline import Pipeline, ReasoningDelta, ToolCall, text_of
 from satchel.api.reasoning import ReasoningSplitter
 from satchel.api.row_text import RowText, TextDelta, TextEvent
@@ -340,3 +340,21 @@ async def test_a_token_that_the_caller_stops_at_is_no_text(api, backend, stream)
         assert body["usage"]["completion_tokens"] == len(tokens) + 1
     assert text == backend.text.decode(tokens)
     assert backend.sampling.stop_token_ids == [last]
+
+
+def test_a_broken_character_is_one_sign_however_many_tokens_it_has():
+    """Of a sign that stands for bytes of several tokens each has its part, so the next token keeps its own text."""
+    for broken in ([b"\xf0", b"\x9f", b"\x98"], [b"\xe6", b"\x97"], [b"\xf0\x9f", b"\x98"], [b"\xff"]):
+        pieces = [*broken, b"a", b"b"]
+        events = run(Bytes(pieces).row(**stages(thinking=False, stops=[], tools=False)), [range(len(pieces))])
+        assert content(events) == "\ufffdab"
+        found = [(-int(token.logprob), token.data) for token in shown_tokens(events)]
+        assert found[-2:] == [(len(broken), b"a"), (len(broken) + 1, b"b")]
+        assert b"".join(data for _, data in found[:-2]) == "\ufffd".encode()
+        assert [token for token, _ in found[:-2]] == list(range(len(broken)))
+
+
+def test_of_tokens_with_one_spelling_the_likeliest_is_told():
+    """A table by text has room for one of them, and the drawn token is among the others already."""
+    token = ShownToken(b"a", -3.0, [(b"a", -0.5), (b"b", -1.0), (b"a", -3.0)], 0)
+    assert completion_logprobs([token])["top_logprobs"] == [{"a": -0.5, "b": -1.0}]

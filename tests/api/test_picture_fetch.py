@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from satchel.api import picture_fetch, picture_files, picture_http
-from satchel.api.picture_fetch import PictureLoader, Workshop
+from satchel.api.picture_fetch import PictureLoader, PictureShelf, Workshop
 from satchel.api.picture_http import is_public
 from satchel.api.picture_sources import Picture, PictureSource, VideoSource
 from satchel.cluster.config import Media, parse_config
@@ -500,6 +500,27 @@ async def test_room_is_taken_until_the_work_ends_though_its_caller_has_gone() ->
     assert await others[1] == "small" and order == ["first", "small"]
     assert await workshop.run(10, work, "all") == "all"
     workshop.close()
+
+
+def a_picture(nbytes: int) -> list[Picture]:
+    return [Picture(nbytes // 3, 1, bytes(nbytes), b"h" * 32)]
+
+
+async def test_of_what_is_kept_for_later_the_least_recently_used_goes_first() -> None:
+    shelf = PictureShelf(4 * 60)
+    for key in (b"a", b"b"):
+        shelf.keep(key, a_picture(30))
+    assert shelf.find(b"a") is not None
+    shelf.keep(b"c", a_picture(30))
+    assert [shelf.find(key) is not None for key in (b"a", b"b", b"c")] == [True, False, True]
+
+
+async def test_what_is_too_large_to_be_kept_drives_nothing_out() -> None:
+    shelf = PictureShelf(4 * 60)
+    for key, nbytes in ((b"small", 30), (b"large", 63), (b"as large as can be", 60)):
+        shelf.keep(key, a_picture(nbytes))
+        assert (shelf.find(b"small") is not None) == (key != b"as large as can be")
+        assert (shelf.find(key) is not None) == (key != b"large")
 
 
 def parse_media(media: dict[str, Any]) -> Media:
