@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...cluster.config import Config
-from ...cluster.errors import AgentBusy, AgentNotFound, MemoryFull, SatchelError
+from ...cluster.errors import AgentBusy, AgentElsewhere, AgentNotFound, MemoryFull, SatchelError
 from .agent_db import AgentDatabase
 from .agents import Agents
 from .blocks import BLOCK_TOKENS, is_shared, root_id, scope_of
@@ -307,6 +307,11 @@ class KVStoreActor(DiskCalls):
         ending.failure = None
         try:
             self._homes.check(ending.agent)
+        except AgentElsewhere as error:
+            # Its own: others' turns that share the transaction are kept, and this one is not given back.
+            ending.outcome = {"error": error.to_wire()}
+            return
+        try:
             outcome = self._agents.commit(ending.agent, ending.commit, time.monotonic(), time.time())
             if outcome.kept:
                 self._homes.settle(ending.agent)

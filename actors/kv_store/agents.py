@@ -218,8 +218,13 @@ class Agents:
         self.bury(agent, unix_now)
         return known
 
-    def bury(self, agent: str, unix_now: float) -> None:
-        """As `forget`, also where nothing is known of the agent here."""
+    def bury(self, agent: str, unix_now: float, number: int = 0) -> None:
+        """As `forget`, also where nothing is known of the agent here.
+
+        Args:
+            number: of its tombstone on the node where it was forgotten: a turn that began there before is barred here.
+        """
+        self._sequence = max(self._sequence, number)
         with self._storage.transaction():
             self._storage.erase(agent)
             self._storage.bury(agent, self._next(), unix_now)
@@ -267,6 +272,10 @@ class Agents:
         """Agents that had to make room since the last call."""
         gone, self._gone = list(self._gone), {}
         return gone
+
+    def buried(self, agent: str) -> int:
+        """The number of the agent's tombstone, 0 where it has none."""
+        return self._storage.buried(agent)
 
     def forgotten(self) -> list[str]:
         """Agents that were forgotten, the latest last, also those that have come back since."""

@@ -259,7 +259,8 @@ class NodeStoreActor(PeerCalls):
 
     async def _bury_at(self, node: str, agent: str, epoch: int) -> None:
         try:
-            await self._peers.call(node, "bury", agent, epoch, timeout_s=SEND_S)
+            number = await self._in_order(lambda: self._agents.buried(agent))
+            await self._peers.call(node, "bury", agent, epoch, number, timeout_s=SEND_S)
         except SatchelError as error:
             # A node that was away asks before it announces anything; one that is there is told again.
             logger.warning("node %s has not forgotten agent %s yet: %s", node, agent, error.message)

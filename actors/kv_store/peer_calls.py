@@ -12,7 +12,7 @@ from ...cluster.errors import SatchelError, Unavailable
 from .actor import Answer, KVStoreActor
 from .branches import Content, Head
 from .copies import SEND_S, Copies
-from .homes import Memory, Place, Role, buried_up_to, life
+from .homes import Memory, Place, Role, buried_up_to, life, newest
 from .node_blocks import NodeBlocks
 from .peers import head_from_wire
 from .pull_wire import Wanted
@@ -80,7 +80,7 @@ class PeerCalls(KVStoreActor):
         try:
             if life(await self._in_order(earlier)) < life(epoch):
                 # What is here was forgotten.
-                await self._bury(agent, buried_up_to(Place(epoch, Role.COPY)))
+                await self._bury(agent, buried_up_to(Place(epoch, Role.COPY)), newest(copied))
             return await self._answer(work)
         except SatchelError as error:
             return {"error": error.to_wire()}
@@ -106,17 +106,25 @@ class PeerCalls(KVStoreActor):
             lacking = self._homes.lacking(memory)
             if lacking:
                 self._agents.take_in(agent, lacking, time.monotonic())
+            if memory.epoch == self._homes.place(agent).epoch:
+                # Copies may have what that one had instead. They take a later home's in any case.
+                self._homes.adopt(agent, memory.epoch)
             return len(lacking)
 
         answer = await self._answer(work)
-        if answer.get("result"):
+        if "result" in answer:
             self._note(agent)
             self._copies.be_late(agent)
         return answer
 
     async def standing(self, agents: list[str]) -> Answer:
         """What this node says of these agents (`succession.Standing`), of those that it has heard of."""
-        return await self._answer(lambda: [list(said) for said in self._succession.standing(agents)])
+
+        def work() -> list[list[Any]]:
+            found = self._succession.standing(agents)
+            return [list(said._replace(barred=self._agents.buried(said.agent))) for said in found]
+
+        return await self._answer(work)
 
     async def doubt(self, agent: str) -> Answer:
         """The agent may have another home now; this node finds out."""
@@ -161,19 +169,21 @@ class PeerCalls(KVStoreActor):
         return {"result": self._blocks.addresses if self._blocks is not None else []}
 
     async def buried(self) -> Answer:
-        """[agent, epoch] of those that were forgotten: nothing up to that epoch may be there any more."""
+        """[agent, epoch, number] of those that were forgotten: nothing up to that epoch may be there any more, and what
+        turns say that began before that number is not kept."""
 
-        def work() -> list[tuple[str, int]]:
+        def work() -> list[tuple[str, int, int]]:
             places = [(agent, self._homes.place(agent)) for agent in self._agents.forgotten()]
-            return [(agent, epoch) for agent, place in places if (epoch := buried_up_to(place)) >= 0]
+            found = [(agent, epoch) for agent, place in places if (epoch := buried_up_to(place)) >= 0]
+            return [(agent, epoch, self._agents.buried(agent)) for agent, epoch in found]
 
         return await self._answer(work)
 
-    async def bury(self, agent: str, epoch: int) -> Answer:
-        """Forget an agent that was forgotten elsewhere, unless it lives again in a later epoch."""
-        return await self._guarded(self._bury(agent, epoch))
+    async def bury(self, agent: str, epoch: int, number: int) -> Answer:
+        """Forget an agent that was forgotten elsewhere (see `buried`), unless it lives again in a later epoch."""
+        return await self._guarded(self._bury(agent, epoch, number))
 
-    async def _bury(self, agent: str, epoch: int) -> bool:
+    async def _bury(self, agent: str, epoch: int, number: int) -> bool:
         begun = False
 
         def work() -> bool:
@@ -183,7 +193,7 @@ class PeerCalls(KVStoreActor):
                 return False
             begun = True
             with self._database.transaction():
-                self._agents.bury(agent, time.time())
+                self._agents.bury(agent, time.time(), number)
                 self._homes.bury(agent, epoch)
             self._database.scrub()
             return True

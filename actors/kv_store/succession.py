@@ -31,14 +31,15 @@ DOUBTS_MAX = 10_000
 
 
 class Standing(NamedTuple):
-    """What a node says of an agent: its place, when the agent spoke last (0 where it has nothing), and up to which
-    epoch it was forgotten."""
+    """What a node says of an agent: its place, when the agent spoke last (0 where it has nothing), up to which epoch it
+    was forgotten, and the number before which turns that began are barred since."""
 
     agent: str
     epoch: int
     role: int
     newest: int
     buried: int
+    barred: int = 0
 
 
 class Succession:
@@ -47,7 +48,7 @@ class Succession:
     Args:
         node: this one.
         heads: an agent's branches; for the thread of `in_order`.
-        bury: forgets an agent here, up to an epoch.
+        bury: forgets an agent here, up to an epoch; the number is that of its tombstone elsewhere.
         changed: told of agents whose place has changed.
     """
 
@@ -59,7 +60,7 @@ class Succession:
         in_order: InOrder,
         peers: Peers,
         *,
-        bury: Callable[[str, int], Awaitable[object]],
+        bury: Callable[[str, int, int], Awaitable[object]],
         changed: Callable[[str], None],
     ) -> None:
         self._node, self._homes, self._heads, self._in_order, self._peers = node, homes, heads, in_order, peers
@@ -102,8 +103,10 @@ class Succession:
     async def _learn_from(self, node: str) -> None:
         try:
             told = await self._peers.call(node, "buried", timeout_s=ASK_S)
-            for agent, epoch in await self._in_order(lambda: self._homes.to_bury(told)):
-                await self._bury(agent, epoch)
+            numbers = {agent: number for agent, _, number in told}
+            pairs = [(agent, epoch) for agent, epoch, _ in told]
+            for agent, epoch in await self._in_order(lambda: self._homes.to_bury(pairs)):
+                await self._bury(agent, epoch, numbers[agent])
             mine = await self._in_order(self._homes.every)
             for start in range(0, len(mine), TOGETHER):
                 await self._ask(node, mine[start : start + TOGETHER])
@@ -139,7 +142,7 @@ class Succession:
     async def _hear(self, node: str, said: Standing) -> None:
         mine: Place = await self._in_order(lambda: self._homes.place(said.agent))
         if mine != NOWHERE and mine.role is not Role.GONE and said.buried >= mine.epoch:
-            await self._bury(said.agent, said.buried)
+            await self._bury(said.agent, said.buried, said.barred)
         elif mine.role is Role.HOME and outranks(said.epoch, node, mine.epoch, self._node):
             if said.role == Role.HOME:
                 try:
@@ -196,8 +199,9 @@ class Succession:
         others = await self._peers.others()
         answers = await asyncio.gather(*(self._standing_of(node, agent) for node in others))
         told = {node: said for node, said in zip(others, answers, strict=True) if said is not None}
-        if (buried := max((said.buried for said in told.values()), default=-1)) >= max(mine.epoch, 1):
-            await self._bury(agent, buried)
+        buried, barred = max(((said.buried, said.barred) for said in told.values()), default=(-1, 0))
+        if buried >= max(mine.epoch, 1):
+            await self._bury(agent, buried, barred)
         best = max(told, key=lambda node: (told[node].epoch, told[node].newest), default="")
         if best and told[best].newest and (told[best].epoch, told[best].newest) > (mine.epoch, mine.newest):
             try:

@@ -251,6 +251,19 @@ def test_a_turn_that_began_before_its_agent_was_forgotten_cannot_commit(known):
     assert list(store.said("x").values()) == [["new"]]
 
 
+def test_what_began_where_it_was_forgotten_is_barred_on_other_nodes_too():
+    """Nodes count on their own: the tombstone of one that is behind must be later than what began elsewhere before."""
+    home, other = Store(), Store()
+    for number in range(20):
+        home.commit("y", str(number))
+    since, _ = home.agents.recall("x", MODEL, {})
+    home.forget("x")
+    assert home.agents.buried("x") > since > other.agents.sequence
+    other.agents.bury("x", 0.0, home.agents.buried("x"))
+    assert other.commit("x", "secret", since=since) == Outcome("forgotten")
+    assert other.commit("x", "new", since=other.agents.sequence).kept
+
+
 def test_a_first_turn_under_way_is_barred_though_nothing_is_known_yet():
     store = Store()
     since, _ = store.agents.recall("x", MODEL, {})

@@ -429,6 +429,73 @@ async def test_two_homes_of_one_epoch_become_one(tmp_path):
         assert (place := world.places.where(X)) and place.node == "a"
 
 
+async def test_of_two_homes_of_one_epoch_copies_follow_the_one_that_stays(tmp_path):
+    """They may have taken what the other one had: that a copy is of the same epoch says nothing any more."""
+    async with cluster(tmp_path, "abc", replication=2) as world:
+        world.cut.update(map(frozenset, ("ab", "ac")))
+        await world.speak("a", X, "here")
+        await world.speak("b", X, "there")
+        await world.speak("b", X, "and there")
+        assert world.said("c", X) == {"there", "and there"}
+        world.cut.clear()
+        for name in ("b", "c", "b", "a", "b"):
+            await world.stores[name].learn()
+            await world.stores[name].tend()
+        await world.tend()
+        everything = {"here", "there", "and there"}
+        assert world.homes(X) == ["a"] and all(world.said(name, X) == everything for name in "abc")
+
+
+async def test_a_turn_at_a_former_home_is_refused_alone_and_not_given_back(tmp_path):
+    """Turns of several agents share a transaction: one that is refused takes no other with it."""
+    async with cluster(tmp_path) as world:
+        await world.speak("a", X, "one")
+        await world.call("a", "move", X, "b")
+        (moved, kept) = await asyncio.gather(
+            world.call(
+                "a", "commit", X, token_ids=b"", text="", transcript=b"[]", messages=0, model=MODEL, since=1, turn="t"
+            ),
+            world.speak("a", "t/y", "two", turn="u"),
+            return_exceptions=True,
+        )
+        assert isinstance(moved, AgentElsewhere) and isinstance(kept, dict) and kept["kind"] == "opened"
+        assert world.stores["a"]._agents.turn_ends(X) is None
+
+
+async def test_a_turn_from_before_the_agent_was_forgotten_is_barred_wherever_it_ends(tmp_path):
+    """Its home is lost meanwhile, and another node's count is behind what the turn began with."""
+    async with cluster(tmp_path, replication=0) as world:
+        for number in range(20):
+            await world.speak("a", "t/y", str(number))
+        since = (await world.call("a", "recall", X, MODEL, {}))["since"]
+        assert since > world.stores["b"]._agents.sequence
+        await world.speak("a", X, "secret")
+        await world.call("a", "forget", X)
+        await world.stop("a")
+        late = {"token_ids": b"", "text": "secret", "transcript": b"[]", "messages": 0, "model": MODEL, "since": since}
+        assert (await world.call("b", "commit", X, **late))["kind"] == "forgotten"
+        assert world.said("b", X) == set()
+
+
+@pytest.mark.parametrize("how", ["buried", "standing"])
+async def test_who_hears_later_of_a_burial_bars_the_same_turns(tmp_path, how):
+    async with cluster(tmp_path) as world:
+        await world.speak("a", X, "secret")
+        for number in range(20):
+            await world.speak("a", "t/y", str(number))
+        world.cut.add(frozenset("ab"))
+        since = (await world.call("a", "recall", X, MODEL, {}))["since"]
+        await world.call("a", "forget", X)
+        world.stores["a"]._unburied.clear()
+        world.cut.clear()
+        if how == "buried":
+            await world.stores["b"].learn()
+        else:
+            await world.stores["b"]._succession.settle_with(X)
+        assert world.place("b", X).role is Role.GONE
+        assert world.stores["b"]._agents.buried(X) > since
+
+
 async def test_there_is_nothing_to_adopt_where_no_copy_is(tmp_path):
     async with cluster(tmp_path, replication=0) as world:
         await world.speak("a", X, "one")

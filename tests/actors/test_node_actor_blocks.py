@@ -200,7 +200,7 @@ async def test_what_is_still_coming_for_an_agent_that_is_forgotten_is_not_kept(t
         wanted = [MODEL, ROOT, [entry.id for entry in entries[:-1]], list(entries[-1].tokens)]
         pulling = asyncio.create_task(world.stores["b"].pull("a", wanted, X, 20.0))
         await asyncio.to_thread(written.wait, 10.0)
-        await world.call("b", "bury", X, 5)
+        await world.call("b", "bury", X, 5, 0)
         owned = world.stores["b"]._owned
         assert owned is not None
         await owned.idle()
@@ -228,7 +228,7 @@ async def test_pulls_of_a_forgotten_agent_end_at_once(tmp_path, monkeypatch):
             return end(owner, wait_s)
 
         monkeypatch.setattr(store._blocks._puller, "cancel_owner", noted)
-        await world.call("b", "bury", X, 5)
+        await world.call("b", "bury", X, 5, 0)
         await store._owned.idle()
         assert cancelled == [X] and entries
 
