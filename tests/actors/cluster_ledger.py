@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.kv_store import actor, copies, disk_calls, node_actor, node_blocks, peer_calls
-from satchel.actors.kv_store.homes import LIFE, Role, life
+from satchel.actors.kv_store.homes import LIFE, NOWHERE, Role, life
 from satchel.actors.kv_store.peers import copy_nodes
 from satchel.actors.router import actor as router
 from satchel.api import agent_homes
@@ -63,6 +63,18 @@ class Ledger:
         with contextlib.suppress(SatchelError):
             await (self.store.move(*arguments) if method == "move" else self.store.call(method, *arguments))
 
+    async def suspect(self, agent: str) -> None:
+        """An endpoint that takes the agent's home for lost asks another node to be that, above all it has heard of."""
+        known = [(store._homes.place(agent), name) for name, store in self.world.stores.items()]
+        place, lost = max((each for each in known if each[0].role is not Role.GONE), default=(NOWHERE, ""))
+        others = [name for _, name in known if name != lost]
+        if others:
+            call = self.world.call(
+                "another endpoint", self.rng.choice(others), "adopt", agent, place.epoch, timeout_s=4.0
+            )
+            with contextlib.suppress(SatchelError):
+                await call
+
     async def play(self) -> None:
         """What clients do, and what fails."""
         raise NotImplementedError
@@ -75,7 +87,7 @@ class Ledger:
             if name not in world.stores:
                 world.start(name)
         await asyncio.sleep(14.0)
-        for _ in range(2):
+        for _ in range(3):
             for store in world.stores.values():
                 await store.learn()
             await asyncio.sleep(7.0)
@@ -124,8 +136,8 @@ def simulate(make: Callable[[], Ledger], name: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(module, "time", clock)
     for module in (copies, node_actor):
         monkeypatch.setattr(module, "FETCH_S", 6.0)
-    for module in (actor, disk_calls):
-        monkeypatch.setattr(module, "LEASE_S", 10.0)
+    monkeypatch.setattr(actor, "LEASE_S", 20.0)
+    monkeypatch.setattr(disk_calls, "LEASE_S", 10.0)
     memory = SimpleNamespace(available=2**34)
     monkeypatch.setattr(node_actor, "psutil", SimpleNamespace(virtual_memory=lambda: memory), raising=False)
 

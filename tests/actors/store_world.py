@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from satchel.actors.kv_store.agents import Agents
 from satchel.actors.kv_store.branches import AgentLimits
 from satchel.actors.kv_store.copies import Copies
-from satchel.actors.kv_store.homes import Homes
+from satchel.actors.kv_store.homes import Homes, Role
 from satchel.actors.kv_store.node_actor import NUMBERS, NodeStoreActor, _residue
 from satchel.actors.kv_store.succession import Succession
 from satchel.actors.messages import encode
@@ -60,7 +60,9 @@ class Store(NodeStoreActor):
         limits = AgentLimits(branches_max=64)
         self._agents = Agents(memory, limits, world.root_of, start=int(world.loop.time()) << 20)
         self._agents.count_apart(_residue(name), NUMBERS)
-        self._homes = Homes(memory)
+        self._homes = Homes(memory, self._agents.end_turn)
+        # Of turns that are held: which, and the home epoch in which it was taken.
+        self._held: dict[str, tuple[str, int]] = {}
         self._endings, self._lines = deque(), {}
         self._node = name
         self._peers = Peers(world, name)
@@ -95,8 +97,29 @@ class Store(NodeStoreActor):
         async with self._at_disk:
             await self._disk_takes_its_time()
             found = work()
+            self._check_turns()
             await self._disk_takes_its_time()
         return found
+
+    def _check_turns(self) -> None:
+        """Who has a turn has it at the agent's home, and since no other node was that, as far as this one knows."""
+        turns, homes = self._agents._turns, self._world.homes
+        self._held = {agent: held for agent, held in self._held.items() if agent in turns}
+        for agent in self._database.heard_of("", 100):
+            place = self._homes.place(agent)
+            if place.role is Role.HOME:
+                homes.setdefault(agent, {}).setdefault(place.epoch, set()).add(self.name)
+            if agent not in turns:
+                continue
+            name = turns[agent].name
+            if self._held.get(agent, ("", 0))[0] != name:
+                self._held[agent] = name, place.epoch
+            since = self._held[agent][1]
+            was_home = self.name in homes.get(agent, {}).get(since, ())
+            assert not (was_home and place.role is Role.COPY), f"{agent}: a turn is held at a former home"
+            between = {e: nodes for e, nodes in homes.get(agent, {}).items() if since < e < place.epoch}
+            elsewhere = place.role is Role.HOME and any(self.name not in nodes for nodes in between.values())
+            assert not elsewhere, f"{agent}: a turn of epoch {since} is held in {place.epoch}, {between}"
 
     async def _disk_takes_its_time(self) -> None:
         if self.slow_s:
@@ -127,7 +150,7 @@ class Endpoint(AgentHomes):
         return await getattr(self._world.router, method)(*arguments)
 
     async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float | None = None, **named: Any) -> Any:
-        return await self._world.call(CLIENT, node, method, *arguments, timeout_s=timeout_s or 4.0, **named)
+        return await self._world.call(CLIENT, node, method, *arguments, timeout_s=timeout_s or 8.0, **named)
 
 
 class World:
@@ -148,6 +171,7 @@ class World:
         self.cut: set[frozenset[str]] = set()
         self.loss, self.twice = loss, twice
         self.accepted: list[tuple[str, int, str]] = []
+        self.homes: dict[str, dict[int, set[str]]] = {}
         self._processes = self.routers_lost = 0
         self.restart_router()
         for name in names:
@@ -230,11 +254,19 @@ class World:
             return store.process.start(self._commit(store, *arguments, **named))
         if method in ("adopt", "become_home"):
             return store.process.start(self._become_home(getattr(store, method), *arguments))
+        if method == "take_copy":
+            return store.process.start(self._take_copy(store, *arguments))
         return store.process.start(getattr(store, method)(*arguments, **named))
 
     async def _become_home(self, call: Callable[[str, int], Awaitable[Any]], agent: str, above: int) -> Any:
         answer = await call(agent, above)
         assert "error" in answer or answer["result"] > above, "a later home has a later epoch"
+        return answer
+
+    async def _take_copy(self, store: Store, agent: str, epoch: int, *arguments: Any) -> Any:
+        answer = await store.take_copy(agent, epoch, *arguments)
+        if answer.get("result") == []:
+            assert store._homes.place(agent).epoch >= epoch, "who has a copy of a later home knows of that home"
         return answer
 
     async def _commit(self, store: Store, agent: str, **named: Any) -> Any:
@@ -314,6 +346,9 @@ async def speak(
         if turn:
             recalled = await store.call("begin", agent, turn, MODEL, {})
             base = recalled["branch"]
+            if rng.random() < 0.1:
+                # Its client dies, and nobody gives the turn back.
+                return None
         else:
             recalled = await store.call("recall", agent, MODEL, {})
             base = rng.choice([None, *recalled["branches"]])
