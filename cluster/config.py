@@ -57,7 +57,8 @@ class Model:
     kv: Literal["q4", "k8v4", "fp16"] = "q4"
     """How KV is kept: 4-bit blocks, 8-bit keys and 4-bit values, or as it is computed. Another one is another model."""
     numerics: Literal["fast", "reproducible"] = "fast"
-    """`reproducible`: decoding and prefill give equal bits on a CPU; `fast`: equal within rounding."""
+    """`reproducible`: decoding and prefill give equal bits on a CPU; `fast`: equal within rounding. Neither takes KV
+    that the other has written."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. The model with it is another model."""
 

@@ -174,14 +174,14 @@ def _hash(path: Path, facts: Facts, pool: ThreadPoolExecutor) -> Iterator[tuple[
 
 
 def _hash_piece(path: Path, descriptor: int, start: int, end: int) -> bytes:
-    hasher, buffer = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, end - start)))
+    hasher = hashlib.sha256()
     while start < end:
         # Both of these let other threads run.
-        count = os.preadv(descriptor, [buffer[: end - start]], start)
-        if not count:
+        data = os.pread(descriptor, min(READ_BYTES, end - start), start)
+        if not data:
             raise _changed(path)
-        hasher.update(buffer[:count])
-        start += count
+        hasher.update(data)
+        start += len(data)
     return hasher.digest()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from satchel.actors import start
 from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.start import differing
 from satchel.api import ray_store
@@ -101,18 +102,20 @@ async def test_a_branch_stands_on_what_every_replica_of_its_words_may_have(endpo
         assert ids[: len(block_ids(root, tokens))] == block_ids(root, tokens)
 
 
+class Method:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    async def remote(self) -> Any:
+        return self.answer
+
+
+class Replica:
+    def __init__(self, info: Any) -> None:
+        self.info = Method(info)
+
+
 async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
-    class Method:
-        def __init__(self, answer: Any) -> None:
-            self.answer = answer
-
-        async def remote(self) -> Any:
-            return self.answer
-
-    class Replica:
-        def __init__(self, info: Any) -> None:
-            self.info = Method(info)
-
     class Homes:
         async def locate(self, agent: str) -> str:
             return "mac0"
@@ -171,6 +174,18 @@ def test_replicas_with_other_files_are_refused_with_their_names():
     with pytest.raises(ModelLoadError, match=r"'qwen' is another model on node of b than on node of a: ") as error:
         differing({"a": info("a"), "b": info("b", {"model.safetensors": "3", "extra.json": "4"}, device="metal")})
     assert "extra.json, model.safetensors differ" in error.value.message
+
+
+async def test_a_node_that_joins_is_compared_with_those_that_were_there(monkeypatch):
+    """By whatever name its replica comes first; one that has not loaded yet is no measure."""
+    found = {"a": Replica(info("a", device="metal")), "b": Replica(info("b")), "c": Replica(None)}
+    monkeypatch.setattr(start.registry, "entries", lambda: ("qwen",))
+    monkeypatch.setattr(start, "find_replicas", lambda entries: found)
+    (said,) = await start.compare_models({"a": found["a"]})
+    assert said.startswith("a on node of a computes otherwise than b on node of b (device: metal, cpu)")
+    found["a"] = Replica(info("a", {"tokenizer.json": "5"}))
+    with pytest.raises(ModelLoadError, match=r"another model on node of a than on node of b: tokenizer\.json differs"):
+        await start.compare_models({"a": found["a"]})
 
 
 async def test_the_cluster_shows_what_differs_among_replicas_of_a_model(endpoint, backend):
