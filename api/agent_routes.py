@@ -16,6 +16,7 @@ from .cluster_routes import MoveBody
 from .generation import Generator
 from .http import BodyReader, CancelOnDisconnect
 from .openai import ForkBody, InjectBody, parse_body
+from .remembered import HEADER
 from .requests import TENANT, ChatRequest, agent_key
 
 _PAGE = 20
@@ -55,7 +56,7 @@ class AgentRoutes:
             waited_s=waited_s,
         )
         async with CancelOnDisconnect(request.receive):
-            usage = await self._generator.inject(work)
+            usage, remembered = await self._generator.inject(work)
         answer = {
             "id": f"inject-{secrets.token_hex(12)}",
             "object": "agent.injection",
@@ -64,7 +65,9 @@ class AgentRoutes:
             "cached_tokens": usage.cached_tokens,
             "computed_tokens": usage.prompt_tokens - usage.cached_tokens,
         }
-        return JSONResponse(answer)
+        if (said := remembered.body) is None:
+            return JSONResponse(answer)
+        return JSONResponse({**answer, "satchel": said}, headers={HEADER: remembered.header})
 
     async def fork(self, request: Request, agent_id: str) -> Response:
         """Copy an agent to a new id."""

@@ -39,8 +39,8 @@ class Agent:
     names begin with an underscore.
 
     Attributes:
-        remembered: of the turn that ended last here, whether it is kept in the agent's memory, and why not; None before
-            the first. An answer is returned even where nothing can be kept of it.
+        remembered: of the turn or injection that ended last here, whether it is kept in the agent's memory, and why
+            not; None before the first. An answer is returned even where nothing can be kept of it.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Agent:
 
     async def _inject(self, messages: str | Sequence[Any]) -> Injection:
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        usage = await self._generator.inject(self._request(given, {}))
+        usage, self.remembered = await self._generator.inject(self._request(given, {}))
         return Injection(usage.prompt_tokens, usage.cached_tokens, usage.prompt_tokens - usage.cached_tokens)
 
     async def _transcript(self) -> list[dict[str, Any]]:

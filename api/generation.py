@@ -27,7 +27,7 @@ from .picture_fetch import PictureLoader
 from .picture_prompt import Medium
 from .picture_sources import VideoSource
 from .reasoning import ReasoningSplitter
-from .remembered import UNANSWERED
+from .remembered import UNANSWERED, Remembered
 from .requests import (
     Chat,
     ChatRequest,
@@ -147,8 +147,9 @@ class Generator:
 
             return await self._run(request, prepare)
 
-    async def inject(self, request: ChatRequest) -> Usage:
-        """Put messages at the end of an agent's transcript and compute them, without a reply. What that took.
+    async def inject(self, request: ChatRequest) -> tuple[Usage, Remembered]:
+        """Put messages at the end of an agent's transcript and compute them, without a reply. What that took, and what
+        became of it in the agent's memory.
 
         Raises:
             RequestError, AgentBusy, Unavailable, DeadlineExceeded: as `start_chats` does.
@@ -174,7 +175,7 @@ class Generator:
                 # Being kept is all that it was for.
                 kind = Unavailable if why == UNANSWERED else MemoryFull
                 raise kind(f"what was injected is not kept: {why}")
-            return usage
+            return usage, turn.remembered
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[list[Turn]]:

@@ -106,7 +106,6 @@ class KVStoreActor(DiskCalls):
         self._copied: dict[tuple[str, str], None] = {}
         self._session = session
         if disk is None and self._folder is not None:
-            # Before agents' words are opened: on a full disk KV makes room for them.
             disk = self._open_folder(LOCK_WAIT_S)
         self._database = AgentDatabase(Path(folder) if folder is not None else None)
 
@@ -143,6 +142,11 @@ class KVStoreActor(DiskCalls):
             self._disk_error = error.message
             return None
         self._disk_error = ""
+        try:
+            # Before agents' words are opened, which may want some of it.
+            store.keep_reserve()
+        except SatchelError as error:
+            logger.warning("KV gives nothing of the disk back: %s", error.message)
         # Where KV lay before it shared its key with agents' memory; nobody can read it any more.
         shutil.rmtree(folder / "blocks", ignore_errors=True)
         return store

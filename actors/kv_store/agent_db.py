@@ -372,8 +372,13 @@ class AgentDatabase:
         db = self._connect(path or ":memory:", timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
         try:
             prepare(db)
-            # What was erased just before a process died may still be in its log.
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            try:
+                # What was erased just before a process died may still be in its log.
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            except sqlite3.Error as error:
+                if not says_full(error):
+                    raise
+                logger.warning("the log of agents' memory stays until the disk has room: %s", error)
             self._nbytes = int(db.execute(f"SELECT TOTAL({_BYTES}) FROM contents").fetchone()[0])
         except BaseException:
             db.close()

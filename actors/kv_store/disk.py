@@ -166,7 +166,7 @@ class DiskStore:
             # It counts now, whether or not others can be removed for it.
             try:
                 placed.retracted.extend(shelf.evict(shelf.budget(), self._clock()))
-            except DiskError:
+            except (DiskError, OSError):
                 shelf.totals["failed_removals"] += 1
             kept = set(placed.kept)
             self._changes.note([each.id for each in record.entries if each.id in kept], placed.retracted)

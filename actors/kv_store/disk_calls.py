@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -162,13 +161,14 @@ class DiskCalls:
 
     async def tend_disk(self, store: DiskStore) -> None:
         """Keep `store` tidy and within what the device has left, as long as this task lives."""
-        compacted_at = time.monotonic()
+        loop = asyncio.get_running_loop()
+        compacted_at = loop.time()
         while True:
             await asyncio.sleep(SPACE_S)
             try:
                 await self._in_thread(store.keep_reserve)
-                if time.monotonic() - compacted_at >= COMPACT_S:
-                    compacted_at = time.monotonic()
+                if loop.time() - compacted_at >= COMPACT_S:
+                    compacted_at = loop.time()
                     await self._in_thread(store.compact)
                     if self._owners is not None:
                         self._owners.again()

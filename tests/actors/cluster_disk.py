@@ -84,12 +84,18 @@ class KVDisk:
 
     # What the store's actor calls.
 
-    def commit(self, record: SegmentRecord, without: Mapping[bytes, Collection[bytes]] | None = None) -> Placed:
+    def commit(
+        self,
+        record: SegmentRecord,
+        without: Mapping[bytes, Collection[bytes]] | None = None,
+        heirs: Mapping[bytes, Collection[bytes]] | None = None,
+    ) -> Placed:
         if record.epoch != self.epoch:
             raise StaleEpoch("the store was opened anew")
         (entry,) = record.entries
         barred = (without or {}).get(entry.id, ())
-        owners = tuple(tag for tag in entry.owners if tag not in barred)
+        known = dict.fromkeys((*entry.owners, *(heirs or {}).get(entry.id, ())))
+        owners = tuple(tag for tag in known if tag not in barred)
         _, content = self.files.pop(record.name)
         if not owners:
             return Placed(refused=[entry.id])
@@ -114,6 +120,20 @@ class KVDisk:
             self._rows.move_to_end(entry)
             if owner:
                 self._own(entry, (owner_tag(self.key, owner),))
+
+    def give(
+        self, owner: str, ids: Iterable[bytes], parents: Iterable[bytes], has: Callable[[EntryRecord], bool]
+    ) -> int:
+        found = [entry for entry in ids if entry in self._rows and has(self._rows[entry])]
+        for entry in found:
+            self._own(entry, (owner_tag(self.key, owner),))
+        return len(found)
+
+    def keep_reserve(self) -> None:
+        pass
+
+    def compact(self) -> list[bytes]:
+        return []
 
     def pin(self, locations: Iterable[Location], lease_s: float) -> Pin:
         names = [location.name for location in locations]

@@ -251,7 +251,7 @@ async def test_words_that_find_no_room_at_all_are_refused_with_the_reason(tmp_pa
     node.close()
 
 
-async def test_a_small_disk_that_is_filled_by_kv_and_then_by_others_keeps_every_word(tmp_path, monkeypatch):
+async def test_a_small_disk_that_is_filled_by_kv_and_then_by_others_keeps_every_word(tmp_path, soon, monkeypatch):
     """On a real device of 8 MiB."""
     mounted = tmp_path / "small"
     mounted.mkdir()
@@ -283,6 +283,15 @@ async def test_a_small_disk_that_is_filled_by_kv_and_then_by_others_keeps_every_
         await node.owned.idle()
         found = await node.call("agents", "default", "default/", 99)
         assert {each["agent"] for each in found} == {*said} - {"default/a3"}
+        fill(filler)
+        node.close()
+        fill(filler)
+        # A store that starts on a full disk, and without a disk tier, knows all words.
+        node = Node(mounted / "kv")
+        assert await node.call("agents", "default", "default/", 99) == found
+        filler.unlink()
+        assert (await node.speak("default/new", [1, 2, 3]))["kind"] == "opened"
+        await opened(node)
         node.close()
     finally:
         subprocess.run(["umount", "-l", mounted], check=False)

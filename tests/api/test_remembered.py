@@ -145,6 +145,18 @@ async def test_the_next_turn_of_an_agent_that_was_let_go_says_so_and_the_one_aft
     assert "x-satchel-memory" not in (await endpoint.post(body, agent="new")).headers
 
 
+async def test_an_injection_into_an_agent_that_was_let_go_says_so_too(backend, config):
+    endpoint = Remembering(backend, config, LocalStore(replace(config, transcripts_bytes_max=3000)))
+    await endpoint.say("Hi")
+    for index in range(9):
+        await endpoint.say("x" * 100, agent=f"other{index}")
+    done = await endpoint.client.post("/v1/agents/ann/inject", json={"messages": spoken("x")})
+    assert done.headers["x-satchel-memory"] == "earlier-let-go"
+    assert done.json()["satchel"] == {"kept": True, "earlier_let_go": True}
+    done = await endpoint.client.post("/v1/agents/ann/inject", json={"messages": spoken("x")})
+    assert "x-satchel-memory" not in done.headers and "satchel" not in done.json()
+
+
 async def test_the_list_of_agents_tells_how_many_were_let_go(endpoint, backend):
     assert (await endpoint.client.get("/v1/agents")).json()["let_go"] == 0
     backend.machines = [replace(backend.machines[0], name=name, agents_let_go=3) for name in "ab"]
