@@ -175,7 +175,8 @@ class KVDisk:
         return self._changes.note([], gone)
 
     def stats(self) -> dict[str, int]:
-        return {"bytes": len(self._rows) * ENTRY_BYTES, "bytes_max": self._entries_max * ENTRY_BYTES}
+        sizes = {"bytes": len(self._rows) * ENTRY_BYTES, "bytes_max": self._entries_max * ENTRY_BYTES}
+        return {**sizes, "device_free_bytes": 2**40}
 
     def _own(self, entry: bytes, tags: Sequence[bytes]) -> None:
         row = self._rows[entry]
