@@ -292,13 +292,13 @@ class ReplicaActor:
     # The engine's thread.
 
     def _run_engine(self) -> None:
-        # Here, so that whoever starts this actor need not import MLX, and the event loop answers meanwhile.
-        from . import models
-        from .disk_tier import DiskTier
-        from .engine import Engine
-        from .engine_reports import EngineReports
-
         try:
+            # Here, so that whoever starts this actor need not import MLX, and the event loop answers meanwhile.
+            from . import models
+            from .disk_tier import DiskTier
+            from .engine import Engine
+            from .engine_reports import EngineReports
+
             loaded = models.load(
                 self._model.source,
                 dtype=self._model.dtype,
