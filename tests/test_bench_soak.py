@@ -281,3 +281,12 @@ def test_the_undisturbed_run_replays_what_was_kept_and_notices_a_spoiled_answer(
         ("DELETE", "/v1/agents/a"),
     ]
     assert set(replay(1).wrong) == {1}
+
+
+def test_the_undisturbed_run_may_follow_and_waits_until_it_is_known_what_was_kept(soak: Any) -> None:
+    """Of a request that is when its life has had another one, or when all is over."""
+    records: list[Any] = [attempt(soak, 1), attempt(soak, 2, life="b"), soak.ledger.Deed("delete", "b")]
+    is_settled = soak.reference.is_settled
+    assert [is_settled(records, index) for index in range(4)] == [False, True, True, False]
+    records.append(attempt(soak, 4))
+    assert is_settled(records, 0)

@@ -74,6 +74,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--memory-bytes", type=count, help="for KV in memory (else a tenth of what the agents are expected to hold)")
     add("--numerics", choices=("reproducible", "fast"), default="reproducible")
     add("--no-reference", action="store_true", help="do not compare the answers")
+    add("--beside", action="store_true", help="compare them meanwhile, on the same cores, and not afterwards")
     add("--spoil", type=count, default=0, help="so many expected answers, to see that it is noticed")
     add("--work", type=Path, help="where files are written (else a temporary folder)")
     add("--logs", type=Path, default=BENCHMARKS.parent / "build" / "soak", help="where logs stay")
@@ -141,10 +142,13 @@ async def soak(options: argparse.Namespace, settings: dict[str, Any], work: Path
         }
         server = Server(disk.folder / "home", budgets, work / "server.log", options.numerics)
         say(f"starting, with {settings['prefix_bytes_max'] / 1e6:.1f} MB of memory")
+        over, beside = asyncio.Event(), None
         try:
             await asyncio.to_thread(server.start)
             log = work / "attempts.jsonl"
             run = Soak(server, disk, plans, options.rows, options.seed, needles_of(tokenizer), log, say)
+            if options.beside and not options.no_reference:
+                beside = asyncio.create_task(undisturbed(options, run, work, over))
             await run.run(
                 options.minutes,
                 options.kill,
@@ -153,18 +157,21 @@ async def soak(options: argparse.Namespace, settings: dict[str, Any], work: Path
                 settings["full for, s"],
             )
         finally:
+            over.set()
             await asyncio.to_thread(server.stop)
-    compared = None if options.no_reference else await undisturbed(options, run, work)
+    compared = None
+    if not options.no_reference:
+        compared = await (beside or undisturbed(options, run, work, over))
     return summary(run.seen, compared, run.counters.sums, settings, options.disk == "roomy")
 
 
-async def undisturbed(options: argparse.Namespace, run: Soak, work: Path) -> Compared:
-    """The same again, with room for all and nobody killed."""
+async def undisturbed(options: argparse.Namespace, run: Soak, work: Path, over: asyncio.Event) -> Compared:
+    """The same again, with room for all and nobody killed. `over` says that the run is."""
     server = Server(work / "undisturbed", {}, work / "undisturbed.log", options.numerics)
     say("the undisturbed run")
     try:
         await asyncio.to_thread(server.start)
-        return await Reference(server.url, options.rows, say, options.spoil).run(run.seen.records)
+        return await Reference(server.url, options.rows, say, options.spoil).run(run.seen.records, over)
     finally:
         await asyncio.to_thread(server.stop)
 

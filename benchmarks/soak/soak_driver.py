@@ -91,7 +91,7 @@ class Soak:
         log: Path,
         say: Callable[[str], None],
     ) -> None:
-        self.seen = Seen()
+        self.seen = Seen(records={plan.slot: [] for plan in plans})
         self.counters = Counters()
         self.lives: dict[str, Life] = {}
         self.marks = Marks()
@@ -133,7 +133,6 @@ class Soak:
     # Slots.
 
     async def _slot(self, plan: SlotPlan, ends: float) -> None:
-        self.seen.records[plan.slot] = []
         while time.time() < ends:
             step = plan.next()
             async with self._gate:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from soak_client import Ask, Http
 from soak_driver import Record
 from soak_ledger import Attempt, Deed, wrong_answer
+
+POLL_S = 0.2
 
 
 @dataclass
@@ -20,6 +22,14 @@ class Compared:
     whole: int = 0
     wrong: dict[int, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+
+
+def is_settled(records: Sequence[Record], index: int) -> bool:
+    """Whether it is known what became of a record: of a request once its life has had another one."""
+    if index >= len(records):
+        return False
+    record = records[index]
+    return isinstance(record, Deed) or any(later.life == record.life for later in records[index + 1 :])
 
 
 class Reference:
@@ -36,18 +46,29 @@ class Reference:
         self._compared = Compared()
         self._done = 0
 
-    async def run(self, slots: dict[int, list[Record]]) -> Compared:
-        """Replay them all. A slot of which the undisturbed server refuses something ends there."""
+    async def run(self, slots: dict[int, list[Record]], over: asyncio.Event | None = None) -> Compared:
+        """Replay them all. A slot of which the undisturbed server refuses something ends there.
+
+        Args:
+            slots: they may grow until it is `over`, if that is given.
+        """
         try:
-            done = await asyncio.gather(*(self._slot(records) for records in slots.values()), return_exceptions=True)
+            work = (self._slot(records, over) for records in slots.values())
+            done = await asyncio.gather(*work, return_exceptions=True)
             self._compared.failures = [repr(failure) for failure in done if failure is not None]
         finally:
             await self._http.close()
         return self._compared
 
-    async def _slot(self, records: list[Record]) -> None:
+    async def _slot(self, records: list[Record], over: asyncio.Event | None) -> None:
         known: set[str] = set()
-        for record in records:
+        index = 0
+        while True:
+            while over is not None and not over.is_set() and not is_settled(records, index):
+                await asyncio.sleep(POLL_S)
+            if index >= len(records):
+                return
+            record, index = records[index], index + 1
             async with self._gate:
                 if isinstance(record, Deed):
                     await self._deed(record, known)
