@@ -86,6 +86,8 @@ def test_a_turn_that_continues_a_branch_replaces_it_and_the_epoch_grows():
     assert store.said("x") == {first.branch: ["a", "b"]}
     (head,) = store.agents.heads("x")
     assert (head.turns, head.messages, head.tokens, head.root) == (2, 2, 3, b"x" + MODEL)
+    third = store.commit("x", "a", "b", "longer", branch=second.branch, epoch=second.epoch, turns=3)
+    assert [head.tokens for head in store.agents.heads("x")] == [len("a|b|longer")] and third.epoch > second.epoch
 
 
 def test_of_two_turns_that_continue_one_epoch_the_second_opens_a_branch():

@@ -27,6 +27,7 @@ def test_what_is_shared_with_nobody_is_claimed_by_nobody():
     both = Claims([Branch(MODEL, b"", pack_tokens(TOKENS)), Branch(MODEL, ROOT, pack_tokens(TOKENS))])
     assert list(both.blocks) == BLOCKS and both.parents() == {ROOT, *BLOCKS}
     assert both.rests() == [(BLOCKS[1], pack_tokens(TOKENS[512:]))]
+    assert Claims([Branch(MODEL, ROOT, pack_tokens(TOKENS[:512]))]).rests() == [], "nothing is left over"
 
 
 def test_a_tail_is_claimed_by_who_has_all_of_it_after_the_same_tokens():

@@ -14,7 +14,7 @@ from satchel.actors.kv_store.segment_reader import Failure, read_entries
 from satchel.actors.kv_store.segments import STORE_SESSION
 from satchel.cluster.errors import InvalidRecord
 
-from .kv_files import ROOT, Bench, arrays, chain, checked, payload, tail
+from .kv_files import OTHER_MODEL, ROOT, Bench, arrays, chain, checked, payload, tail
 
 
 @pytest.fixture
@@ -187,3 +187,32 @@ def test_what_an_owner_has_rightly_is_not_taken_with_the_rest(bench):
     ]
     assert bench.has(entries[1]) and payload(entries[0]) not in bench.bytes_on_disk()
     assert bench.store.forget("default/alice") == [entries[1].id]
+
+
+def test_of_as_many_owners_as_are_kept_each_counts(bench, monkeypatch):
+    """The last of them takes the entry along; with one more it is nobody's in particular."""
+    monkeypatch.setattr(placement, "OWNERS_MAX", 3)
+    for count, stays in ((3, False), (4, True)):
+        (entry,) = chain(1, first=20 * count, owners=("default/0",))
+        bench.put([entry])
+        for number in range(1, count):
+            bench.store.touch([entry.id], owner=f"default/{number}")
+        for number in range(count):
+            bench.store.forget(f"default/{number}")
+        assert bench.has(entry) if stays else bench.lacks(entry)
+
+
+def test_a_longer_tail_serves_for_a_shorter_one_only_where_all_of_its_owners_have_it(bench):
+    alice, bob = "default/alice", "default/bob"
+    both, hers = tail([1, 2], 1, owners=(alice, bob)), tail([1, 2, 3], 2, owners=(alice,))
+    bench.put([both])
+    assert bench.put([hers]).retracted == [] and bench.has(both, hers)
+    assert bench.put([tail([1, 2, 3, 4], 3, owners=(alice, bob))]).retracted == [both.id, hers.id]
+
+
+def test_a_copy_of_another_model_replaces_nothing(bench):
+    (plain,) = chain(1)
+    better = Entry(plain.id, ROOT, plain.tokens, arrays(77), snapshot=True)
+    bench.put([plain])
+    assert bench.put([better], model=OTHER_MODEL).dropped == [plain.id]
+    assert bench.has(plain)

@@ -12,6 +12,7 @@ from satchel.actors.kv_store.media import (
     is_word,
     name_at,
     names_in,
+    picture_hash,
     words_in,
     words_of,
 )
@@ -45,3 +46,16 @@ def test_features_are_of_a_picture_a_model_and_for_whom():
     ids = [features_needed(root, prompt, [(1, 12)]) for root in (ROOT, OTHER) for prompt in prompts]
     assert ids[0] == ids[2] == [(features_id(ROOT, name_at(prompts[0], 1, 12)), 13, 12)]
     assert len({entry for ((entry, _, _),) in ids}) == 4
+
+
+@pytest.mark.parametrize("token", [0, 31, 200_000, 2**31 - 1])
+def test_a_models_own_ids_are_no_words(token: int):
+    assert not is_word(token) and list(names_in([token, token])) == []
+
+
+def test_a_picture_is_named_by_its_pixels_and_its_size():
+    pixels = bytes(range(3 * 4 * 2))
+    assert len({picture_hash(4, 2, pixels), picture_hash(2, 4, pixels), picture_hash(4, 2, bytes(24))}) == 3
+    for width, height in ((4, 3), (5, 2), (4, 0), (24, 1), (12, 4)):
+        with pytest.raises(ValueError, match="no RGB picture"):
+            picture_hash(width, height, pixels)

@@ -134,3 +134,11 @@ def test_budgets_are_powers_of_two_within_the_limits(seed: int):
         beside, alone = pace.budget(True), pace.budget(False)
         assert TOKENS_MIN <= beside <= alone <= chunk_tokens, f"seed {seed}"
         assert beside.bit_count() == alone.bit_count() == 1
+
+
+def test_a_short_call_that_took_no_time_makes_nothing_less_than_free():
+    pace = PrefillPace(CHUNK_TOKENS, PAUSE_S)
+    for tokens, seconds in ((512, 0.5), (10, 1e-6), (10, 1e-6), (63, 1e-6)):
+        pace.note(tokens, seconds)
+        assert 0.0 <= pace.fixed_s <= seconds or tokens < TOKENS_MIN
+    assert pace.fixed_s >= 0.0 and pace.budget(True) >= TOKENS_MIN

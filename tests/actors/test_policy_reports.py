@@ -100,3 +100,15 @@ def test_a_replica_is_judged_by_its_own_rate():
     assert (decision.replica, decision.costs_s["prefill"]) == ("b", pytest.approx([1.0, 0.25]))
     assert route(policy, tokens=100, exclude=["b"]).replica == "a"
     assert probe(policy, "queue")["a"] == pytest.approx(1.1)
+
+
+def test_a_request_is_let_go_by_the_replica_where_it_is_and_by_no_other():
+    """What left another one late was sent elsewhere since, and is a load there."""
+    policy = make_policy("a", "b", "c")
+    assert route(policy, request_id="r", exclude=["a", "c"]).replica == "b"
+    for name in ("a", "c", "nobody"):
+        policy.release(name, "r")
+        policy.check()
+        assert policy.requests == {"r": "b"}
+    policy.release("b", "r")
+    assert policy.requests == {}

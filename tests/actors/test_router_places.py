@@ -144,3 +144,12 @@ def test_what_was_said_again_is_remembered_longer():
         update(places, "n", buried=[(agent, epoch)])
     update(places, "n", [("x", 6, True), ("y", 5, True), ("z", 5, True)])
     assert [places.where(agent) for agent in "xyz"] == [None, Place("n", 5), None]
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_the_least_tombstone_ends_claims_too(epoch: int):
+    places = AgentPlaces()
+    update(places, "a", [("x", epoch, True)])
+    update(places, "b", buried=[("x", epoch)])
+    update(places, "c", [("x", epoch, True)])
+    assert places.where("x") is None

@@ -266,3 +266,26 @@ def test_a_bucket_keeps_its_rate_and_grants_pieces():
     assert bucket.take(3, now + 0.005).count == 3, "less than a piece, where no more is wanted"
     with pytest.raises(ValueError):
         TokenBucket(0.0, now)
+
+
+def test_a_bucket_says_how_long_to_wait_and_keeps_no_more_than_a_burst():
+    bucket = TokenBucket(1000.0, 0.0, burst_s=0.1, piece=10)
+    assert bucket.take(50, 0.0).wait_s == pytest.approx(0.01)
+    assert bucket.take(50, 0.004).wait_s == pytest.approx(0.006)
+    assert bucket.take(50, 0.03) == (30, 0.0) and bucket.take(3, 0.03).wait_s == pytest.approx(0.003)
+    assert bucket.take(10_000, 50.0).count == 100
+    assert bucket.take(1, 49.0).count == 0, "a clock that went back gives nothing"
+    assert TokenBucket(1000.0, 0.0, burst_s=0.001, piece=10).take(10_000, 9.0).count == 10, "a piece at least"
+
+
+def test_tails_count_only_where_all_blocks_are_here():
+    """They stand behind the last block; one that was here before is of no use where a block is missing."""
+    machine = Pull(LIMITS, 2, 100.0)
+    machine.handle(Want(names(0, 1)), 0.0)
+    machine.handle(Connected(1), 0.0)
+    offers = tuple(Offer(name(number), MB) for number in range(2))
+    machine.handle(Found(1, 30.0, offers, (Offer(name(900), MB, True),)), 0.0)
+    chunks(machine, 0)
+    machine.handle(Chunk(1, name(1), Outcome.GONE, "gone"), 0.0)
+    machine.handle(Installed(names(0)), 0.0)
+    assert machine.ended and machine.items.here() == [name(0)]

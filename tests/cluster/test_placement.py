@@ -25,6 +25,10 @@ def test_fewer_replicas_go_where_most_memory_is_free():
     free = {"mac0": 1, "mac2": 9}
     assert place(model(replicas=1), NODES, free_bytes=free) == {"m-0": "mac2"}
     assert list(place(model(replicas=4), NODES, free_bytes=free).values()) == ["mac2", "mac0", "mac1", "mac2"]
+    assert list(place(model(replicas=8), NODES, free_bytes=free).values()) == ["mac2", "mac0", "mac1"] * 2 + [
+        "mac2",
+        "mac0",
+    ]
     assert place(model(replicas=1), NODES, free_bytes={}) == {"m-0": "mac0"}
 
 
