@@ -1,7 +1,7 @@
 # Works with GNU make 3.81, which is what macOS ships.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+.PHONY: help serve test test-slow test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
 	bench-vision bench-scenarios soak
 
 PYTHON ?= python3
@@ -15,6 +15,11 @@ URL ?= http://127.0.0.1:8000
 UV_VERSION := 0.13.8
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
+FILES ?=
+SAMPLE ?= 12
+SEED ?= 0
+COSMIC_RAY_VERSION := 8.7.0
+COSMIC_RAY := build/cosmic-ray-$(COSMIC_RAY_VERSION)
 
 # Where it is set, each of a cluster's processes compiles anew what it imports: two thirds of the time they take to start.
 export PYTHONDONTWRITEBYTECODE =
@@ -30,6 +35,9 @@ test: .venv/.development ## Run all tests
 
 test-slow: .venv/.development ## Run the tests that take long and say little that others do not
 	@$(BIN)/python -m pytest tests -m slow
+
+test-mutants: .venv/.development $(COSMIC_RAY)/.ready ## Is a small fault in a pure file noticed? FILES="cluster/placement.py" SAMPLE=50 SEED=1 for others
+	@$(COSMIC_RAY)/bin/python tests/mutants/run.py --sample $(SAMPLE) --seed $(SEED) $(FILES)
 
 check: .venv/.development ## Lint, formatting, types, and who imports whom
 	@$(BIN)/ruff check .
@@ -124,6 +132,13 @@ define INSTALL
 @$(UV) pip sync --quiet --python $(BIN)/python --require-hashes $(2)
 @$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 endef
+
+# Apart from the others: what it needs, nobody else does. As it was at a day, so that it stays the same.
+$(COSMIC_RAY)/.ready: | .venv/bin/python
+	@echo "Installing Cosmic Ray $(COSMIC_RAY_VERSION) into $(COSMIC_RAY)"
+	@$(UV) venv --quiet --python $(BIN)/python $(COSMIC_RAY)
+	@$(UV) pip install --quiet --python $(COSMIC_RAY)/bin/python --exclude-newer 2026-11-22 cosmic-ray==$(COSMIC_RAY_VERSION)
+	@touch $@
 
 .venv/.runtime: requirements.lock pyproject.toml | .venv/bin/python
 	$(if $(wildcard .venv/.development),\

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -135,3 +136,13 @@ def test_one_file_reads_the_environment() -> None:
         if re.search(r"\bos\.(environ|getenv|putenv)\b", path.read_text(encoding="utf-8"))
     }
     assert readers == {"cluster/environment.py"}
+
+
+def test_every_pure_file_has_tests_that_are_to_notice_its_faults():
+    """`make test-mutants` knows the files of the contract, and no others."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (pure,) = (each["source_modules"] for each in contracts if each["name"].startswith("Pure files"))
+    tests = tomllib.loads((ROOT / "tests/mutants/tests.toml").read_text())
+    assert {module.removeprefix("satchel.").replace(".", "/") + ".py" for module in pure} == set(tests)
+    missing = [name for names in tests.values() for name in names if not (ROOT / "tests" / f"{name}.py").exists()]
+    assert not missing
