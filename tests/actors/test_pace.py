@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from satchel.actors.replica.pace import FIRST_CHUNK_TOKENS, IDLE_PAUSE_S, TOKENS_MIN, PrefillPace
+from satchel.actors.replica.pace import FIRST_CHUNK_TOKENS, IDLE_PAUSE_S, STEP_WEIGHT, TOKENS_MIN, PrefillPace
 
 CHUNK_TOKENS = 2048
 PAUSE_S = 0.25
@@ -142,3 +142,14 @@ def test_a_short_call_that_took_no_time_makes_nothing_less_than_free():
         pace.note(tokens, seconds)
         assert 0.0 <= pace.fixed_s <= seconds or tokens < TOKENS_MIN
     assert pace.fixed_s >= 0.0 and pace.budget(True) >= TOKENS_MIN
+
+
+def test_the_time_of_a_decode_step_is_the_first_one_and_then_follows():
+    pace = PrefillPace(CHUNK_TOKENS, PAUSE_S)
+    pace.note_step(0.2)
+    assert pace.step_s == 0.2
+    pace.note_step(0.1)
+    assert pace.step_s == pytest.approx(0.2 - 0.1 * STEP_WEIGHT)
+    for _ in range(200):
+        pace.note_step(0.1)
+    assert pace.step_s == pytest.approx(0.1, rel=0.01)
