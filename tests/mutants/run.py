@@ -153,14 +153,18 @@ class Tree:
     def notices(self, mutant: Mutant, tests: list[str], timeout_s: float) -> bool:
         path = self.root / mutant.path
         source = path.read_text()
-        path.write_text(mutant.code)
-        # Files that changed within a second and have the same size would count as unchanged.
-        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-            compiled.unlink()
+        self._write(path, mutant.code)
         try:
             return not self.test(tests, timeout_s)[0]
         finally:
-            path.write_text(source)
+            self._write(path, source)
+
+    @staticmethod
+    def _write(path: Path, source: str) -> None:
+        path.write_text(source)
+        # What was compiled counts as of this source where that has the same size and was written in the same second.
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink()
 
 
 class Accepted:
