@@ -171,6 +171,12 @@ def test_nothing_is_heard_that_was_not_asked_for(payload: bytes):
             source.say(payload)
 
 
+def test_what_the_source_says_of_itself_is_heard_while_something_is_fetched():
+    for payload, reason in ((messages.pack("error", "no more"), "no more"), (messages.pack("zebra"), "zebra")):
+        with pytest.raises(LinkError, match=reason):
+            Source().fetching(0).say(payload)
+
+
 def test_sizes_are_those_that_were_announced():
     source = Source().fetching(0)
     smaller = Signature(PARTS[:1], {})
