@@ -15,7 +15,7 @@ import pytest
 from satchel.actors.kv_store.disk import DiskStore
 from satchel.actors.kv_store.disk_calls import DiskCalls
 from satchel.actors.kv_store.shelf import DiskLimits
-from satchel.actors.replica import models
+from satchel.actors.replica import disk_tier, models
 from satchel.actors.replica.disk_tier import DiskTier
 from satchel.actors.replica.models import LoadedModel
 from satchel.cluster.errors import Unavailable, from_wire
@@ -187,7 +187,10 @@ def test_what_is_restored_has_the_same_bytes(loaded: LoadedModel, node: Node):
     other.drain()
 
 
-def test_a_store_that_is_silent_or_damaged_costs_work_and_nothing_else(loaded: LoadedModel, node: Node):
+def test_a_store_that_is_silent_or_damaged_costs_work_and_nothing_else(
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(disk_tier, "TRIES_S", (0.01,))
     bench, disk = process(loaded, node)
     want = bench.run("row", prompt_of(600), agent=AGENT)
     write_down(bench, disk)

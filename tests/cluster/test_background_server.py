@@ -101,7 +101,8 @@ class World:
 
     def terminations(self) -> int:
         path = self.home.run / "terminations"
-        return int(path.read_text()) if path.exists() else 0
+        # It may just be being written.
+        return int(path.read_text() or 0) if path.exists() else 0
 
 
 @pytest.fixture
