@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ...cluster.errors import SatchelError, StaleEpoch, Unavailable
+from ...cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from ..kv_store.blocks import BLOCK_TOKENS
 from ..kv_store.codec import TOKEN_BYTES, Entry, Location, pack_tokens, tail_id, unpack_tokens
 from ..kv_store.pull_wire import PULL_S
@@ -37,7 +37,8 @@ STALLED_S = 30.0
 """After so long without anything written the disk is not waited for: what is more than may wait is dropped."""
 
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""How long after each failure a turn is written again, where the store does not answer: it may be starting anew."""
+"""How long after each failure a turn is written again, where the store does not answer or the disk is full: it may be
+starting anew, and makes room."""
 
 SAVED_MAX = 65_536
 """Block ids that are remembered as written. One too few is only written twice, and the second copy dropped."""
@@ -396,7 +397,7 @@ class DiskTier:
         for pause_s in () if self._given_up else TRIES_S:
             try:
                 return self._write(turn)
-            except (Unavailable, StaleEpoch) as error:
+            except (Unavailable, StaleEpoch, DiskFull) as error:
                 logger.info("what %s left is written in %g s: %s", turn.owner, pause_s, error.message)
                 time.sleep(pause_s)
         self._given_up = True

@@ -13,7 +13,7 @@ import pytest
 from satchel.actors.replica import disk_tier, models, turns
 from satchel.actors.replica.disk_tier import DiskTier
 from satchel.actors.replica.models import LoadedModel
-from satchel.cluster.errors import Unavailable
+from satchel.cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from tests.families import write_model
 
 from .conftest import Bench
@@ -149,7 +149,10 @@ def test_what_is_not_written_yet_is_found_in_memory(loaded: LoadedModel, node: N
     assert bench.engine.prefixes.nbytes <= room and not bench.engine.prefixes.holders
 
 
-def test_a_store_that_begins_anew_gets_what_it_missed(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("error", [Unavailable, DiskFull, StaleEpoch])
+def test_a_store_that_begins_anew_or_makes_room_gets_what_it_missed(
+    loaded: LoadedModel, node: Node, error: type[SatchelError], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(disk_tier, "TRIES_S", (0.01,) * 200)
     bench, disk = process(loaded, node)
     call, silent = node.call, [20]
@@ -157,7 +160,7 @@ def test_a_store_that_begins_anew_gets_what_it_missed(loaded: LoadedModel, node:
     def missing(method: str, *arguments: Any) -> Any:
         if method == "disk_commit" and silent[0]:
             silent[0] -= 1
-            raise Unavailable("the store does not answer")
+            raise error("not now")
         return call(method, *arguments)
 
     monkeypatch.setattr(node, "call", missing)
