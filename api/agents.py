@@ -1,8 +1,8 @@
 """Agents' memory as a request sees it: recalled before it, kept when it ends, before its last event leaves.
 
 Memory only saves work for a stateless turn, so a store that does not answer holds none up for longer than
-`STORE_ANSWER_S` and `COMMIT_ANSWER_S`. A continuing turn rests on the stored transcript, so it fails where that cannot be had. An answer that
-was computed is delivered in any case, and says where it is not kept (`remembered.py`).
+`STORE_ANSWER_S` and `COMMIT_ANSWER_S`. A continuing turn rests on the stored transcript, so it fails where that cannot
+be had. An answer that was computed is delivered in any case, and says where it is not kept (`remembered.py`).
 Nothing here knows Ray: a `Store` stands between.
 """
 
