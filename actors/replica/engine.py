@@ -357,7 +357,7 @@ class Engine:
             # Others may want the room meanwhile.
             self.memory.pin(sequence, hot)
             self.scheduler.restores(request_id, hot)
-            self.restores.begin(sequence, hot)
+            self.restores.begin(sequence, hot, self.pace.tokens_per_s)
         else:
             self._open(request_id)
 

@@ -24,7 +24,10 @@ READS_MAX = 2
 """How many prompts are read back at a time. Each may be as large as the context, and more would only share the disk."""
 
 READ_WAIT_S = 30.0
-"""How long an admitted row waits for its KV, its turn to read included; its prompt is computed then."""
+"""How long an admitted row waits for its KV at the most, its turn to read included; its prompt is computed then."""
+
+READ_WAIT_S_MIN = 5.0
+"""So long it waits in any case, and else for twice as long as computing would take."""
 
 TRIES_S = (0.5, 1.0, 1.0)
 """How long after each failure a store is asked again that is starting anew: it fails at once."""
@@ -37,11 +40,12 @@ PAUSE_S = 10.0
 
 @dataclass(frozen=True)
 class Reading:
-    """A row that is being read back since `since` (seconds, of the monotonic clock)."""
+    """A row that is being read back since `since` (seconds, of the monotonic clock), and waits `wait_s` for it."""
 
     prompt: Prompt
     hot_tokens: int
     since: float
+    wait_s: float
 
 
 Deliver = Callable[[Reading, Restored | None], None]
@@ -90,12 +94,17 @@ class Restores:
             len(working) == READS_MAX and all(now - since > READ_WAIT_S for since in working)
         )
 
-    def begin(self, sequence: Sequence, hot: int) -> None:
-        """Read a row back."""
+    def begin(self, sequence: Sequence, hot: int, tokens_per_s: float) -> None:
+        """Read a row back.
+
+        Args:
+            tokens_per_s: how fast what is not read back would be computed; 0 where nobody knows.
+        """
         request = sequence.request
         # A copy, as the row may leave and its tokens go on elsewhere.
         prompt = Prompt(request.request_id, request.agent, request.root_id, list(sequence.ids), list(sequence.tokens))
-        reading = Reading(prompt, hot, time.monotonic())
+        compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else READ_WAIT_S
+        reading = Reading(prompt, hot, time.monotonic(), max(READ_WAIT_S_MIN, 2 * compute_s))
         self._reading[request.request_id] = reading
         self._jobs.put(reading)
 
@@ -115,11 +124,15 @@ class Restores:
         if not self._reading:
             return []
         now = time.monotonic()
-        late = [name for name, reading in self._reading.items() if now - reading.since > READ_WAIT_S]
-        for name in late:
-            logger.warning("request %s: nothing is read back within %g s", name, READ_WAIT_S)
+        late = {
+            name: wait_s
+            for name, reading in self._reading.items()
+            if now - reading.since > (wait_s := min(reading.wait_s, READ_WAIT_S))
+        }
+        for name, wait_s in late.items():
+            logger.warning("request %s: nothing is read back within %.1f s", name, wait_s)
             del self._reading[name]
-        return late
+        return list(late)
 
     def _read_forever(self, number: int) -> None:
         while True:
