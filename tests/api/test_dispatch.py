@@ -150,20 +150,22 @@ async def test_a_replica_lost_while_it_was_asked_is_counted_once():
     assert not backend.links["c"].taken
 
 
+async def lose_first_and_finish_on_second(backend: FakeBackend) -> None:
+    """Replica a is lost, and b says the rest of the row."""
+    await asyncio.sleep(0.05)
+    backend.links["a"].lose()
+    while not backend.links["b"].taken:
+        await asyncio.sleep(0.01)
+    backend.links["b"].say(9, finish="length")
+
+
 async def test_a_row_goes_on_with_what_it_has_said_so_far():
     backend = FakeBackend(a=[], b=[])
     row = generation(backend, beside="a")
     await row.start()
     backend.links["a"].say(7, 8)
 
-    async def disturb() -> None:
-        await asyncio.sleep(0.05)
-        backend.links["a"].lose()
-        while not backend.links["b"].taken:
-            await asyncio.sleep(0.01)
-        backend.links["b"].say(9, finish="length")
-
-    helper = asyncio.create_task(disturb())
+    helper = asyncio.create_task(lose_first_and_finish_on_second(backend))
     updates = [update async for update in row]
     await helper
     assert [token for update in updates for token in update.tokens] == [7, 8, 9]
@@ -383,14 +385,7 @@ async def test_a_row_that_goes_on_elsewhere_takes_the_names_of_that_place():
     assert row.model_id == CPU
     backend.links["a"].say(7, 8)
 
-    async def disturb() -> None:
-        await asyncio.sleep(0.05)
-        backend.links["a"].lose()
-        while not backend.links["b"].taken:
-            await asyncio.sleep(0.01)
-        backend.links["b"].say(9, finish="length")
-
-    helper = asyncio.create_task(disturb())
+    helper = asyncio.create_task(lose_first_and_finish_on_second(backend))
     assert await said(row) == [7, 8, 9]
     await helper
     (taken,) = backend.links["b"].taken
