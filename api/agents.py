@@ -1,8 +1,8 @@
 """Agents' memory as a request sees it: recalled before it, kept when it ends, before its last event leaves.
 
 Memory only saves work for a stateless turn, so a store that does not answer holds none up for longer than
-`STORE_ANSWER_S`. A continuing turn rests on the stored transcript, so it fails where that cannot be had. An answer that
-was computed is delivered in any case, and says where it is not kept (`remembered.py`).
+`STORE_ANSWER_S` and `COMMIT_ANSWER_S`. A continuing turn rests on the stored transcript, so it fails where that cannot
+be had. An answer that was computed is delivered in any case, and says where it is not kept (`remembered.py`).
 Nothing here knows Ray: a `Store` stands between.
 """
 
@@ -33,7 +33,11 @@ from .text import TextModel
 _log = logging.getLogger(__name__)
 
 STORE_ANSWER_S = 2.0
-"""How long a stateless turn waits for the store, before and after."""
+"""How long a stateless turn waits for the store before it."""
+
+COMMIT_ANSWER_S = 5.0
+"""How long its last event waits for the store: what was said is worth more than that. Where the agent's home has just
+been lost, another one is found meanwhile."""
 
 TURN_ANSWER_S = 10.0
 """How long a continuing turn asks a store that does not answer for what it cannot do without."""
@@ -271,7 +275,7 @@ class Turn:
         try:
             # The copies on other nodes are waited for too.
             more_s = max(0.0, self._memory.copy_wait_s - 1.0)
-            async with asyncio.timeout((2 * TURN_ANSWER_S if self.continues else STORE_ANSWER_S) + more_s):
+            async with asyncio.timeout((2 * TURN_ANSWER_S if self.continues else COMMIT_ANSWER_S) + more_s):
                 outcome, copied = await self._commit(kept)
         except (SatchelError, TimeoutError) as error:
             self._memory.commits["failed"] += 1
@@ -327,7 +331,8 @@ class Turn:
             "turn": self._name,
         }
         # Where the answer to a first try was lost with the store's process, a second one opens a branch of its own.
-        outcome = await self._insist("commit", **fields) if self.continues else await self._call("commit", **fields)
+        # Where a stateless turn was kept and the answer lost, it opens another branch, which does no harm.
+        outcome = await self._insist("commit", **fields)
         if outcome["kind"] in ("replaced", "opened"):
             new = KnownLine(outcome["branch"], outcome["epoch"], turns, line, history, words_in(kept.tokens))
             self._memory.lines.set((self.agent, self._words_id), self._known() | {new.branch: new})

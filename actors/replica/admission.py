@@ -26,8 +26,11 @@ def limits_of(spec: ModelCacheSpec, scheduling: Scheduling, kv_bytes_max: int) -
     )
 
 
-def refusal(tokens: Sequence[int], loaded: LoadedModel, scheduler: Scheduler, coming: int) -> SatchelError | None:
-    """Why a prompt is refused, None where it is not; `coming` rows wait for their pictures."""
+def refusal(
+    tokens: Sequence[int], loaded: LoadedModel, scheduler: Scheduler, coming: int, *, draws: bool = True
+) -> SatchelError | None:
+    """Why a prompt is refused, None where it is not; `coming` rows wait for their pictures, and this one `draws` tokens
+    or is computed only."""
     context = loaded.context_tokens
     if not tokens or max(tokens) >= loaded.vocabulary_size or min(tokens) < 0:
         return InvalidRequest("the prompt is empty or has token ids outside the vocabulary", param="prompt")
@@ -35,7 +38,7 @@ def refusal(tokens: Sequence[int], loaded: LoadedModel, scheduler: Scheduler, co
         return ContextLengthExceeded(
             f"the prompt has {len(tokens)} tokens; the model's context is {context} tokens with the answer"
         )
-    reason = scheduler.refusal(len(tokens) - 1, coming)
+    reason = scheduler.refusal(len(tokens) - draws, coming)
     if reason == "too_long":
         most = scheduler.limits.kv_tokens_max
         return ContextLengthExceeded(f"the prompt has {len(tokens)} tokens; memory holds {most} on this machine")

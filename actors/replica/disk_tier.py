@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ...cluster.errors import SatchelError, StaleEpoch, Unavailable
+from ...cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from ..kv_store.blocks import BLOCK_TOKENS
 from ..kv_store.codec import TOKEN_BYTES, Entry, Location, pack_tokens, tail_id, unpack_tokens
 from ..kv_store.pull_wire import PULL_S
@@ -37,7 +37,8 @@ STALLED_S = 30.0
 """After so long without anything written the disk is not waited for: what is more than may wait is dropped."""
 
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""How long after each failure a turn is written again, where the store does not answer: it may be starting anew."""
+"""How long after each failure a turn is written again, where the store does not answer or the disk is full: it may be
+starting anew, and makes room."""
 
 SAVED_MAX = 65_536
 """Block ids that are remembered as written. One too few is only written twice, and the second copy dropped."""
@@ -181,7 +182,8 @@ def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Locat
 
 
 class DiskTier:
-    """Writes and reads one model's KV. `offer` is for the engine's thread, `load` for any but an event loop's."""
+    """Writes and reads one model's KV. `accepts` and `write` are for the engine's thread, `load` for any but an event
+    loop's."""
 
     def __init__(
         self, spec: ModelCacheSpec, model_id: bytes, store: Store, unwritten_bytes_max: int = 512 * 2**20
@@ -199,7 +201,9 @@ class DiskTier:
         # When something was written last, or came while nothing waited.
         self._moved_at = time.monotonic()
         self._given_up = False
+        # For what is counted; nobody holds it for long.
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         threading.Thread(target=self._write_forever, name="disk", daemon=True).start()
 
     @property
@@ -240,12 +244,18 @@ class DiskTier:
         self._queue.put(turn)
 
     def load(self, prompt: Prompt, hot_tokens: int) -> Restored | None:
-        """What the disk has of a prompt beyond its first `hot_tokens` tokens; None where that is nothing, or fails."""
+        """What the disk has of a prompt beyond its first `hot_tokens` tokens; None where that is nothing, or fails.
+
+        Raises:
+            Unavailable: the store does not answer.
+        """
         # The last token is computed in any case: it is the first one to draw from.
         if hot_tokens >= len(prompt.tokens) - 1:
             return None
         try:
             return self._load(prompt, hot_tokens)
+        except Unavailable:
+            raise
         except SatchelError as error:
             logger.warning("request %s: nothing is read back: %s", prompt.request_id, error.message)
             return None
@@ -386,17 +396,18 @@ class DiskTier:
                 self.counters.unwritten_turns += 1
                 logger.exception("what %s left is not written", turn.owner)
             finally:
+                turn.done()
                 with self._lock:
                     self._waiting -= turn.nbytes
-                    self._moved_at = time.monotonic()
-                turn.done()
+                # Else it would be held until the next one comes.
+                del turn
 
     def _write_patiently(self, turn: Turn) -> None:
         """Write a turn; where the store cannot be used, again a few times, but not for each of many turns."""
         for pause_s in () if self._given_up else TRIES_S:
             try:
                 return self._write(turn)
-            except (Unavailable, StaleEpoch) as error:
+            except (Unavailable, StaleEpoch, DiskFull) as error:
                 logger.info("what %s left is written in %g s: %s", turn.owner, pause_s, error.message)
                 time.sleep(pause_s)
         self._given_up = True
@@ -406,11 +417,12 @@ class DiskTier:
         try:
             self._write_once(turn)
         except SatchelError:
-            with self._lock:
+            with self._opening:
                 # The store may have begun anew.
                 self._session = None
             raise
         self._given_up = False
+        self._moved_at = time.monotonic()
 
     def _write_once(self, turn: Turn) -> None:
         session = self._opened()
@@ -449,8 +461,9 @@ class DiskTier:
             yield Entry.of_tail(other.parent, other.tokens, arrays, owners=owners)
 
     def _note_saved(self, block: bytes) -> None:
+        # Others may forget it at any moment.
+        self.saved.pop(block, None)
         self.saved[block] = None
-        self.saved.move_to_end(block)
         while len(self.saved) > SAVED_MAX:
             self.saved.popitem(last=False)
 
@@ -459,7 +472,7 @@ class DiskTier:
             self.saved.pop(block, None)
 
     def _opened(self) -> _Session | None:
-        with self._lock:
+        with self._opening:
             if self._session is None:
                 told = self._store.call("disk_session")
                 if told is None:

@@ -219,7 +219,7 @@ class Engine:
             self._keep(request_id, ended=True)
             self._end(request_id, "length")
         for request_id in plan.preempted:
-            self._send_back(request_id)
+            self._attempt(request_id, self._send_back, request_id)
         for request_id in self.restores.overdue():
             self._attempt(request_id, self._open, request_id)
         prefilled = self._prefill()
@@ -281,9 +281,10 @@ class Engine:
             known=known,
         )
         try:
-            if not self.prefixes.is_plain:
-                known = self.prefixes.reusable(request.root_id, sequence.ids, tokens) if request.media else 0
-            ready = self.pictures.begin(sequence, row, known, submitted.features)
+            pictured = known
+            if request.media and not self.prefixes.is_plain:
+                pictured = self.prefixes.reusable(request.root_id, sequence.ids, tokens)
+            ready = self.pictures.begin(sequence, row, pictured, submitted.features)
         except (SatchelError, ValueError, IndexError, RuntimeError) as error:
             self.pictures.leave(request.request_id)
             if isinstance(error, SatchelError):
@@ -303,7 +304,8 @@ class Engine:
             return Unavailable(f"request {request.request_id} has not left yet")
         refused = self.pictures.refusal(request.media, tokens)
         given = Sequence(request, tokens, []).given()
-        return refused or refusal(given, self.loaded, self.scheduler, len(self.pictures))
+        draws = request.sampling.max_tokens > 0
+        return refused or refusal(given, self.loaded, self.scheduler, len(self.pictures), draws=draws)
 
     def _prefill(self) -> bool:
         step_budget = budget = self.pace.budget(bool(self.scheduler.decoding()))
@@ -339,6 +341,7 @@ class Engine:
             if not isinstance(error, SatchelError):
                 logger.exception("request %s failed", request_id)
                 error = GenerationFailed(f"generation failed: {type(error).__name__}")
+            self._keep(request_id)
             self._let_go(request_id)
             self._end(request_id, "error", error)
 
@@ -351,8 +354,10 @@ class Engine:
         sequence = self._sequences[request_id]
         hot = self.memory.peek(sequence)
         if self.restores.asks(sequence, hot, plain=self.prefixes.is_plain):
-            self.scheduler.restores(request_id)
-            self.restores.begin(sequence, hot)
+            # Others may want the room meanwhile.
+            self.memory.pin(sequence, hot)
+            self.scheduler.restores(request_id, hot)
+            self.restores.begin(sequence, hot, self.pace.tokens_per_s)
         else:
             self._open(request_id)
 
@@ -410,7 +415,7 @@ class Engine:
         if row is not None and row.done == row.prompt:
             if sequence.request.choices > 1:
                 self._remember(self.memory.keep_tail, sequence, chunk.stop)
-            elif sequence.request.agent:
+            elif sequence.request.agent and sequence.request.reusable:
                 self._remember(self.memory.keep_prompt_end, sequence, chunk.stop)
             self._start_decoding(sequence)
 
@@ -497,14 +502,12 @@ class Engine:
         just where its KV ends, which is the only place where recurrent layers can."""
         sequence = self._sequences[request_id]
         drawn = self.executor.drawn(request_id)
-        if drawn is not None and drawn.sound:
-            update = self._update_of(sequence, drawn)
-            self._count(sequence, drawn)
-            if update.finish is not None:
-                self._finish(sequence, update)
+        if drawn is not None:
+            self._take_token(drawn)
+            if request_id not in self._sequences:
                 return
-            self._emit(sequence, update)
         self._keep(request_id, returns=True)
+        self.memory.leave(sequence)
         self.restores.leave(request_id)
         self.executor.leave([request_id])
 
@@ -541,6 +544,7 @@ class Engine:
         sequence = self._sequences.pop(request_id)
         self.pictures.leave(request_id)
         self.restores.leave(request_id)
+        self.memory.leave(sequence)
         self.executor.leave([request_id])
         self._emit(sequence, last)
 

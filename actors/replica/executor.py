@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .models import LoadedModel
 
 CLEAR_EVERY_STEPS = 512
+STACKED_SPANS_MAX = 16
 PADDING_MAX = 2.0
 """How much larger than its tokens a batch of prompts may be."""
 
@@ -269,9 +270,10 @@ class BatchExecutor:
         return ready
 
     def holds(self, row_id: str) -> bool:
-        """Whether the row has KV here."""
+        """Whether the row has KV here that can be used."""
         decodes = row_id not in self._leaving and any(row.row_id == row_id for row in self._rows)
-        return decodes or row_id in self._prefilling or row_id in self._joining
+        prefilling = self._prefilling.get(row_id)
+        return decodes or row_id in self._joining or (prefilling is not None and not prefilling.spoiled)
 
     def length(self, row_id: str) -> int:
         """How many tokens of a row have KV, wherever it is."""
@@ -284,15 +286,17 @@ class BatchExecutor:
     def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab]:
         """Copies of a row's KV for token spans [start, stop), wherever the row is."""
         spec, length = self._loaded.spec, self.length(row_id)
+        # By way of all rows only a few spans are cut: the copies of each stay until the next step.
+        stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
         joining = self._joining.get(row_id)
         single = self._prefilling.get(row_id) if joining is None else joining.prefilled
         if single is None:
-            view = RowView(spec, self._caches, self._index(row_id), length, self._stacks if self._on_gpu else None)
+            view = RowView(spec, self._caches, self._index(row_id), length, self._stacks if stacks else None)
         elif single.together is None:
             view = RowView(spec, single.caches, None, length)
         else:
             batch = single.together
-            view = RowView(spec, batch.caches, batch.rows[row_id], length, batch.stacks if self._on_gpu else None)
+            view = RowView(spec, batch.caches, batch.rows[row_id], length, batch.stacks if stacks else None)
         slabs = [view.slab(start, stop) for start, stop in spans]
         kv_cache.evaluate(slabs)
         return slabs

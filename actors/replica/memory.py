@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..kv_store.blocks import BLOCK_TOKENS, block_ids
 from ..kv_store.codec import tail_id
 from ..messages import GenerateRequest
 from .executor import BatchExecutor
 from .kv_cache import ModelCacheSpec, Run, Slab
-from .prefix import Hit, Kept, PrefixCache, common_length, covers
+from .prefix import Hit, Kept, PrefixCache, covers
 from .vision import RowPictures
 
 Found = tuple[Tokens[int], Kept[Slab]]
@@ -26,7 +26,8 @@ class Sequence:
     `ids` are the block ids of its first tokens; `kept` counts those whose KV has been offered to the prefix cache.
     `cached` is how many tokens its first admission reused.
     `tail` is the open end that was kept last; `prompt_tail` the end of the prompt, of a block that the answer filled;
-    `prompt_end` the end of the prompt with a snapshot of recurrent layers.
+    `prompt_end` the end of the prompt with a snapshot of recurrent layers, and `snapshots` blocks that have one and are
+    not on their way to the disk yet: a state cannot be cut again.
     """
 
     request: GenerateRequest
@@ -38,6 +39,7 @@ class Sequence:
     tail: Found | None = None
     prompt_tail: Unsaved | None = None
     prompt_end: Unsaved | None = None
+    snapshots: dict[bytes, Kept[Slab]] = field(default_factory=dict)
     pictures: RowPictures | None = None
 
     @property
@@ -70,12 +72,6 @@ class Restored:
     tails: list[Found]
     run: Run | None = None
 
-    def known(self, prompt: Tokens[int]) -> int:
-        """How many of the prompt's first tokens it reaches."""
-        whole = (self.first + len(self.blocks)) * BLOCK_TOKENS
-        ends = (common_length(tail, prompt[whole:]) for tail, _ in self.tails)
-        return whole + max(ends, default=0)
-
 
 @dataclass(frozen=True)
 class Unsaved:
@@ -100,9 +96,25 @@ class RowMemory:
         self._spec = spec
         self._executor = executor
         # With less than a block there is nothing to find, and what is kept would push out what was kept before.
-        self._keeps = spec.reusable and (writes or bytes_max >= spec.bytes_per_token * BLOCK_TOKENS)
+        self._has_room = bytes_max >= spec.bytes_per_token * BLOCK_TOKENS
+        self._writes = writes
         # Those who hold what is not on the disk yet.
         self._writers: set[str] = set()
+
+    def _keeps(self, sequence: Sequence) -> bool:
+        """Whether anything of the row is kept."""
+        return self._spec.reusable and (self._has_room or self._on_disk(sequence))
+
+    def _on_disk(self, sequence: Sequence) -> bool:
+        return self._writes and bool(sequence.request.agent)
+
+    def pin(self, sequence: Sequence, tokens: int) -> None:
+        """Keep the whole blocks that memory has of the row's first `tokens` tokens until `find` or `leave`."""
+        self.prefixes.pin(sequence.id, sequence.request.root_id, sequence.ids[: tokens // BLOCK_TOKENS], [])
+
+    def leave(self, sequence: Sequence) -> None:
+        """The row has lost its place, or is over."""
+        self.prefixes.unpin(sequence.id)
 
     def peek(self, sequence: Sequence) -> int:
         """About how many of the row's tokens `find` would find now."""
@@ -187,7 +199,7 @@ class RowMemory:
 
     def unsaved_bytes(self, sequence: Sequence, saved: Container[bytes]) -> int:
         """About how much `unsaved_blocks` would give."""
-        blocks = sum(block not in saved for block in sequence.ids[: self._whole(sequence)]) if self._keeps else 0
+        blocks = sum(block not in saved for block in sequence.ids[: self._whole(sequence)])
         return blocks * BLOCK_TOKENS * self._spec.bytes_per_token
 
     def unsaved_blocks(self, sequence: Sequence, saved: Container[bytes]) -> list[Unsaved]:
@@ -195,10 +207,14 @@ class RowMemory:
 
         What the prefix cache has let go is cut out of the row again.
         """
-        if not self._keeps:
+        if not self._keeps(sequence):
             return []
         blocks = sequence.ids[: self._whole(sequence)]
-        kept = {index: self.prefixes.take(block) for index, block in enumerate(blocks) if block not in saved}
+        kept = {
+            index: sequence.snapshots.pop(block, None) or self.prefixes.take(block)
+            for index, block in enumerate(blocks)
+            if block not in saved
+        }
         gone = [index for index, found in kept.items() if found is None]
         spans = [(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS) for index in gone]
         cut = dict(zip(gone, self._executor.cut(sequence.id, spans), strict=True)) if spans else {}
@@ -216,8 +232,8 @@ class RowMemory:
         """What of the row, whose caches are still there after `keep_all`, is not in `saved`, in order.
 
         Args:
-            ended: False for a row that somebody took out. He has seen less of the answer than the row has drawn, so the
-                snapshot at its end is of no use to the next turn, but that at the prompt's end is.
+            ended: False for a row that somebody took out. The caller has seen less of the answer than the row has
+                drawn, so the snapshot at its end is of no use to the next turn, but that at the prompt's end is.
         """
         found = self.unsaved_blocks(sequence, saved)
         if sequence.tail is not None:
@@ -254,7 +270,7 @@ class RowMemory:
     def keep_blocks(self, sequence: Sequence, computed: int) -> None:
         """Keep the whole blocks among the first `computed` tokens, which are all that the row's caches hold."""
         first, last = sequence.kept, min(computed // BLOCK_TOKENS, len(sequence.ids))
-        if not self._keeps or last <= first:
+        if not self._keeps(sequence) or last <= first:
             return
         ends = last * BLOCK_TOKENS == computed
         wanted = [
@@ -270,12 +286,14 @@ class RowMemory:
         ]
         self.prefixes.put_blocks(sequence.ids[:last], new)
         sequence.kept = last
+        if self._on_disk(sequence):
+            sequence.snapshots |= {sequence.ids[index]: kept for index, _, kept in new if kept.snapshot}
 
     def keep_tail(self, sequence: Sequence, computed: int) -> None:
         """Keep the open tail of the first `computed` tokens, which are all that the row's caches hold."""
         whole = computed // BLOCK_TOKENS
         start = whole * BLOCK_TOKENS
-        if not self._keeps or start == computed:
+        if not self._keeps(sequence) or start == computed:
             return
         (slab,) = self._executor.cut(sequence.id, [(start, computed)])
         chain, tokens = sequence.ids[:whole], sequence.tokens[start:computed]
@@ -298,7 +316,7 @@ class RowMemory:
         prompt = len(sequence.request.prompt) - 1
         # A row that has just joined has one token more than it has KV; `keep_prompt_tail` counts again.
         more = len(sequence.tokens) - (prompt // BLOCK_TOKENS + 1) * BLOCK_TOKENS
-        return -1 <= more <= 0 < prompt % BLOCK_TOKENS and self._keeps and sequence.request.reusable
+        return -1 <= more <= 0 < prompt % BLOCK_TOKENS and self._keeps(sequence) and sequence.request.reusable
 
     def keep_prompt_tail(self, sequence: Sequence) -> None:
         """Keep the end of the prompt in full precision, for `fills_prompt`.
@@ -326,7 +344,7 @@ class RowMemory:
 
     def keep_all(self, sequence: Sequence) -> None:
         """Keep all that the row's caches hold: its answer's whole blocks and the open tail."""
-        if not self._keeps:
+        if not self._keeps(sequence):
             return
         computed = self._executor.length(sequence.id)
         sequence.tail = None

@@ -288,7 +288,15 @@ class PictureQueue:
                 encoding, self._encoding = self._encoding, None
                 if encoding.made.exception() is None:
                     self._all_encoded(encoding)
-            if not self._has(sequence, index) and not self._find(sequence, index, _id(sequence.request, index)):
+            if self._has(sequence, index) or self._find(sequence, index, _id(sequence.request, index)):
+                continue
+            found: dict[int, Features] = {}
+            if not sequence.request.media[index].pixels and self._disk is not None:
+                # Its KV was thought to be there, so its features have not been read back.
+                found = self._disk.load(sequence.request, [index])
+            if index in found:
+                self._reuse(sequence, index, found[index])
+            else:
                 self.encode(sequence, index)
 
     def encode(self, sequence: Sequence, index: int) -> None:

@@ -60,8 +60,8 @@ class Row:
     step's input. `done` of them have it. `generated` grows with every decode step. `keys` are the ids of the prompt's
     whole blocks, where blocks can be reused; `twin` is equal for rows whose whole prompts are, where those can; `known`
     is how many of its tokens could be reused when it came. One that is `restoring` has a place and waits for KV that is
-    read back. A `suspect` was in a batch that failed; `passed` says that a
-    shorter row had the last turn of this one, the oldest.
+    read back. A `suspect` was in a batch that failed; `passed` says that a shorter row had the last turn of this one,
+    the oldest.
     """
 
     request_id: str
@@ -136,7 +136,7 @@ class Scheduler:
         """Prompt tokens still to prefill, over all rows."""
         # Copies, because others than the engine's thread ask.
         waiting = sum(row.prompt - min(row.known, row.prompt) for row in list(self._waiting))
-        return waiting + sum(row.prompt - row.done for row in list(self._prefilling.values()))
+        return waiting + sum(row.prompt - _reaches(row) for row in list(self._prefilling.values()))
 
     @property
     def free_tokens(self) -> int:
@@ -172,9 +172,10 @@ class Scheduler:
         row = self._rows.pop(request_id)
         self._take_out(row)
 
-    def restores(self, request_id: str) -> None:
-        """The admitted row waits for KV that is read back; `reused` ends that."""
-        self._rows[request_id].restoring = True
+    def restores(self, request_id: str, hot: int) -> None:
+        """The admitted row, of which memory has `hot` tokens, waits for KV that is read back; `reused` ends that."""
+        row = self._rows[request_id]
+        row.restoring, row.known = True, max(row.known, min(hot, row.prompt))
 
     def reused(self, request_id: str, tokens: int) -> None:
         """The first `tokens` of the admitted row's prompt already have KV."""
@@ -413,9 +414,14 @@ class Scheduler:
         return preempted
 
 
+def _reaches(row: Row) -> int:
+    """How much of a prompt that is being prefilled has KV, or will have it before anything is computed."""
+    return min(row.known, row.prompt) if row.restoring else row.done
+
+
 def _computing(row: Row) -> tuple[bytes, int, int, bytes | None]:
     """What a row being prefilled computes that others may reuse: its twin, and its next whole block's index, end in
     tokens, and key (None where no whole block is left)."""
-    index = row.done // BLOCK_TOKENS
+    index = _reaches(row) // BLOCK_TOKENS
     end = (index + 1) * BLOCK_TOKENS
     return row.twin, index, end, row.keys[index] if index < len(row.keys) and end <= row.prompt else None

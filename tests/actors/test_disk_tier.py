@@ -79,6 +79,10 @@ def write_down(bench: Bench, disk: DiskTier) -> None:
         time.sleep(0.01)
     time.sleep(0.05)
     bench.turn()
+    # A turn of which nothing is new has no bytes to wait for.
+    while bench.engine.memory._writers and time.monotonic() < ends:
+        time.sleep(0.01)
+        bench.turn()
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:

@@ -103,6 +103,7 @@ async def test_the_turn_is_kept_when_its_last_event_comes(endpoint, backend):
 @pytest.mark.parametrize("method", ["recall", "commit"])
 async def test_a_store_that_fails_or_hangs_costs_the_memory_and_not_the_answer(endpoint, method, monkeypatch):
     monkeypatch.setattr(agents, "STORE_ANSWER_S", 0.05)
+    monkeypatch.setattr(agents, "COMMIT_ANSWER_S", 0.05)
     for broken in (endpoint.store.down, endpoint.store.stuck):
         broken.add(method)
         assert await endpoint.say("Hi") == "Hello there"

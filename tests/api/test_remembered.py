@@ -85,6 +85,7 @@ async def test_memory_that_has_no_room_for_an_agent_and_one_that_was_forgotten_m
 
 async def test_a_store_that_does_not_answer(endpoint, monkeypatch):
     monkeypatch.setattr(agents, "STORE_ANSWER_S", 0.05)
+    monkeypatch.setattr(agents, "COMMIT_ANSWER_S", 0.05)
     monkeypatch.setattr(agents, "TURN_ANSWER_S", 0.05)
     for broken in (endpoint.store.down, endpoint.store.stuck):
         broken.add("commit")
@@ -120,6 +121,7 @@ async def test_the_store_may_wait_for_copies_as_long_as_the_policy_says(endpoint
         return True
 
     monkeypatch.setattr(agents, "STORE_ANSWER_S", 0.1)
+    monkeypatch.setattr(agents, "COMMIT_ANSWER_S", 0.1)
     monkeypatch.setattr(endpoint.store.actor, "_kept", kept)
     answer = await endpoint.post({"messages": spoken("Hi")})
     assert answer.headers["x-satchel-memory"] == "not-kept; reason=unanswered"
