@@ -132,7 +132,7 @@ class RowUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One engine step for all rows of one consumer."""
+    """What is new in all rows of one consumer: an engine step, or several where it was slow to ask."""
 
     rows: list[RowUpdate]
 

@@ -7,6 +7,7 @@ loops, and the synchronous forms work without one.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -91,6 +92,9 @@ class Cluster:
     """
 
     def __init__(self) -> None:
+        # Chats need it, on a thread of the loop's. MLX keeps something of the thread that imports it, and aborts a
+        # process that ends together with that thread; the main thread ends last.
+        importlib.import_module("mlx_lm.tokenizer_utils")
         self.config = cluster_config()
         self._loop = BackgroundLoop()
         self._generator = self._loop.run(self._make_generator())

@@ -1,13 +1,14 @@
-"""The backend over Ray: the router asked, the replicas' streams read, each row's tokens dealt out to it (`rows.py`).
+"""The backend over Ray: the router asked, the replicas' frames read, each row's tokens dealt out to it (`rows.py`).
 
-One `RayBackend` lives on one event loop. Its `Link` to a replica is a *consumer* there: the replica sends it a single
-stream with all its rows' tokens, and it renews a lease, so that the rows of a process that dies are taken out.
+One `RayBackend` lives on one event loop. Its `Link` to a replica is a *consumer* there: it asks for one frame after the
+other with the new tokens of all its rows. The rows of a process that asks no more are taken out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
@@ -34,7 +35,6 @@ from .served import ServedModels, detached
 
 logger = logging.getLogger(__name__)
 
-RENEW_S = 2.0
 SILENCE_S = 4.0
 """A replica that is not heard for this long is lost to its consumer, though it may come back."""
 
@@ -43,7 +43,7 @@ ANSWER_S = 5.0
 
 
 class Link:
-    """This consumer's connection to one replica: its handle, the rows running there, and the reading of the stream.
+    """This consumer's connection to one replica: its handle, the rows running there, and the reading of its frames.
 
     Args:
         node: where the replica is, "" where nobody has said.
@@ -59,7 +59,7 @@ class Link:
         self.broken = asyncio.Event()
         self.sent = SentPictures()
         self._backend = backend
-        self._tasks = [detached(self._read()), detached(self._renew())]
+        self._reading = detached(self._read())
 
     async def abort(self, request_ids: list[str]) -> None:
         try:
@@ -68,20 +68,23 @@ class Link:
             logger.debug("replica %s was lost before the abort", self.replica)
 
     async def _read(self) -> None:
-        reason = "its stream ended"
+        reason, number, lost = "it forgot this consumer", 0, False
         try:
-            frames = aiter(self.handle.stream.remote(self.consumer))
             while True:
+                asked = time.monotonic()
                 async with asyncio.timeout(SILENCE_S):
-                    frame = await (await anext(frames))
+                    frame = await self.handle.next_frame.remote(self.consumer, number)
+                if frame is None:
+                    break
+                number += 1
                 for update in decode(Frame, frame).rows:
                     self._deal(update)
-        except StopAsyncIteration:
-            pass
         except Exception as error:
-            # Whatever it is: rows that nobody reads must not wait.
+            # Whatever it is: rows that nobody reads must not wait. Where this process itself stood still for a while,
+            # as on a Mac that slept, that says nothing of the replica.
             reason = type(error).__name__
-        self._break(reason)
+            lost = not isinstance(error, TimeoutError) or time.monotonic() - asked < 2 * SILENCE_S
+        self._break(reason, lost)
 
     def _deal(self, update: RowUpdate) -> None:
         row, placement = self.rows.get(update.request_id, (None, 0))
@@ -92,21 +95,9 @@ class Link:
             self._backend.release(self.replica, update.request_id)
         row.put(placement, update)
 
-    async def _renew(self) -> None:
-        reason = "it forgot this consumer"
-        try:
-            renewed = True
-            while renewed:
-                # First the stream makes this consumer known there.
-                await asyncio.sleep(RENEW_S)
-                renewed = await asyncio.wait_for(self.handle.renew.remote(self.consumer), ANSWER_S)
-        except Exception as error:
-            reason = type(error).__name__
-        self._break(reason)
-
-    def _break(self, reason: str) -> None:
-        """The replica is lost to this consumer: every row there hears of it, and none goes on there unheard."""
-        if not self._backend.unlink(self):
+    def _break(self, reason: str, lost: bool) -> None:
+        """Every row there goes on elsewhere or anew, and none there unheard. `lost` where the replica seems to be."""
+        if not self._backend.unlink(self, lost):
             return
         rows, self.rows = self.rows, {}
         logger.warning("the link to replica %s broke (%s); %d rows go on elsewhere", self.replica, reason, len(rows))
@@ -118,10 +109,8 @@ class Link:
 
     def close(self) -> None:
         """Stop reading."""
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
+        if self._reading is not asyncio.current_task():
+            self._reading.cancel()
 
 
 class RayBackend:
@@ -281,13 +270,14 @@ class RayBackend:
                 link = self._links[replica] = Link(self, replica, decision.node, handle)
             return link
 
-    def unlink(self, link: Link) -> bool:
-        """Let a broken link go. False where that has been done."""
+    def unlink(self, link: Link, lost: bool) -> bool:
+        """Let a broken link go, and where the replica is `lost`, tell the router. False where that has been done."""
         if self._links.get(link.replica) is not link:
             return False
         del self._links[link.replica]
-        self.lose(link.replica)
-        if link.node:
+        if lost:
+            self.lose(link.replica)
+        if lost and link.node:
             self.background(self._check(link.node))
         return True
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -196,17 +196,11 @@ class ReplicaActor:
         rows.discard(message.request_id)
         return refusal.to_wire()
 
-    async def stream(self, consumer: str) -> AsyncIterator[bytes]:
-        """All new tokens of the consumer's rows, one `Frame` an engine step. Ends when the consumer is gone.
-
-        A later call for the same consumer takes over, and this one ends.
-        """
-        async for updates in self._known().stream(consumer):
-            yield encode(Frame(updates))
-
-    async def renew(self, consumer: str) -> bool:
-        """A consumer's sign of life. False when the replica does not know it (any more)."""
-        return self._known().renew(consumer)
+    async def next_frame(self, consumer: str, number: int) -> bytes | None:
+        """A `Frame` with the new tokens of the consumer's rows, of an engine step or of several. An empty one after a
+        while without any, None when the consumer is gone: as `Consumers.next_frame`."""
+        updates = await self._known().next_frame(consumer, number)
+        return None if updates is None else encode(Frame(updates))
 
     async def _look_up(self, request: GenerateRequest) -> tuple[int, dict[int, Features]]:
         """About how much of the prompt is known here, and what the disk has of its pictures."""

@@ -1,12 +1,17 @@
-"""Who reads a replica's tokens. A *consumer* is a process that submits rows and reads one stream of frames for all of
-them; when it stops renewing its lease, its rows are taken out. Everything here is on one event loop."""
+"""Who reads a replica's tokens. A *consumer* is a process that submits rows and asks for one frame after the other with
+the news of all of them; when it stops asking, its rows are taken out. Everything here is on one event loop.
+
+A frame is the answer of a call of its own, and not an item of a generator: before a generator ends Ray waits on the
+event loop for every item to be acknowledged, so one reader that is cut off would stop all others, for minutes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ..messages import RowUpdate
@@ -15,18 +20,19 @@ logger = logging.getLogger(__name__)
 
 LEASE_S = 10.0
 BEAT_S = 0.5
-"""A stream that has nothing to say says so this often: Ray takes 14 s to notice that a machine is gone."""
+"""A frame is empty if nothing has come for this long: Ray takes 14 s to notice that a machine is gone."""
 
 
 @dataclass
 class _Consumer:
-    """One reader of frames. `updates` hold what it has not taken yet, bounded by its rows' `max_tokens`."""
+    """One reader of frames. `updates` hold what it has not taken yet, bounded by its rows' `max_tokens`; `frames` is
+    how many it was given."""
 
     seen: float
     updates: dict[str, RowUpdate] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    stream: int = 0
+    frames: int = 0
 
 
 class Consumers:
@@ -51,35 +57,29 @@ class Consumers:
         for state in self._consumers.values():
             state.rows -= ids
 
-    async def stream(self, consumer: str) -> AsyncIterator[list[RowUpdate]]:
-        """All new tokens of the consumer's rows, an engine step at a time; now and then none. Ends with the consumer.
+    async def next_frame(self, consumer: str, number: int) -> list[RowUpdate] | None:
+        """What is new in the consumer's rows. A sign of life, too.
 
-        A later call for the same consumer takes over, and this one ends.
+        Args:
+            number: how many frames it has had. 0 makes it known here.
+
+        Returns:
+            None if it is not known here (any more), or a frame was lost on the way: its rows are not to be trusted.
+            Nothing new within `BEAT_S` is an empty list.
         """
-        state = self._consumer(consumer)
-        state.stream += 1
-        mine = state.stream
-        state.ready.set()
-        while state.stream == mine and self._consumers.get(consumer) is state:
-            try:
-                await asyncio.wait_for(state.ready.wait(), BEAT_S)
-            except TimeoutError:
-                yield []
-                continue
-            state.ready.clear()
-            if state.updates and state.stream == mine:
-                updates, state.updates = state.updates, {}
-                yield list(updates.values())
-        # The signal may have been meant for the stream that took over.
-        state.ready.set()
-
-    def renew(self, consumer: str) -> bool:
-        """A sign of life. False when the consumer is not known (any more)."""
-        state = self._consumers.get(consumer)
+        state = self._consumer(consumer) if number == 0 else self._consumers.get(consumer)
         if state is None:
-            return False
+            return None
         state.seen = time.monotonic()
-        return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEAT_S):
+                await state.ready.wait()
+        if self._consumers.get(consumer) is not state or state.frames != number:
+            return None
+        state.frames += 1
+        state.ready.clear()
+        updates, state.updates = state.updates, {}
+        return list(updates.values())
 
     def deliver(self, updates: dict[str, list[RowUpdate]]) -> None:
         """Hand out new tokens, by consumer."""

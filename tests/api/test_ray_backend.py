@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,11 +168,10 @@ async def test_a_link_that_breaks_has_its_node_looked_at(world: World, monkeypat
     checked: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(world.backend._homes, "check", checked.put)
 
-    def breaks(consumer: str) -> Any:
+    def breaks(consumer: str, number: int) -> Any:
         raise RuntimeError("the connection broke")
 
-    replica = world.actors["replica:m-1"] = Actor(renew=Never, abort=lambda ids: None)
-    replica.stream = SimpleNamespace(remote=breaks)  # type: ignore[attr-defined]
+    world.actors["replica:m-1"] = Actor(next_frame=breaks, abort=lambda ids: None)
     world.restart(lose=lambda replica: None)
     link = await world.backend.link(Decision("m-1", "why", node="mac7"))
     async with asyncio.timeout(5):

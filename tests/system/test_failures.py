@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import ray
 
@@ -21,6 +22,7 @@ from satchel.actors.replica.consumers import LEASE_S
 from satchel.api.backend import RowRequest
 from satchel.api.client import Cluster, Reply
 from satchel.api.dispatch import RayBackend
+from satchel.cluster.config import Config
 
 from .test_endpoint import ENDLESS, running, user, wait_until
 
@@ -143,6 +145,29 @@ def answering(http: httpx.Client) -> int:
         for line in http.get("/metrics").text.splitlines()
         if line.startswith("satchel_replica_up{")
     )
+
+
+def test_a_reader_that_stands_still_holds_up_no_other(handles: Cluster, http: httpx.Client, config: Config):
+    """As one that was cut off does: it neither reads nor goes away, and its lease ends meanwhile."""
+    said = [user("Say the numbers from one to five.")]
+    expected = {name: handles.generate_sync(said, agent=f"beside-{name}").text for name in handles.replicas()}
+    assert http.post("/v1/chat/completions", json={"messages": said}).status_code == 200
+    port, sockets = config.endpoint.port, psutil.net_connections("tcp")
+    listening = [each for each in sockets if each.status == psutil.CONN_LISTEN]
+    (endpoint,) = {psutil.Process(each.pid) for each in listening if each.laddr and each.laddr.port == port}
+    endpoint.suspend()
+    try:
+        ends = time.monotonic() + LEASE_S + 3
+        while time.monotonic() < ends:
+            for replica in handles.replicas().values():
+                said_of_itself: Any = ray.get(replica.stats.remote(), timeout=5)
+                assert said_of_itself["answers"]
+            time.sleep(0.5)
+        for name, text in expected.items():
+            assert handles.generate_sync(said, agent=f"beside-{name}").text == text
+    finally:
+        endpoint.resume()
+    assert http.post("/v1/chat/completions", json={"messages": said}).status_code == 200
 
 
 async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, http: httpx.Client):
