@@ -16,6 +16,8 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
+from .processes import ProcessMark, Session, end_session
+
 RESOURCE_AMOUNT = 1_000_000
 """Of a node's own resource, of which every actor takes one."""
 REGISTER_S = 90.0
@@ -109,7 +111,14 @@ def main() -> None:
     """Starts Ray, reports, and becomes the keeper."""
     spec = RaySpec(**json.loads(sys.stdin.buffer.readline()))
     os.umask(0o077)
-    report = start_ray(spec)
+    try:
+        report = start_ray(spec)
+    except BaseException:
+        # Some of Ray may run already. While its leader lives, a session can be told from another with its number.
+        me = ProcessMark.of(os.getpid())
+        assert me is not None
+        end_session(Session(me.pid, (me,)), grace_s=0.0, spare=me.pid)
+        raise
     print(json.dumps(asdict(report)), flush=True)
     arguments = [spec.private_dir, *map(str, report.essential_pids)]
     # The same process in a fifth of the memory.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from satchel.cluster.config import Home
 from satchel.cluster.connection import NAMESPACE, connect_ray, find_cluster
 from satchel.cluster.errors import HomeInUse
 from satchel.cluster.processes import ProcessMark, Session
+from satchel.cluster.ray_node import RaySpec
 from satchel.cluster.runtime import LocalCluster
 
 
@@ -54,3 +59,32 @@ def test_a_note_of_processes_that_cannot_be_written_ends_nothing(
     cluster._session = Session(os.getsid(0), (mark,))
     cluster.note_processes()
     assert "not noted" in caplog.text
+
+
+def test_a_start_that_fails_leaves_nothing_running(tmp_path: Path) -> None:
+    """Of Ray's processes the first may run already when another one does not start."""
+    started = tmp_path / "started"
+    program = f"""
+import pathlib, subprocess
+from satchel.cluster import ray_node
+
+def start_ray(spec):
+    child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pathlib.Path({str(started)!r}).write_text(str(child.pid))
+    raise RuntimeError("the second one does not start")
+
+ray_node.start_ray = start_ray
+ray_node.main()
+"""
+    spec = RaySpec("n", "127.0.0.1", "r", None, 0, str(tmp_path / "ray"), str(tmp_path), 1)
+    failed = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(asdict(spec)) + "\n",
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert failed.returncode == 1 and "the second one does not start" in failed.stderr
+    # Dead, or dead and not collected.
+    mark = ProcessMark.of(int(started.read_text()))
+    assert mark is None or not mark.is_alive()
