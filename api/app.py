@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -22,9 +23,10 @@ from .agent_metrics import AgentMetrics
 from .agent_routes import AgentRoutes
 from .agents import AgentMemory
 from .backend import Backend, NodeState
+from .browser import BrowserGuard, Hosts
 from .cluster_routes import ClusterRoutes, MoveBody
 from .generation import Generator
-from .http import BodyReader, CancelOnDisconnect, RequestContext, add_error_handlers, header_text
+from .http import BodyReader, CancelOnDisconnect, RequestContext, add_error_handlers, header_text, log_failure
 from .metrics import CONTENT_TYPE, Metrics
 from .openai import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody, parse_body
 from .openai_answers import (
@@ -66,6 +68,15 @@ def create_app(
     app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
     endpoint = _Endpoint(backend, config, generator or Generator(backend, config, memory=memory), Metrics())
     add_error_handlers(app)
+    if origins := config.endpoint.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    app.add_middleware(BrowserGuard, hosts=Hosts(config.endpoint), origins=origins)
     app.add_middleware(RequestContext, metrics=endpoint.metrics)
 
     def route(path: str, handler: Any, method: str = "GET", body: type[BaseModel] | None = None) -> None:
@@ -292,7 +303,7 @@ class _EventStream(Response):
                     yield chunks.tool_call(index, event)
                 item = await anext(events, None)
         except SatchelError as error:
-            _log.warning("request %s failed in mid-stream: %s", request_id, error.message, exc_info=error)
+            log_failure(_log, f"request {request_id} in mid-stream", error)
             yield error_event(error)
             return
         except Exception:

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..cluster.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, SatchelError, Unavailable
+from ..cluster.errors import InvalidRequest, RequestTooLarge, SatchelError, SlowBody, Unavailable
 from .metrics import Metrics
 from .openai_answers import error_body
 
@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _HEADER_CHARACTERS_MAX = 1024
 STALL_S = 60.0
+BODY_GRACE_S = 10.0
+BODY_RATE = 16 * 2**10
+"""Bytes a second: below a poor mobile connection."""
 
 _CLIENT_GONE = 499
 """nginx's number for it; nobody is left to read it, but the metrics are."""
@@ -113,9 +116,14 @@ def error_response(error: SatchelError) -> Response:
 
 async def _on_satchel_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SatchelError)
-    if error.status >= 500:
-        _log.warning("request %s: %s", request.state.request_id, error.message, exc_info=error)
+    log_failure(_log, f"request {request.state.request_id}", error)
     return error_response(error)
+
+
+def log_failure(log: logging.Logger, what: str, error: SatchelError) -> None:
+    """A line for what happens in every life of a server, with where it came from if it should not have happened."""
+    if error.status >= 500:
+        log.warning("%s: %s", what, error.message, exc_info=error if error.status == 500 else None)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -147,13 +155,18 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 class BodyReader:
-    """Reads requests' bodies, at most `bytes_max` each and `together_bytes_max` of all at a time."""
+    """Reads requests' bodies, at most `bytes_max` each and `together_bytes_max` of all at a time.
+
+    A body that comes slower than `BODY_RATE` is not waited for. Where all together are too large, the largest of those
+    that have taken longer than `BODY_GRACE_S` makes room, so nobody keeps the others out with bodies that do not end.
+    """
 
     def __init__(self, *, bytes_max: int, together_bytes_max: int, timeout_s: float) -> None:
         self._bytes_max = bytes_max
         self._together_bytes_max = together_bytes_max
         self._timeout_s = timeout_s
         self._held = 0
+        self._arriving: set[_Arriving] = set()
 
     @asynccontextmanager
     async def reading(self, request: Request) -> AsyncIterator[bytes]:
@@ -162,7 +175,7 @@ class BodyReader:
         Raises:
             RequestTooLarge: more than `bytes_max`, announced or found while reading.
             Unavailable: more than `together_bytes_max` with what others hold.
-            DeadlineExceeded: it did not arrive within `timeout_s`.
+            SlowBody: it came too slowly, or took longer than `timeout_s`.
             ClientDisconnect: the client went away first.
         """
         too_large = RequestTooLarge(f"the body is larger than {self._bytes_max} bytes (endpoint.body_bytes_max)")
@@ -172,24 +185,70 @@ class BodyReader:
                 raise InvalidRequest("Content-Length is not a number")
             if len(announced) > 18 or int(announced) > self._bytes_max:
                 raise too_large
-        body = bytearray()
+        arriving = _Arriving(self._timeout_s)
+        self._arriving.add(arriving)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                async for chunk in request.stream():
-                    body += chunk
-                    self._held += len(chunk)
-                    if len(body) > self._bytes_max:
-                        raise too_large
-                    if self._held > self._together_bytes_max:
-                        raise Unavailable(
-                            "the requests that are being read are too large together (endpoint.bodies_bytes_max)",
-                            retry_after_s=1.0,
-                        )
-            yield bytes(body)
-        except TimeoutError:
-            raise DeadlineExceeded("the body did not arrive within timeouts.request_s") from None
+            try:
+                async with arriving.limit:
+                    async for chunk in request.stream():
+                        arriving.take(chunk)
+                        self._held += len(chunk)
+                        if len(arriving.body) > self._bytes_max:
+                            raise too_large
+                        self._make_room(arriving)
+            except TimeoutError:
+                raise self._too_large_together() if arriving.makes_room else arriving.too_slow() from None
+            self._arriving.discard(arriving)
+            yield bytes(arriving.body)
         finally:
-            self._held -= len(body)
+            self._arriving.discard(arriving)
+            self._held -= len(arriving.body)
+
+    def _make_room(self, newest: _Arriving) -> None:
+        if self._held <= self._together_bytes_max:
+            return
+        late = [it for it in self._arriving if it.age_s > BODY_GRACE_S and not it.makes_room]
+        largest = max(late, key=lambda it: len(it.body), default=newest)
+        if largest is newest:
+            raise self._too_large_together()
+        # What it held is free in the next turn of the loop.
+        largest.makes_room = True
+        largest.limit.reschedule(0.0)
+
+    @staticmethod
+    def _too_large_together() -> Unavailable:
+        return Unavailable(
+            "the requests that are being read are too large together (endpoint.bodies_bytes_max)", retry_after_s=1.0
+        )
+
+
+class _Arriving:
+    """A body on its way. `limit` ends the waiting for it, and moves with what has come."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._ends = self._began + timeout_s
+        self.limit = asyncio.timeout(min(BODY_GRACE_S, timeout_s))
+        self.body = bytearray()
+        self.makes_room = False
+
+    @property
+    def age_s(self) -> float:
+        return self._loop.time() - self._began
+
+    def take(self, chunk: bytes) -> None:
+        """Each byte buys time, at most `BODY_GRACE_S` of it: a pause of that length is allowed, a trickle is not."""
+        self.body += chunk
+        until = self.limit.when()
+        if until is not None and not self.makes_room:
+            bought = until + len(chunk) / BODY_RATE
+            self.limit.reschedule(min(bought, self._loop.time() + BODY_GRACE_S, self._ends))
+
+    def too_slow(self) -> SlowBody:
+        if self._loop.time() >= self._ends:
+            return SlowBody("the body did not arrive within timeouts.request_s")
+        return SlowBody(f"the body came slower than {BODY_RATE} bytes a second")
 
 
 class CancelOnDisconnect:

@@ -47,7 +47,8 @@ class Endpoint:
             RayBackend(config, homes), config, memory=AgentMemory(RayStore(homes), copy_wait_s=config.copy_wait_s)
         )
         app = create_app(self._generator.backend, config, generator=self._generator)
-        self._server = HttpServer(app, config.endpoint.listen, config.endpoint.port)
+        at = config.endpoint
+        self._server = HttpServer(app, at.listen, at.port, connections_max=at.connections_max)
         await self._server.start()
         await self.check_health()
 

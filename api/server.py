@@ -9,6 +9,7 @@ import json
 import socket
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -27,44 +28,112 @@ SEND_BUFFER_BYTES = 128 * 2**10
 much is sent every 10 ms."""
 
 HEAD_BYTES_MAX = 64 * 2**10
+HEADERS_MAX = 100
+"""Of a request, with those that come after its body (trailers), which nobody here reads."""
+PIPELINED_MAX = 8
+"""Requests of one connection that wait for the answer to another."""
+
+
+_NOT_HTTP = 400, "this is not a valid HTTP request"
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. A request's line and headers may take `HEAD_BYTES_MAX` and `HEAD_S`, and what is not HTTP is
-    answered in OpenAI's shape."""
+    """One connection. A request's line and headers may take `HEAD_BYTES_MAX` and `HEAD_S`, and so may what is neither
+    head nor body; what is not HTTP is answered in OpenAI's shape.
+
+    Args:
+        connections_max: of the server. Where there are more, the one that has waited longest for its client to ask
+            something is closed; where all are at work, the new one is refused.
+    """
+
+    def __init__(self, *args: Any, connections_max: int, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._connections_max = connections_max
+        self._refusal = _NOT_HTTP
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head_bytes = 0
         self._head_ends = self.loop.call_later(HEAD_S, transport.abort)
+        self._waits_since = self.loop.time()
+        if len(self.connections) > self._connections_max:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        others = self.connections - {self}
+        idle = [it for it in others if isinstance(it, HttpProtocol) and it.is_idle]
+        if idle:
+            min(idle, key=lambda it: it._waits_since).transport.abort()
+        else:
+            self._refuse(503, f"all {self._connections_max} connections are in use (endpoint.connections_max)")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was asked here that is not answered."""
+        return not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete)
 
     def data_received(self, data: bytes) -> None:
         in_head = self._head_bytes >= 0
+        self._in_body = False
         super().data_received(data)
-        if in_head and self._head_bytes >= 0 and self.parser is not None:
+        if self.parser is None or self.transport.is_closing():
+            return
+        if in_head and self._head_bytes >= 0:
             self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX:
-                self._refuse(431, f"the request's line and headers are larger than {HEAD_BYTES_MAX} bytes")
+        elif self._head_bytes < 0:
+            self._between_bytes = 0 if self._in_body else self._between_bytes + len(data)
+        if max(self._head_bytes, self._between_bytes) > HEAD_BYTES_MAX:
+            self._refuse(431, f"the request's line and headers are larger than {HEAD_BYTES_MAX} bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         # Also after an answer on the same connection; then the wait for the next request is uvicorn's to limit.
         self._head_ends.cancel()
         self._head_bytes, self._head_ends = 0, self.loop.call_later(HEAD_S, self.transport.abort)
+        self._headers, self._between_bytes = 0, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers += 1
+        if self._headers > HEADERS_MAX:
+            raise self._stop(431, f"the request has more than {HEADERS_MAX} headers")
+        if self._head_bytes >= 0:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= PIPELINED_MAX:
+            raise self._stop(429, f"more than {PIPELINED_MAX} requests wait on this connection")
         self._head_bytes = -1
         self._head_ends.cancel()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._in_body = True
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        self._waits_since = self.loop.time()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_ends.cancel()
         super().connection_lost(exc)
 
+    def _stop(self, status: int, message: str) -> Exception:
+        """What ends the parsing when it is raised by one of the parser's callbacks."""
+        self._refusal = status, message
+        return ValueError(message)
+
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "this is not a valid HTTP request")
+        self._refuse(*self._refusal)
 
     def _refuse(self, status: int, message: str) -> None:
+        if self.transport.is_closing():
+            return
+        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if answering or self.pipeline:
+            # It would be read as a part of another answer.
+            self.transport.abort()
+            return
         body = json.dumps(error_body(status, message, code="invalid_request")).encode()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
@@ -74,10 +143,10 @@ class HttpProtocol(HttpToolsProtocol):
 class HttpServer:
     """An application served on one address. Make it, `start` it, `close` it."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, *, connections_max: int = 1000) -> None:
         settings = uvicorn.Config(
             app,
-            http=HttpProtocol,
+            http=partial(HttpProtocol, connections_max=connections_max),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             server_header=False,

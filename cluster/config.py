@@ -29,6 +29,12 @@ class Endpoint:
 
     listen: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = ()
+    """Further names by which clients may reach it, as that of a proxy: a request to another host is refused."""
+    origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")], ...] = ()
+    """Of pages that may use it from a browser (`http://localhost:3000`, `*` for all); other pages are refused."""
+    connections_max: Count = 1000
+    """At a time. Where there are more, those that have asked for nothing yet make room."""
     body_bytes_max: Bytes = 32 * 2**20
     bodies_bytes_max: Bytes = 256 * 2**20
     """Of all requests that are being read at a time."""

@@ -6,13 +6,16 @@
     ├── RequestError                400  the caller's fault; `param` names the field
     │   ├── InvalidRequest          400
     │   ├── ContextLengthExceeded   400
+    │   ├── NotAllowed              403  another host, or a page of another origin
     │   ├── ModelNotFound           404
     │   ├── AgentNotFound           404
+    │   ├── SlowBody                408  the request came too slowly
     │   ├── SlowReader              408  the answer was read too slowly
     │   ├── AgentBusy               409
     │   ├── AgentExists             409
     │   ├── PictureLost             409  of a stored transcript; neither its KV nor its features are left
-    │   └── RequestTooLarge         413
+    │   ├── RequestTooLarge         413
+    │   └── UnsupportedMediaType    415
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
     │   ├── NoReplica               503
@@ -84,6 +87,11 @@ class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
 
+class NotAllowed(RequestError):
+    status = 403
+    code = "not_allowed"
+
+
 class ModelNotFound(RequestError):
     status = 404
     code = "model_not_found"
@@ -92,6 +100,11 @@ class ModelNotFound(RequestError):
 class AgentNotFound(RequestError):
     status = 404
     code = "agent_not_found"
+
+
+class SlowBody(RequestError):
+    status = 408
+    code = "slow_body"
 
 
 class SlowReader(RequestError):
@@ -117,6 +130,11 @@ class PictureLost(RequestError):
 class RequestTooLarge(RequestError):
     status = 413
     code = "request_too_large"
+
+
+class UnsupportedMediaType(RequestError):
+    status = 415
+    code = "unsupported_media_type"
 
 
 class Unavailable(SatchelError):

@@ -246,7 +246,7 @@ def config() -> Config:
     return parse_config(
         {
             "models": [{"name": "satchel/tiny", "source": "x"}, {"name": "other", "source": "y"}],
-            "endpoint": {"body_bytes_max": "1 MiB", "bodies_bytes_max": "2 MiB"},
+            "endpoint": {"body_bytes_max": "1 MiB", "bodies_bytes_max": "2 MiB", "hosts": ["satchel"]},
             "timeouts": {"request_s": 20},
         }
     )
@@ -274,7 +274,8 @@ def thinker(request: pytest.FixtureRequest, backend: FakeBackend, thinking_folde
 @pytest.fixture
 async def client(backend: FakeBackend, config: Config) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(create_app(backend, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://satchel") as client:
+    json_only = {"Content-Type": "application/json"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=json_only) as client:
         yield client
 
 

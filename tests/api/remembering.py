@@ -80,7 +80,7 @@ class Remembering:
         self.memory = AgentMemory(self.store)
         self.generator = Generator(backend, config, memory=self.memory)
         transport = httpx.ASGITransport(create_app(backend, config, generator=self.generator))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://satchel")
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     def draw(self, text: str, *, end: str = "<|im_end|>", finish: str = "stop") -> list[int]:
         """Let the model say `text` in single characters' tokens, as no tokenizer would write it."""

@@ -122,7 +122,7 @@ async def test_best_of_may_repeat_n(api, backend):
 async def with_scheduling(backend, config, body, path="chat/completions", **limits) -> httpx.Response:
     config = dataclasses.replace(config, scheduling=dataclasses.replace(config.scheduling, **limits))
     transport = httpx.ASGITransport(create_app(backend, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://satchel") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.post(f"/v1/{path}", json=body)
 
 

@@ -31,7 +31,11 @@ async def connect(server: str, body: dict) -> tuple[asyncio.StreamReader, asynci
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     data = json.dumps(body).encode()
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data)
+    writer.write(
+        b"POST %s HTTP/1.1\r\nHost: satchel\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % (path.encode(), len(data))
+        + data
+    )
     await writer.drain()
     return reader, writer
 
@@ -105,7 +109,7 @@ async def test_a_cancelled_handler_stops_its_row(backend, config, stream):
         "path": "/v1/chat/completions",
         "raw_path": b"/v1/chat/completions",
         "query_string": b"",
-        "headers": [(b"content-length", str(len(data)).encode())],
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())],
         "http_version": "1.1",
         "scheme": "http",
     }

@@ -59,7 +59,7 @@ def backend(folder: Path, seeing: TextModel, folders: dict[str, Path]) -> FakeBa
 @pytest.fixture
 async def client(backend: FakeBackend, config: Config) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(create_app(backend, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://satchel") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

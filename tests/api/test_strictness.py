@@ -53,7 +53,7 @@ FIELDS = [
     ("repetition_penalty", [0, -1, 10.1, "1", True]),
     ("min_tokens", [-1, 1.0, "1", True]),
     ("stop_token_ids", [5, "5", [1.0], ["5"], [True], [-1], [10**6], [1] * 65, {}]),
-    ("timeout_s", [0, -1, "5", True, 1e999]),
+    ("timeout_s", [0, -1, "5", True, 1e999, 1e-300, 1e300]),
     ("logprobs", [1, 0, "true", []]),
     ("top_logprobs", [5, 21, -1, 1.0, "1", True]),
     ("reasoning_effort", ["much", 5, True]),

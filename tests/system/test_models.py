@@ -252,7 +252,7 @@ def test_a_client_that_never_reads_holds_no_row(server: Server):
     ).encode()
     lines = (
         "POST /v1/completions HTTP/1.1",
-        "host: x",
+        "host: localhost",
         "content-type: application/json",
         f"content-length: {len(body)}",
     )
