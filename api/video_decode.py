@@ -21,7 +21,6 @@ import msgpack
 from PIL import Image
 
 from ..actors.kv_store.media import picture_hash
-from ..cluster.environment import snapshot
 from .picture_decode import Shown, Undecodable, UnknownFormat, as_picture, check_size, opened, rgb
 from .picture_sources import Picture
 
@@ -36,6 +35,8 @@ _KNOWN = "MP4, WebM, Matroska, AVI and animated GIF, WebP and PNG"
 _USUAL_FRAME_S = 0.1
 _ALMOST = 1e-6
 _WORKER_START_S = 15.0
+_LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
+_SANDBOX_EXEC = "/usr/bin/sandbox-exec"
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,21 @@ def decode_video(data: bytes, sampling: Sampling) -> list[Picture]:
         Undecodable: it is no video, is damaged or too large, or takes longer than `timeout_s`.
     """
     try:
-        return _film(data, sampling) if _is_film(data) else _animation(data, sampling)
+        return _film(data, sampling) if container(data) else _animation(data, sampling)
     except UnknownFormat:
         raise UnknownFormat(f"is no video that can be read; known are {_KNOWN}") from None
 
 
-def _is_film(data: bytes) -> bool:
-    """By its first bytes. FFmpeg is shown nothing else: it also reads playlists, which name other files and hosts."""
-    return data[4:8] == b"ftyp" or data[:4] == b"\x1a\x45\xdf\xa3" or (data[:4] == b"RIFF" and data[8:12] == b"AVI ")
+def container(data: bytes) -> str:
+    """FFmpeg's name for what reads this film, by its first bytes; "" if it is none.
+
+    FFmpeg is left no choice: it also reads playlists and descriptions of sessions, which name other files and hosts.
+    """
+    if data[4:8] == b"ftyp":
+        return "mov"
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"
+    return "avi" if data[:4] == b"RIFF" and data[8:12] == b"AVI " else ""
 
 
 class Deadline:
@@ -167,14 +175,17 @@ def _worker(sampling: Sampling) -> list[str]:
 
 
 def _film(data: bytes, sampling: Sampling) -> list[Picture]:
-    environment = {**snapshot(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENCV_LOG_LEVEL": "SILENT"}
+    # Nothing of this process's own environment, in which there may be keys.
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENCV_LOG_LEVEL": "SILENT"}
+    environment |= {name: os.environ[name] for name in _LIBRARY_PATHS if name in os.environ}
     try:
         run = subprocess.run(
-            [sys.executable, "-P", *_worker(sampling)],
+            [*_sandbox(), sys.executable, "-P", *_worker(sampling)],
             input=data,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
+            cwd="/",
             # The worker keeps the limit itself while all is well.
             timeout=sampling.timeout_s + _WORKER_START_S,
         )
@@ -184,6 +195,13 @@ def _film(data: bytes, sampling: Sampling) -> list[Picture]:
     if isinstance(answer, str):
         raise Undecodable(answer)
     return [_frame(*frame) for frame in answer]
+
+
+def _sandbox() -> list[str]:
+    """What starts a process without a network on macOS. On Linux the worker leaves it by itself."""
+    if sys.platform == "darwin" and os.access(_SANDBOX_EXEC, os.X_OK):
+        return [_SANDBOX_EXEC, "-p", "(version 1)(allow default)(deny network*)"]
+    return []
 
 
 def _frame(width: int, height: int, pixels: bytes, seconds: float) -> Picture:

@@ -1,15 +1,18 @@
 """Reads one film from standard input, in a process of its own, and writes some of its frames to standard output.
 
 FFmpeg believes what a file says about itself, and has had its share of bugs. Here it has a limit of memory, no file but
-the one it is given, and nobody else's requests beside it.
+the one it is given, the one demuxer that belongs to that, no network where the system allows it (Linux with namespaces,
+macOS), and nobody else's requests beside it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import itertools
 import json
 import math
+import os
 import resource
 import struct
 import sys
@@ -21,8 +24,11 @@ from PIL import Image
 
 from .picture_decode import Undecodable, as_picture, check_size
 from .picture_sources import Picture
-from .video_decode import Deadline, FrameSampler, Sampling
+from .video_decode import Deadline, FrameSampler, Sampling, container
 
+_ONLY = "input_format;{0}|format_whitelist;{0}|protocol_whitelist;pipe"
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
 _BYTES_MAX = 256 * 2**20
 _BYTES_A_PIXEL = 40
 """And so many for each pixel of the largest frame: frames that a decoder looks back at, and those that are kept."""
@@ -49,6 +55,7 @@ def read_film(data: bytes, sampling: Sampling) -> list[Picture]:
     deadline, sampler = Deadline(sampling.timeout_s), FrameSampler(sampling)
     _check_whole(data, deadline)
     _limit_memory(_BYTES_MAX + _BYTES_A_PIXEL * sampling.pixels_max)
+    os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = _ONLY.format(container(data))
     stream: Any = io.BytesIO(data)
     film = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, _THREADS])
     if not film.isOpened():
@@ -127,6 +134,15 @@ def _picture(retrieved: tuple[bool, Any], sampling: Sampling, seconds: float) ->
     return as_picture(Image.fromarray(frame[..., ::-1].copy()), sampling.shown(), seconds)
 
 
+def _leave_network() -> None:
+    """On Linux: a network namespace in which there is nothing, of which this process alone is a member."""
+    if sys.platform == "linux":
+        c = ctypes.CDLL(None, use_errno=True)
+        # Who is not root needs a namespace of users around it. Where neither is allowed the network stays.
+        if c.unshare(_CLONE_NEWNET) != 0:
+            c.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+
+
 def _limit_memory(further_bytes: int) -> None:
     """Let this process allocate so much more; macOS knows no such limit and keeps none."""
     if sys.platform == "linux":
@@ -136,6 +152,8 @@ def _limit_memory(further_bytes: int) -> None:
 
 
 def main() -> None:
+    # While there is one thread: a process of several may not leave its users' namespace.
+    _leave_network()
     sampling = Sampling(**json.loads(sys.argv[1]))
     try:
         frames = read_film(sys.stdin.buffer.read(), sampling)

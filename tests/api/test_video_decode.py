@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
+import socket
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from satchel.api.video_decode import Deadline, FrameSampler, Sampling, decode_vi
 from satchel.api.video_worker import _check_whole
 from satchel.cluster.config import Media
 from satchel.cluster.errors import InvalidRequest
+from satchel.cluster.ports import free_port
 
 from .test_picture_decode import packed
 
@@ -175,6 +180,63 @@ def test_a_film_that_is_damaged_too_large_or_too_slow_is_refused(film: bytes, mo
         monkeypatch.setattr(video_decode, "_worker", lambda sampling, command=command: ["-c", command])
         with pytest.raises(Undecodable, match="too much time or memory"):
             decode_video(film, limited(timeout_s=0.5 - video_decode._WORKER_START_S))
+
+
+PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nhttp://127.0.0.1:%d/x\n"
+SESSION = b"v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=x\r\nc=IN IP4 127.0.0.1\r\nt=0 0\r\nm=video %d RTP/AVP 26\r\n"
+
+
+READS = """
+import sys, threading, psutil
+from satchel.api.video_worker import read_film
+from satchel.api.video_decode import Sampling, Undecodable
+
+def read():
+    try:
+        read_film(sys.stdin.buffer.read(), Sampling(2.0, 32, 10**6, 60.0))
+    except Undecodable as refusal:
+        print(refusal)
+
+reading = threading.Thread(target=read)
+reading.start()
+me, opened = psutil.Process(), set()
+while reading.is_alive():
+    opened |= {each.laddr for each in me.net_connections("inet")}
+    reading.join(0.05)
+print("opened", opened)
+"""
+
+
+@pytest.mark.parametrize("head", [b"zzzzftypjp2 \n", b"\x1a\x45\xdf\xa3\n", b"RIFF0000AVI \n"])
+@pytest.mark.parametrize("names_a_host", [PLAYLIST, SESSION], ids=["a playlist", "a session"])
+def test_what_only_begins_like_a_film_is_read_as_nothing_else(head: bytes, names_a_host: bytes) -> None:
+    """FFmpeg took it for the description of a session, and opened ports for the host that it names."""
+    command = [sys.executable, "-c", READS]
+    run = subprocess.run(command, input=head + names_a_host % free_port(), capture_output=True, check=True)
+    refusal, opened = run.stdout.decode().splitlines()
+    assert opened == "opened set()" and ("cannot be read" in refusal or "cut off" in refusal)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sandbox-exec keeps it from the network, or nothing does")
+def test_the_worker_reaches_nobody(tmp_path: Path) -> None:
+    """Not even this machine. And it knows nothing of the environment of who asks."""
+    program = """
+import socket
+from satchel.api.video_worker import _leave_network
+_leave_network()
+try:
+    socket.create_connection(("127.0.0.1", {port}), timeout=5)
+except OSError as error:
+    print(type(error).__name__, error.errno)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        run = subprocess.run(
+            [sys.executable, "-c", program.format(port=port)], capture_output=True, text=True, check=True
+        )
+    if not run.stdout:
+        pytest.skip("this system gives processes no network of their own")
+    assert run.stdout == f"OSError {errno.ENETUNREACH}\n"
 
 
 CUT_OFF = r"is a video that is cut off: \d+ bytes of at least \d+"
