@@ -247,6 +247,11 @@ class Home:
         """What Ray said while it started."""
         return self.run / "ray.log"
 
+    @property
+    def ray_logs(self) -> Path:
+        """The logs of Ray's processes, of the last time that it did not start or ended by itself."""
+        return self.run / "ray-logs"
+
 
 def _where(location: tuple[int | str, ...]) -> str:
     path = ""

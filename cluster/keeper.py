@@ -1,9 +1,10 @@
-"""Ends a Ray session when its reason to be is gone: `python -m satchel.cluster.keeper FOLDER PID...`.
+"""Ends a Ray session when its reason to be is gone: `python -m satchel.cluster.keeper FOLDER LOGS PID...`.
 
 It is the leader of the session. It waits until its standard input closes, because the server that started it has
 ended or was killed, or until one of the essential processes dies; then it ends every process of the session, removes
 the folder and exits. So even `kill -9` of a server leaves nothing behind. If the keeper itself is killed too, the next
-server on the same home cleans up from the written record.
+server on the same home cleans up from the written record. If an essential process died, what Ray's processes have
+logged moves to LOGS first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import select
 import shutil
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from .processes import ProcessMark, Session, end_session
 
@@ -41,27 +44,37 @@ def _reap() -> set[int]:
         ended.add(pid)
 
 
-def keep(essential: set[int]) -> None:
-    """Returns when standard input has closed or an essential process has ended."""
+def keep(essential: set[int]) -> bool:
+    """Returns when an essential process has ended (False) or standard input has closed (True)."""
     while True:
         readable, _, _ = select.select([sys.stdin.fileno()], [], [], _POLL_S)
         if readable and not os.read(sys.stdin.fileno(), 4096):
-            return
+            return True
         if _reap() & essential or any(ProcessMark.of(pid) is None for pid in essential):
-            return
+            return False
+
+
+def keep_logs(folder: Path, logs: Path) -> None:
+    """Move Ray's logs out of its folder. On a full disk there are none, which is no reason to fail."""
+    for found in folder.glob("ray/session_*_*/logs"):
+        with suppress(OSError):
+            shutil.rmtree(logs, ignore_errors=True)
+            shutil.move(found, logs)
 
 
 def main() -> None:
-    folder, *pids = sys.argv[1:]
+    folder, logs, *pids = sys.argv[1:]
     # It goes last, when the others are gone.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     me = ProcessMark.of(os.getpid())
     if me is None or os.getsid(0) != os.getpid():
         raise SystemExit("the keeper must lead a session of its own")
     _adopt_orphans()
-    keep({int(pid) for pid in pids})
+    in_order = keep({int(pid) for pid in pids})
     end_session(Session(os.getpid(), (me,)), grace_s=1.0, spare=os.getpid())
     _reap()
+    if not in_order:
+        keep_logs(Path(folder), Path(logs))
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -15,8 +15,17 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+from .keeper import keep_logs
 from .processes import ProcessMark, Session, end_session
+
+_STAND_IN = "/bin/sh -c cat"
+"""In the place of an agent, whatever options Ray adds: it reads what nobody writes, until its raylet has ended."""
+_AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
+_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+_NOBODYS_PORT = "1"
 
 RESOURCE_AMOUNT = 1_000_000
 """Of a node's own resource, of which every actor takes one."""
@@ -36,6 +45,7 @@ class RaySpec:
         port: of a new cluster's control store; 0 takes a free one.
         temp_dir: Ray's folder. Short: Ray makes sockets below it.
         private_dir: the folder to remove when the session ends; `temp_dir` is inside it.
+        logs_dir: where Ray's logs go if it ends by itself.
         object_store_bytes: size of the shared memory for objects.
         cpus: how many CPUs Ray may count on; None takes the machine's.
     """
@@ -47,6 +57,7 @@ class RaySpec:
     port: int
     temp_dir: str
     private_dir: str
+    logs_dir: str
     object_store_bytes: int
     cpus: int | None = None
 
@@ -68,6 +79,27 @@ def start_ray(spec: RaySpec) -> RayReport:
     class LeanNode(Node):
         def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
             """None: it serves the dashboard and job submission, and takes four seconds and 120 MB."""
+
+        def start_raylet(self, *arguments: Any, **named: Any) -> None:
+            """Without its agents. They serve metrics, job submission and environments of packages, none of which is
+            used here, take 200 MB, and a raylet ends with any of them. It insists on commands to start them with, and
+            waits for the files in which they tell their ports."""
+            start = services.start_ray_process
+
+            def start_alone(command: list[str], kind: str, **options: Any) -> Any:
+                parts = [part.partition("=") for part in command]
+                alone = [
+                    f"{name}={_STAND_IN}" if name in _AGENTS else name + sign + value for name, sign, value in parts
+                ]
+                return start(alone, kind, **options)
+
+            for port in _AGENT_PORTS:
+                Path(self.get_session_dir_path(), f"{port}_{self.node_id}").write_text(_NOBODYS_PORT)
+            services.start_ray_process = start_alone
+            try:
+                super().start_raylet(*arguments, **named)
+            finally:
+                services.start_ray_process = start
 
         def start_ray_processes(self) -> None:
             """Also waits until the cluster knows the node, for longer than what follows would."""
@@ -118,9 +150,10 @@ def main() -> None:
         me = ProcessMark.of(os.getpid())
         assert me is not None
         end_session(Session(me.pid, (me,)), grace_s=0.0, spare=me.pid)
+        keep_logs(Path(spec.private_dir), Path(spec.logs_dir))
         raise
     print(json.dumps(asdict(report)), flush=True)
-    arguments = [spec.private_dir, *map(str, report.essential_pids)]
+    arguments = [spec.private_dir, spec.logs_dir, *map(str, report.essential_pids)]
     # The same process in a fifth of the memory.
     os.execv(sys.executable, [sys.executable, "-P", "-m", "satchel.cluster.keeper", *arguments])
 

@@ -157,7 +157,7 @@ class LocalCluster:
         """Why the cluster is no more, in a sentence; None while it lives."""
         if self._head is None or self._stopping or self._head.poll() is None:
             return None
-        return "Ray ended by itself" + _last_words(self._home.log_file)
+        return f"Ray ended by itself; what it logged is in {self._home.ray_logs}"
 
     def stop(self, *, abandon: bool = False) -> None:
         """Ends every process of the cluster, removes its files and frees the home. Takes at most 8 s.
@@ -196,6 +196,7 @@ class LocalCluster:
                 port=self._port,
                 temp_dir=str(self._private_dir / "ray"),
                 private_dir=str(self._private_dir),
+                logs_dir=str(self._home.ray_logs),
                 object_store_bytes=OBJECT_STORE_BYTES,
                 cpus=self._cpus,
             )

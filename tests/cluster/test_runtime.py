@@ -69,6 +69,9 @@ import pathlib, subprocess
 from satchel.cluster import ray_node
 
 def start_ray(spec):
+    logs = pathlib.Path(spec.private_dir, "ray", "session_1_1", "logs")
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text("why")
     child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     pathlib.Path({str(started)!r}).write_text(str(child.pid))
     raise RuntimeError("the second one does not start")
@@ -76,7 +79,7 @@ def start_ray(spec):
 ray_node.start_ray = start_ray
 ray_node.main()
 """
-    spec = RaySpec("n", "127.0.0.1", "r", None, 0, str(tmp_path / "ray"), str(tmp_path), 1)
+    spec = RaySpec("n", "127.0.0.1", "r", None, 0, str(tmp_path / "ray"), str(tmp_path), str(tmp_path / "kept"), 1)
     failed = subprocess.run(
         [sys.executable, "-c", program],
         input=json.dumps(asdict(spec)) + "\n",
@@ -85,6 +88,7 @@ ray_node.main()
         start_new_session=True,
     )
     assert failed.returncode == 1 and "the second one does not start" in failed.stderr
+    assert (tmp_path / "kept" / "raylet.out").read_text() == "why"
     # Dead, or dead and not collected.
     mark = ProcessMark.of(int(started.read_text()))
     assert mark is None or not mark.is_alive()
