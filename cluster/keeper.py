@@ -45,13 +45,18 @@ def _reap() -> set[int]:
 
 
 def keep(essential: set[int]) -> bool:
-    """Returns when an essential process has ended (False) or standard input has closed (True)."""
-    while True:
-        readable, _, _ = select.select([sys.stdin.fileno()], [], [], _POLL_S)
-        if readable and not os.read(sys.stdin.fileno(), 4096):
-            return True
+    """Returns when standard input has closed (True) or an essential process has ended by itself (False)."""
+    while not _closed(_POLL_S):
         if _reap() & essential or any(ProcessMark.of(pid) is None for pid in essential):
-            return False
+            # Whoever ends them closes it first.
+            return _closed(0.0)
+    return True
+
+
+def _closed(within_s: float) -> bool:
+    """Whether standard input closes; what is written to it is passed over."""
+    readable, _, _ = select.select([sys.stdin.fileno()], [], [], within_s)
+    return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
 
 
 def keep_logs(folder: Path, logs: Path) -> None:

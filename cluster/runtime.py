@@ -262,12 +262,14 @@ class LocalCluster:
     def _end_processes(self, *, grace_s: float) -> None:
         if self._session is None or self._head is None:
             return
+        if self._head.stdin is not None:
+            # What ends from now on has not ended by itself.
+            self._head.stdin.close()
         # Once Ray runs, its parent is the keeper. That goes last, so that it can collect its children.
         spare = self._head.pid if self._record is not None else None
         end_session(self._session, grace_s=grace_s, kill_s=_STOP_KILL_S, spare=spare)
-        for stream in (self._head.stdin, self._head.stdout):
-            if stream is not None:
-                stream.close()
+        if self._head.stdout is not None:
+            self._head.stdout.close()
         try:
             self._head.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
