@@ -34,7 +34,7 @@ NODE_END_S = 20.0
 def raylet(name: str, home: Home, token: Path, head: str | None) -> Iterator[tuple[str, str]]:
     """A Ray node that ends with this process. Yields the cluster's address and the node's folder."""
     folder = tempfile.mkdtemp(prefix="satchel-", dir=environment.short_temporary_root())
-    spec = RaySpec(name, "127.0.0.1", name, head, 0, f"{folder}/ray", folder, OBJECT_STORE_BYTES, cpus=1)
+    spec = RaySpec(name, "127.0.0.1", name, head, 0, f"{folder}/ray", folder, str(home.ray_logs), OBJECT_STORE_BYTES, 1)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "satchel.cluster.ray_node"],
         stdin=subprocess.PIPE,
