@@ -85,6 +85,8 @@ class DiskStore:
         # Only one thread rewrites segments; taken before `_lock`, never inside it.
         self._maintenance = threading.Lock()
         self._in_flight: dict[str, float] = {}
+        # What was erased, perhaps by a process before this one, is in the index's file until its log is moved there.
+        self._erased = True
         self._changes = Changes()
         self._closed = False
         io = io or DiskIO()
@@ -361,13 +363,15 @@ class DiskStore:
     def _compact(self, *, erase_only: bool) -> list[bytes]:
         with self._held("compacting") as shelf:
             segments = [segment for segment in shelf.index.sparse() if segment.erase or not erase_only]
+            self._erased |= bool(segments) or erase_only
         lost: list[bytes] = []
         for segment in segments:
             lost.extend(self._rewrite(segment.name))
         with self._held("unlinking files") as shelf:
             shelf.purge(self._clock())
-            if segments or erase_only:
+            if self._erased:
                 shelf.index.checkpoint()
+                self._erased = False
         return lost
 
     def _rewrite(self, name: str) -> list[bytes]:

@@ -375,3 +375,26 @@ async def test_what_cannot_be_erased_for_long_is_erased_when_the_disk_is_tidied_
         while node.on_disk(entries[0]):
             await asyncio.sleep(0.02)
     node.close()
+
+
+def test_what_was_forgotten_while_the_index_could_not_be_shortened_leaves_it_later(bench, device, monkeypatch):
+    """Its files are gone by then, so nothing else is left to do for it."""
+    entries = chain(2, first=5, owners=("default/ada",))
+    bench.put(entries)
+    bench.store._shelf.index.checkpoint()
+    tokens = (6).to_bytes(4, "little") * 20
+    assert tokens in (bench.root / "index").read_bytes()
+    may = device.step
+
+    def step(what: str, path: Path) -> None:
+        if what == "sql checkpoint":
+            raise OSError(errno.ENOSPC, "no space left")
+        may(what, path)
+
+    monkeypatch.setattr(device, "step", step)
+    with pytest.raises(DiskFull):
+        bench.store.forget("default/ada")
+    monkeypatch.setattr(device, "step", may)
+    bench.store.compact()
+    for path in bench.root.rglob("index*"):
+        assert tokens not in path.read_bytes(), path
