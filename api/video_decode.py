@@ -21,6 +21,7 @@ import msgpack
 from PIL import Image
 
 from ..actors.kv_store.media import picture_hash
+from ..cluster.environment import snapshot
 from .picture_decode import Shown, Undecodable, UnknownFormat, as_picture, check_size, opened, rgb
 from .picture_sources import Picture
 
@@ -35,6 +36,7 @@ _KNOWN = "MP4, WebM, Matroska, AVI and animated GIF, WebP and PNG"
 _USUAL_FRAME_S = 0.1
 _ALMOST = 1e-6
 _WORKER_START_S = 15.0
+_ONLY = "input_format;{0}|format_whitelist;{0}|protocol_whitelist;pipe"
 _LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
 _SANDBOX_EXEC = "/usr/bin/sandbox-exec"
 
@@ -175,9 +177,13 @@ def _worker(sampling: Sampling) -> list[str]:
 
 
 def _film(data: bytes, sampling: Sampling) -> list[Picture]:
-    # Nothing of this process's own environment, in which there may be keys.
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENCV_LOG_LEVEL": "SILENT"}
-    environment |= {name: os.environ[name] for name in _LIBRARY_PATHS if name in os.environ}
+    # Nothing else of this process's own environment, in which there may be keys.
+    environment = {name: value for name, value in snapshot().items() if name in _LIBRARY_PATHS}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OPENCV_LOG_LEVEL": "SILENT",
+        "OPENCV_FFMPEG_CAPTURE_OPTIONS": _ONLY.format(container(data)),
+    }
     try:
         run = subprocess.run(
             [*_sandbox(), sys.executable, "-P", *_worker(sampling)],

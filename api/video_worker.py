@@ -12,7 +12,6 @@ import io
 import itertools
 import json
 import math
-import os
 import resource
 import struct
 import sys
@@ -24,9 +23,8 @@ from PIL import Image
 
 from .picture_decode import Undecodable, as_picture, check_size
 from .picture_sources import Picture
-from .video_decode import Deadline, FrameSampler, Sampling, container
+from .video_decode import Deadline, FrameSampler, Sampling
 
-_ONLY = "input_format;{0}|format_whitelist;{0}|protocol_whitelist;pipe"
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _BYTES_MAX = 256 * 2**20
@@ -55,7 +53,6 @@ def read_film(data: bytes, sampling: Sampling) -> list[Picture]:
     deadline, sampler = Deadline(sampling.timeout_s), FrameSampler(sampling)
     _check_whole(data, deadline)
     _limit_memory(_BYTES_MAX + _BYTES_A_PIXEL * sampling.pixels_max)
-    os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = _ONLY.format(container(data))
     stream: Any = io.BytesIO(data)
     film = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, _THREADS])
     if not film.isOpened():
