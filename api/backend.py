@@ -30,6 +30,7 @@ class ServedModel:
     created: int
     memory: str = ""
     files_id: bytes = b""
+    trust_remote_code: bool = False
 
     @property
     def words_id(self) -> bytes:

@@ -115,11 +115,13 @@ class Generator:
         key = (model.folder, model.words_id)
         task = self._texts.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = asyncio.create_task(asyncio.to_thread(self._load_text, model.folder, name=model.name))
+            trusted = model.trust_remote_code
+            loading = asyncio.to_thread(self._load_text, model.folder, name=model.name, trusted=trusted)
+            task = asyncio.create_task(loading)
             self._texts[key] = task
             # Those of models that are served no more go.
             served = {key, *((other.folder, other.words_id) for other in await self.backend.models())}
-            self._texts = {known: loading for known, loading in self._texts.items() if known in served}
+            self._texts = {known: text for known, text in self._texts.items() if known in served}
         # Shielded: one waiting request that goes away must not end the loading for the others.
         return await asyncio.shield(task)
 

@@ -141,4 +141,5 @@ def _served(info: dict[str, Any]) -> ServedModel:
         created=info["created"],
         memory=info["layers"],
         files_id=info["files_id"],
+        trust_remote_code=info["trust_remote_code"],
     )

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from ..actors.kv_store.media import is_word
 from ..actors.replica.end_tokens import read_end_tokens
+from ..actors.replica.foreign_code import own_code_only
 from ..actors.replica.pictures import PictureProcessor, sees
 from ..cluster.errors import InvalidRequest, ModelLoadError
 
@@ -332,8 +333,8 @@ def _is_byte_level(backend: Any) -> bool:
     return isinstance(backend.decoder, decoders.ByteLevel)
 
 
-def load_text_model(folder: str | Path, *, name: str = "") -> TextModel:
-    """The text side of the model in `folder`. Takes up to seconds.
+def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False) -> TextModel:
+    """The text side of the model in `folder`, whose own code runs only if it is `trusted`. Takes up to seconds.
 
     Raises:
         ModelLoadError: no tokenizer there, or one that does not load.
@@ -342,11 +343,15 @@ def load_text_model(folder: str | Path, *, name: str = "") -> TextModel:
     from mlx_lm import tokenizer_utils
 
     path = Path(folder)
-    try:
-        wrapper = tokenizer_utils.load(path, eos_token_ids=sorted(read_end_tokens(path)) or None)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        raise ModelLoadError(f"the tokenizer of {name or path.name!r} does not load: {error}") from error
-    return TextModel(wrapper, name=name or path.name, sampling=_own_sampling(path), pictures=_pictures(path))
+    name = name or path.name
+    with own_code_only(name, path, trusted=trusted):
+        try:
+            options = {"trust_remote_code": trusted}
+            wrapper = tokenizer_utils.load(path, options, eos_token_ids=sorted(read_end_tokens(path)) or None)
+        except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+            raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error
+        pictures = _pictures(path)
+    return TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures)
 
 
 def _pictures(path: Path) -> PictureProcessor | None:

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
@@ -21,6 +21,8 @@ from .nodes import Node
 from .units import STRICT, Bytes, Count, Seconds, StrictOrSeconds
 
 T = TypeVar("T")
+
+_HUB_ID = re.compile(r"[^/.~][^/]*/[^/]+")
 
 
 @validated(frozen=True, config=STRICT)
@@ -67,6 +69,17 @@ class Model:
     that the other has written."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. The model with it is another model."""
+    trust_remote_code: bool = False
+    """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id needs the commit
+    that was read: `owner/name@` and 40 hexadecimal digits."""
+
+    @model_validator(mode="after")
+    def _pins_code(self) -> Self:
+        if self.trust_remote_code and _HUB_ID.fullmatch(self.source) and not Path(self.source).is_dir():
+            commit = self.source.partition("@")[2]
+            if not re.fullmatch("[0-9a-f]{40}", commit):
+                raise ValueError("trust_remote_code needs a folder or owner/name@COMMIT as the source, with 40 digits")
+        return self
 
     @property
     def slug(self) -> str:

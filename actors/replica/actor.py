@@ -114,6 +114,7 @@ class ReplicaActor:
             "files": dict(loaded.identity.files),
             "computing": dict(loaded.identity.computing),
             "folder": str(loaded.folder),
+            "trust_remote_code": self._model.trust_remote_code,
             "context_tokens": loaded.context_tokens,
             "vocabulary_size": loaded.vocabulary_size,
             "dtype": loaded.dtype,
@@ -302,6 +303,7 @@ class ReplicaActor:
                 numerics=self._model.numerics,
                 kernels=default_home().kernels_file,
                 digests=default_home().digests_file,
+                trust_remote_code=self._model.trust_remote_code,
                 context_tokens_max=self._model.context_tokens_max,
                 progress=self._note_progress,
             )

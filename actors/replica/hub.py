@@ -23,6 +23,7 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 HUB_PATTERNS = ["*.json", WEIGHTS, "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
+CODE = "*.py"
 
 Progress = Callable[[str, float | None], None]
 """Called with what is going on and the fraction done, None where it is unknown."""
@@ -30,8 +31,9 @@ Progress = Callable[[str, float | None], None]
 _GB = 1e9
 
 
-def resolve(source: str, progress: Progress) -> Path:
-    """The folder of a model; a Hub id is downloaded if it is not in the Hub's cache yet.
+def resolve(source: str, progress: Progress, *, code: bool = False) -> Path:
+    """The folder of a model; a Hub id is downloaded if it is not in the Hub's cache yet, with its code if that is
+    wanted.
 
     Raises:
         ModelLoadError: no such folder or embedded model, or the Hub does not give it; says which and what to do.
@@ -42,7 +44,7 @@ def resolve(source: str, progress: Progress) -> Path:
             known = ", ".join(sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))) or "none"
             raise ModelLoadError(f"no embedded model {folder.name!r}; there are: {known}")
         return folder
-    return _find(source, ("config.json",), HUB_PATTERNS, progress)
+    return _find(source, ("config.json",), [*HUB_PATTERNS, CODE] if code else HUB_PATTERNS, progress)
 
 
 def resolve_adapter(source: str, progress: Progress) -> Path:

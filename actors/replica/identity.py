@@ -138,14 +138,12 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
     }
 
 
-def refuse_foreign(source: str, config: Mapping[str, object]) -> None:
-    """Refuse what would run code from the model's folder, or read weights that are no part of its id.
+def refuse_elsewhere(source: str, config: Mapping[str, object]) -> None:
+    """Refuse a model that would read weights that are no part of its id.
 
     Raises:
         ModelLoadError: it would.
     """
-    if config.get("model_file"):
-        raise ModelLoadError(f"{source} brings code of its own (model_file), which is not run")
     text = config.get("text_config")
     if isinstance(text, Mapping) and text.get("ple_storage"):
         raise ModelLoadError(f"{source} keeps weights in files of their own kind (ple_storage), which is not supported")

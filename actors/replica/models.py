@@ -19,6 +19,7 @@ from . import attention, vision
 from .device import device_bytes, on_gpu
 from .digests import check_unchanged, digest_files
 from .end_tokens import read_end_tokens
+from .foreign_code import own_code_only, refuse_model_file
 from .hub import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -30,7 +31,7 @@ from .hub import (
     resolve,
     resolve_adapter,
 )
-from .identity import Identity, computing, files_of, order_of_weights, refuse_foreign
+from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .kernels import measured_choice
 from .kv_cache import ModelCacheSpec, new_caches, read_spec
 from .pictures import PictureProcessor, sees
@@ -97,6 +98,7 @@ def load(
     numerics: str = "fast",
     kernels: Path | None = None,
     digests: Path | None = None,
+    trust_remote_code: bool = False,
     warm_up_s: float | None = None,
 ) -> LoadedModel:
     """Load a source and run one token through it, so that the first request meets a warm model.
@@ -111,17 +113,20 @@ def load(
             `reproducible` the way that prefill does, to the same bits; and pictures are not encoded together.
         kernels: a file to keep the measurements in.
         digests: a file to keep the digests of the model's files in.
+        trust_remote_code: whether code in the model's own folder may run.
         warm_up_s: how long to meet batches of usual sizes in advance; None for what the device needs.
 
     Raises:
         ModelLoadError: with the reason in one sentence.
     """
-    folder = resolve(source, progress)
+    folder = resolve(source, progress, code=trust_remote_code)
     adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
     what = f"loading {source}"
     progress(what, None)
     chosen = _pick_dtype(dtype)
-    refuse_foreign(source, read_json(folder / "config.json"))
+    named = read_json(folder / "config.json")
+    refuse_model_file(source, named, trusted=trust_remote_code)
+    refuse_elsewhere(source, named)
     weight_files = _weight_files(folder)
     _check_memory(source, weight_files, chosen)
     # Before they are loaded, which reads them again: from memory, where there is room.
@@ -129,7 +134,10 @@ def load(
     found = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     try:
         seeing = sees(folder)
-        whole, config = vision.load_weights(folder) if seeing else mlx_lm_load_model(folder, lazy=True)
+        if seeing:
+            whole, config = vision.load_weights(folder)
+        else:
+            whole, config = mlx_lm_load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
         model: Any = LanguagePart(whole) if seeing else whole
         if adapter_folder is not None:
             if seeing:
@@ -149,7 +157,9 @@ def load(
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     used = str(logits.dtype).removeprefix("mlx.core.")
-    seen = _vision(source, folder, whole, together=numerics == "fast") if seeing else None
+    seen = None
+    if seeing:
+        seen = _vision(source, folder, whole, together=numerics == "fast", trusted=trust_remote_code)
     check_unchanged(found, paths)
     identity = Identity(
         files={name: each.digest.hex() for name, each in found.items()} | order_of_weights(folder, weight_files),
@@ -168,7 +178,7 @@ def load(
         spec=spec,
         context_tokens=_context_tokens(config, context_tokens_max),
         vocabulary_size=int(logits.shape[-1]),
-        eos_token_ids=_end_tokens(folder),
+        eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
         dtype=used,
         weights=kept,
         direct=direct,
@@ -181,9 +191,11 @@ def load(
     return loaded
 
 
-def _vision(source: str, folder: Path, model: Any, *, together: bool) -> Vision | None:
+def _vision(source: str, folder: Path, model: Any, *, together: bool, trusted: bool) -> Vision | None:
     try:
-        return Vision(model, PictureProcessor.load(folder), together=together)
+        with own_code_only(source, folder, trusted=trusted):
+            processor = PictureProcessor.load(folder)
+        return Vision(model, processor, together=together)
     except _LOAD_ERRORS as error:
         logger.warning("%s is served for text alone: %s", source, first_sentence(error))
         return None
@@ -269,13 +281,14 @@ def _context_tokens(config: dict[str, Any], limit: int | None) -> int:
     return min(int(own), limit) if limit else int(own)
 
 
-def _end_tokens(folder: Path) -> frozenset[int]:
+def _end_tokens(source: str, folder: Path, *, trusted: bool) -> frozenset[int]:
     named = read_end_tokens(folder)
     if named:
         return named
     from transformers import AutoTokenizer
 
-    own = AutoTokenizer.from_pretrained(folder).eos_token_id
+    with own_code_only(source, folder, trusted=trusted):
+        own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted).eos_token_id
     return frozenset() if own is None else frozenset([own])
 
 

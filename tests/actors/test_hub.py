@@ -32,7 +32,10 @@ if "FREE_BYTES" in os.environ:
 seen = []
 progress = lambda what, fraction: seen.append(fraction)
 try:
-    folder = (hub.resolve_adapter if sys.argv[2:] else hub.resolve)(sys.argv[1], progress)
+    if sys.argv[2:]:
+        folder = hub.resolve_adapter(sys.argv[1], progress)
+    else:
+        folder = hub.resolve(sys.argv[1], progress, code="CODE" in os.environ)
     print(json.dumps({"folder": str(folder), "seen": seen}))
 except ModelLoadError as error:
     print(json.dumps({"error": error.message}))
@@ -229,6 +232,13 @@ def test_every_refusal_is_one_clear_sentence(
     hub.refuses = refuses
     answer = resolve(hub.url, tmp_path, source)
     assert answer["error"].startswith(says) and "\n" not in answer["error"]
+
+
+def test_code_is_downloaded_where_it_is_trusted(hub: Hub, tmp_path: Path):
+    hub.files["own.py"] = b""
+    for environment in ({}, {"CODE": "1"}):
+        folder = Path(resolve(hub.url, tmp_path, environment=environment)["folder"])
+        assert (folder / "own.py").exists() is bool(environment)
 
 
 def test_a_revision_is_another_snapshot(hub: Hub, tmp_path: Path):

@@ -75,6 +75,17 @@ def test_waiting_for_copies_is_a_time_or_strict() -> None:
             parse_config({**data, "replication_wait": wrong})
 
 
+def test_trusted_code_is_pinned_by_its_commit() -> None:
+    def parsed(source: str) -> Config:
+        return parse_config({"models": [{"name": "a", "source": source, "trust_remote_code": True}]})
+
+    for pinned in ("owner/name@" + "0a" * 20, "/a/folder", "./folder", "~/folder", "folder", "embedded:recall"):
+        assert parsed(pinned).models[0].trust_remote_code
+    for moving in ("owner/name", "owner/name@main", "owner/name@0a0a0a0", "owner/name@" + "0A" * 20):
+        with pytest.raises(ConfigError, match=r"models\[0\].*40 digits"):
+            parsed(moving)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
         load_config(tmp_path / "absent.yaml")
