@@ -350,15 +350,15 @@ def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False
             wrapper = tokenizer_utils.load(path, options, eos_token_ids=sorted(read_end_tokens(path)) or None)
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error
-        pictures = _pictures(path)
+    pictures = _pictures(path, trusted=trusted)
     return TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures)
 
 
-def _pictures(path: Path) -> PictureProcessor | None:
+def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:
     if not sees(path):
         return None
     try:
-        return PictureProcessor.load(path)
+        return PictureProcessor.load(path, trusted=trusted)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError) as error:
         # The replica serves it for text too, and says so.
         logger.warning("%s takes no pictures here: %s", path.name, error)

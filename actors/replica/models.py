@@ -135,7 +135,7 @@ def load(
     try:
         seeing = sees(folder)
         if seeing:
-            whole, config = vision.load_weights(folder)
+            whole, config = vision.load_weights(folder, trusted=trust_remote_code)
         else:
             whole, config = mlx_lm_load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
         model: Any = LanguagePart(whole) if seeing else whole
@@ -157,9 +157,7 @@ def load(
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     used = str(logits.dtype).removeprefix("mlx.core.")
-    seen = None
-    if seeing:
-        seen = _vision(source, folder, whole, together=numerics == "fast", trusted=trust_remote_code)
+    seen = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
     check_unchanged(found, paths)
     identity = Identity(
         files={name: each.digest.hex() for name, each in found.items()} | order_of_weights(folder, weight_files),
@@ -191,11 +189,9 @@ def load(
     return loaded
 
 
-def _vision(source: str, folder: Path, model: Any, *, together: bool, trusted: bool) -> Vision | None:
+def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bool) -> Vision | None:
     try:
-        with own_code_only(source, folder, trusted=trusted):
-            processor = PictureProcessor.load(folder)
-        return Vision(model, processor, together=together)
+        return Vision(model, PictureProcessor.load(folder, trusted=trusted), together=numerics == "fast")
     except _LOAD_ERRORS as error:
         logger.warning("%s is served for text alone: %s", source, first_sentence(error))
         return None

@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image
 
 from ..kv_store.media import is_of_video
+from .foreign_code import own_code_only, refuse_processor_code
 
 LAYOUTS_KEPT = 256
 CLOCK_HZ = 1000.0
@@ -115,15 +116,21 @@ class PictureProcessor:
         self._group_processor = self._any_size(processor)
 
     @classmethod
-    def load(cls, folder: Path) -> PictureProcessor:
-        """The processor of the model in `folder`."""
+    def load(cls, folder: Path, *, trusted: bool = False) -> PictureProcessor:
+        """The processor of the model in `folder`, whose own code runs only if it is `trusted`.
+
+        Raises:
+            ModelLoadError: it needs such code.
+        """
         from mlx_vlm.utils import get_model_and_args, load_image_processor, load_processor
 
         config = json.loads((folder / "config.json").read_text())
         # A family brings a processor of its own in place of transformers', which often needs PyTorch.
         get_model_and_args(config)
-        processor = load_processor(folder, False)
-        own = load_image_processor(folder)
+        refuse_processor_code(folder.name, folder, trusted=trusted)
+        with own_code_only(folder.name, folder, trusted=trusted):
+            processor = load_processor(folder, False, trust_remote_code=trusted)
+            own = load_image_processor(folder)
         if own is not None:
             processor.image_processor = own
         ids = {config.get(name) for name in _TOKEN_NAMES} | {getattr(processor, name, None) for name in _TOKEN_NAMES}

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
 from .device import on_gpu
+from .foreign_code import refuse_model_file
 from .pictures import Layout, PictureProcessor
 from .sealing import copied
 
@@ -97,14 +98,17 @@ class Part:
     pictures: RowPictures | None = None
 
 
-def load_weights(folder: Path) -> tuple[Any, dict[str, Any]]:
+def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str, Any]]:
     """A model with its weights, which are read when they are used, and its config.
 
     Raises:
         ValueError: the model is of a kind that is not served.
+        ModelLoadError: it needs code of its own, and is not `trusted`.
     """
     from mlx_vlm.utils import load_config, load_model
 
+    # mlx-vlm runs it without being asked.
+    refuse_model_file(folder.name, load_config(folder), trusted=trusted)
     model = load_model(folder, lazy=True)
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "language_model"):
         raise ValueError("it has no language part of its own")

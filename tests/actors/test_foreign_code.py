@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from satchel.actors.replica import models
-from satchel.actors.replica.foreign_code import own_code_only
 from satchel.actors.replica.hub import EMBEDDED
 from satchel.actors.replica.pictures import PictureProcessor
 from satchel.api.text import load_text_model
@@ -93,14 +92,16 @@ def test_a_trusted_architecture_runs(foreign: Foreign):
     assert foreign.ran == ["own_model.py"]
 
 
-def test_a_processors_code_is_refused_by_name(tmp_path: Path):
-    """mlx-vlm tells transformers to trust it."""
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "processor_config.json", "preprocessor_config.json"])
+def test_a_processors_code_is_refused_by_name(tmp_path: Path, file: str):
+    """Some of mlx-vlm's tell transformers to trust it."""
     foreign = Foreign(tmp_path, "shapes")
-    foreign.with_tokenizer("own.Own")
+    foreign.say(file, auto_map={"AutoProcessor": "own.Own", "AutoTokenizer": [None, "own.Own"]}, tokenizer_class="Own")
     foreign.write(foreign.folder / "own.py", TOKENIZER)
     with pytest.raises(ModelLoadError, match=r"brings code of its own \(own\.py\)"):
         foreign.load()
-    assert load_text_model(foreign.folder).pictures is None
+    with pytest.raises(ModelLoadError, match=r"brings code of its own \(own\.py\)"):
+        load_text_model(foreign.folder)
     assert foreign.ran == []
 
 
@@ -122,13 +123,10 @@ def test_code_of_another_repository_never_runs(tmp_path: Path, hub_cache: Path, 
     (other / "refs").mkdir()
     (other / "refs" / "main").write_text(commit)
     foreign.with_tokenizer("else/code--own.Own")
-    with pytest.raises(ModelLoadError, match=r"else/code, own\.py"):
+    with pytest.raises(ModelLoadError, match=r"not in its own folder \(else/code, own\.py\)"):
         foreign.load(trusted=trusted)
-    if trusted:
-        with pytest.raises(ModelLoadError, match=r"else/code, own\.py"):
-            load_text_model(foreign.folder, trusted=True)
-    else:
-        assert load_text_model(foreign.folder).pictures is None
+    with pytest.raises(ModelLoadError, match=r"not in its own folder \(else/code, own\.py\)"):
+        load_text_model(foreign.folder, trusted=trusted)
     assert foreign.ran == []
 
 
@@ -146,8 +144,25 @@ def test_trust_ends_with_the_model_it_was_for(tmp_path: Path):
     for each in (trusted, other):
         each.with_tokenizer("own.Own")
         each.write(each.folder / "own.py", TOKENIZER)
-    with own_code_only("trusted", trusted.folder, trusted=True), pytest.raises(ValueError, match=r"own\.py"):
-        PictureProcessor.load(other.folder)
-    with pytest.raises(ValueError, match=r"own\.py"):
-        PictureProcessor.load(trusted.folder)
-    assert trusted.ran == other.ran == []
+    PictureProcessor.load(trusted.folder, trusted=True)
+    for each in (other, trusted):
+        with pytest.raises(ModelLoadError, match=r"own\.py"):
+            PictureProcessor.load(each.folder)
+    assert (trusted.ran, other.ran) == (["own.py"], [])
+
+
+def test_a_processor_that_trusts_every_folder_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    foreign = Foreign(tmp_path, "shapes")
+    foreign.with_tokenizer("own.Own")
+    foreign.write(foreign.folder / "own.py", TOKENIZER)
+    monkeypatch.setattr("satchel.actors.replica.foreign_code._PROCESSOR_FILES", ())
+    monkeypatch.setattr("mlx_vlm.utils.load_processor", lambda folder, *_, **__: load_trusting(folder))
+    with pytest.raises(ModelLoadError, match=r"own\.py"):
+        PictureProcessor.load(foreign.folder)
+    assert foreign.ran == []
+
+
+def load_trusting(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
