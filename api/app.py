@@ -68,7 +68,7 @@ def create_app(
     app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
     endpoint = _Endpoint(backend, config, generator or Generator(backend, config, memory=memory), Metrics())
     add_error_handlers(app)
-    if origins := config.endpoint.origins:
+    if origins := [origin.lower() for origin in config.endpoint.origins]:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -303,7 +303,7 @@ class _EventStream(Response):
                     yield chunks.tool_call(index, event)
                 item = await anext(events, None)
         except SatchelError as error:
-            log_failure(_log, f"request {request_id} in mid-stream", error)
+            log_failure(_log, f"request {request_id} in mid-stream", error, told=False)
             yield error_event(error)
             return
         except Exception:

@@ -64,13 +64,13 @@ class BrowserGuard:
     """Middleware: refuses what a page of another origin sends, requests to other hosts, and bodies that are not JSON.
 
     Args:
-        origins: other origins whose pages may use the endpoint, as `http://localhost:3000`; `*` for all.
+        origins: other origins whose pages may use the endpoint, as `http://localhost:3000`, lowercase; `*` for all.
     """
 
     def __init__(self, app: ASGIApp, hosts: Hosts, origins: Sequence[str]) -> None:
         self._app = app
         self._hosts = hosts
-        self._origins = {origin.rstrip("/").lower() for origin in origins}
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope["method"], Headers(scope=scope))) is not None:

@@ -84,7 +84,8 @@ class Link:
             # as on a Mac that slept, that says nothing of the replica.
             reason = type(error).__name__
             lost = not isinstance(error, TimeoutError) or time.monotonic() - asked < 2 * SILENCE_S
-        self._break(reason, lost)
+        self._backend.unlink(self, lost)
+        self._break(reason)
 
     def _deal(self, update: RowUpdate) -> None:
         row, placement = self.rows.get(update.request_id, (None, 0))
@@ -95,22 +96,18 @@ class Link:
             self._backend.release(self.replica, update.request_id)
         row.put(placement, update)
 
-    def _break(self, reason: str, lost: bool) -> None:
-        """Every row there goes on elsewhere or anew, and none there unheard. `lost` where the replica seems to be."""
-        if not self._backend.unlink(self, lost):
-            return
+    def _break(self, reason: str) -> None:
+        """Every row there goes on elsewhere or anew, and none there unheard."""
         rows, self.rows = self.rows, {}
         logger.warning("the link to replica %s broke (%s); %d rows go on elsewhere", self.replica, reason, len(rows))
         self._backend.background(self.abort(list(rows)))
         self.broken.set()
         for row, placement in rows.values():
             row.put(placement, ReplicaLost(f"replica {self.replica} was lost"))
-        self.close()
 
     def close(self) -> None:
         """Stop reading."""
-        if self._reading is not asyncio.current_task():
-            self._reading.cancel()
+        self._reading.cancel()
 
 
 class RayBackend:
@@ -197,11 +194,12 @@ class RayBackend:
         return found
 
     async def close(self) -> None:
-        """End the streams and the rows still running."""
+        """Stop reading, and end the rows still running."""
         self._served.close()
-        links, self._links = self._links, {}
-        for link in links.values():
+        links, self._links = list(self._links.values()), {}
+        for link in links:
             link.close()
+        for link in links:
             await link.abort(list(link.rows))
 
     # For RayGeneration and Link.
@@ -270,16 +268,14 @@ class RayBackend:
                 link = self._links[replica] = Link(self, replica, decision.node, handle)
             return link
 
-    def unlink(self, link: Link, lost: bool) -> bool:
-        """Let a broken link go, and where the replica is `lost`, tell the router. False where that has been done."""
-        if self._links.get(link.replica) is not link:
-            return False
-        del self._links[link.replica]
-        if lost:
-            self.lose(link.replica)
-        if lost and link.node:
+    def unlink(self, link: Link, lost: bool) -> None:
+        """Let a broken link go, and where the replica seems to be `lost`, tell the router."""
+        self._links.pop(link.replica, None)
+        if not lost:
+            return
+        self.lose(link.replica)
+        if link.node:
             self.background(self._check(link.node))
-        return True
 
     async def _check(self, node: str) -> None:
         """Where the whole node has ended, nothing else there is asked any more."""

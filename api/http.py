@@ -120,9 +120,10 @@ async def _on_satchel_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-def log_failure(log: logging.Logger, what: str, error: SatchelError) -> None:
-    """A line for what happens in every life of a server, with where it came from if it should not have happened."""
-    if error.status >= 500:
+def log_failure(log: logging.Logger, what: str, error: SatchelError, *, told: bool = True) -> None:
+    """A line for what happens in every life of a server, with where it came from if it should not have happened. None
+    for what a status below 500 has `told` the client."""
+    if error.status >= 500 or not told:
         log.warning("%s: %s", what, error.message, exc_info=error if error.status == 500 else None)
 
 
@@ -205,13 +206,14 @@ class BodyReader:
             self._held -= len(arriving.body)
 
     def _make_room(self, newest: _Arriving) -> None:
-        if self._held <= self._together_bytes_max:
+        going = sum(len(it.body) for it in self._arriving if it.makes_room)
+        if self._held - going <= self._together_bytes_max:
             return
-        late = [it for it in self._arriving if it.age_s > BODY_GRACE_S and not it.makes_room]
+        late = [it for it in self._arriving if it.age_s > BODY_GRACE_S and not (it.makes_room or it.limit.expired())]
         largest = max(late, key=lambda it: len(it.body), default=newest)
         if largest is newest:
             raise self._too_large_together()
-        # What it held is free in the next turn of the loop.
+        # What it holds is free in the next turn of the loop.
         largest.makes_room = True
         largest.limit.reschedule(0.0)
 

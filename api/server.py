@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from ..cluster.errors import Unavailable
 from .http import STALL_S
 from .openai_answers import error_body
 
@@ -38,8 +39,8 @@ _NOT_HTTP = 400, "this is not a valid HTTP request"
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. A request's line and headers may take `HEAD_BYTES_MAX` and `HEAD_S`, and so may what is neither
-    head nor body; what is not HTTP is answered in OpenAI's shape.
+    """One connection. A request's line and headers may take `HEAD_BYTES_MAX` and `HEAD_S`, and what is neither head nor
+    body as many bytes; what is not HTTP is answered in OpenAI's shape.
 
     Args:
         connections_max: of the server. Where there are more, the one that has waited longest for its client to ask
@@ -53,7 +54,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._head_bytes = 0
+        self._head_bytes = self._headers = self._between_bytes = 0
         self._head_ends = self.loop.call_later(HEAD_S, transport.abort)
         self._waits_since = self.loop.time()
         if len(self.connections) > self._connections_max:
@@ -101,7 +102,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= PIPELINED_MAX:
-            raise self._stop(429, f"more than {PIPELINED_MAX} requests wait on this connection")
+            # Others are being answered, so there is no place for an answer to this one.
+            self.transport.abort()
+            raise self._stop(*_NOT_HTTP)
         self._head_bytes = -1
         self._head_ends.cancel()
         super().on_headers_complete()
@@ -134,9 +137,10 @@ class HttpProtocol(HttpToolsProtocol):
             # It would be read as a part of another answer.
             self.transport.abort()
             return
-        body = json.dumps(error_body(status, message, code="invalid_request")).encode()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[status] + head + body)
+        body = json.dumps(error_body(status, message, code=Unavailable.code if status == 503 else "invalid_request"))
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+        again = "retry-after: 1\r\n" if status == 503 else ""
+        self.transport.write(STATUS_LINE[status] + f"{head}{again}\r\n{body}".encode())
         self.transport.close()
 
 
@@ -151,6 +155,8 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
+            # There are none, and they would leave this protocol.
+            ws="none",
         )
         self._server = uvicorn.Server(settings)
         # This process's signals are Ray's.

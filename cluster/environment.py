@@ -52,6 +52,8 @@ def ray_settings(token_path: Path, *, one_machine: bool = True) -> dict[str, str
         # Ray would start an idle worker of 90 MB for every CPU.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
+        # Ray's 30 s are too few for the agent beside a raylet where several nodes start on a busy machine.
+        "RAY_agent_register_timeout_ms": "90000",
         # Its exporter is not started.
         "RAY_enable_metrics_collection": "0",
         **mlx_settings(),

@@ -23,8 +23,8 @@ from .processes import ProcessMark, Session, end_session
 
 _STAND_IN = "/bin/sh -c cat"
 """In the place of an agent, whatever options Ray adds: it reads what nobody writes, until its raylet has ended."""
-_AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
-_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+_AGENT = "--dashboard_agent_command"
+_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 _NOBODYS_PORT = "1"
 
 RESOURCE_AMOUNT = 1_000_000
@@ -81,16 +81,13 @@ def start_ray(spec: RaySpec) -> RayReport:
             """None: it serves the dashboard and job submission, and takes four seconds and 120 MB."""
 
         def start_raylet(self, *arguments: Any, **named: Any) -> None:
-            """Without its agents. They serve metrics, job submission and environments of packages, none of which is
-            used here, take 200 MB, and a raylet ends with any of them. It insists on commands to start them with, and
-            waits for the files in which they tell their ports."""
+            """Without the dashboard's agent. It serves metrics and job submission, neither of which is used here,
+            and a raylet ends with it. The raylet insists on a command to start it with, and waits for the files in
+            which it tells its ports. The other agent stays: it makes the `runtime_env` of people's own tasks."""
             start = services.start_ray_process
 
             def start_alone(command: list[str], kind: str, **options: Any) -> Any:
-                parts = [part.partition("=") for part in command]
-                alone = [
-                    f"{name}={_STAND_IN}" if name in _AGENTS else name + sign + value for name, sign, value in parts
-                ]
+                alone = [f"{_AGENT}={_STAND_IN}" if part.startswith(f"{_AGENT}=") else part for part in command]
                 return start(alone, kind, **options)
 
             for port in _AGENT_PORTS:

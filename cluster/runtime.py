@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -263,8 +264,9 @@ class LocalCluster:
         if self._session is None or self._head is None:
             return
         if self._head.stdin is not None:
-            # What ends from now on has not ended by itself.
-            self._head.stdin.close()
+            # What ends from now on has not ended by itself. Where it had ended before, there may be more to flush.
+            with suppress(BrokenPipeError):
+                self._head.stdin.close()
         # Once Ray runs, its parent is the keeper. That goes last, so that it can collect its children.
         spare = self._head.pid if self._record is not None else None
         end_session(self._session, grace_s=grace_s, kill_s=_STOP_KILL_S, spare=spare)

@@ -135,7 +135,7 @@ async def test_connections_that_ask_nothing_make_room(backend, config):
                 await asyncio.sleep(0.01)
         reader, refused = await send(url)
         status, error = await refusal(reader)
-        assert status == 503 and "connections_max" in error["message"]
+        assert (status, error["code"]) == (503, "unavailable") and "connections_max" in error["message"]
         go.set()
         for reader, _ in working:
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
@@ -198,6 +198,27 @@ async def test_what_is_not_http_is_told_so_in_the_protocols_shape(server: str):
     reader, writer = await send(server, b"hello there\r\n\r\n")
     status, error = await refusal(reader)
     assert status == 400 and error["message"] == "this is not a valid HTTP request"
+    writer.close()
+
+
+async def test_empty_lines_before_a_request_are_passed_over(server: str, caplog: pytest.LogCaptureFixture):
+    """As RFC 9112 asks for (2.2)."""
+    reader, writer = await send(server, b"\r\n", b"\r\n", b"GET /health HTTP/1.1\r\nHost: satchel\r\n\r\n")
+    async with asyncio.timeout(10):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+    reader, writer = await send(server, b"\r\n" * (http_server.HEAD_BYTES_MAX // 2 + 1))
+    assert (await refusal(reader))[0] == 431
+    writer.close()
+    assert not caplog.records
+
+
+async def test_there_are_no_web_sockets(server: str):
+    """They would leave the protocol whose limits are held here."""
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"
+    reader, writer = await send(server, b"GET /health HTTP/1.1\r\nHost: satchel\r\n" + upgrade + b"\r\n")
+    async with asyncio.timeout(10):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200"), "as if it had not asked for one"
     writer.close()
 
 

@@ -225,7 +225,8 @@ def test_after_kill_nine_the_next_server_starts_at_once(launch: Callable[..., Se
     session = again.session()
     # By its program: process numbers start again from the bottom on a machine that has run for long.
     names = {psutil.Process(pid).name(): pid for pid in session.members()}
-    assert not [name for name in names if "Agent" in name], "a raylet ends with its agents, and nobody needs them"
+    programs = [psutil.Process(pid).cmdline() for pid in session.members()]
+    assert not [it for it in programs if "DashboardAgent" in str(it)], "a raylet ends with it, and nobody needs it"
     os.kill(names["gcs_server"], signal.SIGKILL)
     assert again.process.wait(timeout=STOP_TIMEOUT_S) == 1
     assert again.says("satchel: the endpoint is gone: Ray ended by itself")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ def test_the_synchronous_forms_say_the_same(handles: Cluster):
     reply = handles.generate_sync([{"role": "user", "content": "Hello."}], temperature=0)
     assert (reply.finish_reason, str(reply)) == ("stop", reply.text)
     assert handles.generate_sync("one, two, three,", max_tokens=3, temperature=0).completion_tokens == 3
+
+
+def test_tasks_of_users_have_environments_of_their_own(handles: Cluster):
+    """Ray asks an agent for them; a node without it ends."""
+
+    @ray.remote(num_cpus=0, runtime_env={"env_vars": {"CODE_OF_DORA": "7777"}})
+    def read() -> str | None:
+        return os.environ.get("CODE_OF_DORA")
+
+    assert ray.get(read.remote(), timeout=60) == "7777"
 
 
 async def test_concurrent_turns_of_one_agent_are_all_remembered(handles: Cluster):
