@@ -56,6 +56,11 @@ class Sequence:
         return tokens
 
 
+def is_remembered(request: GenerateRequest) -> bool:
+    """Whether a row becomes its agent's memory; of several choices only the first does."""
+    return bool(request.agent) and request.reusable and request.sampling.choice == 0
+
+
 @dataclass(frozen=True)
 class Restored:
     """What was read back for a request.
@@ -106,7 +111,7 @@ class RowMemory:
         return self._spec.reusable and (self._has_room or self._on_disk(sequence))
 
     def _on_disk(self, sequence: Sequence) -> bool:
-        return self._writes and bool(sequence.request.agent)
+        return self._writes and is_remembered(sequence.request)
 
     def pin(self, sequence: Sequence, tokens: int) -> None:
         """Keep the whole blocks that memory has of the row's first `tokens` tokens until `find` or `leave`."""
@@ -201,6 +206,11 @@ class RowMemory:
         """About how much `unsaved_blocks` would give."""
         blocks = sum(block not in saved for block in sequence.ids[: self._whole(sequence)])
         return blocks * BLOCK_TOKENS * self._spec.bytes_per_token
+
+    def drop_snapshots(self, sequence: Sequence, saved: Container[bytes]) -> None:
+        """Hold no snapshots of blocks that are in `saved`: those of a row that was not read back in time."""
+        for block in [block for block in sequence.snapshots if block in saved]:
+            del sequence.snapshots[block]
 
     def unsaved_blocks(self, sequence: Sequence, saved: Container[bytes]) -> list[Unsaved]:
         """The whole blocks in the row's caches that are not in `saved`, in order.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .disk_tier import DiskTier, Turn
-from .memory import RowMemory, Sequence, Unsaved
+from .memory import RowMemory, Sequence, Unsaved, is_remembered
 
 PIECE_BYTES = 32 * 2**20
 """How much of a row that goes on is worth writing."""
@@ -55,6 +55,7 @@ class Turns:
         if disk is None:
             return
         known = _SavedOrComing(disk.saved, self._coming)
+        self._memory.drop_snapshots(sequence, known)
         nbytes = self._memory.unsaved_bytes(sequence, known)
         if nbytes >= PIECE_BYTES and disk.has_room(nbytes):
             self._offer(disk, sequence, [], self._memory.unsaved_blocks(sequence, known))
@@ -74,9 +75,7 @@ class Turns:
             self._disk.write(turn)
 
     def _disk_of(self, sequence: Sequence) -> DiskTier | None:
-        """Of an agent's several choices only the first is its memory."""
-        request = sequence.request
-        return self._disk if request.agent and request.reusable and request.sampling.choice == 0 else None
+        return self._disk if is_remembered(sequence.request) else None
 
     def _offer(self, disk: DiskTier, sequence: Sequence, chain: list[bytes], unsaved: list[Unsaved]) -> None:
         self._writers += 1

@@ -14,6 +14,7 @@ import pytest
 
 from satchel.actors.replica import disk_tier, models, restores
 from satchel.actors.replica.disk_tier import DiskTier, Prompt, Turn, Written
+from satchel.actors.replica.turns import Turns
 from satchel.actors.replica.models import LoadedModel
 from satchel.actors.replica.scheduler import Limits, Row, Scheduler
 from satchel.cluster.errors import Unavailable
@@ -198,6 +199,27 @@ def test_snapshots_reach_the_disk_however_little_memory_keeps(tmp_path: Path, no
         found.append(bench.run("fork", [*prompt_of(1600), *prompt_of(50, seed=4)], max_tokens=1).cached)
         place.store.close()
     assert found[0] == found[1] and found[0]
+
+
+def test_snapshots_that_are_on_the_disk_are_not_held_for_it(
+    tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor those of choices that nobody remembers."""
+    folder = write_model(tmp_path / "qwen3_next", "qwen3_next")
+    loaded = models.load(
+        str(folder), context_tokens_max=None, progress=lambda *_: None, weights="stored", numerics="reproducible"
+    )
+    bench, disk = process(loaded, node)
+    bench.run("row", prompt_of(2100), agent=AGENT, max_tokens=3)
+    write_down(bench, disk)
+    node.restart()
+    held: dict[str, int] = {}
+    monkeypatch.setattr(Turns, "note", lambda self, row, ended: held.update({row.id: len(row.snapshots)}))
+    bench, disk = process(loaded, node)
+    monkeypatch.setattr(disk, "load", lambda *_, read=disk.load: None if read(*_) else None)
+    for choice in (0, 1):
+        bench.run(f"choice {choice}", prompt_of(2100), agent=AGENT, max_tokens=3, choice=choice)
+    assert held == {"choice 0": 0, "choice 1": 0}
 
 
 def test_pictures_that_kv_was_to_stand_for_are_read_back_where_it_does_not_come(
