@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-VERSION = 8
+VERSION = 9
 
 T = TypeVar("T")
 
@@ -85,7 +85,9 @@ class GenerateRequest:
     KV of the prompt's first `pull_tokens` tokens is to be fetched from the node `pull_from` before, as far as it is not
     here; "" for no node. The agent has had the prompt's first `remembered_tokens` tokens in earlier turns; 0 where that
     is not known. Where it is not `reusable` no other request can find its KV, so none is kept when it ends. `block_ids`
-    and `root_id` are made of `model_id`, b"" where nobody has said which that is.
+    and `root_id` are made of `model_id`, b"" where nobody has said which that is. Tenants take turns, and of one
+    tenant its flows. Of the tenant's KV that nobody uses the replica's memory keeps `memory_bytes_max`, None without a
+    limit of its own.
     """
 
     request_id: str
@@ -106,6 +108,9 @@ class GenerateRequest:
     remembered_tokens: int = 0
     reusable: bool = True
     model_id: bytes = b""
+    tenant: str = ""
+    flow: str = ""
+    memory_bytes_max: int | None = None
 
 
 TokenLogprobs = tuple[float, list[tuple[int, float]]]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from ..cluster.audit import Audit
 from ..cluster.errors import AgentNotFound, DeadlineExceeded, InvalidRequest, Unavailable
+from .access.callers import Caller
+from .access.guard import require_admin
 from .agent_views import PAGE_MAX, agent_info, agent_page, forget_agent, fork_agent, release_agent
 from .agents import AgentMemory
 from .cluster_routes import MoveBody
@@ -17,7 +21,7 @@ from .generation import Generator
 from .http import BodyReader, CancelOnDisconnect
 from .openai import ForkBody, InjectBody, parse_body
 from .remembered import HEADER
-from .requests import TENANT, ChatRequest, agent_key
+from .requests import ChatRequest, agent_key
 
 _PAGE = 20
 
@@ -25,9 +29,10 @@ _PAGE = 20
 class AgentRoutes:
     """What can be done with agents, and with the KV that replicas keep for reuse."""
 
-    def __init__(self, generator: Generator, bodies: BodyReader) -> None:
+    def __init__(self, generator: Generator, bodies: BodyReader, audit: Audit | None = None) -> None:
         self._generator = generator
         self._bodies = bodies
+        self._audit = audit
 
     async def list_agents(self, request: Request) -> Response:
         """The agents that are remembered, by their ids; `limit` and `after` page through them."""
@@ -35,15 +40,18 @@ class AgentRoutes:
         if not (given.isascii() and given.isdigit() and len(given) < 10):
             raise InvalidRequest(f"limit must be 1 to {PAGE_MAX}", param="limit")
         after = request.query_params.get("after", "")
-        return JSONResponse(await agent_page(self._memory.store, self._generator.backend, TENANT, int(given), after))
+        caller: Caller = request.state.caller
+        page = await agent_page(self._memory.store, self._generator.backend, caller.tenant, int(given), after)
+        # Agents of other tenants are among these.
+        return JSONResponse(page if caller.admin else {**page, "let_go": None})
 
-    async def get_agent(self, agent_id: str) -> Response:
+    async def get_agent(self, request: Request, agent_id: str) -> Response:
         """One agent."""
-        return JSONResponse(await agent_info(self._memory.store, self._generator.backend, agent_key(agent_id)))
+        return JSONResponse(await agent_info(self._memory.store, self._generator.backend, _key(request, agent_id)))
 
     async def inject(self, request: Request, agent_id: str) -> Response:
         """Put messages into an agent's memory, without a reply."""
-        agent_key(agent_id)
+        _key(request, agent_id)
         async with self._bodies.reading(request) as data:
             body = await asyncio.to_thread(parse_body, InjectBody, data)
         waited_s = time.perf_counter() - request.state.arrived
@@ -54,6 +62,7 @@ class AgentRoutes:
             agent_continue=True,
             request_id=request.state.request_id,
             waited_s=waited_s,
+            caller=request.state.caller,
         )
         async with CancelOnDisconnect(request.receive):
             usage, remembered = await self._generator.inject(work)
@@ -71,18 +80,19 @@ class AgentRoutes:
 
     async def fork(self, request: Request, agent_id: str) -> Response:
         """Copy an agent to a new id."""
-        key = agent_key(agent_id)
+        key = _key(request, agent_id)
         async with self._bodies.reading(request) as data:
             body = await asyncio.to_thread(parse_body, ForkBody, data)
         return JSONResponse(await fork_agent(self._memory.store, key, body.target))
 
-    async def release(self, agent_id: str) -> Response:
+    async def release(self, request: Request, agent_id: str) -> Response:
         """Drop an agent's KV from the replicas' memory; what is on the disk stays."""
-        return JSONResponse(await release_agent(self._memory.store, agent_key(agent_id)))
+        return JSONResponse(await release_agent(self._memory.store, _key(request, agent_id)))
 
     async def move(self, request: Request, agent_id: str) -> Response:
-        """Make another node an agent's home. A client that leaves does not stop it."""
-        key = agent_key(agent_id)
+        """Make another node an agent's home. A client that leaves does not stop it. For administrators."""
+        require_admin(request.state.caller)
+        key = _key(request, agent_id)
         async with self._bodies.reading(request) as data:
             body = await asyncio.to_thread(parse_body, MoveBody, data)
         limit_s = self._generator.config.timeouts.request_s
@@ -91,20 +101,25 @@ class AgentRoutes:
                 done = await self._memory.moves.move(key, body.to)
         except TimeoutError:
             raise DeadlineExceeded(f"the agent was not moved within {limit_s:g} s (timeouts.request_s)") from None
+        self._note(request, "agent moved", agent=agent_id, to=body.to)
         return JSONResponse(done)
 
-    async def forget(self, agent_id: str) -> Response:
+    async def forget(self, request: Request, agent_id: str) -> Response:
         """Erase an agent's memory."""
-        if not await forget_agent(self._memory, agent_key(agent_id)):
+        if not await forget_agent(self._memory, _key(request, agent_id)):
             raise AgentNotFound(f"there is no agent {agent_id!r}", param="id")
         return JSONResponse({"id": agent_id, "object": "agent.deleted", "deleted": True})
 
-    async def clear_cache(self) -> Response:
-        """Let every replica drop the KV that it keeps for reuse. Agents' memory stays."""
-        return JSONResponse({"object": "cache.deleted", "deleted": True, "bytes": await self._memory.store.clear()})
+    async def clear_cache(self, request: Request) -> Response:
+        """Let every replica drop the KV that it keeps for reuse. Agents' memory stays. For administrators."""
+        require_admin(request.state.caller)
+        freed = await self._memory.store.clear()
+        self._note(request, "cache cleared", bytes=freed)
+        return JSONResponse({"object": "cache.deleted", "deleted": True, "bytes": freed})
 
-    async def cache_stats(self) -> Response:
-        """What the replicas keep for reuse, and what that has saved."""
+    async def cache_stats(self, request: Request) -> Response:
+        """What the replicas keep for reuse, and what that has saved. For administrators."""
+        require_admin(request.state.caller)
         stats = [each for each in await self._generator.backend.stats() if each.answers]
         answer = {
             "object": "cache.stats",
@@ -116,8 +131,23 @@ class AgentRoutes:
         }
         return JSONResponse(answer)
 
+    def _note(self, request: Request, what: str, **details: Any) -> None:
+        if self._audit is not None:
+            caller: Caller = request.state.caller
+            who = {"tenant": caller.tenant, "key": caller.key, "host": caller.host}
+            self._audit.note(what, **who, request_id=request.state.request_id, **details)
+
     @property
     def _memory(self) -> AgentMemory:
         if self._generator.memory is None:
             raise Unavailable("this endpoint keeps no agents' memory", retry_after_s=None)
         return self._generator.memory
+
+
+def _key(request: Request, agent_id: str) -> str:
+    """The agent's key; whoever asks names only agents of their own.
+
+    Raises:
+        InvalidRequest: not an agent id.
+    """
+    return agent_key(agent_id, request.state.caller.tenant)

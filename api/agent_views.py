@@ -31,7 +31,7 @@ async def agent_page(store: Store, backend: Backend, tenant: str, limit: int, af
     """
     if not 1 <= limit <= PAGE_MAX:
         raise InvalidRequest(f"limit must be 1 to {PAGE_MAX}", param="limit")
-    found = await store.call("agents", tenant, _key(after, "after") if after else f"{tenant}/", limit + 1)
+    found = await store.call("agents", tenant, _key(after, "after", tenant) if after else f"{tenant}/", limit + 1)
     names = await _names(backend)
     data = [_view(each, names) for each in found[:limit]]
     return {
@@ -76,14 +76,14 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
 
 
 async def fork_agent(store: Store, key: str, target: Any) -> dict[str, Any]:
-    """Copy the agent to the new id `target`.
+    """Copy the agent to the new id `target` of the same tenant.
 
     Raises:
         AgentNotFound, AgentExists, InvalidRequest: there is nothing to copy, or no place for it.
     """
     if not isinstance(target, str) or not target:
         raise InvalidRequest("as must be the new agent's id", param="as")
-    new = _key(target, "as")
+    new = _key(target, "as", key.partition("/")[0])
     branches = await store.call("fork", key, new)
     return {"id": target, "object": "agent.fork", "forked_from": agent_id_of(key), "branches": branches}
 
@@ -153,8 +153,8 @@ def _pictures(transcript: bytes) -> list[dict[str, Any]]:
     return [{"hash": each.hash.hex(), "width": each.width, "height": each.height} for each in said]
 
 
-def _key(agent: str, name: str) -> str:
+def _key(agent: str, name: str, tenant: str) -> str:
     try:
-        return agent_key(agent)
+        return agent_key(agent, tenant)
     except InvalidRequest as error:
         raise InvalidRequest(error.message.replace("agent_id", name, 1), param=name) from None

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -17,8 +18,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from ..cluster.audit import Audit
 from ..cluster.config import Config
 from ..cluster.errors import InvalidRequest, ModelNotFound, SatchelError, Unavailable
+from ..cluster.keys import KeyRing
+from .access.callers import Caller
+from .access.guard import KeyGuard, require_admin
 from .agent_metrics import AgentMetrics
 from .agent_routes import AgentRoutes
 from .agents import AgentMemory
@@ -57,17 +62,26 @@ _NODES_TIMEOUT_S = 2.0
 
 
 def create_app(
-    backend: Backend, config: Config, *, generator: Generator | None = None, memory: AgentMemory | None = None
+    backend: Backend,
+    config: Config,
+    *,
+    generator: Generator | None = None,
+    memory: AgentMemory | None = None,
+    keys: KeyRing | None = None,
+    audit: Audit | None = None,
 ) -> FastAPI:
     """The application. One an event loop.
 
     Args:
+        keys: who may use it; None for everybody.
+        audit: where it is written down what administrators did and whose key was refused.
         generator: to share the pipeline (its tokenizers, its memory of agents) with others on the same loop.
         memory: what agents remember, where no `generator` is given; None for nothing.
     """
     app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
     endpoint = _Endpoint(backend, config, generator or Generator(backend, config, memory=memory), Metrics())
     add_error_handlers(app)
+    app.add_middleware(KeyGuard, keys=keys, audit=audit)
     if origins := [origin.lower() for origin in config.endpoint.origins]:
         app.add_middleware(
             CORSMiddleware,
@@ -92,7 +106,7 @@ def create_app(
     route("/v1/models/{model_id:path}", endpoint.get_model)
     route("/health", endpoint.health)
     route("/metrics", endpoint.show_metrics)
-    agents = AgentRoutes(endpoint.generator, endpoint.bodies)
+    agents = AgentRoutes(endpoint.generator, endpoint.bodies, audit)
     route("/v1/agents", agents.list_agents)
     route("/v1/agents/{agent_id}", agents.get_agent)
     route("/v1/agents/{agent_id}", agents.forget, "DELETE")
@@ -135,7 +149,8 @@ class _Endpoint:
     async def chat_completions(self, request: Request) -> Response:
         """The next message of a conversation."""
         body, agent = await self._read(request, ChatBody)
-        chat = body.request(agent, request.state.request_id, _waited_s(request))
+        caller: Caller = request.state.caller
+        chat = replace(body.request(agent, request.state.request_id, _waited_s(request)), caller=caller)
         if body.stream:
             return _EventStream(self, chat, include_usage=body.include_usage)
         streams, answers = await self._answer(request, chat)
@@ -145,34 +160,39 @@ class _Endpoint:
     async def completions(self, request: Request) -> Response:
         """The continuation of one or several texts."""
         body, agent = await self._read(request, CompletionBody)
-        completion = body.request(agent, request.state.request_id, _waited_s(request))
+        caller: Caller = request.state.caller
+        completion = replace(body.request(agent, request.state.request_id, _waited_s(request)), caller=caller)
         if body.stream:
             return _EventStream(self, completion, include_usage=body.include_usage)
         streams, answers = await self._answer(request, completion)
         return JSONResponse(completion_body(streams[0].model.name, answers), headers=self.headers(streams))
 
-    async def list_models(self) -> Response:
-        """Every model that has been loaded, the default first."""
-        models = await _probe(self._backend.models())
+    async def list_models(self, request: Request) -> Response:
+        """Every model that has been loaded and that the caller may use, the default first."""
+        caller: Caller = request.state.caller
+        models = [model for model in await _probe(self._backend.models()) if caller.may_use(model.name)]
         return JSONResponse({"object": "list", "data": [model_body(model) for model in models]})
 
-    async def get_model(self, model_id: str) -> Response:
+    async def get_model(self, request: Request, model_id: str) -> Response:
         """One model."""
+        caller: Caller = request.state.caller
         for model in await _probe(self._backend.models()):
-            if model.name == model_id:
+            if model.name == model_id and caller.may_use(model_id):
                 return JSONResponse(model_body(model))
         raise ModelNotFound(f"the model {model_id!r} does not exist", param="model")
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """200 where a replica of every served model answers, else 503. `disk_errors` says on which nodes no KV is kept
-        on disk now, and why; answers need none."""
+        on disk now, and why; answers need none. Who is no administrator hears the status only."""
+        caller: Caller = request.state.caller
         models, nodes = await asyncio.gather(_probe(self._backend.health()), self._nodes())
         closed = {node.name: node.disk_error for node in nodes if node.disk_error}
-        more: dict[str, Any] = {"disk_errors": closed} if closed else {}
+        more: dict[str, Any] = {"models": models} if caller.admin else {}
+        if closed and caller.admin:
+            more["disk_errors"] = closed
         if models and all(models.values()):
-            return JSONResponse({"status": "ok", "models": models, **more})
-        body = {"status": "unavailable", "models": models, **more}
-        return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
+            return JSONResponse({"status": "ok", **more})
+        return JSONResponse({"status": "unavailable", **more}, status_code=503, headers={"Retry-After": "1"})
 
     async def _nodes(self) -> list[NodeState]:
         """The nodes, none where nobody tells in time: what is shown of them is not worth failing for."""
@@ -181,8 +201,9 @@ class _Endpoint:
         except (SatchelError, TimeoutError):
             return []
 
-    async def show_metrics(self) -> Response:
-        """Prometheus' text format."""
+    async def show_metrics(self, request: Request) -> Response:
+        """Prometheus' text format. For administrators."""
+        require_admin(request.state.caller)
         stats, nodes = await asyncio.gather(_probe(self._backend.stats()), self._nodes())
         text = self.metrics.render(stats, self._backend.failovers, nodes)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})

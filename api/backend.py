@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..actors.messages import Media, RowUpdate, Sampling
+from ..cluster.keys import OWNER
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,10 @@ class RowRequest:
 
     Attributes:
         agent: the agent's key, or "" for none.
+        tenant: whose row it is.
+        flow: takes turns with others of the tenant: the agent's key, or what stands for a caller without one.
+        cache_salt: KV is shared only with rows of the same one.
+        memory_bytes_max: what a replica keeps of the tenant's KV in memory for reuse; None has no limit of its own.
         prompt: token ids, at least one.
         request_id: unique among all rows.
         priority: as the caller gave it; a higher number goes first.
@@ -158,6 +163,10 @@ class RowRequest:
     beside: str = ""
     media: Sequence[Media] = ()
     remembered_tokens: int = 0
+    tenant: str = OWNER
+    flow: str = ""
+    cache_salt: str = ""
+    memory_bytes_max: int | None = None
 
 
 class Backend(Protocol):

@@ -1,4 +1,4 @@
-"""The command line: `satchel serve | up | down | join | leave | status | models | agents | chat | explain | …`.
+"""The command line: `satchel serve | up | down | join | leave | status | models | agents | keys | chat | explain | …`.
 
 A mistake or a failure is one sentence on standard error and exit code 1 (2 for a wrong command line), never a
 traceback. Nothing heavy is imported until a command needs it.
@@ -16,6 +16,7 @@ from ..cluster.config import Config, default_config, load_config
 from ..cluster.errors import SatchelError
 from .cli_agents import app as agents
 from .cli_cluster import ListenOption, PortOption, down, install_service, join, leave, up, with_endpoint
+from .cli_keys import app as keys
 from .cli_models import HomeOption, JsonOption, chosen_home
 from .cli_models import app as models
 from .cli_probe import probe
@@ -31,6 +32,7 @@ app = typer.Typer(
 
 app.add_typer(models, name="models")
 app.add_typer(agents, name="agents")
+app.add_typer(keys, name="keys")
 
 ConfigOption = Annotated[
     Optional[Path],  # noqa: UP045

@@ -175,10 +175,9 @@ def _homes(session: httpx.Client) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def _endpoint(given: Path | None, timeout_s: float) -> Iterator[httpx.Client]:
-    from .cli_http import client, running_endpoint
+    from .cli_http import client
 
-    _, url = running_endpoint(chosen_home(given))
-    with client(url, timeout_s=timeout_s) as session:
+    with client(chosen_home(given), timeout_s=timeout_s) as session:
         yield session
 
 

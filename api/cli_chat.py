@@ -11,7 +11,7 @@ import httpx
 
 from ..cluster.config import Home
 from ..cluster.errors import SatchelError
-from .cli_http import client, error_of, get_json, running_endpoint
+from .cli_http import client, error_of, get_json
 
 _SILENCE_S_MAX = 600.0
 """How long the endpoint may send nothing, as while a long prompt is computed."""
@@ -24,8 +24,7 @@ def chat(home: Home, *, agent: str | None, model: str | None, text: str | None) 
         NotRunning: no server runs on the home, or it does not answer.
         SatchelError: the endpoint refused the request.
     """
-    _, url = running_endpoint(home)
-    with client(url, timeout_s=_SILENCE_S_MAX) as session:
+    with client(home, timeout_s=_SILENCE_S_MAX) as session:
         if model is None:
             model = _first_model(session)
         if text is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 from ..cluster.config import Home
 from ..cluster.connection import ClusterRecord, find_cluster
 from ..cluster.errors import NotRunning, SatchelError
+from ..cluster.keys import owner_key
 
 
 def running_endpoint(home: Home) -> tuple[ClusterRecord, str]:
@@ -26,19 +28,41 @@ def running_endpoint(home: Home) -> tuple[ClusterRecord, str]:
 
 
 @contextmanager
-def client(url: str, *, timeout_s: float) -> Iterator[httpx.Client]:
-    """An HTTP client of the endpoint that turns connection failures into sentences. Proxies are for other hosts.
+def client(home: Home, *, timeout_s: float) -> Iterator[httpx.Client]:
+    """An HTTP client of the endpoint that runs on the home, with its owner's key. It turns connection failures into
+    sentences. Proxies are for other hosts.
 
     Raises:
-        NotRunning: nothing answers at the URL.
+        NotRunning: nothing runs there, or does not answer.
     """
+    record, url = running_endpoint(home)
+    options: dict[str, Any] = {"timeout": httpx.Timeout(timeout_s, connect=5.0), "trust_env": False}
+    if key := owner_key(home):
+        options["headers"] = {"Authorization": f"Bearer {key}"}
+    if record.certificate is not None:
+        options["verify"] = trusting(record.certificate)
     try:
-        with httpx.Client(base_url=url, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False) as session:
+        with httpx.Client(base_url=url, **options) as session:
             yield session
     except httpx.TimeoutException:
         raise NotRunning(f"the endpoint at {url} does not answer in time") from None
     except httpx.TransportError as error:
         raise NotRunning(f"cannot reach the endpoint at {url}: {error}") from None
+
+
+def trusting(certificate: str) -> ssl.SSLContext:
+    """Trusts this certificate and no other, whoever signed it and for whatever name: it is this machine's own.
+
+    Raises:
+        NotRunning: it cannot be read.
+    """
+    try:
+        context = ssl.create_default_context(cafile=certificate)
+    except (OSError, ssl.SSLError) as error:
+        raise NotRunning(f"cannot read the endpoint's certificate {certificate}: {error}") from None
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False
+    return context
 
 
 def error_of(response: httpx.Response) -> SatchelError:

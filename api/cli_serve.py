@@ -21,8 +21,9 @@ from ..cluster.config import Config, Home
 from ..cluster.connection import Invitation
 from ..cluster.errors import SatchelError
 from ..cluster.home import prepare_home, write_private
+from ..cluster.keys import write_owner_key
 from ..cluster.launch import Launcher
-from ..cluster.ports import check_port_free
+from ..cluster.ports import check_endpoint, check_port_free
 from ..cluster.runtime import LocalCluster
 from .cli_progress import Progress
 
@@ -121,7 +122,8 @@ class StartUp(threading.Thread):
             self._progress.report("Waiting for the other nodes", None)
             for late in self.launcher.wait(NODES_WAIT_S):
                 self._progress.say(f"Node {late}")
-        self._cluster.publish_endpoint(deployment.url)
+        tls = self._config.endpoint.tls
+        self._cluster.publish_endpoint(deployment.url, None if tls is None else tls.certificate)
         self._cluster.note_processes()
         self.deployment = deployment
 
@@ -132,10 +134,12 @@ def serve(config: Config, home: Home) -> None:
 
     Raises:
         PortInUse: the endpoint's port is taken. Nothing has been started then.
-        ClusterError: the home cannot be used, or the address not be listened on.
+        ClusterError: the home cannot be used, or the address not be listened on, or strangers could use the endpoint.
     """
     check_port_free(config.endpoint.listen, config.endpoint.port)
     prepare_home(home)
+    check_endpoint(config.endpoint, home)
+    write_owner_key(home)
     signals = StopSignals()
     signals.install()
     progress = Progress()

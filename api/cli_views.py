@@ -111,7 +111,7 @@ def show_status(home: Home, *, as_json: bool) -> None:
         NotRunning: no server runs on the home, or it does not answer.
     """
     record, url = running_endpoint(home)
-    with client(url, timeout_s=15.0) as session:
+    with client(home, timeout_s=15.0) as session:
         health = get_json(session, "/health", also=(503,))
         metrics = session.get("/metrics")
         if not metrics.is_success:
@@ -170,8 +170,7 @@ def show_models(home: Home, *, as_json: bool) -> None:
     Raises:
         NotRunning: no server runs on the home, or it does not answer.
     """
-    _, url = running_endpoint(home)
-    with client(url, timeout_s=15.0) as session:
+    with client(home, timeout_s=15.0) as session:
         found = get_json(session, "/v1/models")
     if as_json:
         print(json.dumps(found.get("data", []), indent=2))
@@ -189,8 +188,7 @@ def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
         NotRunning: no server runs on the home, or it does not answer.
         SatchelError: nothing is remembered of the request.
     """
-    _, url = running_endpoint(home)
-    with client(url, timeout_s=15.0) as session:
+    with client(home, timeout_s=15.0) as session:
         found = get_json(session, f"/v1/cluster/decisions/{quote(request_id, safe='')}")
     if as_json:
         print(json.dumps(found, indent=2))

@@ -24,6 +24,7 @@ from ..cluster.config import Home, Model, parse_model
 from ..cluster.connection import connect_ray, connect_ray_address, find_cluster
 from ..cluster.environment import default_home
 from ..cluster.errors import NotRunning
+from ..cluster.keys import OWNER
 from .agent_homes import AgentHomes
 from .agent_views import agent_page
 from .agents import AgentMemory
@@ -36,7 +37,7 @@ from .logprobs import ShownToken
 from .options import make_options
 from .ray_store import RayStore
 from .remembered import Remembered
-from .requests import TENANT, ChatRequest, CompletionRequest
+from .requests import ChatRequest, CompletionRequest
 from .streams import Answer, TextStream
 
 T = TypeVar("T")
@@ -193,7 +194,7 @@ class Cluster:
 
     async def _agents(self, limit: int, after: str) -> list[dict[str, Any]]:
         assert self._generator.memory is not None
-        page = await agent_page(self._generator.memory.store, self._generator.backend, TENANT, limit, after)
+        page = await agent_page(self._generator.memory.store, self._generator.backend, OWNER, limit, after)
         return page["data"]
 
     async def nodes(self) -> list[dict[str, Any]]:

@@ -12,11 +12,13 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
 from ..cluster.errors import InvalidRequest, Unavailable
+from .access.callers import Caller
+from .access.guard import require_admin
 from .agents import AgentMemory
 from .backend import Backend
 from .cluster_views import AGENTS_MAX, TokenRates, cluster_view
 from .openai_answers import error_body
-from .requests import TENANT, agent_key
+from .requests import agent_key
 
 VIEW_S = 12.0
 """How long everything that a view asks may take together."""
@@ -34,53 +36,58 @@ class MoveBody(BaseModel):
 
 
 class ClusterRoutes:
-    """What nodes and replicas do, and why requests went where they did."""
+    """What nodes and replicas do, and why requests went where they did. For administrators."""
 
     def __init__(self, backend: Backend, memory: AgentMemory | None) -> None:
         self._backend = backend
         self._store = memory.store if memory is not None else None
         self._rates = TokenRates(time.monotonic)
-        self._views: dict[bool, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
-        """With agents and without: when each was begun, and who makes it."""
+        self._views: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
+        """With a tenant's agents and without any: when each was begun, and who makes it."""
 
     async def show(self, request: Request) -> Response:
-        """Nodes, replicas and the first agents; `agents` says how many of those at most."""
+        """Nodes, replicas and the first of the caller's agents; `agents` says how many of those at most."""
+        caller: Caller = request.state.caller
+        require_admin(caller)
         given = request.query_params.get("agents", str(AGENTS_MAX))
         if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) <= AGENTS_MAX):
             raise InvalidRequest(f"agents must be 0 to {AGENTS_MAX}", param="agents")
         # Shielded: others may wait for the same view.
-        view = await asyncio.shield(self._view(bool(int(given))))
+        view = await asyncio.shield(self._view(caller.tenant if int(given) else None))
         shown = view["agents"][: int(given)]
         if len(shown) < len(view["agents"]):
             view = {**view, "agents": shown, "agents_count": len(shown), "agents_has_more": True}
         return JSONResponse(view)
 
-    def _view(self, with_agents: bool) -> asyncio.Task[dict[str, Any]]:
+    def _view(self, tenant: str | None) -> asyncio.Task[dict[str, Any]]:
         """The view that is being made or has just been, else a new one."""
-        begun_at, task = self._views.get(with_agents, (0.0, None))
+        begun_at, task = self._views.get(tenant, (0.0, None))
         if task is None or (task.done() and time.monotonic() - begun_at > FRESH_S):
             # Nobody's child: the request that asked first may end before the others.
-            task = asyncio.create_task(self._look(with_agents), context=contextvars.Context())
-            self._views[with_agents] = time.monotonic(), task
+            task = asyncio.create_task(self._look(tenant), context=contextvars.Context())
+            self._views[tenant] = time.monotonic(), task
         return task
 
-    async def _look(self, with_agents: bool) -> dict[str, Any]:
-        store = self._store if with_agents else None
+    async def _look(self, tenant: str | None) -> dict[str, Any]:
+        store = None if tenant is None else self._store
         try:
             async with asyncio.timeout(VIEW_S):
-                return await cluster_view(self._backend, store, self._rates, tenant=TENANT)
+                return await cluster_view(self._backend, store, self._rates, tenant=tenant or "")
         except TimeoutError:
             raise Unavailable(f"the cluster did not answer within {VIEW_S:.0f} s") from None
 
-    async def where(self, agent_id: str) -> Response:
-        """The home of one agent, and which nodes have copies of its memory."""
-        key = agent_key(agent_id)
+    async def where(self, request: Request, agent_id: str) -> Response:
+        """The home of one agent of the caller's, and which nodes have copies of its memory."""
+        caller: Caller = request.state.caller
+        require_admin(caller)
+        key = agent_key(agent_id, caller.tenant)
         if self._store is None:
             raise Unavailable("this endpoint keeps no agents' memory", retry_after_s=None)
         return JSONResponse({"id": agent_id, "object": "agent.place", **await self._store.where(key)})
 
-    async def explain(self, request_id: str) -> Response:
+    async def explain(self, request: Request, request_id: str) -> Response:
         """Why a recent request went where it did."""
+        require_admin(request.state.caller)
         decision = await self._backend.explain(request_id)
         if decision is None:
             message = f"no decision about request {request_id!r} is remembered"

@@ -132,8 +132,8 @@ class RayBackend:
         return [entry.model.name for entry in await self._served.entries()]
 
     async def generate(self, model: ServedModel, row: RowRequest) -> RayGeneration:
-        tenant, _, name = row.agent.partition("/")
-        scope = scope_of(self.config.share, tenant or "default", name, row.request_id)
+        name = row.agent.partition("/")[2]
+        scope = scope_of(self.config.share, row.tenant, name, row.request_id, row.cache_salt)
         root = root_id(model.model_id, scope)
         request_s = self.config.timeouts.request_s
         request = GenerateRequest(
@@ -152,6 +152,9 @@ class RayBackend:
             remembered_tokens=row.remembered_tokens,
             reusable=is_shared(scope),
             model_id=model.model_id,
+            tenant=row.tenant,
+            flow=row.flow,
+            memory_bytes_max=row.memory_bytes_max,
         )
         generation = RayGeneration(self, request, row.beside, scope)
         await generation.start()

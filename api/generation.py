@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from ..cluster.config import Config
 from ..cluster.errors import DeadlineExceeded, InvalidRequest, MemoryFull, ModelNotFound, NoReplica, Unavailable
+from .access.callers import OWNING, Admission, Caller
 from .agent_streams import TurnStream, keeping
 from .agents import AgentMemory, Kept, Turn
 from .backend import Backend, Generation, RowRequest, ServedModel
@@ -34,7 +35,6 @@ from .requests import (
     CompletionRequest,
     Past,
     Request,
-    agent_key,
     prepare_chat,
     prepare_completion,
 )
@@ -90,17 +90,17 @@ class Generator:
         # A generation may send its pictures again. As long as it lives the loader counts them.
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
 
-    async def served(self, name: str = "") -> ServedModel:
-        """The model called `name`; "" is the default one.
+    async def served(self, name: str = "", caller: Caller = OWNING) -> ServedModel:
+        """The model called `name`; "" is the first one that the caller may use.
 
         Raises:
-            ModelNotFound: no such model.
+            ModelNotFound: no such model that the caller may use.
             NoReplica: it is served and has not been loaded yet.
         """
-        names = await self.backend.names()
+        names = [name for name in await self.backend.names() if caller.may_use(name)]
         wanted = name or next(iter(names), "")
         for model in await self.backend.models():
-            if model.name == wanted:
+            if model.name == wanted and wanted in names:
                 return model
         if wanted in names:
             raise NoReplica(f"the model {wanted!r} is still loading", param="model")
@@ -193,7 +193,8 @@ class Generator:
     async def _prepare_chat(
         self, request: ChatRequest, deadline: float, turns: list[Turn], *, reply: bool = True
     ) -> _Job:
-        agent = agent_key(request.agent)
+        agent = request.agent_key
+        _check_salt(request)
         if request.agent_continue and not agent:
             raise InvalidRequest("agent_continue needs an agent: X-Agent-ID or agent_id", param="agent_continue")
         if request.agent_continue and self.memory is None:
@@ -237,7 +238,8 @@ class Generator:
         """Check, encode and queue the prompts; the choices of the first come first. Otherwise as `start_chats`."""
 
         async def prepare(deadline: float) -> _Job:
-            agent = agent_key(request.agent)
+            agent = request.agent_key
+            _check_salt(request)
             model, text = await self._chosen(request)
             prompts_max = self.config.scheduling.queue_requests_max // request.choices
             prompts = await asyncio.to_thread(prepare_completion, text, model, request, prompts_max)
@@ -271,7 +273,8 @@ class Generator:
 
     async def _chosen(self, request: Request) -> tuple[ServedModel, TextModel]:
         """The request's model, once it is known that it can do what the options ask."""
-        model = await self.served(request.model)
+        model = await self.served(request.model, request.caller)
+        request.caller.priority(request.options.priority)
         scheduling = self.config.scheduling
         options, limit = request.options, scheduling.max_tokens_max
         if limit is not None and options.max_tokens is not None and options.max_tokens > limit:
@@ -287,23 +290,29 @@ class Generator:
         given = job.request.options.seed
         seeds = [secrets.randbits(63) if given is None else given for _ in job.prompts]
         starts = list(zip(job.prompts, seeds, strict=True))
-        first = await _all_or_none([self._start(job, prompt, seed) for prompt, seed in starts])
-        others = range(1, job.request.choices)
+        rows = len(starts) * job.request.choices
+        admission = job.request.caller.admit(rows, sum(len(prompt) for prompt in job.prompts))
+        first: list[TextStream] = []
         try:
+            first = await _all_or_none([self._start(job, admission, prompt, seed) for prompt, seed in starts])
+            others = range(1, job.request.choices)
             rest = await _all_or_none(
                 [
-                    self._start(job, prompt, seed, choice, stream.replica)
+                    self._start(job, admission, prompt, seed, choice, stream.replica)
                     for (prompt, seed), stream in zip(starts, first, strict=True)
                     for choice in others
                 ]
             )
         except BaseException:
             await abort_all(first)
+            admission.close()
             raise
         size = len(others)
         return [row for i, stream in enumerate(first) for row in (stream, *rest[i * size : (i + 1) * size])]
 
-    async def _start(self, job: _Job, prompt: list[int], seed: int, choice: int = 0, beside: str = "") -> TextStream:
+    async def _start(
+        self, job: _Job, admission: Admission, prompt: list[int], seed: int, choice: int = 0, beside: str = ""
+    ) -> TextStream:
         request, model = job.request, job.model
         sampling = request.options.sampling(
             job.text.sampling,
@@ -319,7 +328,11 @@ class Generator:
             prompt=prompt,
             sampling=sampling,
             request_id=row_id,
-            priority=request.options.priority,
+            priority=request.caller.priority(request.options.priority),
+            tenant=request.caller.tenant,
+            flow=job.agent or f"{request.caller.tenant}/ {request.caller.host}",
+            cache_salt=request.cache_salt,
+            memory_bytes_max=request.caller.limits.memory_bytes_max,
             deadline_s=max(0.001, job.deadline - asyncio.get_running_loop().time()),
             choices=request.choices,
             beside=beside,
@@ -335,6 +348,7 @@ class Generator:
             "choice": choice,
             "deadline": job.deadline,
             "abort": self._begin_abort,
+            "on_end": admission.end_row,
         }
         if job.turn is None or job.chat is None or choice:
             return TextStream(generation, job.row_text(prompt), **how)
@@ -357,6 +371,12 @@ class Generator:
         self._aborts.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("aborting a row failed", exc_info=error)
+
+
+def _check_salt(request: Request) -> None:
+    if request.cache_salt and request.agent:
+        message = "cache_salt is for requests without an agent: an agent's memory is found by its id"
+        raise InvalidRequest(message, param="cache_salt")
 
 
 async def _all_or_none(starts: Sequence[Coroutine[Any, Any, TextStream]]) -> list[TextStream]:

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from ..cluster.errors import InvalidRequest
 from .options import (
+    CacheSalt,
     Choices,
     LogitBias,
     MaxTokens,
@@ -86,6 +87,7 @@ class GenerationBody(BaseModel):
     priority: Priority | None = None
     timeout_s: TimeoutS | None = None
     user: str | None = None
+    cache_salt: CacheSalt | None = None
     agent_id: str | None = None
     agent_continue: bool | None = None
 
@@ -157,6 +159,7 @@ class ChatBody(GenerationBody):
             choices=self.choices,
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
             waited_s=waited_s,
+            cache_salt=self.cache_salt or "",
         )
 
 
@@ -181,6 +184,7 @@ class CompletionBody(GenerationBody):
             choices=self.choices,
             max_tokens_default=max(COMPLETION_MAX_TOKENS, self.min_tokens or 0),
             waited_s=waited_s,
+            cache_salt=self.cache_salt or "",
         )
 
 

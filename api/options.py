@@ -78,6 +78,7 @@ Stop = Annotated[tuple[str, ...], BeforeValidator(_stop_strings, json_schema_inp
 StopTokenIds = Annotated[tuple[int, ...], BeforeValidator(_token_ids, json_schema_input_type=list[int])]
 TopLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)]
 Choices = Annotated[int, Field(ge=1, le=CHOICES_MAX)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 TimeoutS = Annotated[float, Field(ge=0.001, le=1e9, allow_inf_nan=False)]
 
 _SILENT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

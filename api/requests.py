@@ -11,6 +11,8 @@ from ..actors.kv_store.media import is_word
 from ..actors.messages import Media
 from ..actors.replica.pictures import PictureProcessor
 from ..cluster.errors import ContextLengthExceeded, InvalidRequest
+from ..cluster.keys import OWNER
+from .access.callers import OWNING, Caller
 from .backend import ServedModel
 from .continuation import PICTURES_CHANGED, Continuation, Line, Match, continue_text
 from .conversation import check_messages, check_prompts, check_tools, check_vocabulary
@@ -19,9 +21,6 @@ from .options import Options
 from .picture_prompt import Medium, media_said, place, with_references, with_words
 from .spelling import common_length
 from .text import TextModel
-
-TENANT = "default"
-"""Every agent belongs to this tenant until tenants exist."""
 
 _AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
 
@@ -33,7 +32,7 @@ class Request:
     `model` "" is the default model; `agent` is the agent's id or "" for none. `request_id` appears in logs and need not
     be unique. `choices` is how many answers every prompt gets. Where `options` are silent about it a row generates at
     most `max_tokens_default`; `max_tokens_field` is the caller's name for what they say. `waited_s` have passed since
-    the request arrived.
+    the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`.
     """
 
     model: str = ""
@@ -44,6 +43,17 @@ class Request:
     max_tokens_default: int | None = None
     max_tokens_field: str = "max_tokens"
     waited_s: float = 0.0
+    caller: Caller = OWNING
+    cache_salt: str = ""
+
+    @property
+    def agent_key(self) -> str:
+        """As `agent_key`.
+
+        Raises:
+            InvalidRequest: not an agent id.
+        """
+        return agent_key(self.agent, self.caller.tenant)
 
 
 @dataclass(frozen=True)
@@ -107,8 +117,8 @@ class Past:
     words: Sequence[Sequence[int]] = ()
 
 
-def agent_key(agent: str) -> str:
-    """The key under which the backend knows an agent; "" for none.
+def agent_key(agent: str, tenant: str = OWNER) -> str:
+    """The key under which the backend knows an agent of the tenant; "" for none.
 
     Raises:
         InvalidRequest: not an agent id.
@@ -117,7 +127,7 @@ def agent_key(agent: str) -> str:
         return ""
     if _AGENT.fullmatch(agent) is None:
         raise InvalidRequest("agent_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ -", param="agent_id")
-    return f"{TENANT}/{agent}"
+    return f"{tenant}/{agent}"
 
 
 def _too_long(amount: str, model: ServedModel, where: str) -> ContextLengthExceeded:

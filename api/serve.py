@@ -13,11 +13,16 @@ from ray import serve
 
 from ..actors import registry
 from ..actors.start import Report, drain, find_replicas, start_actors, wait_until_ready
-from ..cluster.config import Config
+from ..cluster.audit import Audit
+from ..cluster.config import Config, Tls
+from ..cluster.environment import default_home
 from ..cluster.errors import ClusterError, SatchelError, from_wire
+from ..cluster.keys import KeyRing
+from ..cluster.ports import listens_to_strangers
 from .agent_homes import AgentHomes
 from .agents import AgentMemory
 from .app import create_app
+from .cli_http import trusting
 from .dispatch import RayBackend
 from .generation import Generator
 from .ray_store import RayStore
@@ -46,9 +51,15 @@ class Endpoint:
         self._generator = Generator(
             RayBackend(config, homes), config, memory=AgentMemory(RayStore(homes), copy_wait_s=config.copy_wait_s)
         )
-        app = create_app(self._generator.backend, config, generator=self._generator)
-        at = config.endpoint
-        self._server = HttpServer(app, at.listen, at.port, connections_max=at.connections_max)
+        at, home = config.endpoint, default_home()
+        app = create_app(
+            self._generator.backend,
+            config,
+            generator=self._generator,
+            keys=KeyRing(home, required=listens_to_strangers(at)),
+            audit=Audit(home),
+        )
+        self._server = HttpServer(app, at.listen, at.port, connections_max=at.connections_max, tls=at.tls)
         await self._server.start()
         await self.check_health()
 
@@ -82,7 +93,8 @@ class Deployment:
         host = config.endpoint.listen
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
-        self.url = f"http://[{host}]:{config.endpoint.port}" if ":" in host else f"http://{host}:{config.endpoint.port}"
+        scheme = "http" if config.endpoint.tls is None else "https"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.endpoint.port}"
         self.models = [model.name for model in config.models]
 
     def drain(self, timeout_s: float) -> None:
@@ -114,7 +126,7 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     asyncio.run(wait_until_ready(replicas, config.timeouts.model_load_s, report))
     deployment = Deployment(config)
     report("Waiting for the endpoint", None)
-    _await_health(deployment.url)
+    _await_health(deployment.url, config.endpoint.tls)
     error = serve.get_app_handle(APPLICATION).warm.remote().result(timeout_s=config.timeouts.model_load_s)
     if error is not None:
         raise from_wire(error)
@@ -139,10 +151,11 @@ def _start_endpoint(config: Config) -> None:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _await_health(url: str) -> None:
+def _await_health(url: str, tls: Tls | None) -> None:
     ends = time.monotonic() + ENDPOINT_START_S
     last = "no answer"
-    with httpx.Client(timeout=5.0, trust_env=False) as client:
+    verify = True if tls is None else trusting(tls.certificate)
+    with httpx.Client(timeout=5.0, trust_env=False, verify=verify) as client:
         while time.monotonic() < ends:
             try:
                 answer = client.get(f"{url}/health")

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from ..cluster.config import Tls
 from ..cluster.errors import Unavailable
 from .http import STALL_S
 from .openai_answers import error_body
@@ -145,9 +146,15 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class HttpServer:
-    """An application served on one address. Make it, `start` it, `close` it."""
+    """An application served on one address. Make it, `start` it, `close` it.
 
-    def __init__(self, app: ASGIApp, host: str, port: int, *, connections_max: int = 1000) -> None:
+    Args:
+        tls: the certificate for HTTPS; None is HTTP.
+    """
+
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, *, connections_max: int = 1000, tls: Tls | None = None
+    ) -> None:
         settings = uvicorn.Config(
             app,
             http=partial(HttpProtocol, connections_max=connections_max),  # type: ignore[arg-type]
@@ -157,6 +164,8 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             # There are none, and they would leave this protocol.
             ws="none",
+            ssl_certfile=None if tls is None else tls.certificate,
+            ssl_keyfile=None if tls is None else tls.key,
         )
         self._server = uvicorn.Server(settings)
         # This process's signals are Ray's.

@@ -73,6 +73,7 @@ class TextStream:
         choice: which of the prompt's choices it is.
         deadline: by the event loop's clock.
         abort: starts taking a generation out of its batch, in a task that nobody's cancellation ends.
+        on_end: called once with the tokens of its answer, when the row has ended or its abort has begun.
 
     Attributes:
         model: the served model.
@@ -92,6 +93,7 @@ class TextStream:
         choice: int = 0,
         deadline: float,
         abort: Callable[[Generation], asyncio.Task[None]],
+        on_end: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         self.model = model
         self.replica = generation.replica
@@ -106,6 +108,7 @@ class TextStream:
         self._choice = choice
         self._deadline = deadline
         self._abort = abort
+        self._on_end = on_end
         self._over = False
         self._cached_tokens = 0
 
@@ -137,10 +140,13 @@ class TextStream:
                 if update.cached_tokens is not None:
                     self._cached_tokens = update.cached_tokens
                 finish = update.finish
-                self._over = finish is not None
                 if finish == "error":
+                    self._end()
                     raise from_wire(update.error or {"kind": "GenerationFailed", "message": "the row failed"})
-                for event in self._row.add(update.tokens, update.logprobs):
+                events = self._row.add(update.tokens, update.logprobs)
+                if finish is not None:
+                    self._end()
+                for event in events:
                     yield event
                 if self._row.stopped:
                     finish = "stop"
@@ -209,8 +215,12 @@ class TextStream:
         """As `abort`, without waiting. None where there is nothing to do."""
         if self._over:
             return None
-        self._over = True
+        self._end()
         return self._abort(self._generation)
+
+    def _end(self) -> None:
+        self._over = True
+        self._on_end(self._row.tokens)
 
 
 async def abort_all(streams: Sequence[TextStream]) -> None:

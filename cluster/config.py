@@ -25,12 +25,31 @@ T = TypeVar("T")
 _HUB_ID = re.compile(r"[^/.~][^/]*/[^/]+")
 
 
+def _checked_path(value: str) -> str:
+    if not Path(value).is_absolute():
+        raise ValueError("must be an absolute path")
+    return value
+
+
+AbsolutePath = Annotated[str, AfterValidator(_checked_path)]
+
+
+@validated(frozen=True, config=STRICT)
+class Tls:
+    """Files in PEM form: the certificate, with those that signed it if there are any, and its private key."""
+
+    certificate: AbsolutePath
+    key: AbsolutePath
+
+
 @validated(frozen=True, config=STRICT)
 class Endpoint:
-    """The HTTP endpoint. It binds loopback unless `listen` says otherwise."""
+    """The HTTP endpoint. It binds loopback unless `listen` says otherwise, which needs keys (`satchel keys`)."""
 
     listen: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    tls: Tls | None = None
+    """HTTPS instead of HTTP."""
     hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = ()
     """Further names by which clients may reach it, as that of a proxy: a request to another host is refused."""
     origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")], ...] = ()
@@ -127,19 +146,13 @@ def _checked_host(value: str) -> str:
     return value.lower()
 
 
-def _checked_root(value: str) -> str:
-    if not Path(value).is_absolute():
-        raise ValueError("must be an absolute path")
-    return value
-
-
 @validated(frozen=True, config=STRICT)
 class Media:
     """Pictures and videos in messages: from where they are taken, and how much of them."""
 
     allowed_hosts: tuple[Annotated[str, AfterValidator(_checked_host)], ...] = ()
     """Hosts that are fetched from though their addresses are not public: names, addresses, networks (10.0.0.0/8)."""
-    file_roots: tuple[Annotated[str, AfterValidator(_checked_root)], ...] = ()
+    file_roots: tuple[AbsolutePath, ...] = ()
     """Folders of which messages may name files; none means that no file can be named."""
     source_bytes_max: Bytes = 32 * 2**20
     """Of one picture or video, as it is sent."""
@@ -239,6 +252,21 @@ class Home:
     def token_file(self) -> Path:
         """The secret that Ray's processes show each other."""
         return self.run / "ray_token"
+
+    @property
+    def keys_file(self) -> Path:
+        """The endpoint's keys; absent where none was ever made."""
+        return self.root / "keys.json"
+
+    @property
+    def owner_key_file(self) -> Path:
+        """The secret of this user's command line for the endpoint that runs."""
+        return self.run / "owner_key"
+
+    @property
+    def audit_file(self) -> Path:
+        """What administrators did, and whose keys were refused."""
+        return self.root / "audit.log"
 
     @property
     def kv(self) -> Path:

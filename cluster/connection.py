@@ -42,6 +42,7 @@ class ClusterRecord:
         address: of Ray's control store, `HOST:PORT`.
         token_path: the file with the secret for connecting.
         endpoint_url: such as `http://127.0.0.1:8000`; None until the models answer.
+        certificate: the file with the endpoint's certificate, None for HTTP.
         pid: the server's process id, with `pid_created_s` (Unix time) against confusion with a later process.
         temp_dir: where Ray keeps its sockets and logs.
         ray_sid: the Unix session in which Ray runs.
@@ -60,6 +61,7 @@ class ClusterRecord:
     ray_sid: int
     node: str = "local"
     joined: bool = False
+    certificate: str | None = None
 
     @property
     def log_dir(self) -> Path:

@@ -6,7 +6,8 @@
     ├── RequestError                400  the caller's fault; `param` names the field
     │   ├── InvalidRequest          400
     │   ├── ContextLengthExceeded   400
-    │   ├── NotAllowed              403  another host, or a page of another origin
+    │   ├── KeyRefused              401  no key, or one that is not known
+    │   ├── NotAllowed              403  another host, a page of another origin, or not for this key
     │   ├── ModelNotFound           404
     │   ├── AgentNotFound           404
     │   ├── SlowBody                408  the request came too slowly
@@ -15,7 +16,8 @@
     │   ├── AgentExists             409
     │   ├── PictureLost             409  of a stored transcript; neither its KV nor its features are left
     │   ├── RequestTooLarge         413
-    │   └── UnsupportedMediaType    415
+    │   ├── UnsupportedMediaType    415
+    │   └── RateLimited             429  more than the key's limits allow
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
     │   ├── NoReplica               503
@@ -35,6 +37,7 @@
     │   └── DamagedIndex            500  the index must be built anew
     └── ClusterError                500  bringing the cluster up, finding it, taking it down
         ├── ConfigError             500  `path` is the place in the config file
+        ├── KeysDamaged             500
         ├── NotRunning              500
         ├── PortInUse               500
         ├── HomeInUse               500
@@ -87,6 +90,11 @@ class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
 
+class KeyRefused(RequestError):
+    status = 401
+    code = "invalid_api_key"
+
+
 class NotAllowed(RequestError):
     status = 403
     code = "not_allowed"
@@ -135,6 +143,11 @@ class RequestTooLarge(RequestError):
 class UnsupportedMediaType(RequestError):
     status = 415
     code = "unsupported_media_type"
+
+
+class RateLimited(RequestError):
+    status = 429
+    code = "rate_limit_exceeded"
 
 
 class Unavailable(SatchelError):
@@ -221,6 +234,10 @@ class ConfigError(ClusterError):
     """A mistake in a config file. `param` is the path inside the file, such as `models[0].source`."""
 
     code = "config_error"
+
+
+class KeysDamaged(ClusterError):
+    code = "keys_damaged"
 
 
 class NotRunning(ClusterError):

@@ -1,11 +1,15 @@
-"""Whether a port can be listened on."""
+"""Whether a port can be listened on, and may be."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
+import ssl
 
+from .config import Endpoint, Home
 from .errors import ClusterError, PortInUse
+from .keys import read_keys
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -33,6 +37,48 @@ def check_port_free(listen: str, port: int) -> None:
         caller.settimeout(1.0)
         if caller.connect_ex((_LOOPBACK.get(listen, address[0]), *address[1:])) == 0:
             raise _in_use(port)
+
+
+def listens_to_strangers(endpoint: Endpoint) -> bool:
+    """Whether other machines can reach the endpoint."""
+    if endpoint.listen == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(endpoint.listen).is_loopback
+    except ValueError:
+        return True
+
+
+def check_endpoint(endpoint: Endpoint, home: Home) -> None:
+    """Returns if the endpoint may be served so.
+
+    Raises:
+        ClusterError: other machines could use it without a key, or its certificate cannot be used.
+        KeysDamaged: the home's keys cannot be read.
+    """
+    keys = read_keys(home)
+    if listens_to_strangers(endpoint) and all(key.revoked is not None for key in keys or ()):
+        raise ClusterError(
+            f"the endpoint would listen on {endpoint.listen}, where everybody could use it: make a key first "
+            "(`satchel keys create NAME`), or listen on 127.0.0.1"
+        )
+    if endpoint.tls is not None:
+        try:
+            server_context(endpoint.tls.certificate, endpoint.tls.key)
+        except (OSError, ssl.SSLError) as error:
+            raise ClusterError(f"endpoint.tls: {endpoint.tls.certificate} cannot be used: {error}") from None
+
+
+def server_context(certificate: str, key: str) -> ssl.SSLContext:
+    """What a server needs to speak TLS with that certificate.
+
+    Raises:
+        OSError, ssl.SSLError: the files cannot be read, or do not belong together.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificate, key)
+    return context
 
 
 def free_port(listen: str = "127.0.0.1") -> int:

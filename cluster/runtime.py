@@ -137,9 +137,9 @@ class LocalCluster:
         self.note_processes()
         return self._record
 
-    def publish_endpoint(self, url: str) -> ClusterRecord:
-        """Tells others where the endpoint is."""
-        self._record = replace(self.record, endpoint_url=url)
+    def publish_endpoint(self, url: str, certificate: str | None = None) -> ClusterRecord:
+        """Tells others where the endpoint is, and the file with its certificate."""
+        self._record = replace(self.record, endpoint_url=url, certificate=certificate)
         write_private_json(self._home.cluster_file, asdict(self._record))
         return self._record
 

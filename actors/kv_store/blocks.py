@@ -65,13 +65,14 @@ def is_shared(scope: str) -> bool:
     return not scope.startswith("request:")
 
 
-def scope_of(share: str, tenant: str, agent: str, request_id: str) -> str:
+def scope_of(share: str, tenant: str, agent: str, request_id: str, salt: str = "") -> str:
     """Who may reuse a request's blocks under the policy `share`: the tenant, this agent, or nobody else.
 
-    A request without an agent under `share: agent` shares with nobody.
+    A request without an agent under `share: agent` shares with nobody. Of one tenant, only requests of the same `salt`
+    share.
     """
     if share == "tenant":
-        return f"tenant:{tenant}"
+        return f"tenant:{tenant}/{salt}" if salt else f"tenant:{tenant}"
     if share == "agent" and agent:
         return f"agent:{tenant}/{agent}"
     return f"request:{request_id}"

@@ -74,12 +74,12 @@ class LocalStore:
 class Remembering:
     """An endpoint that remembers, and shorthand for what clients do with it."""
 
-    def __init__(self, backend: Any, config: Config, store: LocalStore | None = None) -> None:
+    def __init__(self, backend: Any, config: Config, store: LocalStore | None = None, **access: Any) -> None:
         self.backend = backend
         self.store = store or LocalStore(config)
         self.memory = AgentMemory(self.store)
         self.generator = Generator(backend, config, memory=self.memory)
-        transport = httpx.ASGITransport(create_app(backend, config, generator=self.generator))
+        transport = httpx.ASGITransport(create_app(backend, config, generator=self.generator, **access))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     def draw(self, text: str, *, end: str = "<|im_end|>", finish: str = "stop") -> list[int]:

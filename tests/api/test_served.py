@@ -60,6 +60,7 @@ class World:
             "files_id": b"f",
             "folder": "/f",
             "layers": "2 full; q4",
+            "trust_remote_code": False,
             **numbers,
         }
 

@@ -128,7 +128,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 def assert_nothing_left(server: Server, session: Session, private_dir: Path, *more: str) -> None:
     assert session_members(session.sid) == []
     assert not private_dir.exists()
-    assert sorted(path.name for path in server.home.run.iterdir()) == sorted(["lock", "ray.log", "ray_token", *more])
+    assert sorted(path.name for path in server.home.run.iterdir()) == sorted(
+        ["lock", "owner_key", "ray.log", "ray_token", *more]
+    )
 
 
 def test_the_views_show_the_running_server(shared: Server) -> None:

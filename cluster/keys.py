@@ -1,0 +1,272 @@
+"""Keys of the endpoint: who may use it. Each is a tenant of its own.
+
+A key is shown once, when it is made; the home has only what scrypt makes of it. Once there is a file of keys every
+caller needs one, also if all of them have been revoked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+from .config import Home
+from .errors import ConfigError, KeysDamaged
+from .home import prepare_home, read_json, write_private, write_private_json
+from .units import STRICT, Bytes, Count
+
+OWNER = "default"
+"""The tenant of whoever runs the server: of the command line, of Python handles, and of everybody where no keys are."""
+
+KEY_BEGINS = "sk-satchel-"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_SECRET = re.compile(KEY_BEGINS + r"([0-9a-f]{8})-([A-Za-z0-9_-]{43})", re.ASCII)
+_OWNER_ID = "0" * 8
+
+_SCRYPT = {"n": 2**14, "r": 8, "p": 1, "dklen": 32}
+"""About 50 ms and 16 MiB a key."""
+
+_CHECKED_MAX = 1024
+"""Secrets whose answer is remembered, right and wrong ones apart."""
+
+
+@validated(frozen=True, config=STRICT)
+class KeyLimits:
+    """What a tenant may take; None is no limit of its own.
+
+    `rows_max` counts answers that are being computed. `memory_bytes_max` is what each replica keeps of its KV in memory
+    for reuse, `disk_bytes_max` what each node keeps of its agents' words and KV. With `models` empty it may use all.
+    """
+
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    """Of prompts and answers together, also those that were cached."""
+    rows_max: Count | None = None
+    priority_max: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    memory_bytes_max: Bytes | None = None
+    disk_bytes_max: Bytes | None = None
+    models: tuple[str, ...] = ()
+
+
+@validated(frozen=True, config=STRICT)
+class Key:
+    """One key. `id` is its second part and no secret; `salt` and `digest` are hexadecimal; times are Unix time."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+    salt: str
+    digest: str
+    admin: bool
+    limits: KeyLimits
+    created: float
+    revoked: float | None = None
+
+
+_KEYS = TypeAdapter(tuple[Key, ...])
+
+
+def read_keys(home: Home) -> tuple[Key, ...] | None:
+    """Every key that was ever made, None where none was.
+
+    Raises:
+        KeysDamaged: the file is not what was written.
+    """
+    if not home.keys_file.exists():
+        return None
+    try:
+        return _KEYS.validate_python((read_json(home.keys_file) or {})["keys"])
+    except (KeyError, ValidationError):
+        message = f"{home.keys_file} is damaged; restore it, or remove it and make new keys"
+        raise KeysDamaged(message) from None
+
+
+def create_key(home: Home, name: str, *, admin: bool = False, **limits: Any) -> tuple[Key, str]:
+    """A new key, and the secret, which is nowhere else.
+
+    Args:
+        limits: the fields of `KeyLimits`.
+
+    Raises:
+        ConfigError: the name cannot be one, or is that of another key, or a limit is out of range.
+    """
+    if NAME.fullmatch(name) is None:
+        raise ConfigError("a key's name is 1 to 64 of A-Z a-z 0-9 . _ - and begins with a letter or a digit")
+    try:
+        checked = KeyLimits(**limits)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    with _changing(home) as keys:
+        if any(key.name.lower() == name.lower() and key.revoked is None for key in keys):
+            raise ConfigError(f"there is a key {name!r} already; revoke it first, or choose another name")
+        taken = {_OWNER_ID, *(key.id for key in keys)}
+        while (key_id := secrets.token_hex(4)) in taken:
+            pass
+        secret, salt = f"{KEY_BEGINS}{key_id}-{secrets.token_urlsafe(32)}", secrets.token_bytes(16)
+        key = Key(
+            name=name,
+            id=key_id,
+            salt=salt.hex(),
+            digest=_digest(secret, salt).hex(),
+            admin=admin,
+            limits=checked,
+            created=time.time(),
+        )
+        keys.append(key)
+    return key, secret
+
+
+def revoke_key(home: Home, name: str) -> Key:
+    """End a key, by its name or id. A running endpoint refuses it from its next request on.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    with _changing(home) as keys:
+        for index, key in enumerate(keys):
+            if name in (key.name, key.id) and key.revoked is None:
+                keys[index] = replace(key, revoked=time.time())
+                return keys[index]
+    raise ConfigError(f"there is no key {name!r} that is not revoked")
+
+
+@contextmanager
+def _changing(home: Home) -> Iterator[list[Key]]:
+    """The keys, to be changed; written back where the block ends without an error. One process at a time."""
+    prepare_home(home)
+    lock = os.open(home.run / "keys.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = read_keys(home) or ()
+        keys = list(before)
+        yield keys
+        if tuple(keys) != before:
+            write_private_json(home.keys_file, {"keys": [asdict(key) for key in keys]})
+    finally:
+        os.close(lock)
+
+
+def _digest(secret: str, salt: bytes) -> bytes:
+    return hashlib.scrypt(secret.encode(), salt=salt, **_SCRYPT)
+
+
+def write_owner_key(home: Home) -> None:
+    """Make the secret by which the command line of this user is known to the endpoint; another one at every start."""
+    write_private(home.owner_key_file, f"{KEY_BEGINS}{_OWNER_ID}-{secrets.token_urlsafe(32)}")
+
+
+def owner_key(home: Home) -> str:
+    """That secret, "" where there is none."""
+    try:
+        return home.owner_key_file.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+_OWNER_KEY = Key(name=OWNER, id=_OWNER_ID, salt="", digest="", admin=True, limits=KeyLimits(), created=0.0)
+
+
+class KeyRing:
+    """The keys as the endpoint sees them: read again as soon as the file changes.
+
+    Args:
+        required: whether callers need a key even if none was ever made.
+    """
+
+    def __init__(self, home: Home, *, required: bool) -> None:
+        self._home = home
+        self._required = required
+        self._keys: dict[str, Key] | None = None
+        self._damaged = False
+        self._version: tuple[int, int, int] | None = None
+        # What secrets look like here: no table of this process tells by its timing how near a guess was.
+        self._blind = secrets.token_bytes(32)
+        self._right: OrderedDict[bytes, str] = OrderedDict()
+        self._wrong: OrderedDict[bytes, None] = OrderedDict()
+        self._guard = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers need no key."""
+        self._look()
+        return self._keys is None and not self._required and not self._damaged
+
+    def remembered(self, secret: str) -> Key | Literal[False] | None:
+        """The key of a secret that was checked before; False for a wrong one, None for one that `check` must look at.
+        Takes microseconds."""
+        self._look()
+        found = _SECRET.fullmatch(secret)
+        if found is None or found[1] not in {_OWNER_ID, *(self._keys or ())}:
+            return False
+        if found[1] == _OWNER_ID:
+            # It is random enough for a plain comparison.
+            right = hmac.compare_digest(secret.encode(), owner_key(self._home).encode())
+            return _OWNER_KEY if right else False
+        blind = self._blinded(secret)
+        if blind in self._right:
+            return (self._keys or {}).get(self._right[blind], False)
+        return False if blind in self._wrong else None
+
+    def check(self, secret: str) -> Key | None:
+        """The key of a secret, None for a wrong one. Takes 50 ms; one caller at a time."""
+        with self._guard:
+            known = self.remembered(secret)
+            if known is not None:
+                return known if isinstance(known, Key) else None
+            key = (self._keys or {}).get(secret.split("-")[2])
+            blind = self._blinded(secret)
+            if key is None:
+                return None
+            right = hmac.compare_digest(_digest(secret, bytes.fromhex(key.salt)), bytes.fromhex(key.digest))
+            if right:
+                _note(self._right, blind, key.id)
+            else:
+                _note(self._wrong, blind, None)
+            return key if right else None
+
+    def _blinded(self, secret: str) -> bytes:
+        return hashlib.blake2b(secret.encode(), key=self._blind, digest_size=16).digest()
+
+    def _look(self) -> None:
+        version = _version(self._home.keys_file)
+        if version == self._version:
+            return
+        try:
+            keys = read_keys(self._home)
+            self._damaged = False
+        except KeysDamaged:
+            # Nobody gets in but the owner.
+            keys, self._damaged = (), True
+        self._keys = None if keys is None else {key.id: key for key in keys if key.revoked is None}
+        self._version = version
+        self._wrong.clear()
+
+
+def _note(table: OrderedDict[bytes, Any], blind: bytes, value: Any) -> None:
+    table[blind] = value
+    if len(table) > _CHECKED_MAX:
+        table.popitem(last=False)
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return (0, 0, 0)
+    return found.st_ino, found.st_mtime_ns, found.st_size
