@@ -20,6 +20,8 @@ from satchel.actors.kv_store.blocks import BLOCK_TOKENS
 from satchel.actors.messages import ReplicaReport, RouteRequest, StoreReport
 from satchel.actors.replica.hub import EMBEDDED
 from satchel.actors.router.policy import Policy
+from satchel.cluster.config import Home
+from satchel.cluster.keys import OWNER, create_key
 
 if TYPE_CHECKING:
     from benchmarks.memory.parts import Budget, Part, Say
@@ -103,10 +105,11 @@ def two_hosts(work: Path) -> Iterator[tuple[Client, Any]]:
         endpoint = {"listen": head.address, "port": PORT}
         # JSON is YAML.
         config.write_text(json.dumps({"models": models, "nodes": nodes, "endpoint": endpoint, "replication": 0}))
+        _, key = create_key(Home(work / HEAD), OWNER, admin=True)
         arguments, programs = ["--config", str(config)], hosts_module().stand_in_ssh(work)
         with (
             serving(arguments, work / HEAD, [work / OTHER], prefix=head.command(), path=programs),
-            Client(f"http://{head.address}:{PORT}") as client,
+            Client(f"http://{head.address}:{PORT}", key) as client,
         ):
             wait_for(lambda: client.replica_pid(OTHER), f"{OTHER} answers")
             yield client, second

@@ -107,9 +107,10 @@ class Stream:
 class Client:
     """The cluster's users."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Proxies of the environment are meant for other places.
-        self._http = httpx.Client(base_url=url, timeout=300.0, trust_env=False)
+        self._http = httpx.Client(base_url=url, timeout=300.0, trust_env=False, headers=headers)
 
     def __enter__(self) -> Client:
         return self

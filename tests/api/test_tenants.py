@@ -89,7 +89,7 @@ async def test_every_route_needs_a_key(endpoint: Tenants, method: str, path: str
         {"x-api-key": endpoint.secrets["ann"][:-1] + "!"},
         {"Authorization": "Bearer " + "é" * 50},
     ):
-        sent = {name: value.encode() for name, value in headers.items()}
+        sent = [(name.encode(), value.encode()) for name, value in headers.items()]
         answer = await endpoint.client.request(method, path, headers=sent)
         assert answer.status_code == 401, answer.text
         error = answer.json()["error"]

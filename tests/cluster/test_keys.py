@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -102,7 +103,7 @@ def test_a_name_is_a_name(home: Home, name: str):
 
 
 @pytest.mark.parametrize("limits", [{"rows_max": 0}, {"requests_per_minute": -1}, {"memory_bytes_max": "much"}])
-def test_a_limit_is_a_limit(home: Home, limits: dict[str, object]):
+def test_a_limit_is_a_limit(home: Home, limits: dict[str, Any]):
     with pytest.raises(ConfigError, match=next(iter(limits))):
         create_key(home, "ann", **limits)
 

@@ -170,8 +170,9 @@ class Said:
 class Talk:
     """The cluster as its users see it, over HTTP."""
 
-    def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+    def __init__(self, url: str, key: str = "") -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False, headers=headers)
 
     def body(self, text: str, **more: Any) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 40, **more}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
+from satchel.cluster.keys import OWNER, create_key
 
 from . import secure_shell
 from .hosts import Host, Talk, stand_in_ssh, wait_until
@@ -35,7 +36,9 @@ class World:
         self.folder = folder
         self.machines = machines
         self.head, self.second, self.third = machines
-        self.talk = Talk(f"http://{self.head.address}:{PORT}")
+        # The owner's own agents; without a key the endpoint would not listen beyond this machine.
+        _, key = create_key(self.home("mac0"), OWNER, admin=True)
+        self.talk = Talk(f"http://{self.head.address}:{PORT}", key)
         self.deleted: dict[str, str] = {}
         """Agents that were deleted while a node was away, and a word of what they knew."""
         self.no_secure_shell = secure_shell.missing()
