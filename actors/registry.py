@@ -25,6 +25,7 @@ _NAMESPACE = NAMESPACE
 _MODEL = "model:"
 _REPLICA = "replica:"
 _NODE = "node:"
+_STARTS = "starts:"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,23 @@ def place(model: Model, replica: str, node: str) -> None:
 def unplace(replica: str) -> None:
     """There is no such replica any more."""
     internal_kv._internal_kv_del(_REPLICA + replica, namespace=_NAMESPACE)
+
+
+def note_start(replica: str, *, again: bool) -> int:
+    """A process of the replica starts. How many before it, one after the other, have ended soon after their start.
+
+    Args:
+        again: whether it takes the place of one that has ended; else it is the first.
+    """
+    known = internal_kv._internal_kv_get(_STARTS + replica, namespace=_NAMESPACE) if again else None
+    count = int(known or 0)
+    internal_kv._internal_kv_put(_STARTS + replica, str(count + 1), overwrite=True, namespace=_NAMESPACE)
+    return count
+
+
+def note_served(replica: str) -> None:
+    """The replica's process has served for a while: what ends it now has nothing to do with its start."""
+    internal_kv._internal_kv_del(_STARTS + replica, namespace=_NAMESPACE)
 
 
 def _read(prefix: str) -> dict[str, dict[str, Any]]:

@@ -37,6 +37,10 @@ ADOPT_S = 5.0
 LOOK_S = 1.0
 """How often it is checked, while a store is waited for, whether its node still lives."""
 
+SILENT_READS = 20
+"""A store that had not reported in so many lists of nodes, one after the other, is waited for no more. Longer than a
+slow disk takes for one thing, and counted: where everything stood still it has reported again by then."""
+
 FIRST_LOOK_S = 0.2
 """The first time it is: Ray takes a second to say that a process is gone."""
 
@@ -49,6 +53,7 @@ class AgentHomes:
         self._known: OrderedDict[str, str] = OrderedDict()
         self._nodes = {self._head: True}
         self._read_at = -NODES_S
+        self._silent_reads: dict[str, int] = {}
         self._stores: dict[str, Any] = {}
         self._adoptions: dict[str, asyncio.Task[str]] = {}
         self._checks: dict[str, asyncio.Task[bool]] = {}
@@ -92,6 +97,8 @@ class AgentHomes:
             else:
                 self._nodes = {node["name"]: bool(node["alive"]) for node in found}
                 self._read_at = time.monotonic()
+                silent = [name for name, lives in self._nodes.items() if not lives]
+                self._silent_reads = {name: self._silent_reads.get(name, 0) + 1 for name in silent}
         return self._nodes
 
     async def check(self, node: str) -> bool:
@@ -217,6 +224,9 @@ class AgentHomes:
                 if done:
                     return answer.result()
                 if node not in await self.alive() or not await self.check(node) or time.monotonic() >= ends:
+                    raise TimeoutError
+                if self._silent_reads.get(node, 0) >= SILENT_READS:
+                    # The only node there is; or that counts as alive because nobody can tell.
                     raise TimeoutError
                 look_s = LOOK_S
         finally:

@@ -31,7 +31,7 @@ from .backend import Backend, NodeState
 from .browser import BrowserGuard, Hosts
 from .cluster_routes import ClusterRoutes, MoveBody
 from .generation import Generator
-from .http import BodyReader, CancelOnDisconnect, RequestContext, add_error_handlers, header_text, log_failure
+from .http import BodyReader, CancelOnDisconnect, Refused, RequestContext, add_error_handlers, header_text, log_failure
 from .metrics import CONTENT_TYPE, Metrics
 from .openai import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody, parse_body
 from .openai_answers import (
@@ -69,6 +69,7 @@ def create_app(
     memory: AgentMemory | None = None,
     keys: KeyRing | None = None,
     audit: Audit | None = None,
+    refused: Refused = lambda why: None,
 ) -> FastAPI:
     """The application. One an event loop.
 
@@ -77,9 +78,10 @@ def create_app(
         audit: where it is written down what administrators did and whose key was refused.
         generator: to share the pipeline (its tokenizers, its memory of agents) with others on the same loop.
         memory: what agents remember, where no `generator` is given; None for nothing.
+        refused: hears why a request is refused for want of room.
     """
     app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
-    endpoint = _Endpoint(backend, config, generator or Generator(backend, config, memory=memory), Metrics())
+    endpoint = _Endpoint(backend, config, generator or Generator(backend, config, memory=memory), Metrics(), refused)
     add_error_handlers(app)
     app.add_middleware(KeyGuard, keys=keys, audit=audit)
     if origins := [origin.lower() for origin in config.endpoint.origins]:
@@ -133,7 +135,9 @@ def _version() -> str:
 class _Endpoint:
     """The routes."""
 
-    def __init__(self, backend: Backend, config: Config, generator: Generator, metrics: Metrics) -> None:
+    def __init__(
+        self, backend: Backend, config: Config, generator: Generator, metrics: Metrics, refused: Refused
+    ) -> None:
         self._backend = backend
         self._config = config
         self.generator = generator
@@ -144,6 +148,7 @@ class _Endpoint:
             bytes_max=config.endpoint.body_bytes_max,
             together_bytes_max=config.endpoint.bodies_bytes_max,
             timeout_s=config.timeouts.request_s,
+            refused=refused,
         )
 
     async def chat_completions(self, request: Request) -> Response:

@@ -26,7 +26,6 @@ from .cli_serve import POLL_S, StopSignals, as_sentence, leave
 
 ORDER_S = 30.0
 ORDER_BYTES_MAX = 65_536
-NOTE_PROCESSES_S = 15.0
 DRAIN_S = 4.0
 HAND_OVER_S = 18.0
 """For giving the node's agents another home; `satchel leave` waits 30 s for all."""
@@ -238,14 +237,11 @@ def _stay(cluster: LocalCluster, signals: StopSignals, ordered: bool) -> None:
     Raises:
         ClusterError: the cluster is gone.
     """
-    noted = time.monotonic()
     while not signals.stop and not (ordered and _input_closed()):
         time.sleep(POLL_S)
         if (failure := cluster.failure()) is not None:
             raise ClusterError(f"the cluster is gone: {failure}")
-        if time.monotonic() - noted > NOTE_PROCESSES_S:
-            cluster.note_processes()
-            noted = time.monotonic()
+        cluster.tend()
 
 
 def _leave_cluster(start: _Start, node: Node, progress: Progress, *, for_good: bool) -> None:

@@ -28,7 +28,6 @@ from ..cluster.runtime import LocalCluster
 from .cli_progress import Progress
 
 POLL_S = 0.1
-_NOTE_PROCESSES_S = 15.0
 NODES_WAIT_S = 120.0
 """How long the other machines may take before the endpoint is announced without them; they may still come."""
 
@@ -144,7 +143,7 @@ def serve(config: Config, home: Home) -> None:
     signals.install()
     progress = Progress()
     progress.say(f"Home is {home.root}")
-    cluster = LocalCluster(home, node=config.machines[0], port=config.control_port)
+    cluster = LocalCluster(home, node=config.machines[0], port=config.control_port, silent_s=config.timeouts.silent_s)
     start_up = StartUp(config, home, cluster, progress)
     try:
         deployment = _start(start_up, home, cluster, signals, progress)
@@ -201,15 +200,12 @@ def _run(deployment: Deployment, cluster: LocalCluster, signals: StopSignals, pr
     # Again: Ray's core took the signals over while it was initialized, and prints stack traces when one comes.
     signals.install()
     _announce(deployment, progress)
-    noted = time.monotonic()
     while not signals.stop:
         time.sleep(POLL_S)
         failure = cluster.failure()
         if failure is not None and not signals.stop:
             raise SatchelError(f"the endpoint is gone: {failure}")
-        if time.monotonic() - noted > _NOTE_PROCESSES_S:
-            cluster.note_processes()
-            noted = time.monotonic()
+        cluster.tend()
 
 
 def _announce(deployment: Deployment, progress: Progress) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from ..actors import registry
 from ..actors.handles import ROUTER, actor_handle, replica_actor_name
@@ -25,7 +25,7 @@ from ..actors.kv_store.blocks import block_ids, is_shared, root_id, scope_of
 from ..actors.kv_store.media import features_needed
 from ..actors.messages import Chain, Decision, Frame, GenerateRequest, RouteRequest, RowUpdate, decode, encode
 from ..cluster.config import Config
-from ..cluster.errors import NoReplica, ReplicaLost, Unavailable, from_wire
+from ..cluster.errors import NoReplica, ReplicaDied, ReplicaLost, Unavailable, from_wire
 from .agent_homes import AgentHomes
 from .backend import NodeState, ReplicaStats, RowRequest, ServedModel
 from .cluster_views import SeenNodes, node_states
@@ -57,6 +57,12 @@ class Link:
         self.consumer = f"consumer-{uuid.uuid4().hex}"
         self.rows: dict[str, tuple[RayGeneration, int]] = {}
         self.broken = asyncio.Event()
+        self.heard = False
+        """Whether it has answered."""
+        self.died = False
+        """Whether its process has ended, as far as Ray can tell."""
+        self.probation = asyncio.Lock()
+        """Held by the one row there that may be what ended another replica."""
         self.sent = SentPictures()
         self._backend = backend
         self._reading = detached(self._read())
@@ -76,6 +82,7 @@ class Link:
                     frame = await self.handle.next_frame.remote(self.consumer, number)
                 if frame is None:
                     break
+                self.heard = True
                 number += 1
                 for update in decode(Frame, frame).rows:
                     self._deal(update)
@@ -84,6 +91,7 @@ class Link:
             # as on a Mac that slept, that says nothing of the replica.
             reason = type(error).__name__
             lost = not isinstance(error, TimeoutError) or time.monotonic() - asked < 2 * SILENCE_S
+            self.died = isinstance(error, RayActorError)
         self._backend.unlink(self, lost)
         self._break(reason)
 
@@ -102,8 +110,9 @@ class Link:
         logger.warning("the link to replica %s broke (%s); %d rows go on elsewhere", self.replica, reason, len(rows))
         self._backend.background(self.abort(list(rows)))
         self.broken.set()
+        kind = ReplicaDied if self.died else ReplicaLost
         for row, placement in rows.values():
-            row.put(placement, ReplicaLost(f"replica {self.replica} was lost"))
+            row.put(placement, kind(f"replica {self.replica} was lost"))
 
     def close(self) -> None:
         """Stop reading."""
@@ -283,6 +292,10 @@ class RayBackend:
     async def _check(self, node: str) -> None:
         """Where the whole node has ended, nothing else there is asked any more."""
         await self._homes.check(node)
+
+    async def node_lives(self, node: str) -> bool:
+        """Whether the node still runs, as far as can be seen now."""
+        return await self._homes.check(node)
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` on its own; it must not raise."""

@@ -11,7 +11,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
 
@@ -34,6 +34,9 @@ STALL_S = 60.0
 BODY_GRACE_S = 10.0
 BODY_RATE = 16 * 2**10
 """Bytes a second: below a poor mobile connection."""
+
+Refused = Callable[[str], None]
+"""Hears why a request is refused for want of room."""
 
 _CLIENT_GONE = 499
 """nginx's number for it; nobody is left to read it, but the metrics are."""
@@ -162,7 +165,10 @@ class BodyReader:
     that have taken longer than `BODY_GRACE_S` makes room, so nobody keeps the others out with bodies that do not end.
     """
 
-    def __init__(self, *, bytes_max: int, together_bytes_max: int, timeout_s: float) -> None:
+    def __init__(
+        self, *, bytes_max: int, together_bytes_max: int, timeout_s: float, refused: Refused = lambda why: None
+    ) -> None:
+        self._refused = refused
         self._bytes_max = bytes_max
         self._together_bytes_max = together_bytes_max
         self._timeout_s = timeout_s
@@ -217,11 +223,10 @@ class BodyReader:
         largest.makes_room = True
         largest.limit.reschedule(0.0)
 
-    @staticmethod
-    def _too_large_together() -> Unavailable:
-        return Unavailable(
-            "the requests that are being read are too large together (endpoint.bodies_bytes_max)", retry_after_s=1.0
-        )
+    def _too_large_together(self) -> Unavailable:
+        why = "the requests that are being read are too large together (endpoint.bodies_bytes_max)"
+        self._refused(why)
+        return Unavailable(why, retry_after_s=1.0)
 
 
 class _Arriving:

@@ -1,4 +1,9 @@
-"""One row's way from replica to replica: placed, followed, and placed again where its replica is lost."""
+"""One row's way from replica to replica: placed, followed, and placed again where its replica is lost.
+
+A row may itself be what ends a replica's process. So it is a *suspect* while the last process that had it ended before
+it drew a token there. Of the suspects at one replica one is tried at a time, until its first token clears it: the next
+process that ends so says which of them it was, and that one is given up.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,22 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from ..actors.kv_store.blocks import block_ids, root_id
 from ..actors.messages import Decision, GenerateRequest, RowUpdate, encode
-from ..cluster.errors import PictureLost, ReplicaLost, SatchelError, SlowReader, Unavailable, from_wire
+from ..cluster.environment import default_home
+from ..cluster.errors import (
+    GenerationFailed,
+    PictureLost,
+    ReplicaDied,
+    ReplicaLost,
+    SatchelError,
+    SlowReader,
+    Unavailable,
+    from_wire,
+)
+from ..cluster.incidents import note_incident_aside
 
 if TYPE_CHECKING:
     from .dispatch import Link, RayBackend
@@ -21,7 +37,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 4
-"""How many replicas a row is offered to before its refusal is final, and how many it may lose."""
+"""How many replicas a row is offered to before its refusal is final, and how many it may lose without progress."""
+
+DEATHS_MAX = 2
+"""A row is given up when so many replicas' processes have ended, one after the other, before it drew a token there."""
+
+PROGRESS_TOKENS = 16
+"""A row that has drawn so many at one replica may lose as many replicas as before its first."""
 
 RECOVERY_S = 20.0
 """How long a row whose replica was lost waits for one to go on with; a lone replica restarts in this time."""
@@ -55,6 +77,9 @@ class RayGeneration:
         self._tokens: list[int] = []
         self._placement = 0
         self._losses = 0
+        self._deaths = 0
+        self._probation: asyncio.Lock | None = None
+        self._probation_s = 0.0
         self._link: Link | None = None
         self._lacks_pixels = False
         self._over = False
@@ -70,6 +95,8 @@ class RayGeneration:
     def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
         """Take what a link heard of the row's placement."""
         if isinstance(update, RowUpdate):
+            if placement == self._placement and (update.tokens or update.finish is not None):
+                self._end_probation()
             unread_max = self._backend.config.endpoint.unread_tokens_max
             # Not by what comes now: a stalled event loop gets much at once and is no slow reader.
             if self._unread > unread_max and update.finish is None:
@@ -122,7 +149,10 @@ class RayGeneration:
         self._placement += 1
         try:
             self._request = await self._as_called(decision.model_id)
-            self._link = link = await self._backend.link(decision)
+            link = await self._backend.link(decision)
+            if self._deaths:
+                await self._begin_probation(link)
+            self._link = link
             link.rows[self.request_id] = (self, self._placement)
             request = replace(
                 self._request,
@@ -136,8 +166,14 @@ class RayGeneration:
             raise
         except (RayError, ValueError) as error:
             logger.warning("replica %s is lost: %s", decision.replica, type(error).__name__)
+            link = self._link
             self._unlink()
             self._backend.lose(decision.replica)
+            # One that was dead before may not have heard of the row.
+            if link is not None and link.heard and (link.died or isinstance(error, RayActorError)):
+                await self._note_death()
+            if self._deaths >= DEATHS_MAX:
+                return self._guilty()
             return ReplicaLost(f"replica {decision.replica} was lost")
         if refusal is None:
             return None
@@ -173,8 +209,47 @@ class RayGeneration:
 
     def _unlink(self) -> bool:
         """Expect no more updates. False where none were expected."""
+        self._end_probation()
         link, self._link = self._link, None
         return link is not None and link.rows.pop(self.request_id, None) is not None
+
+    async def _begin_probation(self, link: Link) -> None:
+        """Wait until no other suspect is tried there.
+
+        Raises:
+            ValueError: the replica is lost.
+        """
+        began = time.monotonic()
+        probation = link.probation
+        try:
+            await _unless_broken(link, probation.acquire())
+        finally:
+            self._probation_s += time.monotonic() - began
+        if link.broken.is_set():
+            # The one before was lost with the replica, in the same moment.
+            probation.release()
+            raise ValueError(f"replica {link.replica} is silent")
+        self._probation = probation
+
+    def _end_probation(self) -> None:
+        """The row is no suspect there any more."""
+        probation, self._probation = self._probation, None
+        if probation is not None:
+            probation.release()
+
+    async def _note_death(self) -> None:
+        """The replica's process has ended before the row drew a token there."""
+        self._deaths += 1
+        # What ends a whole node is no row.
+        if self._deaths == DEATHS_MAX and self.node and not await self._backend.node_lives(self.node):
+            self._deaths -= 1
+
+    def _guilty(self) -> GenerationFailed:
+        """Why the row is given up."""
+        what = f"{DEATHS_MAX} replicas ended, one after the other, while they began to compute"
+        text = f"{what} request {self.request_id.rpartition('/')[0]} for {self._request.model} ({self.replica} last)"
+        note_incident_aside(default_home(), "given_up", text)
+        return GenerationFailed(f"{what} this request: it is not tried again")
 
     def __aiter__(self) -> AsyncIterator[RowUpdate]:
         return self._iterate()
@@ -221,8 +296,14 @@ class RayGeneration:
         The noise of sampling is a function of seed and position, so the text goes on as if nothing had happened.
         """
         self._unlink()
-        self._losses += 1
         done = len(self._tokens)
+        self._losses = 1 if done >= PROGRESS_TOKENS else self._losses + 1
+        if done:
+            self._deaths = 0
+        elif isinstance(loss, ReplicaDied):
+            await self._note_death()
+            if self._deaths >= DEATHS_MAX:
+                raise self._guilty()
         first = self._request
         left = first.sampling.max_tokens - done
         if self._losses > ATTEMPTS or left <= 0 < done:
@@ -239,7 +320,7 @@ class RayGeneration:
             choices=1,
             deadline_s=max(0.1, first.deadline_s - (now - self._started)),
         )
-        self._tokens, self._started, self._beside = [], now, ""
+        self._tokens, self._started, self._beside, self._probation_s = [], now, "", 0.0
         lost = [self.replica] if isinstance(loss, ReplicaLost) else []
         while True:
             try:
@@ -247,7 +328,7 @@ class RayGeneration:
                 self._backend.failovers += len(lost)
                 return
             except Unavailable:
-                if time.monotonic() - now > RECOVERY_S:
+                if time.monotonic() - now - self._probation_s > RECOVERY_S:
                     raise
             await asyncio.sleep(RECOVERY_POLL_S)
 

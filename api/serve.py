@@ -13,10 +13,12 @@ from ray import serve
 
 from ..actors import registry
 from ..actors.start import Report, drain, find_replicas, start_actors, wait_until_ready
+from ..actors.watchdog import Watchdog
 from ..cluster.audit import Audit
 from ..cluster.config import Config, Tls
 from ..cluster.environment import default_home
 from ..cluster.errors import ClusterError, SatchelError, from_wire
+from ..cluster.incidents import note_incident_aside
 from ..cluster.keys import KeyRing
 from ..cluster.ports import listens_to_strangers
 from .agent_homes import AgentHomes
@@ -26,6 +28,7 @@ from .cli_http import trusting
 from .dispatch import RayBackend
 from .generation import Generator
 from .ray_store import RayStore
+from .refusals import Refusals
 from .server import HttpServer
 
 APPLICATION = "satchel"
@@ -46,20 +49,28 @@ class Endpoint:
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "work"))
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(THREADS, "work"))
+        self._watchdog = Watchdog("endpoint")
+        self._watchdog.watch("event loop", loop.call_soon_threadsafe)
+        self._watchdog.start()
         homes = AgentHomes(config)
         self._generator = Generator(
             RayBackend(config, homes), config, memory=AgentMemory(RayStore(homes), copy_wait_s=config.copy_wait_s)
         )
         at, home = config.endpoint, default_home()
+        refused = Refusals(lambda text: note_incident_aside(home, "refused", text)).count
         app = create_app(
             self._generator.backend,
             config,
             generator=self._generator,
             keys=KeyRing(home, required=listens_to_strangers(at)),
             audit=Audit(home),
+            refused=refused,
         )
-        self._server = HttpServer(app, at.listen, at.port, connections_max=at.connections_max, tls=at.tls)
+        self._server = HttpServer(
+            app, at.listen, at.port, connections_max=at.connections_max, tls=at.tls, refused=refused
+        )
         await self._server.start()
         await self.check_health()
 

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..cluster.config import Tls
 from ..cluster.errors import Unavailable
-from .http import STALL_S
+from .http import STALL_S, Refused
 from .openai_answers import error_body
 
 POLL_S = 0.1
@@ -46,10 +46,12 @@ class HttpProtocol(HttpToolsProtocol):
     Args:
         connections_max: of the server. Where there are more, the one that has waited longest for its client to ask
             something is closed; where all are at work, the new one is refused.
+        refused: hears why a connection is refused for want of room.
     """
 
-    def __init__(self, *args: Any, connections_max: int, **named: Any) -> None:
+    def __init__(self, *args: Any, connections_max: int, refused: Refused, **named: Any) -> None:
         super().__init__(*args, **named)
+        self._refused = refused
         self._connections_max = connections_max
         self._refusal = _NOT_HTTP
 
@@ -67,7 +69,9 @@ class HttpProtocol(HttpToolsProtocol):
         if idle:
             min(idle, key=lambda it: it._waits_since).transport.abort()
         else:
-            self._refuse(503, f"all {self._connections_max} connections are in use (endpoint.connections_max)")
+            why = f"all {self._connections_max} connections are in use (endpoint.connections_max)"
+            self._refused(why)
+            self._refuse(503, why)
 
     @property
     def is_idle(self) -> bool:
@@ -150,14 +154,22 @@ class HttpServer:
 
     Args:
         tls: the certificate for HTTPS; None is HTTP.
+        refused: hears why a request is refused for want of room.
     """
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, *, connections_max: int = 1000, tls: Tls | None = None
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        connections_max: int = 1000,
+        tls: Tls | None = None,
+        refused: Refused = lambda why: None,
     ) -> None:
         settings = uvicorn.Config(
             app,
-            http=partial(HttpProtocol, connections_max=connections_max),  # type: ignore[arg-type]
+            http=partial(HttpProtocol, connections_max=connections_max, refused=refused),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             server_header=False,

@@ -127,6 +127,9 @@ class Scheduling:
     """KV that waits to be written to the disk. While there is more, no further row begins."""
     vision_bytes_max: Bytes = 512 * 2**20
     """What encoders made of pictures, kept in memory for reuse."""
+    stuck_s: Seconds = 30.0
+    """A step that takes longer than this, and 20 times what steps take as measured, will not end: its replica is
+    started again. On a GPU four times as long, and for the first step 20 times."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -178,6 +181,8 @@ class Timeouts:
     model_load_s: Seconds = 3600.0
     turn_wait_s: Seconds = 60.0
     """How long a turn of an agent waits for that agent's previous turn."""
+    silent_s: Seconds = 120.0
+    """A process of the server that gives no sign of life for this long is ended, and started again."""
     replication_s: Seconds = 30.0
     """How long a turn's last event waits for copies of its words with `replication_wait: strict`."""
 
@@ -287,6 +292,11 @@ class Home:
     def log_file(self) -> Path:
         """What Ray said while it started."""
         return self.run / "ray.log"
+
+    @property
+    def incidents_file(self) -> Path:
+        """What went wrong lately, of this run and of earlier ones."""
+        return self.run / "incidents.jsonl"
 
     @property
     def ray_logs(self) -> Path:

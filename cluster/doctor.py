@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from .config import Config, Home
 from .connection import find_cluster
 from .environment import is_macos, short_temporary_root
 from .errors import ClusterError, NotRunning, PortInUse
+from .incidents import Incident, incidents
 from .ports import check_port_free
 
 _GIB = 2**30
@@ -32,6 +35,16 @@ _DISK_BYTES_MIN = 10 * _GIB
 _OPEN_FILES_MIN = 1024
 _SOCKET_PATH_BYTES_MAX = 103
 _RAY_SOCKET = "/satchel-12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+_LATELY_S = 24 * 3600.0
+_MENDS = {
+    "stuck": "look into the log that it left; a GPU or a disk may be at fault",
+    "silent": "look whether somebody stopped it (a debugger, SIGSTOP), or memory ran out",
+    "died": "where nothing else here says why, look whether the system ended it for want of memory",
+    "node": "look at that machine and at the network between",
+    "disk": "make room, or lower disk_bytes_max",
+    "given_up": "report the request with its model: it ends whoever computes it",
+    "refused": "raise that limit, or have clients ask less at once",
+}
 _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")
 
 
@@ -60,7 +73,7 @@ def examine(config: Config, home: Home) -> list[Check]:
         lambda: check_run(home),
         lambda: check_port(config, home),
     ]
-    return [check() for check in checks]
+    return [*(check() for check in checks), *check_lately(home, time.time())]
 
 
 def check_python() -> Check:
@@ -202,3 +215,23 @@ def check_port(config: Config, home: Home) -> Check:
     except ClusterError as error:
         return Check("port", "fail", error.message, "choose another with --listen or --port")
     return Check("port", "ok", f"{listen}:{port} is free")
+
+
+def check_lately(home: Home, now_s: float) -> list[Check]:
+    """What went wrong in the last 24 hours, a line for every kind: how often, and the last time.
+
+    Args:
+        now_s: Unix time.
+    """
+    kinds: dict[str, list[Incident]] = defaultdict(list)
+    for incident in incidents(home, now_s - _LATELY_S):
+        kinds[incident.kind].append(incident)
+    if not kinds:
+        return [Check("last 24 h", "ok", "nothing went wrong here")]
+    checks = []
+    for kind, found in sorted(kinds.items(), key=lambda item: item[1][-1].at_s):
+        last = found[-1]
+        times = "once" if len(found) == 1 else f"{len(found)} times, last"
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at_s))
+        checks.append(Check(f"last 24 h: {kind}", "warn", f"{times} at {at}: {last.text}", _MENDS.get(kind, "")))
+    return checks

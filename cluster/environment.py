@@ -83,10 +83,20 @@ def mlx_rounding() -> dict[str, str]:
     return {"MLX_ENABLE_TF32": os.environ.get("MLX_ENABLE_TF32", "1")}
 
 
-def child_environment(home: Home, token_path: Path, *, one_machine: bool = True) -> dict[str, str]:
-    """A whole environment for starting Ray in a process of its own; its actors find `home` by `default_home`."""
+def child_environment(
+    home: Home, token_path: Path, *, one_machine: bool = True, heartbeats: Path | None = None
+) -> dict[str, str]:
+    """A whole environment for starting Ray in a process of its own; its actors find `home` by `default_home`, and
+    `heartbeats` by `heartbeats_path`."""
     kept = {name: value for name, value in os.environ.items() if name not in _FORBIDDEN_TO_RAY}
-    return {**kept, **ray_settings(token_path, one_machine=one_machine), "SATCHEL_HOME": str(home.root)}
+    where = {"SATCHEL_HOME": str(home.root), "SATCHEL_HEARTBEATS": str(heartbeats or "")}
+    return {**kept, **ray_settings(token_path, one_machine=one_machine), **where}
+
+
+def heartbeats_path() -> Path | None:
+    """The socket on which this process's server hears signs of life; None where it belongs to no server."""
+    given = os.environ.get("SATCHEL_HEARTBEATS")
+    return Path(given) if given else None
 
 
 def cluster_key() -> bytes:

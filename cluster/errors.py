@@ -22,6 +22,7 @@
     │   ├── QueueFull               503
     │   ├── NoReplica               503
     │   ├── ReplicaLost             503
+    │   │   └── ReplicaDied         503  its process ended, perhaps by what it was computing
     │   ├── AgentElsewhere          503  its memory has moved; the new home answers
     │   ├── MemoryFull              507  agents' words find no room on the disk, nor in transcripts_bytes_max
     │   └── Draining                503
@@ -168,6 +169,10 @@ class NoReplica(Unavailable):
 
 class ReplicaLost(Unavailable):
     code = "replica_lost"
+
+
+class ReplicaDied(ReplicaLost):
+    pass
 
 
 class AgentElsewhere(Unavailable):

@@ -21,10 +21,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from . import environment
-from .config import Home
+from .config import Home, Timeouts
 from .connection import NAMESPACE, ClusterRecord, Invitation, connect_ray, satchel_version
 from .errors import ClusterError, NotRunning
+from .heartbeats import POLL_S, HeartbeatListener
 from .home import HomeLock, ensure_token, prepare_home, read_json, write_private, write_private_json
+from .incidents import Kind, note_incident_aside
 from .nodes import Node
 from .processes import ProcessMark, Session, end_session
 from .ray_node import RayReport, RaySpec
@@ -35,6 +37,7 @@ OBJECT_STORE_BYTES = 256 * 2**20
 """Small: KV bytes never pass Ray's object store."""
 
 _HEAD_START_TIMEOUT_S = 120.0
+_NOTE_PROCESSES_S = 15.0
 _STOP_GRACE_S = 1.5
 _STOP_KILL_S = 3.0
 
@@ -65,6 +68,7 @@ class LocalCluster:
         node: this machine.
         invitation: to the cluster to join; None leads one.
         port: of a led cluster's control store; 0 takes a free one.
+        silent_s: how long one of Satchel's processes may give no sign of life.
     """
 
     def __init__(
@@ -75,8 +79,12 @@ class LocalCluster:
         node: Node | None = None,
         invitation: Invitation | None = None,
         port: int = 0,
+        silent_s: float = Timeouts().silent_s,
     ) -> None:
         self._home = home
+        self._silent_s = silent_s
+        self._listener: HeartbeatListener | None = None
+        self._noted_at = self._polled_at = 0.0
         self._cpus = cpus
         self._node = node or Node(name="local")
         self._invitation = invitation
@@ -143,6 +151,19 @@ class LocalCluster:
         write_private_json(self._home.cluster_file, asdict(self._record))
         return self._record
 
+    def tend(self) -> None:
+        """Look after what runs here: end what gives no sign of life, and now and then note the processes. Call it
+        several times a second, as long as the cluster is to run."""
+        now = time.monotonic()
+        if self._listener is not None and self._session is not None:
+            self._listener.listen(self._session.sid)
+            if now - self._polled_at >= POLL_S:
+                self._polled_at = now
+                self._listener.poll(self._session.sid)
+        if now - self._noted_at >= _NOTE_PROCESSES_S:
+            self._noted_at = now
+            self.note_processes()
+
     def note_processes(self) -> None:
         """Writes down Ray's present processes, so that a later run could end them. Call it after starting actors."""
         with self._guard:
@@ -175,6 +196,8 @@ class LocalCluster:
             if self._connected and not abandon:
                 _disconnect_ray()
             self._end_processes(grace_s=0.0 if abandon else _STOP_GRACE_S)
+            if self._listener is not None:
+                self._listener.close()
             if self._private_dir is not None:
                 shutil.rmtree(self._private_dir, ignore_errors=True)
             if self._lock.is_held:
@@ -201,6 +224,8 @@ class LocalCluster:
                 object_store_bytes=OBJECT_STORE_BYTES,
                 cpus=self._cpus,
             )
+            heartbeats = self._private_dir / "heartbeats"
+            self._listener = HeartbeatListener(heartbeats, self._silent_s, self._note)
             log = os.open(self._home.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 self._head = subprocess.Popen(
@@ -209,7 +234,9 @@ class LocalCluster:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     cwd=self._private_dir,
-                    env=environment.child_environment(self._home, token, one_machine=self._node.is_loopback),
+                    env=environment.child_environment(
+                        self._home, token, one_machine=self._node.is_loopback, heartbeats=heartbeats
+                    ),
                     start_new_session=True,
                 )
             finally:
@@ -223,6 +250,10 @@ class LocalCluster:
                 self._head.stdin.flush()
             except BrokenPipeError:
                 raise ClusterError("Ray did not start" + _last_words(self._home.log_file)) from None
+
+    def _note(self, kind: Kind, text: str) -> None:
+        _log.warning("%s", text)
+        note_incident_aside(self._home, kind, text)
 
     def _write_session(self) -> None:
         if self._session is not None:

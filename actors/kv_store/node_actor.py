@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +25,16 @@ import psutil
 from ...cluster.config import Config
 from ...cluster.environment import cluster_key, default_home
 from ...cluster.errors import SatchelError, Unavailable
+from ...cluster.incidents import note_incident
 from ...cluster.nodes import Node
+from ..handles import store_actor_name
 from ..messages import StoreReport
 from ..reporter import Reporter
+from ..watchdog import Watchdog
 from .actor import Answer
 from .copies import FETCH_S, SEND_S, Copies
 from .disk import DiskStore
+from .disk_probe import DiskProbe
 from .homes import Memory, Role, buried_up_to
 from .node_blocks import NodeBlocks
 from .ownership import OwnedKeeper, Ownership
@@ -62,6 +67,9 @@ UNBURIED_MAX = 10_000
 
 ROOM_BYTES_MIN = 64 << 20
 """With less than that free on its disk a node is not asked to fetch KV, which it could not keep."""
+
+STUCK_S = 600.0
+"""So long may the store's threads take for one thing, as long as the disk answers; else until it does."""
 
 NUMBERS = 2**14
 """Among how many numbers each node has one of its own for what it does; by hash, so for 16 nodes in 99% of clusters."""
@@ -125,8 +133,11 @@ class NodeStoreActor(PeerCalls):
         self._disk_told = False
         if self._disk is not None and self._owned is not None:
             self._serve_blocks(self._disk, self._owned)
+        self._full = False
+        self._watchdog: Watchdog | None = None
         self._reporter = Reporter(self._report, before_full=self._introduce)
         if given is None:
+            self._begin_watch()
             threading.Thread(target=self._reporter.run, name="reporter", daemon=True).start()
             self._tending = asyncio.create_task(self._tend_for_ever())
             self._tend_disk_too()
@@ -136,7 +147,22 @@ class NodeStoreActor(PeerCalls):
         self._blocks = NodeBlocks(disk, key, node, self._session, self._peers, keeper)
         owned.end_pulls = self._blocks.end_pulls
 
+    def _begin_watch(self) -> None:
+        self._watchdog = Watchdog(store_actor_name(self._node))
+        self._disk_probe = DiskProbe(self._folder)
+        self._watchdog.watch("event loop", self._loop.call_soon_threadsafe)
+        self._watch_thread("agents", self._worker)
+        if self._disk_threads is not None:
+            self._watch_thread("disk", self._disk_threads)
+        self._watchdog.start()
+
+    def _watch_thread(self, name: str, pool: ThreadPoolExecutor) -> None:
+        if self._watchdog is not None:
+            self._watchdog.watch(f"thread {name}", pool.submit, lambda: STUCK_S, may_end=self._disk_probe.answers)
+
     def _disk_came(self, disk: DiskStore, owned: Ownership) -> None:
+        if self._disk_threads is not None:
+            self._watch_thread("disk", self._disk_threads)
         self._serve_blocks(disk, owned)
         self._reporter.wake()
 
@@ -364,6 +390,7 @@ class NodeStoreActor(PeerCalls):
                 announced, lost = self._disk.changes(full or not self._disk_told)
                 stats = self._disk.stats()
                 self._disk_told = True
+                self._note_room(stats["device_free_bytes"])
         except BaseException:
             with self._lock:
                 self._changed |= agents
@@ -388,6 +415,14 @@ class NodeStoreActor(PeerCalls):
             draining=self._draining,
             memory_free_bytes=psutil.virtual_memory().available,
         )
+
+    def _note_room(self, free_bytes: int) -> None:
+        """Write down when the disk becomes full, and when it is so no more."""
+        full = free_bytes < (2 if self._full else 1) * ROOM_BYTES_MIN
+        if full != self._full and self._watchdog is not None:
+            has = "is full: no KV is kept there now" if full else "has room again"
+            note_incident(default_home(), "disk", f"the disk of {self._folder} {has}")
+        self._full = full
 
 
 def _residue(node: str) -> int:

@@ -1,7 +1,7 @@
 """The replica actor: one model in one process. A thin shell: Ray outside, `Engine` inside.
 
-Five threads: the engine's (all MLX work), the reporter's (heartbeats to the router), the disk's (what rows leave), one
-that looks whether the replica is still wanted, and Ray's event loop (calls).
+Six threads: the engine's (all MLX work), the reporter's (reports to the router), the disk's (what rows leave), one that
+looks whether the replica is still wanted, one that looks whether the engine moves, and Ray's event loop (calls).
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from .. import registry
 from ..handles import actor_handle, replica_actor_name
 from ..kv_store.codec import unpack_tokens
 from ..messages import Frame, GenerateRequest, RowUpdate, decode, encode
+from ..restarts import pause_s
+from ..stall import limit_s
+from ..watchdog import Watchdog
 from .consumers import Consumers
 from .node_store import NodeStore, kv_bytes_max
 
@@ -41,8 +44,12 @@ SWITCH_S = 0.0005
 """How long the engine's thread may keep the interpreter from the others. With Python's own 5 ms a call to this actor,
 which changes threads several times, takes ten times as long while the engine works."""
 
-STUCK_S = 60.0
-"""An engine whose step takes longer than this does not answer any more, for `/health`."""
+ENGINE = "engine"
+COMPILES_TIMES = 4.0
+"""So much longer may a step take on a device that makes its kernels when a shape is met for the first time."""
+
+SERVED_S = 30.0
+"""A replica that ends sooner after its model was loaded has ended at once, and the next one waits."""
 
 
 @dataclass
@@ -83,6 +90,8 @@ class ReplicaActor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._consumers: Consumers | None = None
         self._asked = True
+        self._watchdog = Watchdog(replica_actor_name(name))
+        self._watchdog.start()
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
         threading.Thread(target=self._end_when_unwanted, name="wanted", daemon=True).start()
 
@@ -138,7 +147,7 @@ class ReplicaActor:
             "node": self._node,
             "model_id": engine.loaded.model_id.hex(),
             "computing": dict(engine.loaded.identity.computing),
-            "answers": time.monotonic() - engine.beat < STUCK_S,
+            "answers": not self._watchdog.is_slow(ENGINE),
             "running": engine.scheduler.running,
             "waiting": engine.waiting,
             "requests_total": counters.requests,
@@ -269,6 +278,8 @@ class ReplicaActor:
 
     async def drain(self, end_rows: bool = False) -> None:
         """Refuse new rows from now on; running ones finish, or with `end_rows` end with an error that says so."""
+        # Who drains a replica ends it next.
+        self._watchdog.leave()
         if self._engine is not None:
             self._engine.drain()
             if end_rows:
@@ -281,15 +292,18 @@ class ReplicaActor:
         """Made on the event loop, which begins after this object."""
         if self._consumers is None:
             self._loop = asyncio.get_running_loop()
+            self._watchdog.watch("event loop", self._loop.call_soon_threadsafe)
             self._consumers = Consumers(self.abort)
         return self._consumers
 
     # The engine's thread.
 
     def _run_engine(self) -> None:
+        self._pause()
         try:
             # Here, so that whoever starts this actor need not import MLX, and the event loop answers meanwhile.
             from . import models
+            from .device import on_gpu
             from .disk_tier import DiskTier
             from .engine import Engine
             from .engine_reports import EngineReports
@@ -317,15 +331,46 @@ class ReplicaActor:
         if loaded.spec.reusable:
             store, unwritten_bytes_max = NodeStore(self._node), self._scheduling.unwritten_bytes_max
             self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max)
-        self._engine = Engine(loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk)
-        reports = EngineReports(self._name, self._model.name, self._node, self._engine, self._disk)
+        self._engine = engine = Engine(loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk)
+        floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
+        self._watchdog.watch(ENGINE, engine.call, lambda: limit_s(floor_s, engine.pace.usual_s))
+
+        def is_slow() -> bool:
+            return self._watchdog.is_slow(ENGINE)
+
+        reports = EngineReports(self._name, self._model.name, self._node, engine, self._disk, is_slow)
         threading.Thread(target=reports.reporter.run, name="reporter", daemon=True).start()
+        served = threading.Timer(SERVED_S, self._note_served)
+        served.daemon = True
+        served.start()
         try:
-            self._engine.run()
+            engine.run()
         except BaseException:
             # Without its engine this process is of no use: Ray starts another.
             logger.exception("the engine stopped")
             os._exit(1)
+
+    def _pause(self) -> None:
+        """Wait, where processes of this replica have ended at once: longer every time, as one that crashes while it
+        loads would else keep its machine busy with nothing else."""
+        try:
+            again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+            ended = registry.note_start(self._name, again=again)
+        except Exception as error:
+            logger.warning("the control store does not answer: %s", error)
+            return
+        wait_s = pause_s(ended)
+        if wait_s:
+            what = f"waiting for {wait_s:g} s, after it has ended {ended} times soon after its start"
+            logger.warning("%s: %s", self._name, what)
+            self._note_progress(what, None)
+            time.sleep(wait_s)
+
+    def _note_served(self) -> None:
+        try:
+            registry.note_served(self._name)
+        except Exception as error:
+            logger.warning("the control store does not answer: %s", error)
 
     def _note_progress(self, what: str, fraction: float | None) -> None:
         self._loading.what, self._loading.fraction = what, fraction

@@ -94,7 +94,6 @@ class Engine:
             self._inbox.wake,
         )
         self.counters = Counters()
-        self.beat = time.monotonic()
         self._disk = disk
         self._turns = Turns(self.memory, disk, self.call)
         self.restores = Restores(disk, lambda reading, restored: self._inbox.put(ReadBack(reading, restored)))
@@ -197,7 +196,6 @@ class Engine:
 
     def run(self) -> None:
         while not self._stopped.is_set():
-            self.beat = time.monotonic()
             busy = self.turn()
             if not busy:
                 self._wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from ..messages import ReplicaReport
 from ..reporter import REPORT_S, Reporter, tell_router
@@ -16,9 +17,19 @@ class EngineReports:
     Args:
         replica, model, node: their names.
         disk: None where nothing is read back.
+        is_slow: whether the engine stands still. Then nothing is told, and the router avoids the replica.
     """
 
-    def __init__(self, replica: str, model: str, node: str, engine: Engine, disk: DiskTier | None) -> None:
+    def __init__(
+        self,
+        replica: str,
+        model: str,
+        node: str,
+        engine: Engine,
+        disk: DiskTier | None,
+        is_slow: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._is_slow = is_slow
         self.reporter = Reporter(self._make, tell=self._tell)
         self._replica, self._model, self._node = replica, model, node
         self._engine, self._disk = engine, disk
@@ -65,4 +76,4 @@ class EngineReports:
         )
 
     def _tell(self, report: ReplicaReport) -> bool:
-        return tell_router(report) and self._events_taken
+        return not self._is_slow() and tell_router(report) and self._events_taken

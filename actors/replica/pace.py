@@ -70,6 +70,15 @@ class PrefillPace:
         # A power of two: devices prepare themselves for every new shape, which takes longer than using it.
         return 1 << (wanted.bit_length() - 1)
 
+    @property
+    def usual_s(self) -> float | None:
+        """What a step takes that prefills as much as it may and decodes, seconds; None before the first."""
+        if not self.step_s:
+            return None
+        tokens = self.budget(False)
+        # A prompt's token takes no longer than one that is decoded.
+        return self.step_s + (tokens / self.tokens_per_s if self.tokens_per_s else tokens * self.step_s)
+
     def note_step(self, seconds: float) -> None:
         """A decode step took `seconds`."""
         self.step_s += (STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)

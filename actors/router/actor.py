@@ -11,13 +11,20 @@ from typing import Any
 import ray
 
 from ...cluster.config import Config
+from ...cluster.environment import default_home
 from ...cluster.errors import NoReplica
+from ...cluster.incidents import note_incident_aside
 from .. import registry
+from ..handles import ROUTER
 from ..messages import Decision, ReplicaReport, RouteRequest, StoreReport, decode, encode
+from ..watchdog import Watchdog
 from .places import Place
 from .policy import Policy
 
 DECISIONS_KEPT = 1000
+WATCH_S = 1.0
+LOST_LOOKS = 3
+"""A node that is silent in so many looks, one after the other, is written down."""
 
 
 class RouterActor:
@@ -44,6 +51,34 @@ class RouterActor:
         self._observing = asyncio.Lock()
         self._unheard = set(_joined() if joined is None else joined)
         self._listens_until = time.monotonic() + routing.replica_timeout_s
+        self._silent: dict[str, int] = {}
+        if joined is None and ray.is_initialized():
+            loop = asyncio.get_running_loop()
+            self._watchdog = Watchdog(ROUTER)
+            self._watchdog.watch("event loop", loop.call_soon_threadsafe)
+            self._watchdog.start()
+            self._watching = loop.create_task(self._watch_nodes())
+
+    async def _watch_nodes(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for what in self._look_at_nodes(self._policy.nodes(time.monotonic())):
+                note_incident_aside(default_home(), "node", what)
+
+    def _look_at_nodes(self, nodes: Iterable[dict[str, Any]]) -> list[str]:
+        """What is to be written down of nodes that are silent, or were. Those that were asked to leave may be."""
+        said = []
+        for node in nodes:
+            name, looks = node["name"], self._silent.get(node["name"], 0)
+            if node["alive"]:
+                if looks >= LOST_LOOKS:
+                    said.append(f"the store of node {name} reports again")
+                self._silent.pop(name, None)
+            elif not node["draining"]:
+                self._silent[name] = looks + 1
+                if looks + 1 == LOST_LOOKS:
+                    said.append(f"the store of node {name} has not reported for {node['seen_s']:.0f} s")
+        return said
 
     async def route(self, request: bytes) -> bytes | dict[str, Any]:
         """A `Decision` for a `RouteRequest`, reserving its load; or an error on the wire (`NoReplica`)."""

@@ -678,3 +678,16 @@ async def test_who_does_not_answer_is_not_asked_again_by_an_old_list(monkeypatch
     with pytest.raises(Unavailable):
         await peers.call("b", "standing", [X], timeout_s=1.0)
     assert await peers.others() == ["c"]
+
+
+async def test_a_full_disk_is_written_down_when_it_begins_and_when_it_ends(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    monkeypatch.setattr(node_actor, "note_incident", lambda home, kind, text: told.append(f"{kind}: {text}"))
+    async with cluster(tmp_path, "a") as world:
+        store = world.stores["a"]
+        monkeypatch.setattr(store, "_watchdog", object())
+        least = node_actor.ROOM_BYTES_MIN
+        for free_bytes in (2 * least, least - 1, 0, least, 2 * least - 1, 2 * least, 3 * least):
+            store._note_room(free_bytes)
+    full, room = told
+    assert full.startswith("disk: the disk of ") and "is full" in full and "has room again" in room

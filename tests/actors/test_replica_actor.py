@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 from satchel.actors.messages import GenerateRequest, Sampling, encode
+from satchel.actors.replica import actor, engine_reports
 from satchel.actors.replica.actor import ReplicaActor
+from satchel.actors.replica.engine import Counters
+from satchel.actors.replica.engine_reports import EngineReports
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import SatchelError, Unavailable, from_wire
 from satchel.cluster.nodes import Node
@@ -51,3 +55,51 @@ async def test_a_request_made_for_another_model_id_is_refused(replica: ReplicaAc
     assert await submitted("r", OWN) is None, "and it left nothing behind"
     assert await submitted("s", b"") is None, "nobody has said"
     assert replica._engine.taken == ["r", "s"]  # type: ignore[union-attr]
+
+
+async def test_an_engine_that_stands_still_makes_the_replica_not_ready(
+    replica: ReplicaActor, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replica._watchdog, "is_slow", lambda part: part == "engine")
+    monkeypatch.setattr(replica._engine, "counters", Counters(), raising=False)
+    for name in ("scheduler", "prefixes", "pictures"):
+        monkeypatch.setattr(replica._engine, name, MagicMock(), raising=False)
+    for name in ("waiting", "failed_checks"):
+        monkeypatch.setattr(replica._engine, name, 0, raising=False)
+    replica._engine.loaded.identity = SimpleNamespace(computing={})  # type: ignore[union-attr]
+    assert (await replica.stats())["answers"] is False
+    monkeypatch.setattr(replica._watchdog, "is_slow", lambda part: False)
+    assert (await replica.stats())["answers"] is True
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_replica_whose_engine_stands_still_tells_the_router_nothing(slow: bool, monkeypatch: pytest.MonkeyPatch):
+    told: list[object] = []
+    monkeypatch.setattr(engine_reports, "tell_router", lambda report: told.append(report) or True)
+    reports = EngineReports("m-0", "m", "mac0", MagicMock(), None, lambda: slow)  # type: ignore[arg-type]
+    reports._events_taken = True
+    assert reports._tell(MagicMock()) is not slow and len(told) == (not slow)
+
+
+@pytest.mark.parametrize("ended", [0, 3])
+def test_a_replica_that_ended_at_once_waits_and_says_so(
+    replica: ReplicaActor, ended: int, monkeypatch: pytest.MonkeyPatch
+):
+    waited: list[float] = []
+    monkeypatch.setattr(actor.time, "sleep", waited.append)
+    monkeypatch.setattr(actor.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
+    monkeypatch.setattr(actor.registry, "note_start", lambda name, again: ended if again and name == "m-0" else 99)
+    replica._pause()
+    assert waited == ([4.0] if ended else [])
+    assert ("waiting for 4 s" in replica._loading.what) is bool(ended)
+
+
+def test_a_replica_starts_though_the_control_store_does_not_answer(
+    replica: ReplicaActor, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(name: str, again: bool) -> int:
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(actor.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
+    monkeypatch.setattr(actor.registry, "note_start", fails)
+    replica._pause()

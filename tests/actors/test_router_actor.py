@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from satchel.actors.messages import Decision, ReplicaReport, RouteRequest, decode, encode
-from satchel.actors.router.actor import RouterActor
+from satchel.actors.router.actor import LOST_LOOKS, RouterActor
 from satchel.actors.router.directory import PART_BLOCKS
 from satchel.cluster.config import default_config
 from satchel.cluster.errors import NoReplica, from_wire
@@ -156,3 +156,16 @@ async def test_requests_are_routed_while_a_large_report_is_taken():
     assert ("routed", "routed") in pairwise(order)
     assert router._policy.directory.held("a") == set(many[:-10])
     router._policy.check()
+
+
+async def test_nodes_that_fall_silent_are_written_down_once_and_so_is_their_return():
+    router = RouterActor(default_config(), joined=())
+
+    def look(alive: bool, **more: object) -> list[str]:
+        return router._look_at_nodes([{"name": "n0", "alive": alive, "draining": False, "seen_s": 7.0, **more}])
+
+    assert [look(False) for _ in range(LOST_LOOKS - 1)] + [look(True)] == [[]] * LOST_LOOKS, "everything stood still"
+    said = [text for _ in range(9) for text in look(False)]
+    assert said == ["the store of node n0 has not reported for 7 s"]
+    assert look(True) == ["the store of node n0 reports again"] and look(True) == []
+    assert not any(look(False, draining=True) for _ in range(9)), "it was asked to leave"

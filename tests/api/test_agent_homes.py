@@ -398,3 +398,24 @@ async def test_a_move_is_asked_of_the_home_and_the_router_told_at_once(actors):
     actors.unlisted.add("a")
     await asyncio.sleep(0.02)
     assert (await store.move(X, "a"))["epoch"] == 3, "whether one that is silent has come back the home knows best"
+
+
+async def test_a_lone_store_that_reports_no_more_is_not_waited_for(actors, monkeypatch: pytest.MonkeyPatch):
+    """Its process is stopped, or its disk hangs. The first one waits a while, as for a slow disk; others do not."""
+    monkeypatch.setattr(agent_homes, "SILENT_READS", 5)
+    actors.names = ["local"]
+    actors.silent.add("local")
+    found = homes()
+    found.note(X, "local")
+    with pytest.raises(Unavailable, match="does not answer now"):
+        async with asyncio.timeout(10):
+            await found.ask("local", "commit", X)
+    reads = found._silent_reads["local"]
+    with pytest.raises(Unavailable, match="does not answer now"):
+        await found.ask("local", "recall", X)
+    assert found._silent_reads["local"] <= reads + 2
+    actors.silent.clear()
+    assert await found.ask("local", "recall", X) == "local"
+    await asyncio.sleep(0.02)
+    await found.nodes()
+    assert not found._silent_reads

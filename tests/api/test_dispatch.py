@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from satchel.actors.kv_store.blocks import block_ids, root_id
 from satchel.actors.messages import Decision, GenerateRequest, Media, RowUpdate, Sampling, decode
@@ -39,9 +40,10 @@ class FakeLink:
     """One replica. `script` is what it does with each submission, in turn: "take", a refusal, or an exception."""
 
     def __init__(self, backend: FakeBackend, name: str, *script: Any) -> None:
-        self.backend, self.name, self.script = backend, name, list(script)
+        self.backend, self.replica, self.script = backend, name, list(script)
         self.consumer = f"consumer of {name}"
-        self.broken = asyncio.Event()
+        self.broken, self.heard, self.died = asyncio.Event(), True, False
+        self.probation = asyncio.Lock()
         self.rows: dict[str, Any] = {}
         self.sent = SentPictures()
         self.taken: list[GenerateRequest] = []
@@ -57,6 +59,8 @@ class FakeLink:
             # The stream notices first, as it often does.
             self.lose()
             raise Lost
+        if step == "end":
+            raise RayActorError
         self.taken.append(decode(GenerateRequest, data))
         return None
 
@@ -84,6 +88,8 @@ class FakeBackend:
         self.links = {name: FakeLink(self, name, *script) for name, script in scripts.items()}
         self.loads: dict[str, int] = dict.fromkeys(scripts, 0)
         self.away = 0
+        self.ended: set[str] = set()
+        """Nodes of which nothing is left."""
         self.failovers = 0
         self.beside: list[str] = []
         self.ids: list[bytes] = []
@@ -112,6 +118,9 @@ class FakeBackend:
 
     async def link(self, decision: Decision) -> FakeLink:
         return self.links[decision.replica]
+
+    async def node_lives(self, node: str) -> bool:
+        return node not in self.ended
 
     def release(self, name: str, request_id: str) -> None:
         self.loads[name] -= 1

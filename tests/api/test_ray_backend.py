@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from satchel.actors import registry
 from satchel.actors.handles import ROUTER
@@ -177,4 +178,26 @@ async def test_a_link_that_breaks_has_its_node_looked_at(world: World, monkeypat
     async with asyncio.timeout(5):
         assert await checked.get() == link.node == "mac7"
         await link.broken.wait()
+    await world.backend.close()
+
+
+@pytest.mark.parametrize(("error", "died"), [(RayActorError(), True), (RuntimeError("broke"), False)])
+async def test_a_replica_whose_process_ends_is_told_from_one_that_is_cut_off(
+    world: World, error: Exception, died: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is lost with a process may be why."""
+
+    async def check(node: str) -> bool:
+        return True
+
+    def breaks(consumer: str, number: int) -> Any:
+        raise error
+
+    monkeypatch.setattr(world.backend._homes, "check", check)
+    world.actors["replica:m-1"] = Actor(next_frame=breaks, abort=lambda ids: None)
+    world.restart(lose=lambda replica: None)
+    link = await world.backend.link(Decision("m-1", "why", node="mac7"))
+    async with asyncio.timeout(5):
+        await link.broken.wait()
+    assert link.died is died and not link.heard
     await world.backend.close()

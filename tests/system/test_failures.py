@@ -23,6 +23,8 @@ from satchel.api.backend import RowRequest
 from satchel.api.client import Cluster, Reply
 from satchel.api.dispatch import RayBackend
 from satchel.cluster.config import Config
+from satchel.cluster.incidents import incidents
+from satchel.cluster.runtime import LocalCluster
 
 from .test_endpoint import ENDLESS, running, user, wait_until
 
@@ -57,6 +59,65 @@ def test_streams_survive_the_death_of_their_replica(
     assert again.text == reply.text and again.completion_tokens == 600
     wait_until(lambda: answering(http) == 2, timeout_s=60)
     assert process_id(handles, home) != pid
+
+
+def test_a_replica_whose_engine_hangs_is_replaced_and_its_stream_goes_on(
+    handles: Cluster, http: httpx.Client, cluster: LocalCluster
+):
+    """The call that never returns lets other threads run, as one into a device does."""
+    body = {"messages": [user("Say the numbers from one to fifty.")], "agent_id": "hung", "max_tokens": 120, "seed": 5}
+    undisturbed = http.post("/v1/chat/completions", json=body)
+    name = undisturbed.headers["x-satchel-replica"]
+    pid = process_id(handles, name)
+
+    def hang(actor: Any) -> None:
+        (part,) = [part for part in actor._watchdog._parts if part.name == "engine"]
+        part.limit_s = lambda: 3.0
+        actor._engine.call(lambda: time.sleep(600))
+
+    def at(pieces: int) -> None:
+        if pieces == 20:
+            ray.get(handles.replicas()[name].__ray_call__.remote(hang), timeout=30)
+
+    assert streamed(http, body, during=at) == undisturbed.json()["choices"][0]["message"]["content"]
+    wait_until(lambda: answering(http) == 2, timeout_s=60)
+    assert process_id(handles, name) != pid
+    noted = [one.text for one in incidents(cluster.home, 0.0) if one.kind == "stuck"]
+    assert any(f"(process {pid}): its engine has stood still for 3 s" in text for text in noted)
+
+
+def test_a_request_that_ends_its_replica_is_tried_once_more_and_given_up(
+    handles: Cluster, http: httpx.Client, cluster: LocalCluster
+):
+    """Of three tries it would end three processes. Another request that waits beside it is answered."""
+
+    def poison(actor: Any) -> None:
+        opened = actor._engine.executor.open
+
+        def open_row(row_id: str, *arguments: Any) -> Any:
+            if row_id.startswith("poison/"):
+                os._exit(1)
+            return opened(row_id, *arguments)
+
+        actor._engine.executor.open = open_row
+
+    wait_until(lambda: answering(http) == 2, timeout_s=60)
+    replicas = handles.replicas()
+    for handle in replicas.values():
+        ray.get(handle.__ray_call__.remote(poison), timeout=30)
+    before = {name: process_id(handles, name) for name in replicas}
+    body = {"messages": [user("Say the numbers from one to five.")], "max_tokens": 40}
+    expected = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(streamed, http, {**body, "max_tokens": 600, "ignore_eos": True}, lambda pieces: None)
+        answer = http.post("/v1/chat/completions", json=body, headers={"x-request-id": "poison"})
+        assert other.result(timeout=60).startswith(expected)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed"), answer.text
+    wait_until(lambda: answering(http) == 2, timeout_s=60)
+    after = {name: process_id(handles, name) for name in replicas}
+    assert all(before[name] != after[name] for name in before)
+    (noted,) = [one.text for one in incidents(cluster.home, 0.0) if one.kind == "given_up"]
+    assert "request poison for satchel/recall" in noted
 
 
 def streamed(http: httpx.Client, body: dict[str, Any], during: Callable[[int], object]) -> str:
