@@ -2,14 +2,16 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
-	bench-vision bench-scenarios soak
+	bench-vision bench-scenarios soak attack
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
 PORT ?=
 OUT ?=
 BENCH ?=
-MINUTES ?= 60
+MINUTES ?=
+BODIES ?=
+ONLY ?=
 TRACES ?=
 URL ?= http://127.0.0.1:8000
 UV_VERSION := 0.13.8
@@ -85,7 +87,11 @@ bench-scenarios: .venv/.development ## Run agents' stories on the server at URL=
 	@$(BIN)/python benchmarks/scenarios/run.py --url "$(URL)" $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
 
 soak: .venv/.development ## Kill a server and fill its disk for MINUTES=60 while agents talk, and compare; BENCH="--disk tenth" options
-	@$(BIN)/python benchmarks/soak/run.py --minutes "$(MINUTES)" $(BENCH)
+	@$(BIN)/python benchmarks/soak/run.py $(if $(MINUTES),--minutes "$(MINUTES)") $(BENCH)
+
+attack: .venv/.development ## Attack a server of its own on loopback while 16 clients stream, for MINUTES=20; BODIES=500 ONLY=raw,large for less
+	@$(BIN)/python benchmarks/attack/run.py $(if $(MINUTES),--minutes "$(MINUTES)") $(if $(BODIES),--bodies "$(BODIES)") \
+		$(if $(ONLY),--only "$(ONLY)") $(BENCH)
 
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)

@@ -19,7 +19,7 @@ from .agents import AgentMemory
 from .cluster_routes import MoveBody
 from .generation import Generator
 from .http import BodyReader, CancelOnDisconnect
-from .openai import ForkBody, InjectBody, parse_body
+from .openai import ForkBody, InjectBody
 from .remembered import HEADER
 from .requests import ChatRequest, agent_key
 
@@ -52,8 +52,7 @@ class AgentRoutes:
     async def inject(self, request: Request, agent_id: str) -> Response:
         """Put messages into an agent's memory, without a reply."""
         _key(request, agent_id)
-        async with self._bodies.reading(request) as data:
-            body = await asyncio.to_thread(parse_body, InjectBody, data)
+        body = await self._bodies.read(request, InjectBody)
         waited_s = time.perf_counter() - request.state.arrived
         work = ChatRequest(
             messages=body.messages,
@@ -81,8 +80,7 @@ class AgentRoutes:
     async def fork(self, request: Request, agent_id: str) -> Response:
         """Copy an agent to a new id."""
         key = _key(request, agent_id)
-        async with self._bodies.reading(request) as data:
-            body = await asyncio.to_thread(parse_body, ForkBody, data)
+        body = await self._bodies.read(request, ForkBody)
         return JSONResponse(await fork_agent(self._memory.store, key, body.target))
 
     async def release(self, request: Request, agent_id: str) -> Response:
@@ -93,8 +91,7 @@ class AgentRoutes:
         """Make another node an agent's home. A client that leaves does not stop it. For administrators."""
         require_admin(request.state.caller)
         key = _key(request, agent_id)
-        async with self._bodies.reading(request) as data:
-            body = await asyncio.to_thread(parse_body, MoveBody, data)
+        body = await self._bodies.read(request, MoveBody)
         limit_s = self._generator.config.timeouts.request_s
         try:
             async with asyncio.timeout(limit_s):

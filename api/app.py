@@ -33,7 +33,7 @@ from .cluster_routes import ClusterRoutes, MoveBody
 from .generation import Generator
 from .http import BodyReader, CancelOnDisconnect, Refused, RequestContext, add_error_handlers, header_text, log_failure
 from .metrics import CONTENT_TYPE, Metrics
-from .openai import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody, parse_body
+from .openai import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody
 from .openai_answers import (
     DONE,
     ChatChunks,
@@ -144,12 +144,7 @@ class _Endpoint:
         self.metrics = metrics
         if generator.memory is not None:
             metrics.registry.register(AgentMetrics(generator.memory))
-        self.bodies = BodyReader(
-            bytes_max=config.endpoint.body_bytes_max,
-            together_bytes_max=config.endpoint.bodies_bytes_max,
-            timeout_s=config.timeouts.request_s,
-            refused=refused,
-        )
+        self.bodies = BodyReader(config, refused)
 
     async def chat_completions(self, request: Request) -> Response:
         """The next message of a conversation."""
@@ -216,8 +211,7 @@ class _Endpoint:
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
         """The body and the agent's id."""
         continues = _continues(request)
-        async with self.bodies.reading(request) as data:
-            body = await asyncio.to_thread(parse_body, kind, data)
+        body = await self.bodies.read(request, kind)
         if continues:
             body.agent_continue = True
             body.check()

@@ -6,11 +6,11 @@ data; large inputs belong in a worker thread.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..cluster.errors import InvalidRequest
+from ..cluster.errors import InvalidRequest, quoted
+from .history import called_with
 from .picture_prompt import referred
 from .picture_sources import PictureSource, VideoSource, media_part
 
@@ -27,6 +27,7 @@ _MEDIA = {
     "input_file": "files",
 }
 _NAME_CHARACTERS_MAX = 128
+_LABEL_CHARACTERS_MAX = 1024
 
 Seen = Iterator[list[dict[str, str]]]
 
@@ -39,6 +40,12 @@ def _required_string(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise _wrong(where, "must be a string")
     return value
+
+
+def _label(value: Any, where: str) -> str:
+    if len(label := _required_string(value, where)) > _LABEL_CHARACTERS_MAX:
+        raise _wrong(where, f"has more than {_LABEL_CHARACTERS_MAX} characters")
+    return label
 
 
 def _content(value: Any, where: str, role: str, media: Seen | None) -> str | list[dict[str, str]]:
@@ -66,7 +73,7 @@ def _content(value: Any, where: str, role: str, media: Seen | None) -> str | lis
                 )
             raise InvalidRequest(f"{here}: this model takes no {_MEDIA[kind]}", param=here)
         else:
-            raise _wrong(f"{here}.type", f"is {kind!r}; known is 'text'")
+            raise _wrong(f"{here}.type", f"is {quoted(kind)}; known is 'text'")
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
@@ -74,10 +81,7 @@ def _content(value: Any, where: str, role: str, media: Seen | None) -> str | lis
 
 def _arguments(value: Any, where: str) -> Any:
     text = _required_string(value, where)
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    parsed = called_with(text)
     # Templates print a mapping in the model's own form; anything else goes in as it was written.
     return parsed if isinstance(parsed, dict) else text
 
@@ -99,7 +103,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         arguments = _arguments(function.get("arguments", ""), f"{here}.function.arguments")
         entry: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
         if call.get("id") is not None:
-            entry["id"] = _required_string(call["id"], f"{here}.id")
+            entry["id"] = _label(call["id"], f"{here}.id")
         calls.append(entry)
     return calls
 
@@ -109,7 +113,7 @@ def _message(message: Any, where: str, media: Seen | None) -> dict[str, Any]:
         raise _wrong(where, "must be an object with role and content")
     given = message.get("role")
     if not isinstance(given, str) or given not in _ROLES:
-        raise _wrong(f"{where}.role", f"is {given!r}; known are {', '.join(_ROLES)}")
+        raise _wrong(f"{where}.role", f"is {quoted(given)}; known are {', '.join(_ROLES)}")
     role = _ROLES[given]
     out: dict[str, Any] = {"role": role}
     if role == "assistant" and message.get("tool_calls"):
@@ -124,9 +128,9 @@ def _message(message: Any, where: str, media: Seen | None) -> dict[str, Any]:
         raise _wrong(f"{where}.content", f"is missing{allowed}")
     out["content"] = _content(content, f"{where}.content", role, media)
     if message.get("name") is not None:
-        out["name"] = _required_string(message["name"], f"{where}.name")
+        out["name"] = _label(message["name"], f"{where}.name")
     if role == "tool" and message.get("tool_call_id") is not None:
-        out["tool_call_id"] = _required_string(message["tool_call_id"], f"{where}.tool_call_id")
+        out["tool_call_id"] = _label(message["tool_call_id"], f"{where}.tool_call_id")
     return out
 
 

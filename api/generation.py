@@ -17,7 +17,15 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..cluster.config import Config
-from ..cluster.errors import DeadlineExceeded, InvalidRequest, MemoryFull, ModelNotFound, NoReplica, Unavailable
+from ..cluster.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MemoryFull,
+    ModelNotFound,
+    NoReplica,
+    Unavailable,
+    quoted,
+)
 from .access.callers import OWNING, Admission, Caller
 from .agent_streams import TurnStream, keeping
 from .agents import AgentMemory, Kept, Turn
@@ -104,7 +112,7 @@ class Generator:
                 return model
         if wanted in names:
             raise NoReplica(f"the model {wanted!r} is still loading", param="model")
-        raise ModelNotFound(f"the model {wanted!r} does not exist", param="model")
+        raise ModelNotFound(f"the model {quoted(wanted)} does not exist", param="model")
 
     async def text_model(self, model: ServedModel) -> TextModel:
         """The text side of `model`, loaded on first use.
@@ -228,7 +236,8 @@ class Generator:
 
     async def _media(self, request: ChatRequest) -> list[Medium]:
         """The pictures and videos of a request, in order."""
-        sources = sources_in(request.messages)
+        # In a thread: there may be thousands of parts.
+        sources = await asyncio.to_thread(sources_in, request.messages)
         if not sources:
             return []
         loaded = await self.loader.load_all(sources)

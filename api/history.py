@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from .json_slices import TooManyValues, check_values
 from .pipeline import ToolCall
 
 Message = dict[str, Any]
+
+_ARGUMENTS_VALUES_MAX = 25_000
 
 
 def openai_form(messages: Sequence[Message]) -> list[Message]:
@@ -32,6 +35,14 @@ def _openai_call(call: Message) -> Message:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def called_with(arguments: str) -> Any:
+    """A call's arguments as JSON says them; the text itself if it is no JSON, or too much to parse in one go."""
+    with suppress(ValueError, RecursionError, TooManyValues):
+        check_values([arguments], _ARGUMENTS_VALUES_MAX)
+        return json.loads(arguments)
+    return arguments
 
 
 def answer_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
@@ -74,7 +85,4 @@ def _digest(messages: Sequence[Message]) -> bytes:
 
 def _said(function: Message) -> list[Any]:
     arguments = function["arguments"]
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return [function["name"], arguments]
+    return [function["name"], called_with(arguments) if isinstance(arguments, str) else arguments]

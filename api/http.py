@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from types import TracebackType
 
 from fastapi import FastAPI, Request
@@ -22,8 +22,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..cluster.config import Config
 from ..cluster.errors import InvalidRequest, RequestTooLarge, SatchelError, SlowBody, Unavailable
 from .metrics import Metrics
+from .openai import Body, parse_body
 from .openai_answers import error_body
 
 _log = logging.getLogger(__name__)
@@ -37,6 +39,9 @@ BODY_RATE = 16 * 2**10
 
 Refused = Callable[[str], None]
 """Hears why a request is refused for want of room."""
+
+_LARGE_BYTES = 256 * 2**10
+"""A larger body takes more than a few milliseconds to parse."""
 
 _CLIENT_GONE = 499
 """nginx's number for it; nobody is left to read it, but the metrics are."""
@@ -159,24 +164,32 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 class BodyReader:
-    """Reads requests' bodies, at most `bytes_max` each and `together_bytes_max` of all at a time.
+    """Reads requests' bodies, within the limits of the config's `endpoint`.
 
     A body that comes slower than `BODY_RATE` is not waited for. Where all together are too large, the largest of those
     that have taken longer than `BODY_GRACE_S` makes room, so nobody keeps the others out with bodies that do not end.
     """
 
-    def __init__(
-        self, *, bytes_max: int, together_bytes_max: int, timeout_s: float, refused: Refused = lambda why: None
-    ) -> None:
+    def __init__(self, config: Config, refused: Refused = lambda why: None) -> None:
         self._refused = refused
-        self._bytes_max = bytes_max
-        self._together_bytes_max = together_bytes_max
-        self._timeout_s = timeout_s
+        self._limits = config.endpoint
+        self._timeout_s = config.timeouts.request_s
         self._held = 0
         self._arriving: set[_Arriving] = set()
+        self._large = asyncio.Lock()
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """The body, parsed and validated. Those that take long are parsed one at a time.
+
+        Raises:
+            InvalidRequest: as `parse_body`.
+            RequestTooLarge, Unavailable, SlowBody, ClientDisconnect: as `_reading`.
+        """
+        async with self._reading(request) as data, self._large if len(data) > _LARGE_BYTES else nullcontext():
+            return await asyncio.to_thread(parse_body, kind, data, self._limits)
 
     @asynccontextmanager
-    async def reading(self, request: Request) -> AsyncIterator[bytes]:
+    async def _reading(self, request: Request) -> AsyncIterator[bytearray]:
         """The whole body, counted until the block ends.
 
         Raises:
@@ -185,12 +198,13 @@ class BodyReader:
             SlowBody: it came too slowly, or took longer than `timeout_s`.
             ClientDisconnect: the client went away first.
         """
-        too_large = RequestTooLarge(f"the body is larger than {self._bytes_max} bytes (endpoint.body_bytes_max)")
+        bytes_max = self._limits.body_bytes_max
+        too_large = RequestTooLarge(f"the body is larger than {bytes_max} bytes (endpoint.body_bytes_max)")
         announced = request.headers.get("content-length")
         if announced is not None:
             if not (announced.isascii() and announced.isdigit()):
                 raise InvalidRequest("Content-Length is not a number")
-            if len(announced) > 18 or int(announced) > self._bytes_max:
+            if len(announced) > 18 or int(announced) > bytes_max:
                 raise too_large
         arriving = _Arriving(self._timeout_s)
         self._arriving.add(arriving)
@@ -200,20 +214,20 @@ class BodyReader:
                     async for chunk in request.stream():
                         arriving.take(chunk)
                         self._held += len(chunk)
-                        if len(arriving.body) > self._bytes_max:
+                        if len(arriving.body) > bytes_max:
                             raise too_large
                         self._make_room(arriving)
             except TimeoutError:
                 raise self._too_large_together() if arriving.makes_room else arriving.too_slow() from None
             self._arriving.discard(arriving)
-            yield bytes(arriving.body)
+            yield arriving.body
         finally:
             self._arriving.discard(arriving)
             self._held -= len(arriving.body)
 
     def _make_room(self, newest: _Arriving) -> None:
         going = sum(len(it.body) for it in self._arriving if it.makes_room)
-        if self._held - going <= self._together_bytes_max:
+        if self._held - going <= self._limits.bodies_bytes_max:
             return
         late = [it for it in self._arriving if it.age_s > BODY_GRACE_S and not (it.makes_room or it.limit.expired())]
         largest = max(late, key=lambda it: len(it.body), default=newest)

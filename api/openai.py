@@ -7,12 +7,13 @@ name. Unknown fields are ignored.
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
+from ..cluster.config import Endpoint
 from ..cluster.errors import InvalidRequest
+from .json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
 from .options import (
     CacheSalt,
     Choices,
@@ -60,6 +61,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+Few = Annotated[dict[str, Any], Field(max_length=100)]
+
+
 class GenerationBody(BaseModel):
     """The fields that both generation routes take. None, written `null`, means the default."""
 
@@ -67,7 +71,7 @@ class GenerationBody(BaseModel):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: Few | None = None
     n: Choices | None = None
     best_of: int | None = None
     temperature: Temperature | None = None
@@ -127,7 +131,7 @@ class ChatBody(GenerationBody):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Few | None = None
 
     def check(self) -> None:
         super().check()
@@ -208,19 +212,24 @@ class ForkBody(BaseModel):
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse_body(kind: type[Body], data: bytes) -> Body:
-    """The body of class `kind` in `data`. Large bodies take milliseconds: call it in a worker thread.
+def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> Body:
+    """The body of class `kind` in `data`. Large bodies take up to a second: call it in a worker thread.
 
     Raises:
-        InvalidRequest: not JSON, not an object, wrong values, or a field that is not supported.
+        InvalidRequest: not JSON, not an object, more of something than `limits` allow, wrong values, or a field that is
+            not supported.
     """
     try:
-        # This parser, unlike json.loads, refuses NaN, unpaired surrogates and deep nesting.
-        fields = from_json(data, allow_inf_nan=False)
+        fields, values = parse(data, limits.body_values_max)
+    except TooManyValues:
+        raise _too_many_values(limits) from None
+    except TooDeep:
+        raise InvalidRequest(f"the body is nested deeper than {DEPTH_MAX} levels") from None
     except ValueError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
+    _refuse_many(fields.get("messages"), values, limits)
     if issubclass(kind, GenerationBody):
         _refuse_unsupported(fields)
     try:
@@ -230,6 +239,42 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     if isinstance(body, GenerationBody):
         body.check()
     return body
+
+
+def _too_many_values(limits: Endpoint) -> InvalidRequest:
+    return InvalidRequest(
+        f"the body has more than {limits.body_values_max} JSON values and keys (endpoint.body_values_max)"
+    )
+
+
+def _refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
+    """Before anything is made of them. What is no message is refused later."""
+    if not isinstance(messages, list):
+        return
+    if len(messages) > limits.messages_max:
+        raise InvalidRequest(
+            f"messages: at most {limits.messages_max} go into one request (endpoint.messages_max)", param="messages"
+        )
+    parts, nested = 0, []
+    for message in messages:
+        if not isinstance(message, dict):
+            continue
+        parts += len(content) if isinstance(content := message.get("content"), list) else 0
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                nested.append(arguments)
+    if parts > limits.parts_max:
+        raise InvalidRequest(
+            f"messages: at most {limits.parts_max} parts of content go into one request (endpoint.parts_max)",
+            param="messages",
+        )
+    try:
+        check_values(nested, limits.body_values_max - values)
+    except TooManyValues:
+        raise _too_many_values(limits) from None
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from ..actors.messages import Sampling
-from ..cluster.errors import InvalidRequest
+from ..cluster.errors import InvalidRequest, quoted
 
 CHOICES_MAX = 16
 TOP_LOGPROBS_MAX = 20
@@ -55,7 +55,7 @@ def _biases(value: Any) -> Any:
     for key, bias in pairs:
         # JSON's keys are strings; Python callers write numbers.
         if type(key) is not int and not (isinstance(key, str) and _TOKEN.fullmatch(key)):
-            raise ValueError(f"{key!r} is no token id")
+            raise ValueError(f"{quoted(key)} is no token id")
         if type(bias) not in (int, float) or not -_BIAS_MAX <= bias <= _BIAS_MAX:
             raise ValueError(f"the bias of token {key} must be a number from -{_BIAS_MAX} to {_BIAS_MAX}")
         biases[int(key)] = float(bias)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-_URL_SAFE = str.maketrans("-_", "+/", " \t\r\n")
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+_SPACES = b" \t\r\n"
+_PIECE_CHARACTERS = 2**16
+"""The interpreter is given back after so many."""
 
 
 class Unreadable(Exception):
@@ -29,17 +31,35 @@ def data_url(url: str, bytes_max: int) -> bytes:
     # Three bytes of four characters, or one of three: more text than this cannot fit.
     if len(body) > 4 * bytes_max + 4:
         raise _too_large(bytes_max)
-    data = _base64(body) if head.lower().endswith(";base64") else unquote_to_bytes(body)
+    pieces = _unquoted(body)
+    data = b"".join(_base64(pieces) if head[-7:].lower() == ";base64" else pieces)
     if len(data) > bytes_max:
         raise _too_large(bytes_max)
     return data
 
 
-def _base64(body: str) -> bytes:
-    text = (unquote(body) if "%" in body else body).translate(_URL_SAFE).rstrip("=")
+def _unquoted(body: str) -> Iterator[bytes]:
+    """What `body` says, piece by piece; none ends within a character that is written with a percent sign."""
+    at = 0
+    while at < len(body):
+        end = at + _PIECE_CHARACTERS
+        if end < len(body) and (percent := body.find("%", end - 2, end)) >= 0:
+            end = percent
+        yield unquote_to_bytes(body[at:end])
+        at = end
+
+
+def _base64(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
     try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except (binascii.Error, ValueError):
+        for piece in pieces:
+            rest += piece.translate(_URL_SAFE, _SPACES)
+            whole = len(rest.rstrip(b"=")) // 4 * 4
+            yield binascii.a2b_base64(rest[:whole], strict_mode=True)
+            rest = rest[whole:]
+        rest = rest.rstrip(b"=")
+        yield binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)
+    except ValueError:
         raise Unreadable("is a data URL whose base64 is damaged") from None
 
 

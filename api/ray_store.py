@@ -11,7 +11,15 @@ from ray.exceptions import RayError
 
 from ..actors import registry
 from ..actors.start import find_replicas
-from ..cluster.errors import AgentElsewhere, AgentExists, AgentNotFound, InvalidRequest, SatchelError, Unavailable
+from ..cluster.errors import (
+    AgentElsewhere,
+    AgentExists,
+    AgentNotFound,
+    InvalidRequest,
+    SatchelError,
+    Unavailable,
+    quoted,
+)
 from .agent_homes import AgentHomes
 
 logger = logging.getLogger(__name__)
@@ -92,7 +100,7 @@ class RayStore:
             AgentNotFound, AgentBusy, InvalidRequest, Unavailable: it cannot be moved there now.
         """
         if node not in await self._homes.nodes():
-            raise InvalidRequest(f"there is no node {node!r}", param="to")
+            raise InvalidRequest(f"there is no node {quoted(node)}", param="to")
         await self.call("info", agent)
         moved = await self.call("move", agent, node)
         await self._homes.moved(agent, node, moved["epoch"])

@@ -145,7 +145,7 @@ def _check_length(prompt: list[int], model: ServedModel, where: str) -> None:
 
 def _check_least(text: TextModel, string: str, model: ServedModel, where: str) -> None:
     # Megabytes take seconds to encode, so what cannot fit is refused before.
-    if (least := text.tokens_min(string)) >= model.context_tokens:
+    if (least := text.tokens_min(string, model.context_tokens)) >= model.context_tokens:
         raise _too_long(f"at least {least}", model, where)
 
 

@@ -30,6 +30,10 @@ REPLACEMENT = "\ufffd"
 _HELD_TOKENS_MAX = 8
 _CONTEXT_TOKENS = 6
 
+_LONG_TOKEN_CHARACTERS = 8
+"""A text with more characters a token than this is rare."""
+_COUNTED_CHARACTERS = 2**16
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -257,9 +261,20 @@ class TextModel:
         # A batch of one, because `Tokenizer.encode` keeps the interpreter lock and this does not.
         return self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
 
-    def tokens_min(self, text: str) -> int:
-        """A number of tokens that `text` surely has, found without encoding it."""
-        return len(text) // self._token_characters_max
+    def tokens_min(self, text: str, enough: int) -> int:
+        """A number of tokens that `text` surely has. What has far more than `enough` is found without encoding it all:
+        it would take seconds, and what comes out would be as large."""
+        least = len(text) // self._token_characters_max
+        if least >= enough or self._backend is None or len(text) <= _LONG_TOKEN_CHARACTERS * enough:
+            return least
+        tokens = 0
+        for start in range(0, len(text), _COUNTED_CHARACTERS):
+            piece = text[start : start + _COUNTED_CHARACTERS].encode("utf-8", "replace").decode()
+            # A cut adds a few tokens, never as many as there are.
+            tokens += len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
+            if tokens >= 2 * enough:
+                break
+        return max(least, tokens // 2)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens` in one go, special tokens included."""

@@ -59,6 +59,12 @@ class Endpoint:
     body_bytes_max: Bytes = 32 * 2**20
     bodies_bytes_max: Bytes = 256 * 2**20
     """Of all requests that are being read at a time."""
+    body_values_max: Count = 250_000
+    """JSON values and keys of one body, those in the arguments of its tool calls included; a token id is a value."""
+    messages_max: Count = 10_000
+    """In one request."""
+    parts_max: Count = 20_000
+    """Of contents, in all messages of one request."""
     unread_tokens_max: Count = 4096
     """A row whose client has this many tokens still to read is ended: a slow reader holds no place."""
 

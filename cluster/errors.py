@@ -53,7 +53,16 @@ agree on a traceback's classes.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, ClassVar
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+
+
+def quoted(value: Any) -> str:
+    """What a caller wrote, for an error's message; shortened where it is long."""
+    return _SHORT.repr(value)
 
 
 class SatchelError(Exception):

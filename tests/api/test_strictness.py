@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from satchel.api.app import create_app
 from satchel.cluster.errors import NoReplica
 
 USER = {"role": "user", "content": "Hi"}
@@ -37,7 +41,7 @@ FIELDS = [
     ("max_completion_tokens", [0, -1, "5"]),
     ("stop", ["", [""], ["a", ""], [1], 5, {}, ["x"] * 17, "x" * 2000]),
     ("stream", ["true", 1, "yes"]),
-    ("stream_options", ["x", []]),
+    ("stream_options", ["x", [], {str(i): 1 for i in range(101)}]),
     ("ignore_eos", [1, "true"]),
     ("priority", [1.5, "high", True]),
     ("model", [5, ["m"]]),
@@ -57,7 +61,10 @@ FIELDS = [
     ("logprobs", [1, 0, "true", []]),
     ("top_logprobs", [5, 21, -1, 1.0, "1", True]),
     ("reasoning_effort", ["much", 5, True]),
-    ("chat_template_kwargs", ["x", [], 5, {"tokenize": True}, {"chat_template": "x"}, {"messages": []}]),
+    (
+        "chat_template_kwargs",
+        ["x", [], 5, {"tokenize": True}, {"chat_template": "x"}, {"messages": []}, {str(i): 1 for i in range(101)}],
+    ),
     ("echo", [True, 1]),
     ("suffix", ["end"]),
     ("presence_penalty", [2.1, -2.1, "0", True]),
@@ -163,6 +170,8 @@ MESSAGES = [
         "messages[0].tool_calls[0].function.arguments",
     ),
     ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "messages[0].reasoning_content"),
+    ([{"role": "user", "content": "x", "name": "n" * 2000}], "messages[0].name"),
+    ([{"role": "tool", "content": "x", "tool_call_id": "i" * 2000}], "messages[0].tool_call_id"),
     ([{"role": "user", "content": "refuse me"}], "messages"),
 ]
 
@@ -235,7 +244,7 @@ async def test_a_prompt_longer_than_the_context_says_the_numbers(api):
 
 async def test_a_prompt_that_cannot_fit_is_refused_without_encoding_it(api, text, monkeypatch):
     length = len(text.encode("x " * 400_000))
-    assert text.tokens_min("x " * 400_000) <= length
+    assert text.tokens_min("x " * 400_000, 10**9) <= length
     monkeypatch.setattr("satchel.api.text.TextModel.encode", None)
     check(await api.chat("x " * 400_000), 400, "messages", "context_length_exceeded")
     check(await api.complete("x " * 400_000), 400, "prompt", "context_length_exceeded")
@@ -294,3 +303,92 @@ async def test_an_invalid_request_id_is_replaced(api, given):
     response = await api.client.get("/v1/models", headers={"X-Request-ID": given})
     assert len(response.headers.get_list("x-request-id")) == 1
     assert response.headers["x-request-id"] not in (given, "")
+
+
+def nested(depth: int) -> list[Any]:
+    return json.loads("[" * depth + "]" * depth)
+
+
+@pytest.fixture
+def narrow(backend, config) -> httpx.AsyncClient:
+    """An endpoint with small limits on what a body may have."""
+    limits = replace(config.endpoint, body_values_max=VALUES, messages_max=6, parts_max=8)
+    app = create_app(backend, replace(config, endpoint=limits))
+    json_only = {"Content-Type": "application/json"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", headers=json_only)
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+VALUES = 400
+PART = {"type": "text", "text": "Hi"}
+CHAT = "/v1/chat/completions"
+# How many values a body has, beside those that fill it: brackets opened, colons and commas.
+BARE = len(re.findall(r"[{\[:,]", json.dumps({**BODY, "x": []})))
+
+
+@pytest.mark.parametrize(
+    ("path", "most", "beyond", "param", "said"),
+    [
+        (CHAT, {"messages": [USER] * 6}, {"messages": [USER] * 7}, "messages", "at most 6 .*messages_max"),
+        (
+            *(CHAT, {"messages": [{"role": "user", "content": [PART] * 4}] * 2}),
+            *({"messages": [{"role": "user", "content": [PART] * 9}]}, "messages", "at most 8 parts.*parts_max"),
+        ),
+        (
+            *(CHAT, {**BODY, "x": [0] * (VALUES - BARE + 1)}),
+            *({**BODY, "x": [0] * (VALUES - BARE + 2)}, None, "400 .*body_values_max"),
+        ),
+        (
+            *(CHAT, {"messages": [USER, called("[" + "1," * 350 + "1]")]}),
+            *({"messages": [USER, *[called("[" + "1," * 190 + "1]")] * 2]}, None, "400 .*body_values_max"),
+        ),
+        ("/v1/completions", {"prompt": [5] * 390}, {"prompt": [5] * 410}, None, "400 .*body_values_max"),
+        (CHAT, {**BODY, "x": nested(199)}, {**BODY, "x": nested(200)}, None, "deeper than 200"),
+    ],
+)
+async def test_what_a_body_may_have_is_bounded(narrow, backend, path, most, beyond, param, said):
+    response = await narrow.post(path, json=most)
+    assert response.status_code == 200, response.text
+    backend.requests.clear()
+    error = check(await narrow.post(path, json=beyond), 400, param)
+    assert re.search(said, error["message"])
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/agents/ann/inject", "/v1/agents/ann/fork", "/v1/agents/ann/move"])
+async def test_every_body_is_bounded(narrow, path):
+    assert "body_values_max" in check(await narrow.post(path, json={"x": [0] * 500}), 400, None)["message"]
+    assert "deeper" in check(await narrow.post(path, content=b"[" * 300), 400, None)["message"]
+
+
+@pytest.mark.parametrize("arguments", ["[" * 190 + "]" * 190, "[1," * 150, '{"a": "' + "[,{:" * 200 + '"}'])
+async def test_arguments_that_are_odd_are_text(narrow, arguments):
+    assert (await narrow.post(CHAT, json={"messages": [USER, called(arguments)]})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({**BODY, "model": "m" * 500_000}, "model"),
+        ({**BODY, "logit_bias": {"k" * 500_000: 1}}, "logit_bias"),
+        ({"messages": [{"role": "r" * 500_000, "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "t" * 500_000}]}]}, "messages[0].content[0].type"),
+    ],
+)
+async def test_an_error_does_not_repeat_what_is_long(api, body, param):
+    response = await api.client.post(CHAT, json=body)
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["param"] == param
+    assert len(response.content) < 1000
+
+
+async def test_a_large_body_is_parsed_in_pieces(api, backend):
+    said = "".join(random.Random(1).choices('ab "\\\n\u0000é漢😀', k=60_000))
+    body = {"messages": [{"role": "user", "content": "Hi"}], "user": said, "x": [[said[:9]] * 9] * 1500}
+    assert 256 * 2**10 < len(json.dumps(body)) < 2**20
+    assert (await api.post(body)).status_code == 200
+    assert (await api.post({**body, "messages": [{"role": "user", "content": 5}]})).status_code == 400
+    assert len(backend.requests) == 1

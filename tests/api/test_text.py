@@ -172,7 +172,16 @@ def test_a_truncating_tokenizer_file_does_not_shorten_prompts(tmp_path: Path, fo
 @quick
 @given(string=st.text(max_size=200))
 def test_the_lower_bound_on_tokens_is_one(string: str, text: TextModel):
-    assert text.tokens_min(string) <= len(text.encode(string))
+    assert text.tokens_min(string, 10**9) <= len(text.encode(string))
+    assert text.tokens_min(string, 1) <= len(text.encode(string))
+
+
+def test_a_text_that_is_far_too_long_is_not_encoded_to_its_end(text: TextModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("satchel.api.text._COUNTED_CHARACTERS", 64)
+    string = "the quick brown fox, 日本語 " * 200
+    assert text.tokens_min(string, 10) >= 10
+    assert text.tokens_min(string, 10) < 100
+    assert text.tokens_min(string, 100) <= len(text.encode(string))
 
 
 async def test_encoding_in_a_thread_leaves_the_event_loop_running(text: TextModel):

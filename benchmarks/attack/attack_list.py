@@ -1,0 +1,90 @@
+"""All attacks, in the order in which they are made: those that end a part of the server come last."""
+
+from __future__ import annotations
+
+import attack_bodies
+import attack_connections
+import attack_disk
+import attack_engine
+import attack_large
+import attack_media
+import attack_raw
+import attack_schema
+from attack_scene import Attack
+
+ATTACKS = (
+    Attack(
+        "raw",
+        "HTTP that is malformed, cut off, or rare",
+        "an answer in the protocol's shape, or a closed connection",
+        attack_raw.run,
+    ),
+    Attack(
+        "bodies",
+        "drawn bodies with odd values on every route, eight at a time",
+        "each is answered or refused by name",
+        attack_bodies.run,
+    ),
+    Attack(
+        "schema",
+        "Schemathesis: requests drawn from the server's own OpenAPI document",
+        "no status from 500 on",
+        attack_schema.run,
+    ),
+    Attack(
+        "media",
+        "pictures and films with changed bytes",
+        "shown, or refused with the place in the message",
+        attack_media.run,
+    ),
+    Attack(
+        "large",
+        "bodies of 32 MiB: one text, and all that costs more than its bytes; four at a time too",
+        "taken or refused by the limit's name, and no stream waits",
+        attack_large.run,
+    ),
+    Attack(
+        "silent",
+        "900 connections that say nothing and 300 that say half a head",
+        "others are answered",
+        attack_connections.silent,
+    ),
+    Attack(
+        "slow bodies",
+        "eight bodies of 32 MiB without their last byte",
+        "for some seconds a 503 by its limit, then they make room",
+        attack_connections.slow_bodies,
+    ),
+    Attack(
+        "deaf",
+        "64 clients that ask for long streams and read nothing",
+        "their rows end at endpoint.unread_tokens_max",
+        attack_connections.deaf,
+    ),
+    Attack(
+        "hasty",
+        "clients that hang up after the first bytes of a stream, without end",
+        "their rows end at once",
+        attack_connections.hasty,
+    ),
+    Attack(
+        "disk",
+        "the disk of the home is full, and has room again",
+        "answers go on; what cannot be kept says so; nothing kept is lost",
+        attack_disk.run,
+    ),
+    Attack(
+        "descriptors",
+        "the endpoint may open no further files",
+        "running streams go on; afterwards new ones begin again",
+        attack_connections.no_descriptors,
+    ),
+    Attack(
+        "engine",
+        "the replica's engine thread stops, as with a device that hangs",
+        "streams fail or go on elsewhere in bounded time, and it answers again",
+        attack_engine.run,
+        judged=False,
+    ),
+)
+"""Further ones, as those of one tenant on another, are a file with a `run` and an entry here."""
