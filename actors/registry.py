@@ -15,7 +15,7 @@ from typing import Any
 from ray.experimental import internal_kv
 
 from ..cluster.config import Model, name_refusal, parse_model
-from ..cluster.connection import NAMESPACE, VERSION_KEY, versions
+from ..cluster.connection import NAMESPACE
 from ..cluster.errors import InvalidRequest, ModelNotFound
 
 READ_S = 0.5
@@ -76,11 +76,6 @@ def nodes() -> tuple[NodeEntry, ...]:
         links = tuple((str(address), str(kind)) for address, kind in data.pop("links"))
         found.append(NodeEntry(links=links, **data))
     return tuple(sorted(found, key=lambda node: node.name))
-
-
-def open_cluster() -> None:
-    """Say what runs here, so that others can compare before they join."""
-    internal_kv._internal_kv_put(VERSION_KEY, versions().encode(), overwrite=True, namespace=_NAMESPACE)
 
 
 def add_node(node: NodeEntry) -> None:

@@ -52,7 +52,6 @@ def start_actors(config: Config) -> dict[str, Any]:
     Replicas load in the background; see `wait_until_ready`. Those of other nodes begin when their nodes join.
     """
     machines = config.machines
-    registry.open_cluster()
     ray.remote(RouterActor).options(name=ROUTER, **_on(machines[0])).remote(config)
     names = [node.name for node in machines]
     for model in map(located, config.models):

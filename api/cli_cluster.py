@@ -8,23 +8,21 @@ from typing import Annotated, Optional
 
 import typer
 
-from ..cluster.config import Config, default_config, load_config
-from ..cluster.errors import ConfigError
+from ..cluster.config import Config, Home, default_config, load_config
+from ..cluster.errors import ClusterError, ConfigError
 from .cli_models import HomeOption, chosen_home
 
-AddressArgument = Annotated[
+InvitationArgument = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Argument(metavar="HOST:PORT", help="The cluster's, as `satchel status` says on its head."),
+    typer.Argument(
+        metavar="INVITATION", help="As `satchel invite` prints it on the head; without one, the last cluster again."
+    ),
 ]
 NameOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--name", metavar="NAME", help="Of this node (else the machine's)."),
 ]
 OwnAddressOption = Annotated[str, typer.Option("--address", metavar="ADDR", help="Of this machine, for the others.")]
-TokenOption = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--token-file", metavar="FILE", help="The secret: a copy of `run/ray_token` in the head's home."),
-]
 WaitOption = Annotated[float, typer.Option("--wait", min=0.0, metavar="SECONDS", help="For its end, at most.")]
 ConfigArgument = Annotated[
     Optional[Path],  # noqa: UP045
@@ -41,11 +39,26 @@ ListenOption = Annotated[
 OrderedOption = Annotated[bool, typer.Option("--ordered", hidden=True)]
 
 
+def invite(home: HomeOption = None) -> None:
+    """Print what another machine must be told to join the cluster that runs here. It is good once, for an hour."""
+    from ..cluster.connection import find_cluster, is_loopback
+    from ..cluster.invitations import LIFE_S
+    from ..cluster.invitations import invite as run
+
+    record = find_cluster(chosen_home(home))
+    if record.joined:
+        raise ClusterError(f"{record.node} does not lead its cluster; invite on the head, at {record.door}")
+    invitation = run(Home(Path(record.home)), record.door)
+    _say(f"On the other machine, once and within {LIFE_S / 60:.0f} minutes:")
+    _say(f"  satchel join '{invitation.to_text()}'")
+    if is_loopback(record.door):
+        _say("That reaches this machine only; for others the first node in the config needs an address.")
+
+
 def join(
-    address: AddressArgument = None,
+    invitation: InvitationArgument = None,
     name: NameOption = None,
     own_address: OwnAddressOption = "",
-    token: TokenOption = None,
     ordered: OrderedOption = False,
     home: HomeOption = None,
 ) -> None:
@@ -57,10 +70,9 @@ def join(
     where = chosen_home(home)
     if ordered:
         order = read_order()
-    elif address is None or ":" not in address:
-        raise ConfigError("say which cluster to join: `satchel join HOST:PORT`")
     else:
-        order = JoinOrder(invited(address, token or where.token_file), own_node(name, own_address, address))
+        found = invited(invitation, where)
+        order = JoinOrder(found, own_node(name, own_address, found.door))
     run(order, where, ordered=ordered)
 
 
@@ -108,11 +120,10 @@ def install_service(
     config: ConfigArgument = None,
     join: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--join", metavar="HOST:PORT", help="Be a node of this cluster instead of serving a config."),
+        typer.Option("--join", metavar="INVITATION", help="Be a node of a cluster instead of serving a config."),
     ] = None,
     name: NameOption = None,
     own_address: OwnAddressOption = "",
-    token: TokenOption = None,
     only_print: Annotated[bool, typer.Option("--print", help="Show the file and write nothing.")] = False,
     home: HomeOption = None,
 ) -> None:
@@ -121,19 +132,23 @@ def install_service(
 
     where = chosen_home(home)
     if (config is None) == (join is None):
-        raise ConfigError("say what to keep: a config to serve, or `--join HOST:PORT`")
+        raise ConfigError("say what to keep: a config to serve, or `--join INVITATION`")
     if config is not None:
-        if name is not None or token is not None or own_address:
-            raise ConfigError("--name, --address and --token-file are for a node: `--join HOST:PORT`")
+        if name is not None or own_address:
+            raise ConfigError("--name and --address are for a node: `--join INVITATION`")
         load_config(config)
         service = head_service(config, where)
     else:
-        if token is None or name is None or join is None:
-            raise ConfigError("a node needs `--token-file` and `--name`")
-        from .cli_join import read_token
+        if name is None:
+            raise ConfigError("a node needs `--name`")
+        from .cli_join import invited, let_in, own_node
 
-        read_token(token)
-        service = node_service(join, token, name, own_address, where)
+        invitation = invited(join, where)
+        node = own_node(name, own_address, invitation.door)
+        if invitation.secret and not only_print:
+            # The service comes in by its certificate.
+            let_in(where, node, invitation)
+        service = node_service(invitation.door, name, own_address, where)
     install(service, where, only_print=only_print, say=_say)
 
 

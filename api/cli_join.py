@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from ..cluster.admission import Admission, enter
 from ..cluster.config import Config, Home
-from ..cluster.connection import Invitation, check_version
-from ..cluster.errors import ClusterError, ModelLoadError, NotRunning, SatchelError
+from ..cluster.errors import ClusterError, ModelLoadError, SatchelError
 from ..cluster.home import HomeLock, prepare_home
+from ..cluster.invitations import Invitation, remembered
 from ..cluster.launch import READY, JoinOrder
 from ..cluster.nodes import Node
 from ..cluster.runtime import LocalCluster
@@ -37,10 +37,7 @@ RETURN_S = 30.0
 """How long replicas may take to be on their way to a node that has come back."""
 
 AGAIN_S = 0.5
-KNOCK_S = 5.0
 TOLD_S = 1.0
-
-SECRET_PLACE = "it is `run/ray_token` in the head's home"
 
 
 def read_order() -> JoinOrder:
@@ -86,17 +83,17 @@ def own_node(name: str | None, address: str, head: str) -> Node:
         raise ClusterError(f"{name!r} at {address!r} is no node: a name has letters, digits and dashes") from None
 
 
-def knock(address: str) -> None:
-    """Whether anything answers at `host:port`; Ray takes 40 s to say that nothing does.
+def let_in(home: Home, node: Node, invitation: Invitation) -> Admission:
+    """As `enter`, where nobody runs on the home: what he knows of a cluster must not be replaced.
 
     Raises:
-        NotRunning: nothing does.
+        HomeInUse: somebody does.
     """
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise NotRunning(f"no cluster answers at {address}: {error}") from None
+    prepare_home(home)
+    lock = HomeLock(home)
+    lock.acquire()
+    lock.release()
+    return enter(home, node, invitation)
 
 
 def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
@@ -109,7 +106,7 @@ def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
     signals = StopSignals()
     signals.install()
     progress = Progress()
-    cluster = LocalCluster(home, node=order.node, invitation=order.invitation)
+    cluster = LocalCluster(home, node=order.node)
     start = _Start(order, cluster, progress)
     try:
         start.start()
@@ -127,7 +124,7 @@ def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
             start.withdraw(for_good=not ordered)
             raise as_sentence(start.error, home)
         signals.install()
-        progress.say(READY if ordered else f"{order.node.name} has joined {order.invitation.address}; Ctrl-C leaves")
+        progress.say(READY if ordered else f"{order.node.name} has joined {order.invitation.door}; Ctrl-C leaves")
         _stay(cluster, signals, ordered)
         progress.say("Leaving")
         _leave_cluster(start, order.node, progress, for_good=not ordered)
@@ -161,20 +158,8 @@ class _Start(threading.Thread):
             self.error = error
 
     def _join(self) -> None:
-        self._progress.report(f"Joining {self._order.invitation.address}", None)
-        # The secret of whoever runs on this home must not be replaced.
-        lock = HomeLock(self._cluster.home)
-        lock.acquire()
-        lock.release()
-        knock(self._order.invitation.address)
-        try:
-            check_version(self._order.invitation, self._cluster.home)
-        except NotRunning as error:
-            if "InvalidAuthToken" not in error.message:
-                raise
-            address = self._order.invitation.address
-            raise ClusterError(f"the cluster at {address} has another secret: {SECRET_PLACE}") from None
-        self._cluster.start()
+        self._progress.report(f"Joining {self._order.invitation.door}", None)
+        self._cluster.start(let_in(self._cluster.home, self._order.node, self._order.invitation))
         self.connected.set()
         self.go_on.wait()
         self._await_name()
@@ -275,20 +260,18 @@ def _input_closed() -> bool:
     return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
 
 
-def read_token(path: Path) -> str:
-    """The cluster's secret.
+def invited(where: str | None, home: Home) -> Invitation:
+    """What `satchel join` was told: an invitation; or nothing or HOST:PORT, for the cluster that this machine was in.
 
     Raises:
-        ClusterError: there is no such file, or it has none.
+        ClusterError: it is none, or this machine has been in no cluster.
     """
-    try:
-        token = path.expanduser().read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        raise ClusterError(f"{path}: {error}") from None
-    if len(token) < 32:
-        raise ClusterError(f"{path} has no secret of a cluster; {SECRET_PLACE}")
-    return token
-
-
-def invited(address: str, token: Path) -> Invitation:
-    return Invitation(address, read_token(token))
+    if where is not None and "#" in where:
+        try:
+            return Invitation.from_text(where)
+        except ValueError as error:
+            raise ClusterError(f"{where.partition('#')[0]}#… is {error}") from None
+    last = remembered(home)
+    if last is None:
+        raise ClusterError("this machine has joined no cluster yet: `satchel invite` on a head says what to type here")
+    return Invitation(where or last.door, last.fingerprint)

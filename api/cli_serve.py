@@ -18,9 +18,9 @@ from types import FrameType
 from typing import NoReturn, Protocol
 
 from ..cluster.config import Config, Home
-from ..cluster.connection import Invitation
 from ..cluster.errors import SatchelError
 from ..cluster.home import prepare_home, write_private
+from ..cluster.invitations import invite
 from ..cluster.keys import write_owner_key
 from ..cluster.launch import Launcher
 from ..cluster.ports import check_endpoint, check_port_free
@@ -114,8 +114,9 @@ class StartUp(threading.Thread):
 
         machines = self._config.machines
         if len(machines) > 1:
-            token = self._home.token_file.read_text(encoding="ascii")
-            self.launcher = Launcher(machines[1:], self._home, Invitation(record.address, token), self._progress.say)
+            self.launcher = Launcher(
+                machines[1:], self._home, lambda: invite(self._home, record.door), self._progress.say
+            )
         deployment = deploy(self._config, report=self._progress.report)
         if self.launcher is not None:
             self._progress.report("Waiting for the other nodes", None)

@@ -16,9 +16,8 @@ import psutil
 from ..cluster.config import Config, Home
 from ..cluster.connection import ClusterRecord, find_cluster
 from ..cluster.environment import is_macos, snapshot
-from ..cluster.errors import ClusterError, ConfigError, HomeInUse, NotRunning
+from ..cluster.errors import ClusterError, HomeInUse, NotRunning
 from ..cluster.home import prepare_home, read_json, write_private
-from ..cluster.nodes import Node
 from ..cluster.ports import check_port_free
 from ..cluster.processes import ProcessMark
 from ..cluster.services import (
@@ -222,20 +221,9 @@ def head_service(config: Path, home: Home) -> Service:
     return _service("serve", "Satchel: the server of a cluster", command, home)
 
 
-def node_service(address: str, token: Path, name: str, own_address: str, home: Home) -> Service:
-    """The service that makes this machine a node of the cluster at `address` (`host:port`).
-
-    Raises:
-        ConfigError: the name or an address is none.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-        raise ConfigError(f"{address!r} is not the address of a cluster, HOST:PORT")
-    try:
-        Node(name=name, address=own_address or "127.0.0.1")
-    except ValueError:
-        raise ConfigError(f"{name!r} at {own_address!r} is no node: a name has letters, digits and dashes") from None
-    command = satchel_command("join", address, "--name", name, "--token-file", str(token.expanduser().absolute()))
+def node_service(door: str, name: str, own_address: str, home: Home) -> Service:
+    """The service that makes this machine a node of the cluster that has let it in at `door` (`host:port`)."""
+    command = satchel_command("join", door, "--name", name)
     command += ["--home", str(home.root), *(["--address", own_address] if own_address else [])]
     return _service("join", f"Satchel: node {name} of a cluster", command, home)
 

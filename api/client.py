@@ -71,7 +71,8 @@ def connect(home: str | os.PathLike[str] | None = None, address: str | None = No
     Args:
         home: the server's SATCHEL_HOME; by default the environment's, else `~/.satchel`. Inside a Ray task or actor of
             the cluster nothing is needed.
-        address: the Ray address (`host:port`) instead of the one that `home` records; the token is `home`'s.
+        address: the Ray address (`host:port`) instead of the one that `home` records; the token and, between machines,
+            the certificates are `home`'s, which must have joined the cluster once.
 
     Raises:
         NotRunning: no server runs there.
@@ -81,7 +82,7 @@ def connect(home: str | os.PathLike[str] | None = None, address: str | None = No
         if address is None:
             connect_ray(find_cluster(where))
         else:
-            connect_ray_address(address, where.token_file)
+            connect_ray_address(address, where)
     return Cluster()
 
 

@@ -48,6 +48,7 @@ class Endpoint:
     """
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
+        _stay_on_this_machine()
         # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "work"))
@@ -142,6 +143,16 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     if error is not None:
         raise from_wire(error)
     return deployment
+
+
+def _stay_on_this_machine() -> None:
+    """Serve opens a port for calls between deployments, which unpickles and would listen on all addresses. Nobody here
+    calls that way: handles make calls to actors."""
+    from ray._common import tls_utils
+    from ray.serve._private import replica
+
+    bind = tls_utils.add_port_to_grpc_server
+    setattr(replica, bind.__name__, lambda server, address: bind(server, "127.0.0.1:0"))
 
 
 def _start_endpoint(config: Config) -> None:

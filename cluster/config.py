@@ -206,7 +206,7 @@ class Config:
     """How long a turn's last event waits until its words are there too; `strict` waits `timeouts.replication_s`. An
     answer that did not wait long enough says so, and the copy is made later."""
     control_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Where other machines join (Ray's control store); 0 takes a free port."""
+    """Where other machines join, at the first node's address; 0 takes a free port."""
     endpoint: Endpoint = field(default_factory=Endpoint)
     scheduling: Scheduling = field(default_factory=Scheduling)
     routing: Routing = field(default_factory=Routing)
@@ -278,6 +278,36 @@ class Home:
     def audit_file(self) -> Path:
         """What administrators did, and whose keys were refused."""
         return self.root / "audit.log"
+
+    @property
+    def tls(self) -> Path:
+        """Keys and certificates, by which machines know each other."""
+        return self.root / "tls"
+
+    @property
+    def key_file(self) -> Path:
+        """This machine's own key."""
+        return self.tls / "node.key"
+
+    @property
+    def certificate_file(self) -> Path:
+        """This machine's certificate, of the cluster that it was in last."""
+        return self.tls / "node.pem"
+
+    @property
+    def authority_file(self) -> Path:
+        """The certificate of who signs those of that cluster."""
+        return self.tls / "authority.pem"
+
+    @property
+    def membership_file(self) -> Path:
+        """Where this machine was let in last."""
+        return self.tls / "membership.json"
+
+    @property
+    def invitations(self) -> Path:
+        """Hashes of the invitations that are open."""
+        return self.tls / "invitations"
 
     @property
     def kv(self) -> Path:

@@ -1,4 +1,4 @@
-"""A running cluster as others find it: its record on this machine, the way in, and what a machine must know to join."""
+"""A running cluster as others find it: its record on this machine, and the way in."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import importlib
 import importlib.metadata
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import environment
 from .config import Home
-from .errors import ClusterError, NotRunning
-from .home import read_json, write_private
+from .errors import NotRunning
+from .home import read_json
 from .processes import ProcessMark
 
 NAMESPACE = "satchel"
@@ -21,10 +21,6 @@ NAMESPACE = "satchel"
 def satchel_version() -> str:
     """The installed version of Satchel."""
     return importlib.metadata.version("satchel")
-
-
-VERSION_KEY = b"versions"
-"""Where the cluster's control store says what runs there, in the namespace `NAMESPACE`."""
 
 
 def versions() -> str:
@@ -40,18 +36,19 @@ class ClusterRecord:
 
     Attributes:
         address: of Ray's control store, `HOST:PORT`.
-        token_path: the file with the secret for connecting.
+        home: the folder with the secret for connecting, and the certificate.
         endpoint_url: such as `http://127.0.0.1:8000`; None until the models answer.
         certificate: the file with the endpoint's certificate, None for HTTP.
         pid: the server's process id, with `pid_created_s` (Unix time) against confusion with a later process.
         temp_dir: where Ray keeps its sockets and logs.
         ray_sid: the Unix session in which Ray runs.
         node: this machine's name in the cluster.
+        door: where machines are let in, `HOST:PORT`.
         joined: whether the cluster is led by another server.
     """
 
     address: str
-    token_path: str
+    home: str
     namespace: str
     version: str
     endpoint_url: str | None
@@ -60,6 +57,7 @@ class ClusterRecord:
     temp_dir: str
     ray_sid: int
     node: str = "local"
+    door: str = ""
     joined: bool = False
     certificate: str | None = None
 
@@ -94,13 +92,11 @@ def connect_ray(record: ClusterRecord) -> None:
     Raises:
         NotRunning: nothing answers at the recorded address.
     """
-    connect_ray_address(record.address, Path(record.token_path), record.namespace, record.temp_dir)
+    connect_ray_address(record.address, Home(Path(record.home)), record.namespace, record.temp_dir)
 
 
-def connect_ray_address(
-    address: str, token_path: Path, namespace: str = NAMESPACE, temp_dir: str | None = None
-) -> None:
-    """As `connect_ray`, for a Ray address (`host:port`) and the file with the cluster's token.
+def connect_ray_address(address: str, home: Home, namespace: str = NAMESPACE, temp_dir: str | None = None) -> None:
+    """As `connect_ray`, for a Ray address (`host:port`) and a home with the cluster's token and certificates.
 
     Args:
         temp_dir: of the node to be connected through, where this machine has several.
@@ -109,7 +105,7 @@ def connect_ray_address(
         NotRunning: nothing answers there, or it does not take the token.
     """
     imported_before = "ray" in sys.modules
-    environment.enter_ray_environment(token_path, one_machine=is_loopback(address))
+    environment.enter_ray_environment(home, one_machine=is_loopback(address))
     import ray
 
     if ray.is_initialized():
@@ -142,33 +138,3 @@ def _reread_ray_settings() -> None:
     importlib.reload(ray_constants)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """What a machine must know to join a cluster: the address of its control store (`host:port`), and its secret."""
-
-    address: str
-    token: str = field(repr=False)
-
-
-def check_version(invitation: Invitation, home: Home) -> None:
-    """Whether the cluster runs this version of Satchel and Ray. Nothing is started for it.
-
-    Raises:
-        NotRunning: no cluster answers there, or it does not take the secret.
-        ClusterError: it runs another version.
-    """
-    write_private(home.token_file, invitation.token)
-    environment.enter_ray_environment(home.token_file, one_machine=is_loopback(invitation.address))
-    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
-
-    try:
-        found = GcsClient(address=invitation.address).internal_kv_get(VERSION_KEY, NAMESPACE.encode(), timeout=10)
-    except Exception as error:
-        # Ray's errors have no common class here.
-        raise NotRunning(f"no cluster answers at {invitation.address}: {error}") from None
-    own = versions()
-    if found is None or found.decode() != own:
-        theirs = found.decode() if found is not None else "no Satchel"
-        raise ClusterError(f"the cluster at {invitation.address} runs {theirs}, this machine {own}; install the same")

@@ -25,7 +25,11 @@ _FORBIDDEN_TO_RAY = (
     "RAY_REDIS_ADDRESS",
     "RAY_RUNTIME_ENV_HOOK",
     "RAY_START_HOOK",
+    "RAY_TLS_CA_CERT",
+    "RAY_TLS_SERVER_CERT",
+    "RAY_TLS_SERVER_KEY",
     "RAY_TMPDIR",
+    "RAY_USE_TLS",
 )
 """Settings of some other cluster that would lead ours astray."""
 
@@ -36,11 +40,12 @@ def default_home() -> Home:
     return Home(Path(given).expanduser().absolute() if given else Path.home() / ".satchel")
 
 
-def ray_settings(token_path: Path, *, one_machine: bool = True) -> dict[str, str]:
+def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
     """The variables by which every process of a cluster is told how to behave."""
     return {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token_path),
+        "RAY_AUTH_TOKEN_PATH": str(home.token_file),
+        **({} if one_machine else _tls_settings(home)),
         # Offline it only delays.
         "RAY_USAGE_STATS_ENABLED": "0",
         # Off on one machine, on Linux too: Ray then stays on 127.0.0.1 instead of listening on every interface,
@@ -60,6 +65,16 @@ def ray_settings(token_path: Path, *, one_machine: bool = True) -> dict[str, str
         # Importing torch-like extras only to say that they are missing.
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _tls_settings(home: Home) -> dict[str, str]:
+    """Between machines every call of Ray's is encrypted, and both sides show a certificate of the cluster."""
+    return {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(home.certificate_file),
+        "RAY_TLS_SERVER_KEY": str(home.key_file),
+        "RAY_TLS_CA_CERT": str(home.authority_file),
     }
 
 
@@ -83,14 +98,12 @@ def mlx_rounding() -> dict[str, str]:
     return {"MLX_ENABLE_TF32": os.environ.get("MLX_ENABLE_TF32", "1")}
 
 
-def child_environment(
-    home: Home, token_path: Path, *, one_machine: bool = True, heartbeats: Path | None = None
-) -> dict[str, str]:
+def child_environment(home: Home, *, one_machine: bool = True, heartbeats: Path | None = None) -> dict[str, str]:
     """A whole environment for starting Ray in a process of its own; its actors find `home` by `default_home`, and
     `heartbeats` by `heartbeats_path`."""
     kept = {name: value for name, value in os.environ.items() if name not in _FORBIDDEN_TO_RAY}
     where = {"SATCHEL_HOME": str(home.root), "SATCHEL_HEARTBEATS": str(heartbeats or "")}
-    return {**kept, **ray_settings(token_path, one_machine=one_machine), **where}
+    return {**kept, **ray_settings(home, one_machine=one_machine), **where}
 
 
 def heartbeats_path() -> Path | None:
@@ -113,11 +126,11 @@ def cluster_key() -> bytes:
     return hmac.digest(secret, b"satchel: blocks of KV between nodes", "sha256")
 
 
-def enter_ray_environment(token_path: Path, *, one_machine: bool = True) -> None:
-    """Makes this process one of the cluster with that token. Call it before Ray is imported for the first time."""
+def enter_ray_environment(home: Home, *, one_machine: bool = True) -> None:
+    """Makes this process one of the cluster of that home. Call it before Ray is imported for the first time."""
     for name in _FORBIDDEN_TO_RAY:
         os.environ.pop(name, None)
-    os.environ.update(ray_settings(token_path, one_machine=one_machine))
+    os.environ.update(ray_settings(home, one_machine=one_machine))
 
 
 def snapshot() -> Mapping[str, str]:

@@ -23,7 +23,7 @@ def prepare_home(home: Home) -> None:
     Raises:
         ClusterError: they cannot be made or belong to somebody else.
     """
-    for folder in (home.root, home.run):
+    for folder in (home.root, home.run, home.tls):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             folder.chmod(0o700)

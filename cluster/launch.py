@@ -20,7 +20,8 @@ from pathlib import Path
 
 from . import environment
 from .config import Home
-from .connection import Invitation
+from .errors import ClusterError
+from .invitations import Invitation
 from .nodes import Node
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class JoinOrder:
     node: Node
 
     def to_line(self) -> bytes:
-        data = {"address": self.invitation.address, "token": self.invitation.token, "node": asdict(self.node)}
+        data = {"invitation": self.invitation.to_text(), "node": asdict(self.node)}
         return json.dumps(data).encode() + b"\n"
 
     @staticmethod
@@ -64,7 +65,7 @@ class JoinOrder:
         """
         try:
             data = json.loads(line)
-            return JoinOrder(Invitation(str(data["address"]), str(data["token"])), Node(**data["node"]))
+            return JoinOrder(Invitation.from_text(str(data["invitation"])), Node(**data["node"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"no order to join: {error}") from None
 
@@ -113,11 +114,16 @@ class _Launched:
 
 
 class Launcher:
-    """Keeps nodes up. All methods may be called from any thread."""
+    """Keeps nodes up. All methods may be called from any thread.
 
-    def __init__(self, nodes: tuple[Node, ...], home: Home, invitation: Invitation, say: Say) -> None:
+    Args:
+        invite: makes an invitation, for each start of a node a new one.
+        say: gets what becomes of them.
+    """
+
+    def __init__(self, nodes: tuple[Node, ...], home: Home, invite: Callable[[], Invitation], say: Say) -> None:
         self._home = home
-        self._invitation = invitation
+        self._invite = invite
         self._say = say
         self._stopping = threading.Event()
         self._starting = threading.Lock()
@@ -162,7 +168,7 @@ class Launcher:
             started = time.monotonic()
             try:
                 self._run(launched)
-            except OSError as error:
+            except (OSError, ClusterError) as error:
                 launched.last = f"it cannot be started: {error}"
             came_up = launched.ready.is_set()
             launched.ready.clear()
@@ -176,6 +182,7 @@ class Launcher:
             self._stopping.wait(pause_s)
 
     def _run(self, launched: _Launched) -> None:
+        order = JoinOrder(self._invite(), launched.node)
         with self._starting:
             if self._stopping.is_set():
                 return
@@ -190,7 +197,7 @@ class Launcher:
         assert process.stdin is not None and process.stdout is not None
         # Where it has ended, it says why.
         with suppress(OSError):
-            process.stdin.write(JoinOrder(self._invitation, launched.node).to_line())
+            process.stdin.write(order.to_line())
             process.stdin.flush()
         while raw := process.stdout.readline(LINE_BYTES_MAX):
             line = raw.decode(errors="replace").strip()

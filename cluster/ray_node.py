@@ -42,7 +42,6 @@ class RaySpec:
         address: of this machine, on which Ray listens.
         resource: what only this node has, for placing actors.
         head: the address of the cluster to join (`host:port`); None starts one.
-        port: of a new cluster's control store; 0 takes a free one.
         temp_dir: Ray's folder. Short: Ray makes sockets below it.
         private_dir: the folder to remove when the session ends; `temp_dir` is inside it.
         logs_dir: where Ray's logs go if it ends by itself.
@@ -54,7 +53,6 @@ class RaySpec:
     address: str
     resource: str
     head: str | None
-    port: int
     temp_dir: str
     private_dir: str
     logs_dir: str
@@ -118,7 +116,7 @@ def start_ray(spec: RaySpec) -> RayReport:
             object_store_memory=spec.object_store_bytes,
             num_cpus=spec.cpus,
             resources={spec.resource: RESOURCE_AMOUNT},
-            gcs_server_port=spec.port if spec.head is None else None,
+            gcs_server_port=0 if spec.head is None else None,
             dashboard_host="127.0.0.1",
             dashboard_agent_listen_port=0,
             include_dashboard=False,

@@ -21,11 +21,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from . import environment
+from .admission import Admission
 from .config import Home, Timeouts
-from .connection import NAMESPACE, ClusterRecord, Invitation, connect_ray, satchel_version
+from .connection import NAMESPACE, ClusterRecord, connect_ray, satchel_version, versions
+from .door import Door
 from .errors import ClusterError, NotRunning
 from .heartbeats import POLL_S, HeartbeatListener
-from .home import HomeLock, ensure_token, prepare_home, read_json, write_private, write_private_json
+from .home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
 from .incidents import Kind, note_incident_aside
 from .nodes import Node
 from .processes import ProcessMark, Session, end_session
@@ -66,8 +68,7 @@ class LocalCluster:
 
     Args:
         node: this machine.
-        invitation: to the cluster to join; None leads one.
-        port: of a led cluster's control store; 0 takes a free one.
+        port: where machines join a led cluster; 0 takes a free one.
         silent_s: how long one of Satchel's processes may give no sign of life.
     """
 
@@ -77,7 +78,6 @@ class LocalCluster:
         *,
         cpus: int | None = None,
         node: Node | None = None,
-        invitation: Invitation | None = None,
         port: int = 0,
         silent_s: float = Timeouts().silent_s,
     ) -> None:
@@ -87,9 +87,10 @@ class LocalCluster:
         self._noted_at = self._polled_at = 0.0
         self._cpus = cpus
         self._node = node or Node(name="local")
-        self._invitation = invitation
         self._port = port
         self._lock = HomeLock(home)
+        self._admission: Admission | None = None
+        self._door: Door | None = None
         self._head: subprocess.Popen[bytes] | None = None
         self._session: Session | None = None
         self._private_dir: Path | None = None
@@ -113,29 +114,36 @@ class LocalCluster:
             raise NotRunning("the cluster is not running")
         return self._record
 
-    def start(self) -> ClusterRecord:
+    def start(self, admission: Admission | None = None) -> ClusterRecord:
         """Takes the home, cleans up after a killed run, starts Ray and connects this process to it.
 
         Takes about eight seconds on two cores.
 
+        Args:
+            admission: to the cluster to join; None leads one, with a door for others.
+
         Raises:
             HomeInUse: another server uses the home.
+            PortInUse: others cannot join at that port.
             ClusterError: Ray does not start. Nothing is left behind then.
         """
         prepare_home(self._home)
         self._lock.acquire()
         try:
             clean_up_after_killed_run(self._home)
-            if self._invitation is not None:
-                write_private(self._home.token_file, self._invitation.token)
-            token = ensure_token(self._home)
-            self._launch_head(token)
+            self._admission = admission
+            ensure_token(self._home)
+            if admission is None:
+                self._door = Door(self._home, self._node, self._port, versions())
+            self._launch_head()
             # Takes a second, in which Ray starts.
-            environment.enter_ray_environment(token, one_machine=self._node.is_loopback)
+            environment.enter_ray_environment(self._home, one_machine=self._node.is_loopback)
             import ray  # noqa: F401
 
             report = self._await_head()
-            self._record = self._describe(report, token)
+            if self._door is not None:
+                self._door.open(report.address)
+            self._record = self._describe(report)
             write_private_json(self._home.cluster_file, asdict(self._record))
             connect_ray(self._record)
             self._connected = True
@@ -193,6 +201,8 @@ class LocalCluster:
             self._stopping = True
             if not first:
                 return
+            if self._door is not None:
+                self._door.close()
             if self._connected and not abandon:
                 _disconnect_ray()
             self._end_processes(grace_s=0.0 if abandon else _STOP_GRACE_S)
@@ -206,7 +216,7 @@ class LocalCluster:
             self._record = None
             self._lock.release()
 
-    def _launch_head(self, token: Path) -> None:
+    def _launch_head(self) -> None:
         with self._guard:
             if self._stopping:
                 raise ClusterError("stopped while starting")
@@ -216,8 +226,7 @@ class LocalCluster:
                 name=self._node.name,
                 address=self._node.address,
                 resource=self._node.resource,
-                head=self._invitation.address if self._invitation is not None else None,
-                port=self._port,
+                head=self._admission.ray if self._admission is not None else None,
                 temp_dir=str(self._private_dir / "ray"),
                 private_dir=str(self._private_dir),
                 logs_dir=str(self._home.ray_logs),
@@ -235,7 +244,7 @@ class LocalCluster:
                     stderr=log,
                     cwd=self._private_dir,
                     env=environment.child_environment(
-                        self._home, token, one_machine=self._node.is_loopback, heartbeats=heartbeats
+                        self._home, one_machine=self._node.is_loopback, heartbeats=heartbeats
                     ),
                     start_new_session=True,
                 )
@@ -274,12 +283,12 @@ class LocalCluster:
             line += part
         return RayReport(**json.loads(line))
 
-    def _describe(self, report: RayReport, token: Path) -> ClusterRecord:
+    def _describe(self, report: RayReport) -> ClusterRecord:
         me = ProcessMark.of(os.getpid())
         assert me is not None and self._session is not None and self._private_dir is not None
         return ClusterRecord(
             address=report.address,
-            token_path=str(token),
+            home=str(self._home.root),
             namespace=NAMESPACE,
             version=satchel_version(),
             endpoint_url=None,
@@ -288,7 +297,8 @@ class LocalCluster:
             temp_dir=str(self._private_dir / "ray"),
             ray_sid=self._session.sid,
             node=self._node.name,
-            joined=self._invitation is not None,
+            door=self._door.address if self._door is not None else self._admission.door if self._admission else "",
+            joined=self._admission is not None,
         )
 
     def _end_processes(self, *, grace_s: float) -> None:

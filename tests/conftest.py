@@ -40,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Ray reads part of its settings while it is imported, which test modules do.
     home = Home(Path(tempfile.mkdtemp(prefix="satchel-test-")))
     prepare_home(home)
-    environment.enter_ray_environment(ensure_token(home))
+    ensure_token(home)
+    environment.enter_ray_environment(home)
     config.stash[_HOME] = home
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    frame    4 bytes length, 16 bytes MAC (`link_auth.FrameSeal`), then msgpack: a kind, and its fields
+    frame    4 bytes length, then sealed (`link_auth.FrameSeal`) msgpack: a kind, and its fields
 
     find(model, chain, tail parent, tail tokens, tails_max)  ──►  found(lease_s, blocks, tails)
     fetch(model, ids)   ──►  batch(signatures, entries)
@@ -11,9 +11,9 @@
     renew()             ──►  renewed(lease_s)
     anything            ──►  error(message), and the connection ends
 
-A run is one part of some entries, which are named by their places in the fetch. The bytes after `parts` have no MAC: a
-whole entry must have the digest that `found` gave. Nothing is allocated for what a peer announces before it fits what
-was announced earlier.
+A run is one part of some entries, which are named by their places in the fetch. The bytes after `parts` are sealed in
+records (`link_auth.records`), and a whole entry must have the digest that `found` gave. Nothing is allocated for what a
+peer announces before it fits what was announced earlier.
 """
 
 from __future__ import annotations

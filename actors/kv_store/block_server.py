@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...cluster.errors import DiskError, LinkError, LinkVersion, PortInUse, SatchelError
+from ...cluster.strangers import Strangers
 from . import block_messages as messages
 from .block_messages import RUNS_MAX, Coming, Described, FetchRequest, FindRequest, Run, Signature
 from .codec import Location, flat_bytes, unpack_tokens
@@ -42,8 +43,9 @@ class ServerLimits:
     """What the server may take.
 
     Attributes:
-        connections_max: at one time; further ones are closed at once.
-        strangers_max: of them, those that have not proved yet that they have the key.
+        connections_max: of nodes, at one time; further ones are closed at once.
+        strangers_max: beside them, those that have not proved yet that they have the key. A new one takes the place of
+            an older one.
         handshake_s: for all of a handshake.
         idle_s: without a request.
         request_s: for the rest of a request that has begun.
@@ -52,7 +54,7 @@ class ServerLimits:
     """
 
     connections_max: int = 16
-    strangers_max: int = 8
+    strangers_max: int = 16
     handshake_s: float = 3.0
     idle_s: float = 20.0
     request_s: float = 5.0
@@ -107,7 +109,8 @@ class BlockServer:
         self._rate = SharedRate(bytes_per_s)
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._strangers: set[socket.socket] = set()
+        self._strangers: Strangers[socket.socket] = Strangers(self.limits.strangers_max)
+        self._nodes: set[socket.socket] = set()
         self._closing = False
         self._wake, self._woken = socket.socketpair()
         self._listeners: list[socket.socket] = []
@@ -174,7 +177,7 @@ class BlockServer:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, (address, *_) = listener.accept()
         except (BlockingIOError, ConnectionError):
             # The peer has gone again.
             return
@@ -184,15 +187,18 @@ class BlockServer:
             time.sleep(0.05)
             return
         with self._lock:
-            crowded = len(self._connections) >= self.limits.connections_max
-            if crowded or len(self._strangers) >= self.limits.strangers_max or self._closing:
+            # Those that were sent away take a moment to go.
+            crowded = len(self._connections) - len(self._nodes) >= 2 * self.limits.strangers_max
+            if crowded or self._closing:
                 self.counters.refused += 1
                 sock.close()
                 return
             self.counters.connections += 1
             thread = threading.Thread(target=self._serve, args=(sock,), name="blocks-out", daemon=True)
             self._connections[sock] = thread
-            self._strangers.add(sock)
+            if (gone := self._strangers.add(sock, address)) is not None:
+                with contextlib.suppress(OSError):
+                    gone.shutdown(socket.SHUT_RDWR)
             # Under the lock, so that `close` joins no thread that has not begun.
             thread.start()
 
@@ -208,8 +214,7 @@ class BlockServer:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             seals = self._shake_hands(link)
-            with self._lock:
-                self._strangers.discard(sock)
+            self._know(sock)
             _Conversation(self, self._store, link, lease, *seals).run()
         except (LinkError, SatchelError, OSError) as error:
             # Whoever pulls finds out by the connection's end, and takes another way.
@@ -220,9 +225,19 @@ class BlockServer:
             lease.give_back()
             with self._lock:
                 self._connections.pop(sock, None)
-                self._strangers.discard(sock)
+                self._strangers.remove(sock)
+                self._nodes.discard(sock)
                 self.counters.sent_bytes += link.sent_bytes
             sock.close()
+
+    def _know(self, sock: socket.socket) -> None:
+        """It is a node's. Raises `LinkError` where nodes have enough connections."""
+        with self._lock:
+            self._strangers.remove(sock)
+            if len(self._nodes) >= self.limits.connections_max:
+                self.counters.refused += 1
+                raise LinkError("nodes have too many connections")
+            self._nodes.add(sock)
 
     def _shake_hands(self, link: PacedSocket) -> tuple[FrameSeal, FrameSeal]:
         ends = time.monotonic() + self.limits.handshake_s

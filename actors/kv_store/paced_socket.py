@@ -7,13 +7,13 @@ import threading
 import time
 
 from ...cluster.errors import LinkError, LinkGarbage
-from .link_auth import FRAME_MAC_BYTES, FrameSeal
+from .link_auth import SEAL_BYTES, FrameSeal, records
 from .rate import TokenBucket
 
 _BUFFERS_MAX = 512
 """How many buffers go into one system call; every system allows 1024."""
 
-_HEAD_BYTES = 4 + FRAME_MAC_BYTES
+_HEAD_BYTES = 4
 
 
 class SharedRate:
@@ -96,12 +96,10 @@ class PacedSocket:
             LinkError: it did not come.
         """
         head = self.receive(1, first_s) + self.receive(_HEAD_BYTES - 1, rest_s)
-        length = int.from_bytes(head[:4], "big")
-        if not 1 <= length <= bytes_max:
+        length = int.from_bytes(head, "big")
+        if not 1 <= length <= bytes_max + SEAL_BYTES:
             raise LinkGarbage(f"a frame of {length} bytes is over {bytes_max}")
-        payload = self.receive(length, rest_s)
-        seal.check(payload, head[4:])
-        return payload
+        return seal.open(self.receive(length, rest_s))
 
     def send(self, *buffers: bytes | memoryview) -> None:
         """Send all of it, without copying, at the shared rate.
@@ -123,7 +121,10 @@ class PacedSocket:
 
     def send_frame(self, seal: FrameSeal, payload: bytes, *data: memoryview) -> None:
         """A frame, and the bytes that follow it."""
-        self.send(len(payload).to_bytes(4, "big") + seal.mac(payload) + payload, *data)
+        sealed = seal.seal(payload)
+        self.send(len(sealed).to_bytes(4, "big") + sealed)
+        for record in records(data):
+            self.send(seal.seal(record))
 
     def _send_some(self, views: list[memoryview]) -> int:
         self._sock.settimeout(self._stall_s)

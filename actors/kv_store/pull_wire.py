@@ -18,7 +18,7 @@ from . import block_messages as messages
 from .block_messages import Described, FetchRequest, FindRequest, RenewRequest, Request, Run, Signature
 from .blocks import BLOCK_TOKENS
 from .codec import DTYPES, EntryDigest, pack_tokens, part_digest, tail_id, unpack_tokens
-from .link_auth import FRAME_MAC_BYTES, PREAMBLE_BYTES, Initiator, body_length
+from .link_auth import PREAMBLE_BYTES, RECORD_BYTES, SEAL_BYTES, FrameSeal, Initiator, body_length
 from .transfer_terms import Chunk, Connected, Event, Outcome, Renewed
 
 Reading = Generator[memoryview, None, None]
@@ -168,7 +168,8 @@ class PullWire:
 
     def _ask(self, request: Request) -> None:
         payload = messages.pack_request(request)
-        self._put(len(payload).to_bytes(4, "big") + self._out.mac(payload) + payload)
+        sealed = self._out.seal(payload)
+        self._put(len(sealed).to_bytes(4, "big") + sealed)
 
     def _put(self, raw: bytes) -> None:
         self.outbox.append(memoryview(raw))
@@ -198,13 +199,10 @@ class PullWire:
         return (yield from _exactly(body_length(head)))
 
     def _frame(self) -> Generator[memoryview, None, tuple[str, list[Any]]]:
-        head = yield from _exactly(messages.LENGTH_BYTES + FRAME_MAC_BYTES)
-        length = int.from_bytes(head[:4], "big")
-        if not 1 <= length <= messages.ANSWER_BYTES_MAX:
+        length = int.from_bytes((yield from _exactly(messages.LENGTH_BYTES)), "big")
+        if not 1 <= length <= messages.ANSWER_BYTES_MAX + SEAL_BYTES:
             raise LinkGarbage(f"a frame of {length} bytes is over {messages.ANSWER_BYTES_MAX}")
-        payload = yield from _exactly(length)
-        self._into.check(payload, head[4:])
-        return messages.read_answer(payload)
+        return messages.read_answer(self._into.open((yield from _exactly(length))))
 
     def _take_found(self, fields: list[Any]) -> None:
         lease_s, blocks, tails = messages.read_found(fields, self._wanted.chain)
@@ -232,7 +230,7 @@ class PullWire:
                 break
             if kind != "parts":
                 raise LinkGarbage(f"{kind!r:.40} in the middle of a batch")
-            yield from _receive_parts(messages.read_parts(said, len(ids)), entries)
+            yield from _receive_parts(messages.read_parts(said, len(ids)), entries, self._into)
         for row, entry_id in enumerate(ids):
             self._finish(entry_id, entries[row], failures.get(row))
 
@@ -269,12 +267,15 @@ class PullWire:
         return packed == pack_tokens(self._wanted.tokens[start : start + BLOCK_TOKENS])
 
 
-def _receive_parts(runs: Sequence[Run], entries: Sequence[_Entry | None]) -> Reading:
-    """The bytes of run after run, into memory that the entries share."""
+def _receive_parts(runs: Sequence[Run], entries: Sequence[_Entry | None], seal: FrameSeal) -> Reading:
+    """The bytes of run after run, into memory that the entries share. No entry gets a byte that was not sent so."""
     coming = [part for run in runs for part in _announced(run, entries)]
     raw = np.empty(sum(entry.kind.sizes[number] for entry, number in coming), np.uint8)
-    if len(raw):
-        yield raw.data
+    sealed = memoryview(bytearray(min(len(raw), RECORD_BYTES) + SEAL_BYTES))
+    for start in range(0, len(raw), RECORD_BYTES):
+        data = raw[start : start + RECORD_BYTES].data
+        yield sealed[: len(data) + SEAL_BYTES]
+        seal.open_into(sealed[: len(data) + SEAL_BYTES], data)
     start = 0
     for entry, number in coming:
         end = start + entry.kind.sizes[number]

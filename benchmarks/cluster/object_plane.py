@@ -31,16 +31,16 @@ NODE_END_S = 20.0
 
 
 @contextmanager
-def raylet(name: str, home: Home, token: Path, head: str | None) -> Iterator[tuple[str, str]]:
+def raylet(name: str, home: Home, head: str | None) -> Iterator[tuple[str, str]]:
     """A Ray node that ends with this process. Yields the cluster's address and the node's folder."""
     folder = tempfile.mkdtemp(prefix="satchel-", dir=environment.short_temporary_root())
-    spec = RaySpec(name, "127.0.0.1", name, head, 0, f"{folder}/ray", folder, str(home.ray_logs), OBJECT_STORE_BYTES, 1)
+    spec = RaySpec(name, "127.0.0.1", name, head, f"{folder}/ray", folder, str(home.ray_logs), OBJECT_STORE_BYTES, 1)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "satchel.cluster.ray_node"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=environment.child_environment(home, token),
+        env=environment.child_environment(home),
         start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None
@@ -91,9 +91,9 @@ def serve() -> None:
 def main() -> None:
     home = Home(Path(sys.argv[1]))
     prepare_home(home)
-    token = ensure_token(home)
-    with raylet("source", home, token, None) as (address, folder), raylet("target", home, token, address):
-        connect_ray_address(address, token, temp_dir=folder)
+    ensure_token(home)
+    with raylet("source", home, None) as (address, folder), raylet("target", home, address):
+        connect_ray_address(address, home, temp_dir=folder)
         serve()
 
 

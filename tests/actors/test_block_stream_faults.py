@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from satchel.actors.kv_store import block_messages as messages
-from satchel.actors.kv_store import pull_wire
+from satchel.actors.kv_store import block_server, pull_wire
 from satchel.actors.kv_store.block_server import BlockServer, ServerLimits
-from satchel.actors.kv_store.codec import Entry, Part
-from satchel.actors.kv_store.link_auth import NONCE_BYTES, PREAMBLE_BYTES, Initiator, body_length
+from satchel.actors.kv_store.codec import Entry, Part, flat_bytes
+from satchel.actors.kv_store.link_auth import NONCE_BYTES, PREAMBLE_BYTES, FrameSeal, Initiator, body_length
 from satchel.actors.kv_store.pull_session import PullCancel, PullResult
 from satchel.actors.kv_store.segments import model_folder
 from satchel.actors.kv_store.transfer_terms import PullLimits, Stop
@@ -153,15 +153,15 @@ def test_flipped_bits_on_the_way_are_never_written_down(pair):
     assert Stop.COMPLETE in stops
 
 
-def test_an_entry_that_is_always_damaged_on_the_way_is_computed(pair):
+def test_an_entry_that_a_source_always_sends_damaged_is_computed(pair, monkeypatch):
     """Asked for twice, and then not any more."""
     entries = large(4, nbytes=1 << 12)
     pair.source.put(entries)
     server = pair.serve()
     bad = payload(entries[2])
-    meddler = Meddler(server.addresses[0], lambda number, data: data.replace(bad, bytes(64)))
-    result = pair.pull(wanted(entries), [meddler.address], puller=pair.puller(limits=SMALL))
-    meddler.close()
+    damaged = lambda array: memoryview(flat_bytes(array).tobytes().replace(bad, bytes(64)))  # noqa: E731
+    monkeypatch.setattr(block_server, "flat_bytes", damaged)
+    result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL))
     assert (result.stop, result.blocks, result.connections) == (Stop.DAMAGED, 2, 1)
     assert pair.target.has(*entries[:2]) and pair.target.lacks(*entries[2:])
     assert server.counters.sent_entries == 5
@@ -355,14 +355,17 @@ def speak(server: BlockServer, *payloads: bytes, damage: int = 0) -> bytes:
         sock.sendall(initiator.hello())
         challenge = stream.read(body_length(stream.read(PREAMBLE_BYTES)))
         sock.sendall(initiator.answer(challenge))
-        out, _ = initiator.frames()
+        out, into = initiator.frames()
+        heard = b""
         try:
             for payload_ in payloads:
-                proof = out.mac(payload_)
-                sock.sendall(len(payload_).to_bytes(4, "big") + bytes([proof[0] ^ damage]) + proof[1:] + payload_)
-            return stream.read()
+                sealed = out.seal(payload_)
+                sock.sendall(len(sealed).to_bytes(4, "big") + bytes([sealed[0] ^ damage]) + sealed[1:])
+            while head := stream.read(4):
+                heard += into.open(stream.read(int.from_bytes(head, "big")))
         except ConnectionResetError:
-            return b""
+            pass
+        return heard
 
 
 @pytest.mark.parametrize(
@@ -449,4 +452,4 @@ def test_a_part_that_was_not_announced_or_comes_twice_is_refused():
     ):
         entries = [pull_wire._Entry(what, bytes(1024), pull_wire._Kind(signature)), None]
         with pytest.raises(InvalidRecord):
-            next(pull_wire._receive_parts([messages.Run(*run) for run in runs], entries))
+            next(pull_wire._receive_parts([messages.Run(*run) for run in runs], entries, FrameSeal(bytes(32))))

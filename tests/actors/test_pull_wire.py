@@ -10,7 +10,7 @@ import pytest
 from satchel.actors.kv_store import block_messages as messages
 from satchel.actors.kv_store.block_messages import Coming, Described, Run, Signature
 from satchel.actors.kv_store.codec import EntryDigest, Part, flat_bytes, pack_tokens, part_digest, tail_id
-from satchel.actors.kv_store.link_auth import PREAMBLE_BYTES, Acceptor, FrameSeal, Initiator
+from satchel.actors.kv_store.link_auth import PREAMBLE_BYTES, SEAL_BYTES, Acceptor, FrameSeal, Initiator, records
 from satchel.actors.kv_store.pull_wire import PullWire, Wanted
 from satchel.actors.kv_store.transfer_terms import Chunk, Connected, Outcome, Renewed
 from satchel.cluster.errors import InvalidRecord, LinkError, LinkGarbage
@@ -56,7 +56,9 @@ class Source:
             raw = raw[count:]
 
     def say(self, payload: bytes, raw: bytes = b"") -> None:
-        self.feed(len(payload).to_bytes(4, "big") + self._out.mac(payload) + payload + raw)
+        sealed = self._out.seal(payload)
+        parts = b"".join(self._out.seal(record) for record in records([memoryview(raw)]))
+        self.feed(len(sealed).to_bytes(4, "big") + sealed + parts)
 
     def events(self) -> list[Any]:
         taken, self.wire.events = self.wire.events, []
@@ -95,6 +97,29 @@ def test_what_was_asked_for_comes_whole():
         assert received.meta == SIGNATURE.meta and received.tokens == pack_tokens(block.tokens)
     source.say(messages.pack("renewed", 12.5))
     assert source.events() == [Renewed(1, 12.5)]
+
+
+def test_no_byte_of_a_part_is_taken_that_was_changed_or_exchanged_on_the_way():
+    """Whatever its digest is: that is of no key, and bytes with the same one can be made."""
+
+    def source() -> Source:
+        found = Source().fetching(0)
+        found.say(messages.pack_batch([SIGNATURE], [coming(0)]))
+        found.say(messages.pack_parts([Run(PARTS[0].name, [0])]))
+        return found
+
+    data = flat_bytes(BLOCKS[0].parts[PARTS[0].name]).tobytes()
+    sealed = source()._out.seal(data)
+    assert data not in sealed
+    forged = [sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :] for at in range(0, len(sealed), 7)]
+    forged += [data + bytes(SEAL_BYTES), sealed[16:] + sealed[:16]]
+    for raw in forged:
+        with pytest.raises(LinkGarbage):
+            source().feed(raw)
+    exchanged = source()
+    exchanged._out.seal(data)
+    with pytest.raises(LinkGarbage):
+        exchanged.feed(exchanged._out.seal(data))
 
 
 @pytest.mark.parametrize("sent", [True, False])
@@ -182,6 +207,6 @@ def test_sizes_are_those_that_were_announced():
     smaller = Signature(PARTS[:1], {})
     with pytest.raises(InvalidRecord, match="another size"):
         source.say(messages.pack_batch([smaller], [coming(0)]))
-    for length in (0, messages.ANSWER_BYTES_MAX + 1):
+    for length in (0, messages.ANSWER_BYTES_MAX + SEAL_BYTES + 1):
         with pytest.raises(LinkGarbage, match="a frame of"):
             Source().feed(length.to_bytes(4, "big") + bytes(16))

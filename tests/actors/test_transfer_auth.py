@@ -46,26 +46,44 @@ def test_both_sides_know_each_other_and_seal_their_frames_with_different_keys():
     talk(initiator, acceptor)
     assert acceptor.peer == "mac1"
     (out, into), (back, other) = initiator.frames(), acceptor.frames()
-    first = out.mac(b"find")
-    other.check(b"find", first)
-    into.check(b"found", back.mac(b"found"))
+    first = out.seal(b"find")
+    assert b"find" not in first and other.open(first) == b"find"
+    assert into.open(back.seal(b"found")) == b"found"
     with pytest.raises(LinkGarbage):
-        other.check(b"find", first)
+        other.open(first)
     (again, _), (reflected, _) = initiator.frames(), acceptor.frames()
-    assert again.mac(b"find") == first != reflected.mac(b"find")
+    assert again.seal(b"find") == first != reflected.seal(b"find")
 
 
-@pytest.mark.parametrize("change", [b"fina", b"find ", b""])
-def test_a_changed_a_dropped_or_a_repeated_frame_is_found(change):
+def test_a_changed_a_dropped_or_a_repeated_frame_is_found():
     initiator, acceptor = sides()
     talk(initiator, acceptor)
-    (out, _), (_, into) = initiator.frames(), acceptor.frames()
+    sealed = initiator.frames()[0].seal(b"find")
+    changed = [sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :] for at in range(len(sealed))]
+    for raw in (*changed, sealed[:-1], sealed + b"\0", b""):
+        with pytest.raises(LinkGarbage):
+            acceptor.frames()[1].open(raw)
+    out, into = initiator.frames()[0], acceptor.frames()[1]
+    first, second = out.seal(b"one"), out.seal(b"two")
     with pytest.raises(LinkGarbage):
-        into.check(change, out.mac(b"find"))
-    (out, _), (_, into) = initiator.frames(), acceptor.frames()
-    out.mac(b"one")
+        into.open(second)
+    into = acceptor.frames()[1]
+    assert into.open(first) == b"one"
     with pytest.raises(LinkGarbage):
-        into.check(b"two", out.mac(b"two"))
+        into.open(first)
+
+
+def test_bytes_after_a_frame_are_cut_into_records_whatever_their_arrays_are(monkeypatch):
+    monkeypatch.setattr(link_auth, "RECORD_BYTES", 4)
+    data = bytes(range(21))
+    for sizes in ([21], [1] * 21, [4, 8, 0, 3, 6], [0], []):
+        views, start = [], 0
+        for size in sizes:
+            views.append(memoryview(data)[start : start + size])
+            start += size
+        found = [bytes(record) for record in link_auth.records(views)]
+        assert b"".join(found) == data[:start]
+        assert [len(record) for record in found[:-1]] == [4] * len(found[:-1])
 
 
 def test_another_key_is_refused_by_either_side():
@@ -102,7 +120,7 @@ def test_a_frame_of_one_connection_is_none_of_another(nonces):
         frames.append((*initiator.frames(), *acceptor.frames()))
     for earlier, later in zip(*frames, strict=True):
         with pytest.raises(LinkGarbage):
-            later.check(b"find", earlier.mac(b"find"))
+            later.open(earlier.seal(b"find"))
 
 
 def test_what_a_side_said_cannot_be_sent_back_to_it():
@@ -235,7 +253,7 @@ def test_a_server_of_another_version_is_refused_and_says_which(pair):
         assert sock.recv(100) == link_auth.refusal()
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(4096), b"satchel\x00\x00\x02\xff\xff"])
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(4096), b"satchel\x00\x00\x03\xff\xff"])
 def test_strangers_are_sent_away_in_time(pair, said):
     server = pair.serve(limits=LIMITS)
     with socket.create_connection(server.addresses[0]) as sock:

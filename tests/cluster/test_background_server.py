@@ -45,7 +45,7 @@ if "crash" in how:
 
 def record(url):
     me = psutil.Process()
-    fields = dict(address="10.0.0.1:6379", token_path="t", namespace="satchel", version="0", endpoint_url=url,
+    fields = dict(address="10.0.0.1:6379", home="h", namespace="satchel", version="0", endpoint_url=url,
         pid=me.pid, pid_created_s=me.create_time(), temp_dir="/tmp/x", ray_sid=0, node="mac1", joined="joined" in how)
     part = run / "part"
     part.write_text(json.dumps(fields))
@@ -212,7 +212,7 @@ def test_where_nothing_runs_nobody_is_ended(world: World) -> None:
     # A record whose process id belongs to somebody else by now.
     innocent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        fields = {"address": "a:1", "token_path": "t", "namespace": "n", "version": "0", "endpoint_url": None}
+        fields = {"address": "a:1", "home": "h", "namespace": "n", "version": "0", "endpoint_url": None}
         fields |= {"pid": innocent.pid, "pid_created_s": 1.0, "temp_dir": "x", "ray_sid": 0, "joined": True}
         write_private_json(world.home.cluster_file, fields)
         with pytest.raises(NotRunning, match="no node runs on"):

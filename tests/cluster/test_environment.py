@@ -20,7 +20,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def child(tmp_path: Path) -> dict[str, str]:
-    return environment.child_environment(Home(tmp_path), tmp_path / "token")
+    return environment.child_environment(Home(tmp_path))
 
 
 def test_mlx_is_told_how_to_use_cuda_unless_somebody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -28,6 +28,19 @@ def test_mlx_is_told_how_to_use_cuda_unless_somebody_has(tmp_path: Path, monkeyp
     assert child(tmp_path).keys() >= NAMES and child(tmp_path)["MLX_MAX_OPS_PER_BUFFER"] == "100"
     monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "50")
     assert child(tmp_path)["MLX_MAX_OPS_PER_BUFFER"] == "50"
+
+
+def test_several_machines_speak_tls_and_one_does_not_whatever_is_inherited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/elsewhere")
+    assert not [name for name in child(tmp_path) if "TLS" in name]
+    home = Home(tmp_path)
+    found = environment.child_environment(home, one_machine=False)
+    assert found["RAY_USE_TLS"] == "1" and found["RAY_TLS_SERVER_CERT"] == str(home.certificate_file)
+    assert found["RAY_TLS_SERVER_KEY"] == str(home.key_file)
+    assert found["RAY_TLS_CA_CERT"] == str(home.authority_file)
 
 
 def test_metal_keeps_its_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

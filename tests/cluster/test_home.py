@@ -76,7 +76,7 @@ def test_a_cluster_that_is_not_there_is_said_plainly(home: Home) -> None:
     write_private_json(home.cluster_file, {"some": "thing"})
     with pytest.raises(NotRunning, match="another version"):
         find_cluster(home)
-    texts = dict.fromkeys(("address", "token_path", "namespace", "version", "endpoint_url", "temp_dir"), "x")
+    texts = dict.fromkeys(("address", "home", "namespace", "version", "endpoint_url", "temp_dir"), "x")
     # Process 1 lives, but was not created in 1970.
     write_private_json(home.cluster_file, {**texts, "pid": 1, "pid_created_s": 1.0, "ray_sid": 1})
     with pytest.raises(NotRunning, match=r"\(process 1\) has died"):

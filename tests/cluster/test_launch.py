@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import threading
@@ -16,13 +15,14 @@ import pytest
 from satchel.api import cli_join
 from satchel.cluster import launch
 from satchel.cluster.config import Home
-from satchel.cluster.connection import Invitation
-from satchel.cluster.errors import ClusterError, NotRunning
+from satchel.cluster.errors import ClusterError
+from satchel.cluster.home import prepare_home
+from satchel.cluster.invitations import Invitation, remember
 from satchel.cluster.launch import SSH, JoinOrder, Launcher, command_of
 from satchel.cluster.nodes import Link, Node
 from satchel.cluster.processes import ProcessMark
 
-INVITATION = Invitation("10.0.0.1:6379", "s" * 64)
+INVITATION = Invitation("10.0.0.1:6379", "f" * 43, "s" * 32)
 
 PROGRAM = """\
 import json, os, signal, sys, time
@@ -65,7 +65,7 @@ class World:
         self.launchers: list[Launcher] = []
 
     def start(self) -> Launcher:
-        self.launchers.append(Launcher((self.node,), Home(self.folder), INVITATION, self.said.append))
+        self.launchers.append(Launcher((self.node,), Home(self.folder), lambda: INVITATION, self.said.append))
         return self.launchers[-1]
 
     def starts(self) -> list[tuple[int, float]]:
@@ -206,9 +206,8 @@ def test_who_is_not_reached_is_told_what_to_do(status: int, advice: str, world: 
 
 def test_a_secret_is_on_no_command_line_and_in_no_repr(tmp_path: Path):
     order = JoinOrder(INVITATION, Node(name="mac1", address="10.0.0.2", ssh="mac1"))
-    assert INVITATION.token not in repr(order) and INVITATION.token not in " ".join(
-        command_of(order.node, Home(tmp_path))
-    )
+    told = " ".join(command_of(order.node, Home(tmp_path)))
+    assert INVITATION.secret not in repr(order) and INVITATION.secret not in told
 
 
 @pytest.mark.parametrize(
@@ -219,8 +218,9 @@ def test_a_secret_is_on_no_command_line_and_in_no_repr(tmp_path: Path):
         b"[]\n",
         b"{}\n",
         b"\xff\n",
-        b'{"address": "a:1", "token": "t", "node": {"name": "NO"}}\n',
-        b'{"address": "a:1", "token": "t", "node": {"name": "a", "colour": 1}}\n',
+        b'{"invitation": "a:1#s.f", "node": {"name": "a"}}\n',
+        b'{"invitation": "%s", "node": {"name": "NO"}}\n' % INVITATION.to_text().encode(),
+        b'{"invitation": "%s", "node": {"name": "a", "colour": 1}}\n' % INVITATION.to_text().encode(),
     ],
 )
 def test_what_is_no_order_is_refused(line: bytes):
@@ -242,18 +242,16 @@ def test_a_machine_that_joins_has_the_address_by_which_it_reaches_the_head():
             cli_join.own_node(name, address, "127.0.0.1:6379")
 
 
-def test_where_nobody_answers_there_is_no_cluster():
-    with pytest.raises(NotRunning, match=r"no cluster answers at 127\.0\.0\.1:9: "):
-        cli_join.knock("127.0.0.1:9")
-
-
-def test_a_secret_that_is_none_is_refused(tmp_path: Path):
-    path = tmp_path / "token"
-    for content in (None, b"", b"short", b"\xff" * 64):
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(ClusterError, match="token"):
-            cli_join.read_token(path)
-    path.write_text("s" * 64 + "\n")
-    assert cli_join.invited("a:1", path) == Invitation("a:1", "s" * 64)
-    assert json.loads(JoinOrder(cli_join.invited("a:1", path), Node(name="a")).to_line())["token"] == "s" * 64
+def test_without_an_invitation_a_machine_joins_the_cluster_that_it_was_in(tmp_path: Path):
+    home = Home(tmp_path)
+    prepare_home(home)
+    for where in (None, "10.0.0.1:1"):
+        with pytest.raises(ClusterError, match="satchel invite"):
+            cli_join.invited(where, home)
+    remember(home, INVITATION)
+    assert cli_join.invited(None, home) == Invitation(INVITATION.door, INVITATION.fingerprint)
+    assert cli_join.invited("10.0.0.9:1", home) == Invitation("10.0.0.9:1", INVITATION.fingerprint)
+    assert cli_join.invited(INVITATION.to_text(), home) == INVITATION
+    with pytest.raises(ClusterError, match="satchel invite") as refused:
+        cli_join.invited(INVITATION.to_text()[:-1], home)
+    assert INVITATION.secret not in refused.value.message

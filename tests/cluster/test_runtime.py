@@ -79,7 +79,7 @@ def start_ray(spec):
 ray_node.start_ray = start_ray
 ray_node.main()
 """
-    spec = RaySpec("n", "127.0.0.1", "r", None, 0, str(tmp_path / "ray"), str(tmp_path), str(tmp_path / "kept"), 1)
+    spec = RaySpec("n", "127.0.0.1", "r", None, str(tmp_path / "ray"), str(tmp_path), str(tmp_path / "kept"), 1)
     failed = subprocess.run(
         [sys.executable, "-c", program],
         input=json.dumps(asdict(spec)) + "\n",

@@ -172,7 +172,7 @@ def test_a_busy_port_is_refused_before_anything_starts(shared: Server, tmp_path:
 
 def test_nobody_connects_without_the_token(shared: Server) -> None:
     record = find_cluster(shared.home)
-    token = Path(record.token_path).read_text().strip()
+    token = shared.home.token_file.read_text().strip()
 
     def ask(*metadata: tuple[str, str]) -> grpc.StatusCode:
         with grpc.insecure_channel(record.address) as channel:

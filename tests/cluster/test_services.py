@@ -13,7 +13,13 @@ from typer.testing import CliRunner, Result
 
 from satchel.api import cli_service
 from satchel.api.cli import app
+from satchel.cluster.config import Home
+from satchel.cluster.connection import versions
+from satchel.cluster.door import Door
 from satchel.cluster.errors import ConfigError
+from satchel.cluster.home import ensure_token, prepare_home
+from satchel.cluster.invitations import Invitation, invite, remember, remembered
+from satchel.cluster.nodes import Node
 from satchel.cluster.services import (
     Service,
     launchd_advice,
@@ -116,14 +122,12 @@ def test_the_advice_names_the_service() -> None:
 
 
 class Desk:
-    """A user's home with a config and a token, and the command line in it."""
+    """A user's home with a config, and the command line in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = folder / "my config.yaml"
         self.config.write_text("models: [{name: a, source: b}]")
-        self.token = folder / "token"
-        self.token.write_text("x" * 64)
         self.home = folder / "a home"
 
     def install(self, *arguments: str) -> Result:
@@ -159,13 +163,24 @@ def test_the_head_is_installed_as_a_unit(desk: Desk) -> None:
 
 def test_a_node_is_installed_as_a_launchd_agent(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_service, "is_macos", lambda: True)
-    result = desk.install("--join", "10.0.0.1:6379", "--token-file", "token", "--name", "mac1", "--address", "10.0.0.2")
+    head = Home(desk.folder / "head")
+    prepare_home(head)
+    ensure_token(head)
+    door = Door(head, Node(name="mac0"), 0, versions())
+    door.open("127.0.0.1:6379")
+    try:
+        invitation = invite(head, door.address)
+        result = desk.install("--join", invitation.to_text(), "--name", "mac1", "--address", "127.0.0.1")
+    finally:
+        door.close()
     (path,) = desk.written()
     assert result.exit_code == 0 and "launchctl bootstrap" in result.output
+    again = remembered(Home(desk.home))
+    assert again is not None and again.door == door.address, "it has been let in already"
     assert path.parent == desk.folder / "Library/LaunchAgents"
     words = plistlib.loads(path.read_bytes())["ProgramArguments"]
-    assert words[4:6] == ["join", "10.0.0.1:6379"] and str(desk.token) in words and "10.0.0.2" in words
-    assert b"x" * 64 not in path.read_bytes(), "the secret stays in its file"
+    assert words[4:6] == ["join", door.address] and "127.0.0.1" in words
+    assert invitation.secret.encode() not in path.read_bytes()
 
 
 def test_printing_writes_nothing(desk: Desk) -> None:
@@ -175,14 +190,17 @@ def test_printing_writes_nothing(desk: Desk) -> None:
 
 
 def test_wrong_services_are_refused(desk: Desk) -> None:
-    node = ("--join", "h:1", "--token-file", "token", "--name", "mac1")
+    node = ("--join", "10.0.0.1:1", "--name", "mac1")
     assert "say what to keep" in desk.refusal()
     assert "say what to keep" in desk.refusal("my config.yaml", *node)
     assert "missing.yaml" in desk.refusal("missing.yaml")
     assert "--name" in desk.refusal("my config.yaml", "--name", "mac1")
-    assert "--token-file" in desk.refusal("--join", "h:1", "--name", "mac1")
-    assert "missing" in desk.refusal("--join", "h:1", "--name", "mac1", "--token-file", "missing")
+    assert "--name" in desk.refusal("--join", "10.0.0.1:1")
+    assert "satchel invite" in desk.refusal(*node), "it has not been let in there"
+    assert "satchel invite" in desk.refusal("--join", "10.0.0.1:1#secret", "--name", "mac1")
+    prepare_home(Home(desk.home))
+    remember(Home(desk.home), Invitation("10.0.0.1:1", "f" * 43))
     for address in ("h", "h:", ":1", "h:0", "h:65536", "h:1e3", "h:" + "9" * 5000):
-        assert "HOST:PORT" in desk.refusal("--join", address, "--name", "mac1", "--token-file", "token")
-    assert "is no node" in desk.refusal("--join", "h:1", "--name", "Mac 1", "--token-file", "token")
+        assert "HOST:PORT" in desk.refusal("--join", address, "--name", "mac1")
+    assert "is no node" in desk.refusal("--join", "10.0.0.1:1", "--name", "Mac 1")
     assert "is no node" in desk.refusal(*node, "--address", "nowhere")

@@ -95,8 +95,18 @@ class Host:
 
     def listens(self) -> bool:
         """Whether anybody accepts connections there."""
-        found = subprocess.run(self.command("cat", "/proc/net/tcp"), capture_output=True, text=True, check=True)
-        return any(line.split()[3] == LISTEN for line in found.stdout.splitlines()[1:])
+        return bool(self._listeners("/proc/net/tcp"))
+
+    def open_ports(self) -> set[int]:
+        """Ports at which processes accept connections on all addresses of the host."""
+        found = self._listeners("/proc/net/tcp", "/proc/net/tcp6")
+        return {int(port, 16) for address, _, port in (each.partition(":") for each in found) if not int(address, 16)}
+
+    def _listeners(self, *tables: str) -> list[str]:
+        """Where connections are accepted, as Linux writes it: ADDRESS:PORT, in hexadecimal."""
+        found = subprocess.run(self.command("cat", *tables), capture_output=True, text=True, check=True)
+        rows = [line.split() for line in found.stdout.splitlines()]
+        return [row[1] for row in rows if row[3] == LISTEN]
 
     def pids(self) -> list[int]:
         """Its processes, by their ids in the machine."""

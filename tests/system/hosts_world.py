@@ -11,6 +11,7 @@ from pathlib import Path
 
 from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
+from satchel.cluster.invitations import Invitation
 from satchel.cluster.keys import OWNER, create_key
 
 from . import secure_shell
@@ -101,17 +102,18 @@ class World:
         wait_until(lambda: self.talk.answering() >= set(NODES), RETURN_S)
         wait_until(lambda: self.talk.nodes().items() >= {"mac0": True, "mac1": True}.items(), RETURN_S)
 
-    def invitation(self) -> tuple[str, Path]:
-        """The address to join, and the file with the secret."""
-        return self.record("mac0").address, self.home("mac0").token_file
+    def invitation(self) -> Invitation:
+        """As the head's user asks for it."""
+        said = succeeds(self.satchel(self.head, "invite", home="mac0"))
+        return Invitation.from_text(said.splitlines()[1].split()[-1].strip("'"))
 
     def record(self, node: str) -> ClusterRecord:
         """What runs there."""
         return find_cluster(self.home(node))
 
-    def join(self, address: str, token: Path, home: str = "mac2") -> subprocess.Popen[str]:
+    def join(self, invitation: str, home: str = "mac2") -> subprocess.Popen[str]:
         """`satchel join` on the third host."""
-        return self.satchel(self.third, "join", address, "--name", "mac2", "--token-file", str(token), home=home)
+        return self.satchel(self.third, "join", invitation, "--name", "mac2", home=home)
 
     def left(self) -> list[str]:
         """What runs on the hosts, beside sshd."""

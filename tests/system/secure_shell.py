@@ -16,6 +16,8 @@ SSHD = "/usr/sbin/sshd"
 PRIVILEGE_SEPARATION = Path("/run/sshd")
 """Sshd wants this folder, empty, and has no setting for it."""
 
+PORT = 22
+
 SERVER = """\
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/key.pub
@@ -91,7 +93,7 @@ class SecureShell:
         while True:
             assert process.poll() is None, self._log.read_text()
             try:
-                socket.create_connection((host.address, 22), 1.0).close()
+                socket.create_connection((host.address, PORT), 1.0).close()
                 return
             except OSError:
                 assert time.monotonic() < ends, f"sshd on {host.name} does not answer"

@@ -7,20 +7,24 @@ tell one story, in order: starting hosts takes most of the time.
 from __future__ import annotations
 
 import re
+import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 
-from satchel.cluster.connection import Invitation
+from satchel.cluster.invitations import invite
 from satchel.cluster.launch import Launcher
 from satchel.cluster.nodes import Node
 from satchel.cluster.runtime import clean_up_after_killed_run
 
 from . import hosts as namespaces
+from . import secure_shell
 from .hosts import holders, hosts, named, wait_until
 from .hosts_world import NODES, RETURN_S, START_S, World, ended, hear, succeeds
 from .secure_shell import IMPOSTOR, NOWHERE, STRANGER
@@ -60,7 +64,7 @@ def test_a_host_joins_by_hand_and_hands_its_agents_over_when_it_leaves(world: Wo
     talk, starting = world.talk, world.up()
     # The other host has joined already, so this one may.
     wait_until(world.home("mac1").cluster_file.exists, START_S)
-    third = world.join(*world.invitation())
+    third = world.join(world.invitation().to_text())
     hear(third, "has joined")
     assert "Ready: " in succeeds(starting, START_S)
     wait_until(lambda: talk.answering() == set(ALL), RETURN_S)
@@ -81,6 +85,44 @@ def test_a_host_joins_by_hand_and_hands_its_agents_over_when_it_leaves(world: Wo
     said = talk.ask(carol, "What is the code of Felix?")
     assert CODES["Felix"] in said.text and said.prompt - said.cached < 30, "its KV has come too"
     assert "2002" in talk.ask(dave, "What is the code of heron?").text
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""With which a client of gRPC begins; the server answers with settings of its own."""
+
+
+def answers(address: str, port: int, context: ssl.SSLContext | None) -> bool:
+    """Whether a gRPC server goes on talking: in clear, or with what `context` shows."""
+    with socket.create_connection((address, port), 5) as plain:
+        try:
+            with plain if context is None else context.wrap_socket(plain) as sock:
+                sock.sendall(PREFACE)
+                return sock.recv(9)[3:4] == b"\x04"
+        except (ssl.SSLError, ConnectionError):
+            return False
+
+
+def test_between_hosts_nobody_is_heard_without_a_certificate(world: World):
+    """What Ray opens on all addresses of a host asks for one, and the secret is not enough."""
+    world.whole()
+    home = world.home("mac1")
+    stranger, member = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) for _ in range(2))
+    for context in (stranger, member):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+    member.load_cert_chain(home.certificate_file, home.key_file)
+    for host in (world.head, world.second):
+        ports = host.open_ports() - {secure_shell.PORT}
+        assert ports, "Ray's"
+        for port in ports:
+            heard = [answers(host.address, port, context) for context in (None, stranger, member)]
+            assert heard == [False, False, True], (host.name, port)
+    token = home.token_file.read_text()
+    with grpc.insecure_channel(world.record("mac0").address) as channel:
+        call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"", timeout=10, metadata=(("authorization", f"Bearer {token}"),))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
 
 
 def test_an_agent_moves_and_outlives_its_host_in_the_middle_of_an_answer(world: World):
@@ -166,13 +208,14 @@ def test_while_a_host_is_cut_off_its_agents_go_on_and_afterwards_the_newest_home
 
 
 def test_who_may_not_join_is_told_why_in_a_sentence(world: World):
-    address, token = world.invitation()
-    wrong = world.folder / "wrong"
-    wrong.write_text("0" * 64)
-    nowhere = f"{world.head.address}:9"
+    good = world.invitation()
+    wrong, nowhere = replace(good, secret="0" * 32), replace(good, door=f"{world.head.address}:9")
+    impostor = replace(good, fingerprint="0" * 43)
     refused = {
-        "the cluster at .* has another secret": world.join(address, wrong, home="refused0"),
-        "no cluster answers at .*:9: .*refused": world.join(nowhere, token, home="refused1"),
+        ".* does not let mac2 in: the invitation is not good": world.join(wrong.to_text(), home="refused0"),
+        "no cluster answers at .*:9: .*refused": world.join(nowhere.to_text(), home="refused1"),
+        "at .* answers another than who invited": world.join(impostor.to_text(), home="refused2"),
+        "this machine has joined no cluster yet": world.join(good.door, home="refused3"),
     }
     for reason, process in refused.items():
         said = ended(process, 30)
@@ -186,9 +229,9 @@ def test_who_may_not_join_is_told_why_in_a_sentence(world: World):
 def start(world: World, nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a head that keeps these nodes says of each when it has tried."""
     monkeypatch.setenv("PATH", world.path)
-    address, token = world.invitation()
+    head, door = world.home("mac0"), world.record("mac0").door
     said: list[str] = []
-    launcher = Launcher(tuple(nodes), world.home("another"), Invitation(address, token.read_text()), said.append)
+    launcher = Launcher(tuple(nodes), world.home("another"), lambda: invite(head, door), said.append)
     try:
         wait_until(lambda: len({line.split()[1] for line in said}) == len(nodes), 60)
     finally:

@@ -62,6 +62,15 @@ def test_each_node_answers_its_own_agents(world: World):
         assert said.node == node and said.prompt - said.cached < 30 and "1234" in said.text
 
 
+def test_nothing_on_loopback_is_reached_from_elsewhere(world: World):
+    """Neither Ray's processes, nor Serve's, nor stores, nor the door."""
+    for record in (find_cluster(world.homes["mac0"]), world.second()):
+        processes = [psutil.Process(pid) for pid in (record.pid, *session_members(record.ray_sid))]
+        sockets = [each for process in processes for each in process.net_connections("tcp")]
+        found = {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
+        assert found == {"127.0.0.1"}, sockets
+
+
 def test_a_move_stops_nobodys_stream(world: World):
     """While an agent with some memory moves, the rows that decode on both nodes go on: counted in their steps."""
     world.whole()
