@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...cluster.config import Scheduling
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest, QueueFull, SatchelError
+from ..messages import GenerateRequest
 from .kv_cache import ModelCacheSpec
 from .models import LoadedModel
 from .scheduler import Limits, Scheduler
@@ -27,10 +28,10 @@ def limits_of(spec: ModelCacheSpec, scheduling: Scheduling, kv_bytes_max: int) -
 
 
 def refusal(
-    tokens: Sequence[int], loaded: LoadedModel, scheduler: Scheduler, coming: int, *, draws: bool = True
+    request: GenerateRequest, tokens: Sequence[int], loaded: LoadedModel, scheduler: Scheduler, coming: int
 ) -> SatchelError | None:
-    """Why a prompt is refused, None where it is not; `coming` rows wait for their pictures, and this one `draws` tokens
-    or is computed only."""
+    """Why a request is refused, None where it is not; `tokens` are its prompt and what it has said already, and
+    `coming` rows wait for their pictures."""
     context = loaded.context_tokens
     if not tokens or max(tokens) >= loaded.vocabulary_size or min(tokens) < 0:
         return InvalidRequest("the prompt is empty or has token ids outside the vocabulary", param="prompt")
@@ -38,10 +39,13 @@ def refusal(
         return ContextLengthExceeded(
             f"the prompt has {len(tokens)} tokens; the model's context is {context} tokens with the answer"
         )
-    reason = scheduler.refusal(len(tokens) - draws, coming)
+    draws = request.sampling.max_tokens > 0
+    reason = scheduler.refusal(len(tokens) - draws, coming, request.tenant, request.flow)
     if reason == "too_long":
         most = scheduler.limits.kv_tokens_max
         return ContextLengthExceeded(f"the prompt has {len(tokens)} tokens; memory holds {most} on this machine")
     if reason == "full":
         return QueueFull(f"the queue is full ({scheduler.limits.queue_requests_max} requests wait)")
+    if reason == "full_for_it":
+        return QueueFull("the queue is full for this caller: what is left of it is for others")
     return None

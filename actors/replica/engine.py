@@ -274,6 +274,8 @@ class Engine:
             max_tokens=max_tokens,
             priority=request.priority,
             deadline=time.monotonic() + request.deadline_s,
+            tenant=request.tenant,
+            flow=request.flow,
             keys=self.memory.keys(sequence),
             twin=self.memory.twin(sequence),
             known=known,
@@ -302,8 +304,7 @@ class Engine:
             return Unavailable(f"request {request.request_id} has not left yet")
         refused = self.pictures.refusal(request.media, tokens)
         given = Sequence(request, tokens, []).given()
-        draws = request.sampling.max_tokens > 0
-        return refused or refusal(given, self.loaded, self.scheduler, len(self.pictures), draws=draws)
+        return refused or refusal(request, given, self.loaded, self.scheduler, len(self.pictures))
 
     def _prefill(self) -> bool:
         step_budget = budget = self.pace.budget(bool(self.scheduler.decoding()))

@@ -2,8 +2,9 @@
 
 A picture takes as long to encode as many decode steps. So it is done beside the steps, on a thread and a stream of its
 own, on a GPU together with others of its layout, which alone are too small for it. Next is one of the most urgent
-rows', of these the one's that has had least of its share: many pictures of one do not hold up another's only one (fair
-queueing, Demers et al. 1989). What others have encoded meanwhile costs nothing.
+rows', of these one's of the tenant and flow that was given least (`fairness.py`), and of those the one's that has had
+least of its share: many pictures of one do not hold up another's only one (fair queueing, Demers et al. 1989). What
+others have encoded meanwhile costs nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from PIL import Image
 from ...cluster.errors import InvalidRequest, PictureLost, SatchelError
 from ..kv_store.media import features_id, is_word, name_at
 from ..messages import GenerateRequest, Media
+from .fairness import Shares
 from .feature_cache import FeatureCache
 from .feature_tier import FeatureTier
 from .memory import Sequence
@@ -106,6 +108,7 @@ class PictureQueue:
         self._waiting: dict[str, _Waiting] = {}
         # What a row had that was always there.
         self._share_s = 0.0
+        self._shares = Shares()
         # What every row has been given and needs until it is prefilled.
         self._holding: dict[str, dict[int, Features]] = {}
 
@@ -163,6 +166,7 @@ class PictureQueue:
         lacking = {index: picture for index, picture in named.items() if not self._find(sequence, index, picture)}
         if lacking:
             self._waiting[sequence.id] = _Waiting(sequence, row, lacking, self._share_s)
+            self._shares.join(row)
         return not lacking
 
     def _lacking(self, picture: bytes) -> Iterator[_Picture]:
@@ -194,13 +198,18 @@ class PictureQueue:
                         attempt(sequence.id, lambda sequence=sequence, index=index: self._begin(sequence, index))
                     break
                 del missing[index]
-            if not missing and self._waiting.pop(sequence.id, None) is not None:
+            if not missing and self._let_go(sequence.id):
                 yield waiting.row
 
     def _by_turn(self) -> list[_Waiting]:
         """Where rows hold too much already they come as they came, so that the first has its last picture soon."""
-        crowded = self._is_crowded()
-        return sorted(self._waiting.values(), key=lambda one: (-one.row.priority, 0.0 if crowded else one.had_s))
+        if self._is_crowded():
+            return sorted(self._waiting.values(), key=lambda one: -one.row.priority)
+
+        def turn(one: _Waiting) -> tuple[float, ...]:
+            return (-one.row.priority, *self._shares.turn(one.row, taking=True)[:2], one.had_s)
+
+        return sorted(self._waiting.values(), key=turn)
 
     def _is_full(self) -> bool:
         """Whether rows that have all of their features, and wait for the model only, are to go on first."""
@@ -265,13 +274,19 @@ class PictureQueue:
         """Rows whose deadline has passed; they are let go."""
         late = [name for name, waiting in self._waiting.items() if waiting.row.deadline <= now]
         for name in late:
-            del self._waiting[name]
+            self._let_go(name)
         return late
 
     def leave(self, request_id: str) -> None:
         """The row is over; one that is not here is ignored."""
-        self._waiting.pop(request_id, None)
+        self._let_go(request_id)
         self._holding.pop(request_id, None)
+
+    def _let_go(self, request_id: str) -> bool:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            self._shares.leave(waiting.row)
+        return waiting is not None
 
     def prefilled(self, sequence: Sequence) -> None:
         """The row needs its features no more, unless it is sent back."""
@@ -334,6 +349,7 @@ class PictureQueue:
         for (sequence, index), one in zip(encoding.pictures, features, strict=True):
             if (waiting := self._waiting.get(sequence.id)) is not None:
                 waiting.had_s += seconds / len(features)
+                self._shares.charge(waiting.row, round(seconds / len(features) * 1e6))
             self._encoded(sequence, index, one, seconds / len(features))
 
     def _encoded(self, sequence: Sequence, index: int, features: Features, seconds: float) -> None:

@@ -6,9 +6,10 @@ A row waits, is prefilled in chunks, then decodes with all others until it finis
               ^-----------------------/ preempt, batch_failed
 
 The engine's step is: `plan(now)` (who must leave), then `admit` and `next_chunk` until the step's prefill budget is
-used, then one decode of every running row; so a long prompt never stops the others. Rows are admitted first come
-first served within a priority (a higher number goes first, and sends lower ones back to the queue where it finds no
-room). Dense batches cost rows x longest row, so that product, in tokens, is what admission and preemption bound.
+used, then one decode of every running row; so a long prompt never stops the others. Of the most urgent rows (a higher
+number goes first, and sends lower ones back to the queue where it finds no room) that is admitted whose tenant and flow
+have been given least, and of one flow the first that came (`fairness.py`); who has no place takes one of those who have
+several. Dense batches cost rows x longest row, so that product, in tokens, is what admission and preemption bound.
 
 What two prompts have in common is computed once: a row that could reuse what an earlier one is computing waits for it,
 while others go ahead. It waits only for rows before it in rank, so a row waits for finitely many, and never for a less
@@ -23,9 +24,11 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heapify, heappop
 from itertools import pairwise
 
 from ..kv_store.blocks import BLOCK_TOKENS
+from .fairness import DRAWN_TOKENS, Shares, depths, queues_too_many
 from .pace import stop_inside
 
 HEADROOM_TOKENS = 256
@@ -33,6 +36,11 @@ HEADROOM_TOKENS = 256
 
 STEP_TOKENS = 2
 """What a running row may grow by before the next look: one step read, one in flight."""
+
+
+UNEVEN_TOKENS = 2**14
+"""The oldest prompt has its turns even if others were given so much less: prompts that are computed one after the other
+are all done sooner than side by side, or as soon."""
 
 
 class State(Enum):
@@ -61,7 +69,7 @@ class Row:
     whole blocks, where blocks can be reused; `twin` is equal for rows whose whole prompts are, where those can; `known`
     is how many of its tokens could be reused when it came. One that is `restoring` has a place and waits for KV that is
     read back. A `suspect` was in a batch that failed; `passed` says that a shorter row had the last turn of this one,
-    the oldest.
+    the first. Places and turns are shared evenly among tenants, and what a tenant has among its flows.
     """
 
     request_id: str
@@ -69,6 +77,8 @@ class Row:
     max_tokens: int
     priority: int = 0
     deadline: float = float("inf")
+    tenant: str = ""
+    flow: str = ""
     order: int = 0
     state: State = State.WAITING
     done: int = 0
@@ -120,6 +130,9 @@ class Scheduler:
         self._waiting: list[Row] = []
         self._prefilling: dict[str, Row] = {}
         self._running: dict[str, Row] = {}
+        self._shares = Shares()
+        self._expected: Row | None = None
+        """For whom place was just made."""
         self._arrivals = 0
 
     @property
@@ -146,18 +159,20 @@ class Scheduler:
     def row(self, request_id: str) -> Row | None:
         return self._rows.get(request_id)
 
-    def refusal(self, prompt: int, coming: int = 0) -> str | None:
-        """`full` where the queue is, `too_long` for a prompt that memory can never hold, None where `add` may go.
+    def refusal(self, prompt: int, coming: int = 0, tenant: str = "", flow: str = "") -> str | None:
+        """`full` where the queue is, `full_for_it` where only this tenant or flow may queue no more, `too_long` for a
+        prompt that memory can never hold, None where `add` may go.
 
         Args:
             coming: rows that have been taken in and are not added yet.
         """
         if prompt + STEP_TOKENS > self.limits.kv_tokens_max:
             return "too_long"
-        free = self.limits.rows_max - self.running
-        if len(self._waiting) + coming >= self.limits.queue_requests_max + max(free, 0):
+        free = max(0, self.limits.rows_max - self.running)
+        room = self.limits.queue_requests_max + free - len(self._waiting) - coming
+        if room <= 0:
             return "full"
-        return None
+        return "full_for_it" if queues_too_many(tenant, flow, list(self._waiting), room) else None
 
     def add(self, row: Row) -> None:
         if row.request_id in self._rows:
@@ -165,12 +180,16 @@ class Scheduler:
         self._arrivals += 1
         row.order = self._arrivals
         self._rows[row.request_id] = row
+        self._shares.join(row)
         self._enqueue(row)
 
     def finish(self, request_id: str) -> None:
         """The row leaves, wherever it is: finished, aborted or failed."""
         row = self._rows.pop(request_id)
+        if row is self._expected:
+            self._expected = None
         self._take_out(row)
+        self._shares.leave(row)
 
     def restores(self, request_id: str, hot: int) -> None:
         """The admitted row, of which memory has `hot` tokens, waits for KV that is read back; `reused` ends that."""
@@ -188,8 +207,9 @@ class Scheduler:
     def prefilled(self, chunk: Chunk) -> None:
         """The chunk is being computed, or was; the next one is another."""
         row = self._rows[chunk.request_id]
-        oldest = self._oldest(row.priority)
-        oldest.passed = row is not oldest
+        first = self._first(row.priority)
+        first.passed = row is not first
+        self._shares.charge(row, chunk.stop - row.done)
         row.done = chunk.stop
         if row.done >= row.prompt:
             self._start_decoding(row)
@@ -198,6 +218,7 @@ class Scheduler:
         """The row has one more token with KV; a decode step with it succeeded. What one has said that has just been
         sent back belongs to its prompt."""
         row = self._rows[request_id]
+        self._shares.charge(row, DRAWN_TOKENS)
         row.suspect = False
         if row.state is State.RUNNING:
             row.generated += 1
@@ -223,6 +244,7 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """Who leaves before the step at time `now` (seconds, the clock of the rows' deadlines)."""
+        self._expected = None
         expired = [row.request_id for row in self._rows.values() if row.deadline <= now]
         for request_id in expired:
             self.finish(request_id)
@@ -235,22 +257,23 @@ class Scheduler:
         """The next row from the queue, if one may start prefilling now; `reused` must follow."""
         if self.running >= self.limits.rows_max or len(self._prefilling) >= self.limits.prefill_rows_max:
             return None
-        row = self._next_waiting()
+        row, self._expected = self._expected or self._next_waiting(), None
         if row is None or not self._may_join(row) or not self._fits(row, self._placed()):
             return None
         self._waiting.remove(row)
         row.state = State.PREFILLING
         self._prefilling[row.request_id] = row
+        self._shares.admit(row)
         return row.request_id
 
     def next_chunk(self, budget: int, step_budget: int = 0) -> Chunk | None:
         """The next prefill chunk, of at most `budget` tokens, which are what is left of a step's `step_budget`.
 
-        Among the most urgent rows it is the oldest one's turn at least every second time, and else that of the row
+        Among the most urgent rows it is the first one's turn at least every second time, and else that of the row
         with the fewest tokens left, so a short prompt never waits for the whole of a long one. (Where the later one is
         longer than what is left of the earlier, taking turns would delay the first and bring the second nothing.)
-        What is left of a budget and too little for the oldest is for a prompt that it completes; the oldest's turn is
-        the next then.
+        First is the oldest, or one whose tenant or flow was given `UNEVEN_TOKENS` less. What is left of a budget and
+        too little for the first is for a prompt that it completes; the first one's turn is the next then.
 
         Args:
             step_budget: 0 where nothing of it was used yet.
@@ -265,9 +288,9 @@ class Scheduler:
         urgency = max(row.priority for row in ready)
         urgent = [row for row in ready if row.priority == urgency]
         shortest = min(urgent, key=lambda row: (row.prompt - row.done, row.order))
-        oldest = self._oldest(urgency)
-        chunk = self._chunk(oldest if oldest.passed else shortest, budget, max(budget, step_budget))
-        if chunk is None and oldest.passed:
+        first = self._first(urgency)
+        chunk = self._chunk(first if first.passed else shortest, budget, max(budget, step_budget))
+        if chunk is None and first.passed:
             chunk = self._chunk(shortest, budget, max(budget, step_budget))
             return chunk if chunk is not None and chunk.stop == shortest.prompt else None
         return chunk
@@ -306,10 +329,12 @@ class Scheduler:
             stop = stop_inside(row.done, budget, step_budget)
         return Chunk(row.request_id, row.done, stop) if stop > row.done else None
 
-    def _oldest(self, priority: int) -> Row:
-        """The first of the rows of a priority that are being prefilled."""
-        rows = (row for row in self._prefilling.values() if row.priority == priority and not row.restoring)
-        return min(rows, key=lambda row: row.order)
+    def _first(self, priority: int) -> Row:
+        """Whose turn is next of the rows of a priority that are being prefilled."""
+        rows = [row for row in self._prefilling.values() if row.priority == priority and not row.restoring]
+        oldest = min(rows, key=lambda row: row.order)
+        least = min(rows, key=lambda row: (-self._shares.lead(oldest, row), row.order))
+        return least if self._shares.lead(oldest, least) > UNEVEN_TOKENS else oldest
 
     def _placed(self) -> list[Row]:
         return [*self._running.values(), *self._prefilling.values()]
@@ -338,22 +363,17 @@ class Scheduler:
         row.state = State.RUNNING
         self._running[row.request_id] = row
 
-    def _next_waiting(self) -> Row | None:
-        """The first row of the queue that does not wait for what an earlier one is computing.
-
-        Equal block ids mean equal histories, so two rows that agree in the block being computed agree in all before.
-        """
-        later = sorted(self._prefilling.values(), key=lambda row: row.rank, reverse=True)
-        ahead: list[tuple[bytes, int, int, bytes | None]] = []
-        for row in self._waiting:
-            while later and later[-1].rank < row.rank:
-                ahead.append(_computing(later.pop()))
-            for twin, index, end, key in ahead:
-                if twin and twin == row.twin:
-                    break
-                if key is not None and end <= row.prompt and index < len(row.keys) and key == row.keys[index]:
-                    break
-            else:
+    def _next_waiting(self, *, taking: bool = False) -> Row | None:
+        """The first row of the queue, by urgency and then by whose turn it is, that does not wait for what an earlier
+        one is computing: for a free place, or for `taking` another's."""
+        computing = [(row.rank, *_computing(row)) for row in self._prefilling.values()]
+        if self._shares.alone:
+            return next((row for row in self._waiting if not _waits(row, computing)), None)
+        turns = [((-row.priority, *self._shares.turn(row, taking=taking)), row) for row in self._waiting]
+        heapify(turns)
+        while turns:
+            _, row = heappop(turns)
+            if not _waits(row, computing):
                 return row
         return None
 
@@ -382,36 +402,73 @@ class Scheduler:
         return len(lengths) * max(lengths, default=0)
 
     def _make_room(self) -> tuple[list[str], list[str]]:
-        """Send the youngest, least urgent rows back until the batch fits; a row alone that does not fit is cut."""
+        """Send the least urgent rows back until the batch fits, of these one of those who have most places, the
+        youngest; a row alone that does not fit is cut."""
         preempted: list[str] = []
-        placed = sorted(self._placed(), key=lambda row: row.rank)
+        placed = self._placed()
+        if self._cost(placed) <= self.limits.kv_tokens_max:
+            return [], []
+        placed = _by_claim(placed)
         while self._cost(placed) > self.limits.kv_tokens_max:
             if len(placed) == 1:
                 return preempted, [placed[0].request_id]
-            youngest = placed.pop()
-            self._requeue(youngest)
-            preempted.append(youngest.request_id)
+            last = placed.pop()
+            self._requeue(last)
+            preempted.append(last.request_id)
         return preempted, []
 
     def _give_way(self) -> list[str]:
-        """Send back the youngest of the least urgent rows, as few as let a strictly more urgent one in."""
+        """Send back as few rows as let the next one in, of those that are less urgent, or whose tenant or flow has more
+        places than the next one's will have then. Where it is longer than all of them it takes one place only: in a
+        dense batch it would cost the room of many."""
         placed = self._placed()
-        if not self._waiting or all(row.priority >= self._waiting[0].priority for row in placed):
+        if not self._waiting or not placed:
             return []
-        urgent = self._next_waiting()
-        if urgent is None or not self._may_join(urgent) or self._fits(urgent, placed):
+        if self._shares.alone and all(row.priority >= self._waiting[0].priority for row in placed):
             return []
-        staying = [row for row in placed if row.priority >= urgent.priority]
-        if not self._fits(urgent, staying):
+        coming = self._next_waiting(taking=True)
+        if coming is None or not self._may_join(coming) or self._fits(coming, placed):
             return []
-        preempted: list[str] = []
-        for row in sorted((row for row in placed if row.priority < urgent.priority), key=lambda row: row.rank):
-            if self._fits(urgent, [*staying, row]):
+        less_urgent = [row for row in placed if row.priority < coming.priority]
+        too_many = _too_many(coming, [row for row in placed if row.priority == coming.priority])
+        yielding = [*too_many, *_by_claim(less_urgent)]
+        staying = [row for row in placed if row not in yielding]
+        if not self._fits(coming, staying):
+            return []
+        leaving: list[Row] = []
+        for row in yielding:
+            if self._fits(coming, [*staying, row]):
                 staying.append(row)
             else:
-                self._requeue(row)
-                preempted.append(row.request_id)
-        return preempted
+                leaving.append(row)
+        even = [row for row in leaving if row.priority == coming.priority]
+        if len(even) > 1 and coming.prompt > max(row.length for row in placed):
+            return []
+        for row in leaving:
+            self._requeue(row)
+        self._expected = coming
+        return [row.request_id for row in leaving]
+
+
+def _by_claim(rows: list[Row]) -> list[Row]:
+    """Those that keep their places longest first: the most urgent, then by how many of theirs have one, then as they
+    came."""
+    rows = sorted(rows, key=lambda row: row.order)
+    claims = zip(rows, depths(rows), strict=True)
+    return [row for row, _ in sorted(claims, key=lambda one: (-one[0].priority, one[1].tenant, one[0].order))]
+
+
+def _too_many(coming: Row, placed: list[Row]) -> list[Row]:
+    """The rows whose tenant has more places than that of `coming` will have, or whose flow in the same tenant; the last
+    ones last."""
+    rows = [*sorted(placed, key=lambda row: row.order), coming]
+    *found, own = depths(rows)
+    claims = [
+        (depth.tenant, row.order, row)
+        for row, depth in zip(rows[:-1], found, strict=True)
+        if (depth.flow > own.flow if row.tenant == coming.tenant else depth.tenant > own.tenant)
+    ]
+    return [row for _, _, row in sorted(claims, key=lambda one: one[:2])]
 
 
 def _reaches(row: Row) -> int:
@@ -425,3 +482,18 @@ def _computing(row: Row) -> tuple[bytes, int, int, bytes | None]:
     index = _reaches(row) // BLOCK_TOKENS
     end = (index + 1) * BLOCK_TOKENS
     return row.twin, index, end, row.keys[index] if index < len(row.keys) and end <= row.prompt else None
+
+
+def _waits(row: Row, computing: list[tuple[tuple[int, int], bytes, int, int, bytes | None]]) -> bool:
+    """Whether a row before this one in rank computes what this one could reuse.
+
+    Equal block ids mean equal histories, so two rows that agree in the block being computed agree in all before.
+    """
+    for rank, twin, index, end, key in computing:
+        if rank >= row.rank:
+            continue
+        if twin and twin == row.twin:
+            return True
+        if key is not None and end <= row.prompt and index < len(row.keys) and key == row.keys[index]:
+            return True
+    return False

@@ -92,6 +92,7 @@ class Bench:
         media: Sequence[Media] = (),
         remembered: int = 0,
         reusable: bool = True,
+        flow: str = "",
         **sampling,
     ):
         root = root_id(self.loaded.model_id, "tenant:test")
@@ -112,6 +113,7 @@ class Bench:
             media=list(media),
             remembered_tokens=remembered,
             reusable=reusable,
+            flow=flow,
         )
         # On another thread than the engine's, as in a replica.
         known, features = _reader.submit(self.engine.look_up, request).result()

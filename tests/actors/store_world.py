@@ -67,6 +67,7 @@ class Store(NodeStoreActor):
         self._node = name
         self._peers = Peers(world, name)
         self._lock, self._changed = threading.Lock(), set()
+        self._full, self._watchdog = False, None
         self._counts = dict.fromkeys(("moves", "moved_bytes", "adopted"), 0)
         self._unburied = {}
         self._draining = False

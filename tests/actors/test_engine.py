@@ -66,6 +66,26 @@ def test_preempted_rows_go_on_where_they_were(bench: MakeBench, prompts: list[li
     assert [engine.rows[str(index)].tokens for index in range(len(prompts))] == alone
 
 
+def test_rows_that_give_their_places_to_another_flow_go_on_where_they_were(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
+):
+    engine = bench(rows_max=3)
+    for index, prompt in enumerate(prompts):
+        engine.submit(str(index), prompt, flow="greedy", **SAMPLING[index % 4])
+    while len(engine.engine.scheduler.decoding()) < 3:
+        engine.turn()
+    for index in (0, 1):
+        engine.submit(f"other {index}", prompts[index], flow="other", **SAMPLING[index])
+    # They begin where the greedy one stands now; with its next token they are behind.
+    engine.turn()
+    engine.turn()
+    running = engine.engine.scheduler.decoding()
+    assert "2" not in running and "other 0" in running
+    engine.drain()
+    assert [engine.rows[str(index)].tokens for index in range(len(prompts))] == alone
+    assert [engine.rows[f"other {index}"].tokens for index in (0, 1)] == alone[:2]
+
+
 def test_a_conversation_that_goes_on_prefills_only_what_is_new(bench: MakeBench, prompts: list[list[int]]):
     """Prompt and answer of a turn are found again, whatever their length."""
     for prompt in prompts:
@@ -443,8 +463,9 @@ def test_nothing_that_happens_to_one_row_changes_the_words_of_another(
             index, name = rng.randrange(len(prompts)), f"r{turn}"
             asked[name] = index
             deadline_s = rng.choice([600, 600, 600, 0.05])
+            flow = rng.choice(["", "", "other", f"made up {turn}"])
             for _ in range(rng.choice([1, 1, 1, 2])):
-                engine.submit(name, prompts[index], deadline_s=deadline_s, **SAMPLING[index % 4])
+                engine.submit(name, prompts[index], deadline_s=deadline_s, flow=flow, **SAMPLING[index % 4])
         if asked and rng.random() < 0.1:
             engine.engine.abort((rng.choice(list(asked)), "unknown"))
         engine.turn()

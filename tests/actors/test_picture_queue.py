@@ -452,6 +452,20 @@ def test_many_pictures_of_one_row_do_not_hold_up_another_s_only_one(
     assert not bench.engine.pictures._holding
 
 
+def test_many_rows_of_one_caller_do_not_hold_up_another_s_picture(seeing: tuple[LoadedModel, Path], gate: Gate):
+    bench = Bench(seeing[0])
+    for name in ("red", "blue", "green", "navy", "gold"):
+        prompt, media = asked(seeing[1], name)
+        bench.submit(name, prompt, media=media, max_tokens=1, flow="greedy")
+    turn_until(bench, lambda: gate.calls)
+    prompt, media = asked(seeing[1], "orange")
+    bench.submit("orange", prompt, media=media, max_tokens=1, flow="another")
+    gate.opened.set()
+    turn_until(bench, lambda: "orange" in bench.rows and bench.rows["orange"].finish)
+    assert not {"green", "navy", "gold"} & bench.rows.keys()
+    bench.drain()
+
+
 def test_features_that_rows_wait_with_are_bounded(seeing: tuple[LoadedModel, Path], gate: Gate):
     """Rows that have theirs go first, and then the encoder goes on; also where one picture alone is too large."""
     loaded, folder = seeing

@@ -67,8 +67,8 @@ def test_first_come_first_served_within_a_priority():
 def test_a_full_queue_refuses_and_has_room_again_later():
     scheduler = Scheduler(LIMITS)
     for index in range(LIMITS.rows_max + LIMITS.queue_requests_max):
-        assert scheduler.refusal(5) is None
-        scheduler.add(Row(str(index), prompt=5, max_tokens=3))
+        assert scheduler.refusal(5, flow=str(index)) is None
+        scheduler.add(Row(str(index), prompt=5, max_tokens=3, flow=str(index)))
     assert scheduler.refusal(5) == "full"
     while scheduler.waiting:
         drive(scheduler)
@@ -81,7 +81,7 @@ def test_rows_that_are_on_their_way_take_places_of_the_queue():
     most = LIMITS.rows_max + LIMITS.queue_requests_max
     assert scheduler.refusal(5, coming=most - 1) is None and scheduler.refusal(5, coming=most) == "full"
     for index in range(most - 2):
-        scheduler.add(Row(str(index), prompt=5, max_tokens=3))
+        scheduler.add(Row(str(index), prompt=5, max_tokens=3, flow=str(index)))
     assert scheduler.refusal(5, coming=1) is None and scheduler.refusal(5, coming=2) == "full"
     drive(scheduler)
     assert scheduler.running == LIMITS.rows_max

@@ -13,6 +13,7 @@ from itertools import takewhile
 
 import pytest
 
+from satchel.actors.replica.fairness import FLOW_TIMES
 from satchel.actors.replica.pace import TOKENS_MIN
 from satchel.actors.replica.scheduler import (
     HEADROOM_TOKENS,
@@ -124,7 +125,9 @@ class Simulation:
             if length - 1 + STEP_TOKENS > limits.kv_tokens_max:
                 assert reason == "too_long"
             else:
-                assert (reason == "full") == (self.scheduler.waiting >= limits.queue_requests_max + free)
+                room = limits.queue_requests_max + free - self.scheduler.waiting
+                assert (reason == "full") == (room <= 0)
+                assert (reason == "full_for_it") == (0 < room <= self.scheduler.waiting / FLOW_TIMES)
             if reason is not None:
                 return
             request = Request(

@@ -157,7 +157,7 @@ async def test_the_pipeline_without_http_stops_its_row_when_left_early(backend, 
 async def test_a_tokenizer_is_loaded_once_for_requests_that_come_together(backend, config, text):
     loads = 0
 
-    def load(folder, *, name):
+    def load(folder, *, name, trusted):
         nonlocal loads
         loads += 1
         return text
@@ -175,7 +175,7 @@ async def test_loading_survives_the_request_that_began_it_and_is_tried_again_aft
 
     release, failing = threading.Event(), True
 
-    def load(folder, *, name):
+    def load(folder, *, name, trusted):
         release.wait(5)
         if failing:
             raise OSError("disk")
