@@ -19,6 +19,10 @@ T = TypeVar("T")
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
 SHOWN = 12
+KEY = "{the attacker's key}"
+"""Stands for the key in requests that are written before there is one; `sign` says which it is."""
+
+_signed: dict[str, str] = {}
 _BODY_BYTES_MAX = 4 * 2**20
 
 
@@ -80,6 +84,15 @@ def _is_error(body: bytes) -> bool:
         return False
 
 
+def sign(secret: str) -> None:
+    """From now on requests have this key, unless they say another."""
+    _signed["Authorization"] = f"Bearer {secret}"
+
+
+def _with_key(data: bytes) -> bytes:
+    return data.replace(f"Bearer {KEY}".encode(), _signed.get("Authorization", "").encode())
+
+
 def ask(
     port: int,
     path: str,
@@ -93,7 +106,7 @@ def ask(
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
     try:
-        given = {"Content-Type": "application/json"} | (headers or {})
+        given = {"Content-Type": "application/json"} | _signed | (headers or {})
         # A server that has answered early closes while the rest is on its way.
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method or ("GET" if data is None else "POST"), path, data, given)
@@ -128,7 +141,7 @@ def raw(port: int, pieces: Sequence[bytes], *, wait_s: float = 6.0, pause_s: flo
     with suppress(OSError), socket.create_connection((HOST, port), timeout=wait_s) as connection:
         with suppress(OSError):
             for piece in pieces:
-                connection.sendall(piece)
+                connection.sendall(_with_key(piece))
                 time.sleep(pause_s)
         with suppress(OSError):
             while data := connection.recv(65536):
@@ -143,6 +156,7 @@ def head(path: str, length: int, *, method: str = "POST") -> bytes:
     lines = (
         f"{method} {path} HTTP/1.1",
         f"Host: {HOST}",
+        f"Authorization: Bearer {KEY}",
         "Content-Type: application/json",
         f"Content-Length: {length}",
     )
@@ -158,7 +172,7 @@ def opened(port: int, first: bytes, *, receive_bytes: int | None = None) -> sock
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         connection.connect((HOST, port))
         if first:
-            connection.sendall(first)
+            connection.sendall(_with_key(first))
         return connection
     except OSError:
         connection.close()

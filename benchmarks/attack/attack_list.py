@@ -10,6 +10,7 @@ import attack_large
 import attack_media
 import attack_raw
 import attack_schema
+import attack_tenants
 from attack_scene import Attack
 
 ATTACKS = (
@@ -68,6 +69,18 @@ ATTACKS = (
         attack_connections.hasty,
     ),
     Attack(
+        "spying",
+        "a tenant looks for another's agent by every route, spelling and count",
+        "as if the other's agent did not exist",
+        attack_tenants.spying,
+    ),
+    Attack(
+        "greedy",
+        "two hundred long requests at a time of one tenant, beside another's short ones",
+        "the others go on, with their share",
+        attack_tenants.greedy,
+    ),
+    Attack(
         "disk",
         "the disk of the home is full, and has room again",
         "answers go on; what cannot be kept says so; nothing kept is lost",
@@ -87,4 +100,3 @@ ATTACKS = (
         judged=False,
     ),
 )
-"""Further ones, as those of one tenant on another, are a file with a `run` and an entry here."""

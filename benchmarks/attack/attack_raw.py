@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from attack_http import HOST, Answer, Outcome, at_a_time, raw
+from attack_http import HOST, KEY, Answer, Outcome, at_a_time, raw
 from attack_scene import Scene
 
 _CHAT = b'{"messages":[{"role":"user","content":"Hi"}],"max_tokens":2}'
@@ -21,7 +21,8 @@ def _request(
     host: bool = True,
 ) -> bytes:
     lines = [b" ".join((method, path, version))]
-    lines += [b"Host: localhost"] * host + [b"Content-Type: application/json"] * bool(body) + list(headers)
+    lines += [b"Host: localhost"] * host + [b"Content-Type: application/json"] * bool(body)
+    lines += [f"Authorization: Bearer {KEY}".encode(), *headers]
     lines += [b"Content-Length: %d" % len(body)] * (length and bool(body))
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 

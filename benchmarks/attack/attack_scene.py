@@ -13,6 +13,7 @@ import psutil
 from attack_http import Outcome, ask
 
 WATCHED = ("endpoint", "replica", "store", "router")
+NAMES = STREAMS, ADMIN, OTHER = "streams", "attacker", "other"
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Scene:
         bodies: how many requests the attacks that draw them make.
         seconds: about how long each of the others lasts, and when each stops beginning new things.
         seed: of all that is drawn.
+        keys: of tenants, by name: `STREAMS`, whose streams run beside, `ADMIN`, who attacks, and `OTHER`.
     """
 
     server: Any
@@ -33,6 +35,7 @@ class Scene:
     seconds: float
     seed: int
     say: Callable[[str], None]
+    keys: dict[str, str]
 
     @property
     def port(self) -> int:

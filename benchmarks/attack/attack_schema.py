@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from typing import Any
 
 from attack_bodies import TOKENS_MAX
@@ -22,8 +21,7 @@ def run(scene: Scene) -> Outcome:
     from hypothesis import seed as seeded
 
     outcome = Outcome(allowed=(503,))
-    with urllib.request.urlopen(f"{scene.server.url}/openapi.json", timeout=30) as response:
-        schema = schemathesis.openapi.from_dict(json.load(response))
+    schema = schemathesis.openapi.from_dict(json.loads(ask(scene.port, "/openapi.json").body))
     # One that the document describes wrongly raises here.
     operations: list[Any] = [found.ok() for found in schema.get_all_operations()]  # pyright: ignore
     until = time.monotonic() + 6 * scene.seconds

@@ -1,6 +1,6 @@
 """The honest clients: greedy streams with fixed prompts, in a process of their own, as long as the server is attacked.
 
-    python benchmarks/attack/attack_streams.py URL STREAMS TOKENS
+    python benchmarks/attack/attack_streams.py URL STREAMS TOKENS KEY
 
 Prints a line of JSON for every answer, and every second the ages of what the streams wait for. Ends with its input.
 """
@@ -107,9 +107,11 @@ class _Reader:
             said.text += choice["delta"].get("content") or ""
 
 
-async def _main(url: str, streams: int, tokens: int) -> None:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=900.0, trust_env=False, limits=limits) as client:
+async def _main(url: str, streams: int, tokens: int, key: str) -> None:
+    limits, headers = httpx.Limits(max_connections=None), {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(
+        base_url=url, timeout=900.0, trust_env=False, limits=limits, headers=headers
+    ) as client:
         readers = [_Reader(client, stream, tokens) for stream in range(streams)]
         running = [asyncio.create_task(reader.run()) for reader in readers]
         over = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
@@ -126,11 +128,11 @@ async def _main(url: str, streams: int, tokens: int) -> None:
 class Streams:
     """The process, and all that it has said so far."""
 
-    def __init__(self, url: str, streams: int, tokens: int) -> None:
+    def __init__(self, url: str, streams: int, tokens: int, key: str) -> None:
         self.said: list[Said] = []
         self.waiting: list[Waiting] = []
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), url, str(streams), str(tokens)],
+            [sys.executable, str(Path(__file__)), url, str(streams), str(tokens), key],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -158,4 +160,4 @@ class Streams:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

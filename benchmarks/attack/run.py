@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from attack_beside import BENCHMARKS, neighbour
-from attack_http import Outcome, healthy
+from attack_http import Outcome, healthy, sign
 from attack_list import ATTACKS
 from attack_report import Peace, Span, entry, markdown, passed, peace, streams_in
-from attack_scene import Attack, Scene
+from attack_scene import ADMIN, NAMES, Attack, Scene
 from attack_streams import Streams
+
+from satchel.cluster.config import Home
+from satchel.cluster.keys import create_key
 
 kept = neighbour("", "kept")
 machine = neighbour("serve", "machine")
@@ -120,9 +123,11 @@ def attack_all(
         say("starting the server")
         streams = None
         try:
+            keys = {name: create_key(Home(server.home), name, admin=name == ADMIN)[1] for name in NAMES}
+            sign(keys[ADMIN])
             server.start()
-            scene = Scene(server, disk, settings["bodies"], settings["seconds an attack"], settings["seed"], say)
-            streams = Streams(server.url, STREAMS, TOKENS)
+            scene = Scene(server, disk, settings["bodies"], settings["seconds an attack"], settings["seed"], say, keys)
+            streams = Streams(server.url, STREAMS, TOKENS, keys[NAMES[0]])
             calm = wait_for_peace(streams)
             say(f"in peace the longest gap is {calm.gap_s:.2f} s")
             part |= {"gap in peace, s": calm.gap_s, "attacks": [], "doctor": []}
