@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from attack_http import Answer, Outcome, ask, at_a_time
-from attack_scene import OTHER, STREAMS, Scene
+from attack_scene import ADMIN, OTHER, STREAMS, Scene
 
 _AGENT, _SECRET = "diary", "quokka"
 _TOLD = f"Remember: the code of {_SECRET} is 4711. " + "The weather was fine and nothing happened. " * 60
@@ -103,12 +103,12 @@ def _shows_nothing(outcome: Outcome, answer: Answer, what: str, *, fails: bool =
 
 
 def greedy(scene: Scene) -> Outcome:
-    """Two hundred long requests at a time, of one tenant, while another asks something short."""
+    """Two hundred long requests at a time, of one tenant, while another streams and a third asks something short."""
     outcome, until, over = Outcome(allowed=(503,)), scene.ends(), threading.Event()
 
     def asked() -> float:
         began = time.monotonic()
-        outcome.count(_chat(scene, STREAMS, "Hi", tokens=8), "a short question of another tenant")
+        outcome.count(_chat(scene, ADMIN, "Hi", tokens=8), "a short question of another tenant")
         return time.monotonic() - began
 
     calm = [asked() for _ in range(5)]
@@ -116,9 +116,9 @@ def greedy(scene: Scene) -> Outcome:
 
     def flood(number: int) -> None:
         while not over.is_set() and time.monotonic() < until:
-            answer = _chat(
-                scene, OTHER, f"{number} {_LONG}", f"agent {number % 20}", 400, ignore_eos=True, timeout_s=60
-            )
+            left_s = max(1.0, until - time.monotonic())
+            agent = f"agent-{number % 20}"
+            answer = _chat(scene, OTHER, f"{number} {_LONG}", agent, 64, ignore_eos=True, timeout_s=left_s)
             statuses.append(answer.status)
             # Refused for want of room, 200 clients at a time would measure how fast that goes.
             time.sleep(0.0 if answer.status == 200 else _EVERY_S)
@@ -127,7 +127,7 @@ def greedy(scene: Scene) -> Outcome:
     flooding.start()
     time.sleep(5.0)
     beside = []
-    while time.monotonic() < until:
+    while not beside or time.monotonic() < until:
         beside.append(asked())
         time.sleep(_EVERY_S)
     over.set()
