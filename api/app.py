@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -69,6 +69,7 @@ def create_app(
     memory: AgentMemory | None = None,
     keys: KeyRing | None = None,
     audit: Audit | None = None,
+    certified: Callable[[], Sequence[str]] = tuple,
     refused: Refused = lambda why: None,
 ) -> FastAPI:
     """The application. One an event loop.
@@ -77,6 +78,7 @@ def create_app(
         keys: who may use it; None for everybody.
         audit: where it is written down what administrators did and whose key was refused.
         generator: to share the pipeline (its tokenizers, its memory of agents) with others on the same loop.
+        certified: the names that the endpoint's certificate is for.
         memory: what agents remember, where no `generator` is given; None for nothing.
         refused: hears why a request is refused for want of room.
     """
@@ -92,7 +94,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(BrowserGuard, hosts=Hosts(config.endpoint), origins=origins)
+    app.add_middleware(BrowserGuard, hosts=Hosts(config.endpoint, certified), origins=origins)
     app.add_middleware(RequestContext, metrics=endpoint.metrics)
 
     def route(path: str, handler: Any, method: str = "GET", body: type[BaseModel] | None = None) -> None:

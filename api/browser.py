@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -30,9 +30,13 @@ class Hosts:
 
     What it listens on, and `endpoint.hosts`. On a loopback address that is `localhost` and every loopback address; on
     all addresses of the machine every address, which no page can claim as its name, and the machine's own name.
+
+    Args:
+        certified: the names that the endpoint's certificate is for, which may be replaced.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, certified: Callable[[], Sequence[str]] = tuple) -> None:
+        self._certified = certified
         self._names = {host.lower().rstrip(".") for host in endpoint.hosts}
         listen = endpoint.listen.lower()
         self._address = _address(listen)
@@ -51,7 +55,7 @@ class Hosts:
     def __contains__(self, host: str) -> bool:
         """Whether `host`, without a port, is one of them."""
         address = _address(host)
-        if host in self._names:
+        if host in self._names or host in self._certified():
             return True
         if address is None:
             return False

@@ -1,4 +1,4 @@
-"""The command line: `satchel serve | up | down | invite | join | leave | status | models | agents | keys | chat | …`.
+"""The command line: `satchel serve | up | down | invite | join | leave | status | models | agents | keys | cert | …`.
 
 A mistake or a failure is one sentence on standard error and exit code 1 (2 for a wrong command line), never a
 traceback. Nothing heavy is imported until a command needs it.
@@ -15,6 +15,7 @@ import typer
 from ..cluster.config import Config, default_config, load_config
 from ..cluster.errors import SatchelError
 from .cli_agents import app as agents
+from .cli_cert import cert
 from .cli_cluster import ListenOption, PortOption, down, install_service, invite, join, leave, up, with_endpoint
 from .cli_keys import app as keys
 from .cli_models import HomeOption, JsonOption, chosen_home
@@ -109,6 +110,7 @@ def explain(
 
 
 app.command()(probe)
+app.command()(cert)
 app.command()(up)
 app.command()(down)
 app.command()(invite)

@@ -90,6 +90,7 @@ def up(
     home: HomeOption = None,
 ) -> None:
     """Serve in the background: as `serve`, but returns once the server is ready."""
+    from .cli_serve import for_clients
     from .cli_service import log_file, satchel_command
     from .cli_service import up as run
 
@@ -100,7 +101,7 @@ def up(
     for option, value in options.items():
         command += [] if value is None else [option, str(value)]
     record = run(command, chosen, where, _say)
-    _say(f"Ready: {record.endpoint_url}/v1")
+    _say(f"Ready: {for_clients(record.endpoint_url or '', chosen.endpoint)[0]}/v1")
     _say(f"The server runs in the background (process {record.pid}); its log is {log_file(where)}")
     _say("`satchel status` shows it, `satchel down` ends it.")
 

@@ -11,7 +11,7 @@ import httpx
 
 from ..cluster.config import Home
 from ..cluster.connection import ClusterRecord, find_cluster
-from ..cluster.errors import NotRunning, SatchelError
+from ..cluster.errors import ClusterError, NotRunning, SatchelError
 from ..cluster.keys import owner_key
 
 
@@ -51,17 +51,23 @@ def client(home: Home, *, timeout_s: float) -> Iterator[httpx.Client]:
 
 
 def trusting(certificate: str) -> ssl.SSLContext:
-    """Trusts this certificate and no other, whoever signed it and for whatever name: it is this machine's own.
+    """Trusts the certificate in this file and no other, whoever signed it and for whatever name: it is this machine's
+    own. Of several only the first: those that signed it may have signed others'.
 
     Raises:
         NotRunning: it cannot be read.
     """
+    from ..cluster.endpoint_certificate import read_certificate
+
     try:
-        context = ssl.create_default_context(cafile=certificate)
-    except (OSError, ssl.SSLError) as error:
-        raise NotRunning(f"cannot read the endpoint's certificate {certificate}: {error}") from None
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        own = read_certificate(certificate).pem
+    except ClusterError as error:
+        raise NotRunning(f"cannot read the endpoint's certificate: {error.message}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=own)
     return context
 
 

@@ -8,6 +8,7 @@ replaced as soon as Ray has installed them.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn, Protocol
 
-from ..cluster.config import Config, Home
+from ..cluster.config import Config, Endpoint, Home
+from ..cluster.endpoint_certificate import read_certificate
 from ..cluster.errors import SatchelError
 from ..cluster.home import prepare_home, write_private
 from ..cluster.invitations import invite
@@ -122,8 +124,8 @@ class StartUp(threading.Thread):
             self._progress.report("Waiting for the other nodes", None)
             for late in self.launcher.wait(NODES_WAIT_S):
                 self._progress.say(f"Node {late}")
-        tls = self._config.endpoint.tls
-        self._cluster.publish_endpoint(deployment.url, None if tls is None else tls.certificate)
+        shown = None if self._config.endpoint.tls is None else str(self._home.shown_certificate_file)
+        self._cluster.publish_endpoint(deployment.url, shown)
         self._cluster.note_processes()
         self.deployment = deployment
 
@@ -134,22 +136,23 @@ def serve(config: Config, home: Home) -> None:
 
     Raises:
         PortInUse: the endpoint's port is taken. Nothing has been started then.
-        ClusterError: the home cannot be used, or the address not be listened on, or strangers could use the endpoint.
+        ClusterError: the home cannot be used, or the address not be listened on, or strangers could use the endpoint,
+            or its certificate cannot be used.
     """
     check_port_free(config.endpoint.listen, config.endpoint.port)
     prepare_home(home)
-    check_endpoint(config.endpoint, home)
+    advice = check_endpoint(config.endpoint, home)
     write_owner_key(home)
     signals = StopSignals()
     signals.install()
     progress = Progress()
-    progress.say(f"Home is {home.root}")
+    progress.say(f"Home is {home.root}", *(f"Warning: {each.found}; {each.mend}" for each in advice))
     cluster = LocalCluster(home, node=config.machines[0], port=config.control_port, silent_s=config.timeouts.silent_s)
     start_up = StartUp(config, home, cluster, progress)
     try:
         deployment = _start(start_up, home, cluster, signals, progress)
         if deployment is not None:
-            _run(deployment, cluster, signals, progress)
+            _run(deployment, config, cluster, signals, progress)
             _shut_down(deployment, config, signals, progress)
     except SatchelError as error:
         _stop(start_up, cluster)
@@ -192,7 +195,9 @@ def _start(
     return start_up.deployment
 
 
-def _run(deployment: Deployment, cluster: LocalCluster, signals: StopSignals, progress: Progress) -> None:
+def _run(
+    deployment: Deployment, config: Config, cluster: LocalCluster, signals: StopSignals, progress: Progress
+) -> None:
     """Returns when a signal comes.
 
     Raises:
@@ -200,7 +205,7 @@ def _run(deployment: Deployment, cluster: LocalCluster, signals: StopSignals, pr
     """
     # Again: Ray's core took the signals over while it was initialized, and prints stack traces when one comes.
     signals.install()
-    _announce(deployment, progress)
+    _announce(deployment, config, progress)
     while not signals.stop:
         time.sleep(POLL_S)
         failure = cluster.failure()
@@ -209,15 +214,24 @@ def _run(deployment: Deployment, cluster: LocalCluster, signals: StopSignals, pr
         cluster.tend()
 
 
-def _announce(deployment: Deployment, progress: Progress) -> None:
-    url = deployment.url.rstrip("/")
+def _announce(deployment: Deployment, config: Config, progress: Progress) -> None:
+    url, trusting = for_clients(deployment.url, config.endpoint)
     model = deployment.models[0]
     progress.say(f"\nReady: {url}/v1", f"Models: {', '.join(deployment.models)}", "Try it:")
     progress.say(
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        f"  curl {trusting}{url}/v1/chat/completions -H 'Content-Type: application/json' \\",
         f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',
         "Ctrl-C stops.",
     )
+
+
+def for_clients(url: str, endpoint: Endpoint) -> tuple[str, str]:
+    """The URL by which clients reach the endpoint that is at `url`, and what curl must be told to trust it."""
+    url = url.rstrip("/")
+    if endpoint.tls is None:
+        return url, ""
+    found = read_certificate(endpoint.tls.certificate)
+    return found.reached_at(url), f"--cacert {shlex.quote(found.path)} " if found.is_self_signed else ""
 
 
 def _shut_down(deployment: Deployment, config: Config, signals: StopSignals, progress: Progress) -> None:

@@ -21,6 +21,7 @@ from ..cluster.errors import ClusterError, SatchelError, from_wire
 from ..cluster.incidents import note_incident_aside
 from ..cluster.keys import KeyRing
 from ..cluster.ports import listens_to_strangers
+from ..cluster.shown_certificate import ShownCertificate
 from .agent_homes import AgentHomes
 from .agents import AgentMemory
 from .app import create_app
@@ -60,6 +61,7 @@ class Endpoint:
             RayBackend(config, homes), config, memory=AgentMemory(RayStore(homes), copy_wait_s=config.copy_wait_s)
         )
         at, home = config.endpoint, default_home()
+        certificate = None if at.tls is None else ShownCertificate(at.tls, home)
         refused = Refusals(lambda text: note_incident_aside(home, "refused", text)).count
         app = create_app(
             self._generator.backend,
@@ -67,10 +69,16 @@ class Endpoint:
             generator=self._generator,
             keys=KeyRing(home, required=listens_to_strangers(at)),
             audit=Audit(home),
+            certified=lambda: () if certificate is None else certificate.certificate.host_names,
             refused=refused,
         )
         self._server = HttpServer(
-            app, at.listen, at.port, connections_max=at.connections_max, tls=at.tls, refused=refused
+            app,
+            at.listen,
+            at.port,
+            connections_max=at.connections_max,
+            certificate=certificate,
+            refused=refused,
         )
         await self._server.start()
         await self.check_health()
@@ -176,21 +184,21 @@ def _start_endpoint(config: Config) -> None:
 def _await_health(url: str, tls: Tls | None) -> None:
     ends = time.monotonic() + ENDPOINT_START_S
     last = "no answer"
-    verify = True if tls is None else trusting(tls.certificate)
-    with httpx.Client(timeout=5.0, trust_env=False, verify=verify) as client:
-        while time.monotonic() < ends:
-            try:
-                answer = client.get(f"{url}/health")
-            except httpx.HTTPError as error:
-                healthy, last = False, str(error)
-            else:
-                healthy, last = answer.status_code == 200, answer.text
-            application = serve.status().applications.get(APPLICATION)
-            status = application.status if application is not None else None
-            # Somebody else may have taken the port meanwhile, and answer in our place.
-            if healthy and status == "RUNNING":
-                return
-            if application is not None and status == "DEPLOY_FAILED":
-                raise ClusterError(f"the endpoint does not start: {application.message}")
-            time.sleep(POLL_S)
+    while time.monotonic() < ends:
+        try:
+            # Anew each time: the certificate may be replaced while models load.
+            verify = True if tls is None else trusting(tls.certificate)
+            answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False, verify=verify)
+        except (httpx.HTTPError, SatchelError) as error:
+            healthy, last = False, str(error)
+        else:
+            healthy, last = answer.status_code == 200, answer.text
+        application = serve.status().applications.get(APPLICATION)
+        status = application.status if application is not None else None
+        # Somebody else may have taken the port meanwhile, and answer in our place.
+        if healthy and status == "RUNNING":
+            return
+        if application is not None and status == "DEPLOY_FAILED":
+            raise ClusterError(f"the endpoint does not start: {application.message}")
+        time.sleep(POLL_S)
     raise ClusterError(f"the endpoint at {url} did not come up within {ENDPOINT_START_S:.0f} s: {last}")

@@ -14,17 +14,22 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from ..cluster.config import Tls
 from ..cluster.errors import Unavailable
+from ..cluster.shown_certificate import ShownCertificate
 from .http import STALL_S, Refused
 from .openai_answers import error_body
+from .tls_listener import TlsListener
 
 POLL_S = 0.1
 LISTEN_S = 10.0
 KEEP_ALIVE_S = 60
 HEAD_S = 60.0
+READ_S = 1.0
+"""So long after an answer its last bytes are with the client, whether that has read them or not."""
+
 SEND_BUFFER_BYTES = 128 * 2**10
 """What the system may hold of an answer until the client takes it. On a link where an acknowledgement takes 10 ms, so
 much is sent every 10 ms."""
@@ -57,6 +62,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # With TLS it would be eight times as much.
+        transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
         self._head_bytes = self._headers = self._between_bytes = 0
         self._head_ends = self.loop.call_later(HEAD_S, transport.abort)
         self._waits_since = self.loop.time()
@@ -64,10 +71,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        others = self.connections - {self}
-        idle = [it for it in others if isinstance(it, HttpProtocol) and it.is_idle]
-        if idle:
-            min(idle, key=lambda it: it._waits_since).transport.abort()
+        others = [it for it in self.connections - {self} if isinstance(it, HttpProtocol)]
+        spare = [it for it in others if it.is_idle] or [it for it in others if it._is_answered]
+        if spare:
+            min(spare, key=lambda it: it._waits_since).transport.abort()
         else:
             why = f"all {self._connections_max} connections are in use (endpoint.connections_max)"
             self._refused(why)
@@ -77,6 +84,11 @@ class HttpProtocol(HttpToolsProtocol):
     def is_idle(self) -> bool:
         """Whether nothing was asked here that is not answered."""
         return not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete)
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether all is said, and only the client has not agreed to the end, as it does with TLS."""
+        return self.transport.is_closing() and self.transport.get_write_buffer_size() == 0
 
     def data_received(self, data: bytes) -> None:
         in_head = self._head_bytes >= 0
@@ -122,6 +134,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._waits_since = self.loop.time()
         super().on_response_complete()
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._is_answered and self.loop.time() - self._waits_since > READ_S:
+            # It has been read long since; nobody waits until the client agrees to the end.
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_ends.cancel()
         super().connection_lost(exc)
@@ -153,7 +171,7 @@ class HttpServer:
     """An application served on one address. Make it, `start` it, `close` it.
 
     Args:
-        tls: the certificate for HTTPS; None is HTTP.
+        certificate: for HTTPS; None is HTTP.
         refused: hears why a request is refused for want of room.
     """
 
@@ -164,25 +182,27 @@ class HttpServer:
         port: int,
         *,
         connections_max: int = 1000,
-        tls: Tls | None = None,
+        certificate: ShownCertificate | None = None,
         refused: Refused = lambda why: None,
     ) -> None:
+        self._protocol = partial(HttpProtocol, connections_max=connections_max, refused=refused)
         settings = uvicorn.Config(
             app,
-            http=partial(HttpProtocol, connections_max=connections_max, refused=refused),  # type: ignore[arg-type]
+            http=self._protocol,  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             # There are none, and they would leave this protocol.
             ws="none",
-            ssl_certfile=None if tls is None else tls.certificate,
-            ssl_keyfile=None if tls is None else tls.key,
         )
         self._server = uvicorn.Server(settings)
         # This process's signals are Ray's.
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         self._address = host, port
+        self._certificate = certificate
+        self._refused = refused
+        self._tls: TlsListener | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -191,20 +211,33 @@ class HttpServer:
         Raises:
             OSError: the address is not to be had.
         """
-        self._task = asyncio.create_task(self._server.serve(sockets=[await _listener(*self._address)]))
+        listener = await _listener(*self._address)
+        own = [listener] if self._certificate is None else []
+        self._task = asyncio.create_task(self._server.serve(sockets=own))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.01)
+        if self._certificate is not None:
+            self._tls = TlsListener(listener, self._certificate, self._make_protocol, refused=self._refused)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        """As uvicorn makes them for its own listeners."""
+        server = self._server
+        return self._protocol(config=server.config, server_state=server.server_state, app_state=server.lifespan.state)
 
     @property
     def failure(self) -> BaseException | None:
         """Why it has ended without being closed; None while it serves."""
-        if self._server.should_exit or self._task is None or not self._task.done():
+        if self._server.should_exit or self._task is None:
             return None
+        if not self._task.done():
+            return None if self._tls is None else self._tls.failure
         return self._task.exception() or RuntimeError("the server has returned")
 
     async def close(self, timeout_s: float) -> None:
         """Take no more connections, and let clients read the rest of their answers for at most `timeout_s`."""
         self._server.should_exit = True
+        if self._tls is not None:
+            self._tls.close()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_s)
 

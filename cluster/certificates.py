@@ -1,4 +1,5 @@
 """A cluster's certificates: its head signs one for each machine; by them Ray's processes know each other (mutual TLS).
+`self_signed.py` makes that of the endpoint in the same way.
 
 The authority's key stays in the head's home, and each machine's own key in its own. There is no revocation: to shut a
 machine out, remove `tls` and `run/ray_token` from the head's home, and invite the others anew.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 from base64 import urlsafe_b64encode
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -64,7 +66,8 @@ def own_fingerprint(home: Home) -> str:
 def request(home: Home) -> str:
     """This machine's request for a certificate (PEM); its key is made at the first call."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(_named("node"))
-    return builder.sign(_key(home.key_file), hashes.SHA256()).public_bytes(Encoding.PEM).decode()
+    key = own_key(home.key_file, lost=home.tls)
+    return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
 
 
 def keep(home: Home, certificate: str, authority: str) -> None:
@@ -84,7 +87,7 @@ class Authority:
     """
 
     def __init__(self, home: Home) -> None:
-        self._key = _key(home.tls / "signing.key")
+        self._key = own_key(home.tls / "signing.key", lost=home.tls)
         path = home.tls / "signing.pem"
         if not path.exists():
             write_private(path, self._own_certificate())
@@ -100,44 +103,71 @@ class Authority:
         key = asked.public_key()
         if not asked.is_signature_valid or not isinstance(key, EllipticCurvePublicKey) or key.key_size != 256:
             raise ValueError("the request for a certificate is not signed as it has to be")
-        places: list[x509.GeneralName] = [x509.DNSName("localhost")]
         # Ray's processes on one machine call each other by any of these.
-        places += [x509.IPAddress(ipaddress.ip_address(each)) for each in sorted({node.address, "127.0.0.1", "::1"})]
+        places = alternative_names(["localhost", *sorted({node.address, "127.0.0.1", "::1"})])
         builder = self._builder(node.name, key)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        builder = builder.add_extension(x509.SubjectAlternativeName(places), critical=False)
+        builder = builder.add_extension(places, critical=False)
         builder = builder.add_extension(x509.ExtendedKeyUsage(_USES), critical=False)
-        return self._signed(builder)
+        return signed(builder, self._key)
 
     def _own_certificate(self) -> str:
         builder = self._builder("authority", self._key.public_key())
-        return self._signed(builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True))
+        return signed(builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True), self._key)
 
     def _builder(self, name: str, key: EllipticCurvePublicKey) -> x509.CertificateBuilder:
         now = datetime.now(UTC)
-        own = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        return (
-            x509.CertificateBuilder()
-            .subject_name(_named(name))
-            .issuer_name(_named("authority"))
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _CLOCKS)
-            .not_valid_after(now + _VALID)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-            .add_extension(own, critical=False)
-        )
+        return begun(name, key, "authority", self._key, (now - _CLOCKS, now + _VALID))
 
-    def _signed(self, builder: x509.CertificateBuilder) -> str:
-        return builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
+
+def begun(
+    name: str,
+    key: EllipticCurvePublicKey,
+    issuer: str,
+    signing: EllipticCurvePrivateKey,
+    valid: tuple[datetime, datetime],
+) -> x509.CertificateBuilder:
+    """A certificate of `key` that says who it is of, who signs it with `signing`, and from when to when it is valid."""
+    own = x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key())
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_named(name))
+        .issuer_name(_named(issuer))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(valid[0])
+        .not_valid_after(valid[1])
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(own, critical=False)
+    )
+
+
+def signed(builder: x509.CertificateBuilder, key: EllipticCurvePrivateKey) -> str:
+    """The certificate, PEM."""
+    return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
+
+
+def alternative_names(places: Iterable[str]) -> x509.SubjectAlternativeName:
+    """Of hosts: names (ASCII) and addresses."""
+    return x509.SubjectAlternativeName([_general_name(place) for place in places])
+
+
+def _general_name(place: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(place))
+    except ValueError:
+        return x509.DNSName(place)
 
 
 def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"satchel {name}")])
 
 
-def _key(path: Path) -> EllipticCurvePrivateKey:
+def own_key(path: Path, *, lost: Path) -> EllipticCurvePrivateKey:
     """The key in that file, made at the first call.
+
+    Args:
+        lost: what is to be removed where it is no key.
 
     Raises:
         ClusterError: it cannot be read or written.
@@ -153,4 +183,4 @@ def _key(path: Path) -> EllipticCurvePrivateKey:
         write_private(path, text)
         return key
     except (OSError, ValueError, TypeError) as error:
-        raise ClusterError(f"{path} is no key: {error}; remove {path.parent}") from None
+        raise ClusterError(f"{path} is no key: {error}; remove {lost}") from None

@@ -26,9 +26,13 @@ _HUB_ID = re.compile(r"[^/.~][^/]*/[^/]+")
 
 
 def _checked_path(value: str) -> str:
-    if not Path(value).is_absolute():
-        raise ValueError("must be an absolute path")
-    return value
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError("begins with the home of a user that is not known") from None
+    if not path.is_absolute():
+        raise ValueError("must be an absolute path, or begin with ~")
+    return str(path)
 
 
 AbsolutePath = Annotated[str, AfterValidator(_checked_path)]
@@ -36,7 +40,8 @@ AbsolutePath = Annotated[str, AfterValidator(_checked_path)]
 
 @validated(frozen=True, config=STRICT)
 class Tls:
-    """Files in PEM form: the certificate, with those that signed it if there are any, and its private key."""
+    """Files in PEM form: the certificate, with those that signed it behind it if there are any, and its private key,
+    without a passphrase. `satchel cert` makes both. Files that are replaced are taken within seconds."""
 
     certificate: AbsolutePath
     key: AbsolutePath
@@ -281,7 +286,7 @@ class Home:
 
     @property
     def tls(self) -> Path:
-        """Keys and certificates, by which machines know each other."""
+        """Keys and certificates: by which machines know each other, and the endpoint's where it was made here."""
         return self.root / "tls"
 
     @property
@@ -303,6 +308,21 @@ class Home:
     def membership_file(self) -> Path:
         """Where this machine was let in last."""
         return self.tls / "membership.json"
+
+    @property
+    def endpoint_key_file(self) -> Path:
+        """The key of the endpoint's certificate that `satchel cert` made."""
+        return self.tls / "endpoint.key"
+
+    @property
+    def endpoint_certificate_file(self) -> Path:
+        """That certificate."""
+        return self.tls / "endpoint.pem"
+
+    @property
+    def shown_certificate_file(self) -> Path:
+        """The certificate that the running endpoint shows, wherever it is from."""
+        return self.run / "endpoint.pem"
 
     @property
     def invitations(self) -> Path:

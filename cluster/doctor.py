@@ -16,14 +16,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
 import psutil
 from packaging.requirements import Requirement
 
-from .config import Config, Home
+from .config import Config, Endpoint, Home
 from .connection import find_cluster
+from .endpoint_certificate import check_certificate
 from .environment import is_macos, short_temporary_root
 from .errors import ClusterError, NotRunning, PortInUse
 from .incidents import Incident, incidents
@@ -44,6 +46,7 @@ _MENDS = {
     "disk": "make room, or lower disk_bytes_max",
     "given_up": "report the request with its model: it ends whoever computes it",
     "refused": "raise that limit, or have clients ask less at once",
+    "certificate": "mend the files of endpoint.tls; they are taken within seconds",
 }
 _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")
 
@@ -73,7 +76,8 @@ def examine(config: Config, home: Home) -> list[Check]:
         lambda: check_run(home),
         lambda: check_port(config, home),
     ]
-    return [*(check() for check in checks), *check_lately(home, time.time())]
+    certificate = check_tls(config.endpoint, datetime.now(UTC))
+    return [*(check() for check in checks), *certificate, *check_lately(home, time.time())]
 
 
 def check_python() -> Check:
@@ -215,6 +219,20 @@ def check_port(config: Config, home: Home) -> Check:
     except ClusterError as error:
         return Check("port", "fail", error.message, "choose another with --listen or --port")
     return Check("port", "ok", f"{listen}:{port} is free")
+
+
+def check_tls(endpoint: Endpoint, now: datetime) -> list[Check]:
+    """Of the endpoint's certificate: nothing where it has none."""
+    if endpoint.tls is None:
+        return []
+    try:
+        found, advice = check_certificate(endpoint.tls, now)
+    except ClusterError as error:
+        what, _, mend = error.message.partition("; ")
+        return [Check("certificate", "fail", what, mend)]
+    if advice:
+        return [Check("certificate", "warn", each.found, each.mend) for each in advice]
+    return [Check("certificate", "ok", f"{found.days_left(now)} days left, for {', '.join(found.names)}")]
 
 
 def check_lately(home: Home, now_s: float) -> list[Check]:

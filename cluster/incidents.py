@@ -25,9 +25,10 @@ FILE_BYTES_MAX = 128 * 2**10
 
 TEXT_CHARACTERS_MAX = 500
 
-Kind = Literal["stuck", "died", "silent", "node", "disk", "given_up", "refused"]
+Kind = Literal["stuck", "died", "silent", "node", "disk", "given_up", "refused", "certificate"]
 """A process was ended because it stood still, has ended and was started again, or gave no sign of life; a node does not
-report, or does again; a disk is full, or has room again; a request was given up; many were refused."""
+report, or does again; a disk is full, or has room again; a request was given up; many were refused; the
+endpoint's certificate was replaced by one that cannot be used."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-import ssl
+from datetime import UTC, datetime
 
 from .config import Endpoint, Home
+from .endpoint_certificate import Advice, check_certificate
 from .errors import ClusterError, PortInUse
 from .keys import read_keys
 
@@ -49,8 +50,8 @@ def listens_to_strangers(endpoint: Endpoint) -> bool:
         return True
 
 
-def check_endpoint(endpoint: Endpoint, home: Home) -> None:
-    """Returns if the endpoint may be served so.
+def check_endpoint(endpoint: Endpoint, home: Home) -> list[Advice]:
+    """What to say of the endpoint's certificate, if the endpoint may be served so.
 
     Raises:
         ClusterError: other machines could use it without a key, or its certificate cannot be used.
@@ -62,23 +63,7 @@ def check_endpoint(endpoint: Endpoint, home: Home) -> None:
             f"the endpoint would listen on {endpoint.listen}, where everybody could use it: make a key first "
             "(`satchel keys create NAME`), or listen on 127.0.0.1"
         )
-    if endpoint.tls is not None:
-        try:
-            server_context(endpoint.tls.certificate, endpoint.tls.key)
-        except (OSError, ssl.SSLError) as error:
-            raise ClusterError(f"endpoint.tls: {endpoint.tls.certificate} cannot be used: {error}") from None
-
-
-def server_context(certificate: str, key: str) -> ssl.SSLContext:
-    """What a server needs to speak TLS with that certificate.
-
-    Raises:
-        OSError, ssl.SSLError: the files cannot be read, or do not belong together.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(certificate, key)
-    return context
+    return [] if endpoint.tls is None else check_certificate(endpoint.tls, datetime.now(UTC))[1]
 
 
 def free_port(listen: str = "127.0.0.1") -> int:

@@ -146,6 +146,14 @@ def test_the_hosts_of_an_address(
     assert [host for host in refuses if host in hosts] == []
 
 
+def test_names_of_the_certificate_are_answered_to_as_long_as_it_has_them() -> None:
+    names = ["chat.example.org"]
+    hosts = Hosts(Endpoint(), lambda: names)
+    assert "chat.example.org" in hosts and "localhost" in hosts and "evil.com" not in hosts
+    names[0] = "other.example.org"
+    assert "chat.example.org" not in hosts and "other.example.org" in hosts
+
+
 @pytest.mark.parametrize(
     "field", [{"hosts": ["a b"]}, {"hosts": ["http://x"]}, {"origins": ["x.com"]}, {"origins": ["http://x/y"]}]
 )
