@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-VERSION = 9
+VERSION = 10
 
 T = TypeVar("T")
 
@@ -86,8 +86,8 @@ class GenerateRequest:
     here; "" for no node. The agent has had the prompt's first `remembered_tokens` tokens in earlier turns; 0 where that
     is not known. Where it is not `reusable` no other request can find its KV, so none is kept when it ends. `block_ids`
     and `root_id` are made of `model_id`, b"" where nobody has said which that is. Tenants take turns, and of one
-    tenant its flows. Of the tenant's KV that nobody uses the replica's memory keeps `memory_bytes_max`, None without a
-    limit of its own.
+    tenant its flows. Of the tenant's KV that nobody uses the replica's memory keeps `memory_bytes_max`, and of its
+    agents' words and KV each node's disk `disk_bytes_max`; None without a limit of its own.
     """
 
     request_id: str
@@ -111,6 +111,12 @@ class GenerateRequest:
     tenant: str = ""
     flow: str = ""
     memory_bytes_max: int | None = None
+    disk_bytes_max: int | None = None
+
+    @property
+    def disk_limits(self) -> dict[str, int | None]:
+        """As `kv_store.quotas.Limits`."""
+        return {self.tenant: self.disk_bytes_max}
 
 
 TokenLogprobs = tuple[float, list[tuple[int, float]]]

@@ -81,7 +81,8 @@ class AgentRoutes:
         """Copy an agent to a new id."""
         key = _key(request, agent_id)
         body = await self._bodies.read(request, ForkBody)
-        return JSONResponse(await fork_agent(self._memory.store, key, body.target))
+        limits = request.state.caller.disk_limits
+        return JSONResponse(await fork_agent(self._memory.store, key, body.target, limits))
 
     async def release(self, request: Request, agent_id: str) -> Response:
         """Drop an agent's KV from the replicas' memory; what is on the disk stays."""

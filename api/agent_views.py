@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from ..actors.kv_store.blocks import BLOCK_TOKENS
+from ..actors.kv_store.quotas import Limits
 from ..cluster.errors import InvalidRequest, SatchelError
 from .agent_store import Store
 from .agents import AgentMemory
@@ -75,16 +76,19 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
     return {**view, "tier": "warm" if await store.call("disk_kept", key) else "cold"}
 
 
-async def fork_agent(store: Store, key: str, target: Any) -> dict[str, Any]:
+async def fork_agent(store: Store, key: str, target: Any, limits: Limits | None = None) -> dict[str, Any]:
     """Copy the agent to the new id `target` of the same tenant.
 
+    Args:
+        limits: what the tenant may have on a node's disk.
+
     Raises:
-        AgentNotFound, AgentExists, InvalidRequest: there is nothing to copy, or no place for it.
+        AgentNotFound, AgentExists, InvalidRequest, QuotaExceeded: there is nothing to copy, or no place for it.
     """
     if not isinstance(target, str) or not target:
         raise InvalidRequest("as must be the new agent's id", param="as")
     new = _key(target, "as", key.partition("/")[0])
-    branches = await store.call("fork", key, new)
+    branches = await store.call("fork", key, new, limits)
     return {"id": target, "object": "agent.fork", "forked_from": agent_id_of(key), "branches": branches}
 
 

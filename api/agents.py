@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..actors.kv_store.media import words_in
-from ..cluster.errors import AgentBusy, MemoryFull, SatchelError, Unavailable
+from ..actors.kv_store.quotas import Limits
+from ..cluster.errors import AgentBusy, MemoryFull, QuotaExceeded, SatchelError, Unavailable
 from .agent_moves import AgentMoves
 from .agent_store import Store
 from .continuation import Continuation, IndexedLine, Line, Match, index_line
 from .history import History, Message
-from .remembered import FORGOTTEN, FULL, NO_ROOM, UNANSWERED, Remembered
+from .remembered import FORGOTTEN, FULL, NO_ROOM, OVER_QUOTA, UNANSWERED, Remembered
 from .text import TextModel
 
 _log = logging.getLogger(__name__)
@@ -138,9 +139,15 @@ class AgentMemory:
         self.lines = _Lines(lines_bytes_max)
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def turn(self, agent: str, words_id: bytes, text: TextModel, *, continues: bool) -> Turn:
-        """A turn of the agent (its key) that has not begun yet, with a model of those words."""
-        return Turn(self, agent, words_id, text, continues)
+    def turn(
+        self, agent: str, words_id: bytes, text: TextModel, *, continues: bool, limits: Limits | None = None
+    ) -> Turn:
+        """A turn of the agent (its key) that has not begun yet, with a model of those words.
+
+        Args:
+            limits: what the agent's tenant may have on a node's disk.
+        """
+        return Turn(self, agent, words_id, text, continues, limits)
 
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         # In a context of its own: Ray cancels the calls that it takes for a request's children with the request.
@@ -170,7 +177,15 @@ class Turn:
         remembered: what is known of its memory by now.
     """
 
-    def __init__(self, memory: AgentMemory, agent: str, words_id: bytes, text: TextModel, continues: bool) -> None:
+    def __init__(
+        self,
+        memory: AgentMemory,
+        agent: str,
+        words_id: bytes,
+        text: TextModel,
+        continues: bool,
+        limits: Limits | None = None,
+    ) -> None:
         self.agent = agent
         self.continues = continues
         self.lines: list[KnownLine] = []
@@ -179,6 +194,7 @@ class Turn:
         self._memory = memory
         self._words_id = words_id
         self._text = text
+        self._limits = limits
         self._name = uuid.uuid4().hex if continues else ""
         self._since = 0
         self._main: tuple[int, int, int] | None = None
@@ -190,6 +206,7 @@ class Turn:
 
         Raises:
             AgentBusy: that takes too long.
+            QuotaExceeded: the agent's tenant may add no words.
             Unavailable: a continuing turn cannot have its transcript.
         """
         if self.continues:
@@ -199,7 +216,9 @@ class Turn:
             async with asyncio.timeout(STORE_ANSWER_S):
                 known = self._known()
                 epochs = {line.branch: line.epoch for line in known.values()}
-                answer = await self._call("recall", self._words_id, epochs)
+                answer = await self._call("recall", self._words_id, epochs, self._limits)
+        except QuotaExceeded:
+            raise
         except (SatchelError, TimeoutError) as error:
             self._memory.commits["not recalled"] += 1
             _log.warning("agent %s is not recalled: %s", self.agent, error or "the store takes too long")
@@ -212,7 +231,7 @@ class Turn:
         self._renewing = self._memory.background(self._renew())
         known = self._known()
         epochs = {line.branch: line.epoch for line in known.values()}
-        answer = await self._insist("begin", self._name, self._words_id, epochs)
+        answer = await self._insist("begin", self._name, self._words_id, epochs, self._limits)
         self._since = answer["since"]
         self.remembered = Remembered(let_go=answer["let_go"])
         branch = answer["branch"]
@@ -297,9 +316,9 @@ class Turn:
             self._memory.uncopied += not copied
             return
         _log.warning("a turn of agent %s is not kept: %s", self.agent, outcome)
-        if self.continues and outcome != "no room":
+        if self.continues and outcome not in ("no room", "over quota"):
             raise _refusal(self.agent, outcome)
-        self._not_kept(NO_ROOM if outcome == "no room" else FORGOTTEN)
+        self._not_kept({"no room": NO_ROOM, "over quota": OVER_QUOTA}.get(outcome, FORGOTTEN))
 
     def _not_kept(self, reason: str) -> None:
         self.remembered = replace(self.remembered, unkept=reason)
@@ -329,6 +348,7 @@ class Turn:
             "turns": turns,
             "injected": kept.injected,
             "turn": self._name,
+            "limits": self._limits,
         }
         # Where the answer to a first try was lost with the store's process, a second one opens a branch of its own.
         # Where a stateless turn was kept and the answer lost, it opens another branch, which does no harm.

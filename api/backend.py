@@ -143,6 +143,7 @@ class RowRequest:
         flow: takes turns with others of the tenant: the agent's key, or what stands for a caller without one.
         cache_salt: KV is shared only with rows of the same one.
         memory_bytes_max: what a replica keeps of the tenant's KV in memory for reuse; None has no limit of its own.
+        disk_bytes_max: likewise what each node keeps of its agents' words and KV on disk.
         prompt: token ids, at least one.
         request_id: unique among all rows.
         priority: as the caller gave it; a higher number goes first.
@@ -167,6 +168,7 @@ class RowRequest:
     flow: str = ""
     cache_salt: str = ""
     memory_bytes_max: int | None = None
+    disk_bytes_max: int | None = None
 
 
 class Backend(Protocol):

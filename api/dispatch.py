@@ -164,6 +164,7 @@ class RayBackend:
             tenant=row.tenant,
             flow=row.flow,
             memory_bytes_max=row.memory_bytes_max,
+            disk_bytes_max=row.disk_bytes_max,
         )
         generation = RayGeneration(self, request, row.beside, scope)
         await generation.start()

@@ -23,6 +23,7 @@ from ..cluster.errors import (
     MemoryFull,
     ModelNotFound,
     NoReplica,
+    QuotaExceeded,
     Unavailable,
     quoted,
 )
@@ -36,7 +37,7 @@ from .picture_fetch import PictureLoader
 from .picture_prompt import Medium
 from .picture_sources import VideoSource
 from .reasoning import ReasoningSplitter
-from .remembered import UNANSWERED, Remembered
+from .remembered import OVER_QUOTA, UNANSWERED, Remembered
 from .requests import (
     Chat,
     ChatRequest,
@@ -163,7 +164,7 @@ class Generator:
 
         Raises:
             RequestError, AgentBusy, Unavailable, DeadlineExceeded: as `start_chats` does.
-            MemoryFull, Unavailable: it is not kept.
+            MemoryFull, QuotaExceeded, Unavailable: it is not kept.
         """
         options = Options(temperature=0.0)
         silent = replace(request, options=options, max_tokens_default=0, agent_continue=True, choices=1)
@@ -183,7 +184,7 @@ class Generator:
             await turn.commit(kept)
             if why := turn.remembered.unkept:
                 # Being kept is all that it was for.
-                kind = Unavailable if why == UNANSWERED else MemoryFull
+                kind = {UNANSWERED: Unavailable, OVER_QUOTA: QuotaExceeded}.get(why, MemoryFull)
                 raise kind(f"what was injected is not kept: {why}")
             return usage, turn.remembered
 
@@ -211,7 +212,9 @@ class Generator:
         media = await self._media(request) if text.pictures is not None else []
         turn, past = None, None
         if agent and self.memory is not None:
-            turn = self.memory.turn(agent, model.words_id, text, continues=request.agent_continue)
+            turn = self.memory.turn(
+                agent, model.words_id, text, continues=request.agent_continue, limits=request.caller.disk_limits
+            )
             turns.append(turn)
             await turn.open()
             past = Past(turn.messages, [known.line for known in turn.lines], [known.words for known in turn.lines])
@@ -342,6 +345,7 @@ class Generator:
             flow=job.agent or f"{request.caller.tenant}/ {request.caller.host}",
             cache_salt=request.cache_salt,
             memory_bytes_max=request.caller.limits.memory_bytes_max,
+            disk_bytes_max=request.caller.limits.disk_bytes_max,
             deadline_s=max(0.001, job.deadline - asyncio.get_running_loop().time()),
             choices=request.choices,
             beside=beside,

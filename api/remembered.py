@@ -11,8 +11,9 @@ from typing import Any
 HEADER = "x-satchel-memory"
 
 FULL, NO_ROOM, UNANSWERED, FORGOTTEN = "disk_full", "no_room", "unanswered", "forgotten"
+OVER_QUOTA = "insufficient_quota"
 """Why a turn is not kept: no room on the disk though KV was evicted, none in `transcripts_bytes_max`; the store does
-not answer; the agent was forgotten meanwhile."""
+not answer; the agent was forgotten meanwhile; other turns of the tenant took all that its key allows of the disk."""
 
 
 @dataclass(frozen=True)

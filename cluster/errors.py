@@ -17,7 +17,8 @@
     │   ├── PictureLost             409  of a stored transcript; neither its KV nor its features are left
     │   ├── RequestTooLarge         413
     │   ├── UnsupportedMediaType    415
-    │   └── RateLimited             429  more than the key's limits allow
+    │   ├── RateLimited             429  more than the key's limits allow
+    │   └── QuotaExceeded           429  agents' words take what the key may have on the disk
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
     │   ├── NoReplica               503
@@ -158,6 +159,11 @@ class UnsupportedMediaType(RequestError):
 class RateLimited(RequestError):
     status = 429
     code = "rate_limit_exceeded"
+
+
+class QuotaExceeded(RequestError):
+    status = 429
+    code = "insufficient_quota"
 
 
 class Unavailable(SatchelError):

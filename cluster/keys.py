@@ -49,7 +49,8 @@ class KeyLimits:
     """What a tenant may take; None is no limit of its own.
 
     `rows_max` counts answers that are being computed. `memory_bytes_max` is what each replica keeps of its KV in memory
-    for reuse, `disk_bytes_max` what each node keeps of its agents' words and KV. With `models` empty it may use all.
+    for reuse, `disk_bytes_max` what each node keeps on disk of its agents' words and KV. With `models` empty it may use
+    all.
     """
 
     requests_per_minute: Count | None = None
@@ -110,6 +111,10 @@ def create_key(home: Home, name: str, *, admin: bool = False, **limits: Any) -> 
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if name == OWNER and (checked.memory_bytes_max is not None or checked.disk_bytes_max is not None):
+        raise ConfigError(
+            f"{OWNER!r} is the tenant of whoever runs the server, whose memory and disk have no such limit"
+        )
     with _changing(home) as keys:
         if any(key.name.lower() == name.lower() and key.revoked is None for key in keys):
             raise ConfigError(f"there is a key {name!r} already; revoke it first, or choose another name")

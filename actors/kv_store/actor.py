@@ -21,16 +21,18 @@ from typing import Any, TypeVar
 
 from ...cluster.config import Config
 from ...cluster.errors import AgentBusy, AgentElsewhere, AgentNotFound, MemoryFull, SatchelError
+from ...cluster.keys import OWNER
 from .agent_db import AgentDatabase
 from .agents import Agents
 from .blocks import BLOCK_TOKENS, is_shared, root_id, scope_of
-from .branches import AgentLimits, Commit, Content, Head, main_branch
+from .branches import AgentLimits, Commit, Content, Head, Outcome, main_branch
 from .claims import Branch, Claims
 from .codec import TOKEN_BYTES
 from .disk import DiskStore
 from .disk_calls import DiskCalls, kept_on
 from .homes import Homes, Place, Role
 from .ownership import Ownership, branches_of
+from .quotas import Limits, Quotas, tenant_of
 from .shelf import DiskLimits
 
 logger = logging.getLogger(__name__)
@@ -123,6 +125,7 @@ class KVStoreActor(DiskCalls):
             start=int(time.time()) << 20,
             on_let_go=_say_let_go,
         )
+        self._quotas = Quotas(self._agents.nbytes_of, OWNER)
         self._homes = Homes(self._database, self._agents.end_turn)
         self._worker = ThreadPoolExecutor(1, "agents")
         self._endings: deque[_Ending] = deque()
@@ -182,34 +185,41 @@ class KVStoreActor(DiskCalls):
             await asyncio.gather(self._owned.ready(), *(self._owned.copied(*pair) for pair in copied))
         await self.tend_disk(self._disk)
 
-    async def recall(self, agent: str, words: bytes, known: dict[int, int]) -> Answer:
+    async def recall(self, agent: str, words: bytes, known: dict[int, int], limits: Limits | None = None) -> Answer:
         """What a stateless turn begins with.
 
         Args:
             words: what the model's token ids belong to; see `Head`.
             known: epochs by branch of what the caller has.
+            limits: of the tenant, where the turn is to add words.
 
         Returns:
             `{"since": n, "branches": [...], "let_go": bool}`, each branch the fields of `Head` and, where it is not
             known, `token_ids`, `text` and `transcript` (JSON). `let_go` is whether it said something before and had to
-            make room for others.
+            make room for others. Or an error (`QuotaExceeded`).
         """
+        self._quotas.note(limits)
 
         def work() -> Answer:
             self._homes.check(agent)
+            if limits:
+                self._quotas.check(agent)
             since, found = self._agents.recall(agent, words, known)
             branches = [_branch(head, content) for head, content in found]
             return {"since": since, "branches": branches, "let_go": self._agents.let_go(agent)}
 
         return await self._answer(work)
 
-    async def begin(self, agent: str, turn: str, words: bytes, known: dict[int, int]) -> Answer:
+    async def begin(
+        self, agent: str, turn: str, words: bytes, known: dict[int, int], limits: Limits | None = None
+    ) -> Answer:
         """Take the agent's turn, in the order of asking.
 
         Returns:
             `{"since": n, "branch": {...} | None, "let_go": bool}`: the main branch as `recall` has it, its tokens only
-            if they are `words`, its transcript always; or an error (`AgentBusy`) after `turn_wait_s`.
+            if they are `words`, its transcript always; or an error (`AgentBusy` after `turn_wait_s`, `QuotaExceeded`).
         """
+        self._quotas.note(limits)
         line = self._lines.setdefault(agent, deque())
         busy = {"error": AgentBusy(f"agent {_id(agent)!r} is still busy with another turn").to_wire()}
         if len(line) >= WAITING_MAX:
@@ -220,7 +230,7 @@ class KVStoreActor(DiskCalls):
         try:
             while not waiting.gone:
                 if line[0] is waiting:
-                    answer = await self._answer(lambda: self._begin(agent, turn, words, known))
+                    answer = await self._answer(lambda: self._begin(agent, turn, words, known, adds=bool(limits)))
                     if answer.get("result", True) is not None:
                         return answer
                 left = ends - time.monotonic()
@@ -237,8 +247,10 @@ class KVStoreActor(DiskCalls):
             line.remove(waiting)
             self._wake(agent)
 
-    def _begin(self, agent: str, turn: str, words: bytes, known: dict[int, int]) -> Answer | None:
+    def _begin(self, agent: str, turn: str, words: bytes, known: dict[int, int], *, adds: bool) -> Answer | None:
         self._homes.check(agent)
+        if adds:
+            self._quotas.check(agent)
         begun = self._agents.begin(agent, turn, time.monotonic(), LEASE_S)
         if begun is None:
             return None
@@ -255,16 +267,27 @@ class KVStoreActor(DiskCalls):
         """A sign of life of a long turn. False when the turn was lost."""
         return await self._answer(lambda: self._agents.renew(agent, turn, time.monotonic(), LEASE_S))
 
-    async def commit(self, agent: str, *, token_ids: bytes, text: str, transcript: bytes, **fields: Any) -> Answer:
+    async def commit(
+        self,
+        agent: str,
+        *,
+        token_ids: bytes,
+        text: str,
+        transcript: bytes,
+        limits: Limits | None = None,
+        **fields: Any,
+    ) -> Answer:
         """End a turn; it is on the disk when this returns.
 
         Args:
             transcript: the messages as JSON.
+            limits: of the tenant, whose KV makes room for the words.
             fields: those of `Commit`, except its content.
 
         Returns:
             The fields of `Outcome`, and `copied`: whether as many other nodes have it as should.
         """
+        self._quotas.note(limits)
         ending = _Ending(agent, Commit(content=Content(token_ids, text, transcript), **fields))
         self._endings.append(ending)
         try:
@@ -275,6 +298,7 @@ class KVStoreActor(DiskCalls):
             assert ending.outcome is not None
             found = ending.outcome.get("result")
             if found is not None:
+                await self._make_room_for(agent)
                 found["copied"] = found["kind"] not in KEPT or await self._kept(agent)
             return ending.outcome
         finally:
@@ -314,6 +338,11 @@ class KVStoreActor(DiskCalls):
         except AgentElsewhere as error:
             # Its own: others' turns that share the transaction are kept, and this one is not given back.
             ending.outcome = {"error": error.to_wire()}
+            return
+        if self._quotas.is_over(ending.agent):
+            # It began before another one took them over it.
+            self._agents.abandon(ending.agent, ending.commit.turn)
+            ending.outcome = {"result": asdict(Outcome("over quota"))}
             return
         try:
             outcome = self._agents.commit(ending.agent, ending.commit, time.monotonic(), time.time())
@@ -400,8 +429,10 @@ class KVStoreActor(DiskCalls):
         except SatchelError as error:
             return {"error": error.to_wire()}
 
-    async def fork(self, source: str, target: str) -> Answer:
-        """Copy an agent; an error (`AgentNotFound`, `AgentExists`) where that cannot be. The number of branches."""
+    async def fork(self, source: str, target: str, limits: Limits | None = None) -> Answer:
+        """Copy an agent; an error (`AgentNotFound`, `AgentExists`, `QuotaExceeded`) where that cannot be. The number of
+        branches."""
+        self._quotas.note(limits)
 
         def work() -> int:
             self._homes.check(source)
@@ -409,11 +440,13 @@ class KVStoreActor(DiskCalls):
             with self._database.transaction():
                 count = self._agents.fork(source, target, time.monotonic(), time.time())
                 self._homes.settle(target)
+                self._quotas.check(target)
             return count
 
         answer = await self._answer(work)
         if "result" not in answer:
             return answer
+        await self._make_room_for(target)
         if self._owned is None:
             if len(self._copied) < COPIED_MAX:
                 self._copied[source, target] = None
@@ -473,6 +506,21 @@ class KVStoreActor(DiskCalls):
     async def disk_session(self) -> Answer:
         self._tend_disk_too()
         return await super().disk_session()
+
+    async def _limit_kv(self, limits: Limits | None) -> None:
+        self._quotas.note(limits)
+        for tenant in limits or ():
+            await self._make_room_for(f"{tenant}/")
+
+    async def _make_room_for(self, agent: str) -> None:
+        """KV of the agent's tenant has the room that its words leave. Nothing to do for one that never had a limit."""
+        tenant, disk = tenant_of(agent), self._disk
+        if disk is None or not self._quotas.knows(tenant):
+            return
+        try:
+            await self._in_thread(disk.limit, tenant, self._quotas.kv_bytes_max(tenant))
+        except SatchelError as error:
+            logger.warning("KV of %s stays beyond its limit for now: %s", tenant, error.message)
 
     async def _answer(self, work: Callable[[], Any]) -> Answer:
         self._tend_disk_too()

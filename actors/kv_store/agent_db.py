@@ -16,7 +16,7 @@ import os
 import secrets
 import sqlite3
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,9 @@ class AgentDatabase:
         self._cache_bytes = 0
         self._cache_bytes_max = cache_bytes_max
         self._nbytes = 0
+        self._tenants: Counter[str] = Counter()
+        # What the transactions under way have changed of both, to be undone.
+        self._counted: list[tuple[str, int]] = []
         self._inside = False
         self.damaged_total = 0
         self.set_aside_total = 0
@@ -107,6 +110,24 @@ class AgentDatabase:
     def nbytes(self) -> int:
         return self._nbytes
 
+    def nbytes_of(self, tenant: str) -> int:
+        return self._tenants[tenant]
+
+    def _count(self, agent: str, nbytes: int) -> None:
+        tenant = agent.partition("/")[0]
+        self._nbytes += nbytes
+        self._tenants[tenant] += nbytes
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+        if self._inside:
+            self._counted.append((tenant, nbytes))
+
+    def _uncount(self, since: int) -> None:
+        for tenant, nbytes in reversed(self._counted[since:]):
+            self._nbytes -= nbytes
+            self._tenants[tenant] -= nbytes
+        del self._counted[since:]
+
     def close(self) -> None:
         self._db.close()
 
@@ -119,7 +140,7 @@ class AgentDatabase:
         Raises:
             Unavailable: the disk is full, or the file fails. Nothing has changed.
         """
-        before, db, inner = self._nbytes, self._db, self._inside
+        before, db, inner = len(self._counted), self._db, self._inside
         self._inside = True
         begin, commit, undo = _INNER if inner else _OUTER
         try:
@@ -130,7 +151,7 @@ class AgentDatabase:
         except BaseException:
             # A damaged file has been replaced by now, and with it the count.
             if db is self._db:
-                self._nbytes = before
+                self._uncount(before)
                 with contextlib.suppress(sqlite3.Error):
                     if db.in_transaction:
                         for statement in undo:
@@ -138,6 +159,8 @@ class AgentDatabase:
             raise
         finally:
             self._inside = inner
+            if not inner:
+                self._counted.clear()
 
     def sequence(self) -> int:
         with self._guard():
@@ -168,7 +191,7 @@ class AgentDatabase:
         text = content.text.encode()
         digest = content_digest(content.tokens, text, content.messages)
         with self._guard():
-            self._nbytes -= self._one(f"SELECT {_BYTES} FROM contents WHERE {_ONE}", head.agent, head.branch) or 0
+            before = self._one(f"SELECT {_BYTES} FROM contents WHERE {_ONE}", head.agent, head.branch) or 0
             self._db.execute(
                 "INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?)",
                 (head.agent, head.branch, content.tokens, text, content.messages),
@@ -179,18 +202,19 @@ class AgentDatabase:
             self._db.execute(f"INSERT OR REPLACE INTO branches VALUES ({','.join('?' * len(row))})", row)
             self._db.execute(_CHANGED, (head.agent, head.epoch))
             self._db.execute("DELETE FROM let_go WHERE agent = ?", (head.agent,))
-            self._nbytes += len(content.tokens) + len(text) + len(content.messages) + ROW_BYTES
+            self._count(head.agent, len(content.tokens) + len(text) + len(content.messages) + ROW_BYTES - before)
         self._remember((head.agent, head.branch, head.epoch), content)
 
     def drop(self, head: Head) -> None:
         with self._guard():
-            self._nbytes -= self._one(f"SELECT {_BYTES} FROM contents WHERE {_ONE}", head.agent, head.branch) or 0
+            before = self._one(f"SELECT {_BYTES} FROM contents WHERE {_ONE}", head.agent, head.branch) or 0
+            self._count(head.agent, -before)
             for table in ("contents", "branches"):
                 self._db.execute(f"DELETE FROM {table} WHERE {_ONE}", (head.agent, head.branch))
 
     def erase(self, agent: str) -> None:
         with self._guard():
-            self._nbytes -= self._one(f"SELECT SUM({_BYTES}) FROM contents WHERE agent = ?", agent) or 0
+            self._count(agent, -(self._one(f"SELECT SUM({_BYTES}) FROM contents WHERE agent = ?", agent) or 0))
             for table in ("contents", "branches", "agents"):
                 self._db.execute(f"DELETE FROM {table} WHERE agent = ?", (agent,))
 
@@ -379,7 +403,11 @@ class AgentDatabase:
                 if not says_full(error):
                     raise
                 logger.warning("the log of agents' memory stays until the disk has room: %s", error)
-            self._nbytes = int(db.execute(f"SELECT TOTAL({_BYTES}) FROM contents").fetchone()[0])
+            tenant = "substr(agent, 1, instr(agent || '/', '/') - 1)"
+            held = db.execute(f"SELECT {tenant}, TOTAL({_BYTES}) FROM contents GROUP BY 1").fetchall()
+            self._tenants = Counter({name: int(nbytes) for name, nbytes in held if nbytes})
+            self._nbytes = sum(self._tenants.values())
+            self._counted.clear()
         except BaseException:
             db.close()
             raise

@@ -87,6 +87,10 @@ class Agents:
     def nbytes(self) -> int:
         return self._storage.nbytes
 
+    def nbytes_of(self, tenant: str) -> int:
+        """Of one tenant's agents, copies too. From any thread."""
+        return self._storage.nbytes_of(tenant)
+
     def recall(
         self, agent: str, words: bytes, known: Mapping[int, int]
     ) -> tuple[int, list[tuple[Head, Content | None]]]:

@@ -86,7 +86,7 @@ class Commit:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """`kind`: `replaced` or `opened` a branch; or refused, and nothing has changed: the agent was `forgotten`, the turn
-    `lost` to another one, or there is `no room`."""
+    `lost` to another one, there is `no room`, or its tenant is `over quota`, which the store says."""
 
     kind: str
     branch: int = 0
@@ -103,6 +103,10 @@ class Storage(Protocol):
     @property
     def nbytes(self) -> int:
         """Of all branches: content, and `ROW_BYTES` each."""
+        ...
+
+    def nbytes_of(self, tenant: str) -> int:
+        """As `nbytes`, of one tenant's agents. From any thread."""
         ...
 
     def transaction(self) -> AbstractContextManager[None]: ...

@@ -26,6 +26,7 @@ DIGEST_BYTES = 16
 KEY_BYTES = 32
 MAC_BYTES = 32
 OWNER_BYTES = 16
+TENANT_BYTES = 8
 
 NOBODY = bytes(OWNER_BYTES)
 """The tag of the owner "": nobody in particular."""
@@ -63,9 +64,33 @@ def same_mac(left: bytes, right: bytes) -> bool:
     return hmac.compare_digest(left, right)
 
 
+def tenant_tag(key: bytes, tenant: str) -> bytes:
+    """What the tags of a tenant's agents begin with (8 bytes)."""
+    return mac(key, b"tenant", tenant.encode("utf-8", "surrogatepass"))[:TENANT_BYTES]
+
+
 def owner_tag(key: bytes, owner: str) -> bytes:
-    """What stands for an owner on disk (16 bytes), so that no agent's name is in any file of KV."""
-    return mac(key, b"owner", owner.encode("utf-8", "surrogatepass"))[:OWNER_BYTES] if owner else NOBODY
+    """What stands for an owner on disk (16 bytes), so that no agent's name is in any file of KV. Those of one tenant
+    begin alike."""
+    if not owner:
+        return NOBODY
+    own = mac(key, b"owner", owner.encode("utf-8", "surrogatepass"))
+    return tenant_tag(key, owner.partition("/")[0]) + own[: OWNER_BYTES - TENANT_BYTES]
+
+
+def crowd_tag(owner: bytes) -> bytes:
+    """The tag of nobody in particular of the tenant of an owner's tag."""
+    return owner[:TENANT_BYTES].ljust(OWNER_BYTES, b"\0")
+
+
+def is_crowd(owner: bytes) -> bool:
+    """Whether the tag is nobody's in particular, of a tenant or of all."""
+    return owner == crowd_tag(owner)
+
+
+def tenant_of_tag(owner: bytes) -> bytes:
+    """The `tenant_tag` that an owner's tag begins with; b"" of nobody in particular."""
+    return b"" if owner == NOBODY else owner[:TENANT_BYTES]
 
 
 TOKEN_BYTES = 4
@@ -279,6 +304,11 @@ class SegmentRecord:
     written_s: float
     meta: Mapping[str, str]
     entries: tuple[EntryRecord, ...]
+
+    @property
+    def tenant(self) -> bytes:
+        """Whose it is (`tenant_tag`); b"" of nobody in particular."""
+        return next((found for entry in self.entries if (found := tenant_of_tag(entry.owners[0]))), b"")
 
     def to_wire(self) -> dict[str, Any]:
         """As plain data for msgpack."""

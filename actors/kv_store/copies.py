@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from ...cluster.errors import AgentNotFound, SatchelError, StaleEpoch, Unavailable
 from .homes import Homes, Memory, Role
 from .peers import Peers, content_to_wire, copy_nodes, head_to_wire
+from .quotas import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Copies:
         wait_s: how long a turn's last event waits for copies of its words.
         strict: whether those that fail are tried again within that time.
         doubt: told of agents that another node says live elsewhere.
+        limits: what is known of what an agent's tenant may have on a node's disk.
 
     Attributes:
         failed_total: turns whose copy was not made at once.
@@ -80,9 +82,10 @@ class Copies:
         wait_s: float = 1.0,
         strict: bool = False,
         doubt: Callable[[str], None],
+        limits: Callable[[str], Limits] = lambda agent: {},
     ) -> None:
         self._node, self._homes, self._in_order, self._peers = node, homes, in_order, peers
-        self._version, self._count, self._doubt = version, count, doubt
+        self._version, self._count, self._doubt, self._limits = version, count, doubt, limits
         self._least = min(count, machines - 1)
         self._wait_s, self._strict = wait_s, strict
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
@@ -121,7 +124,7 @@ class Copies:
         send = {memory.branches[-1][0].branch} if whole else set[int]()
         for _ in range(2):
             found = {head.branch: content_to_wire(content) for head, content in memory.branches if head.branch in send}
-            what = (agent, memory.epoch, version, heads, found)
+            what = (agent, memory.epoch, version, heads, found, self._limits(agent))
             missing = await self._peers.call(to, "take_copy", *what, timeout_s=timeout_s)
             if not missing:
                 return memory

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...cluster.errors import DiskError, DiskFull, InvalidRecord
 from .changes import Changes
-from .codec import EntryRecord, Location, SegmentRecord, owner_tag, pack_tokens
+from .codec import EntryRecord, Location, SegmentRecord, owner_tag, pack_tokens, tenant_tag
 from .compaction import rewrite
 from .disk_checks import check_shelf
 from .disk_errors import typed
@@ -144,7 +144,7 @@ class DiskStore:
 
         Returns:
             Which ids its copies answer for, which others serve, which are refused, and which no longer answer, also by
-            eviction.
+            eviction. A segment that alone is more than its tenant may have is refused as a whole.
 
         Raises:
             StaleEpoch: the writer does not know that the store was opened anew. The file is removed.
@@ -161,12 +161,17 @@ class DiskStore:
                 return shelf.placed_before(known.number, record)
             try:
                 shelf.verify(record, path)
+                if not shelf.fits(record):
+                    shelf.refuse(record, path)
+                    return Placed(refused=[entry.id for entry in record.entries])
                 placed = shelf.enter(record, without or {}, heirs or {})
             except Exception:
                 shelf.refuse(record, path)
                 raise
             # It counts now, whether or not others can be removed for it.
             try:
+                # First: nobody else's goes for what a tenant has too much.
+                placed.retracted.extend(shelf.keep_limits(self._clock(), record.name))
                 placed.retracted.extend(shelf.evict(shelf.budget(), self._clock()))
             except (DiskError, OSError):
                 shelf.totals["failed_removals"] += 1
@@ -240,8 +245,37 @@ class DiskStore:
         """Whether the lease was still held."""
         with self._held("unpinning files") as shelf:
             held = shelf.leases.give_back(lease, self._clock())
+            self._keep_limits(shelf)
             shelf.purge_if_possible(self._clock())
             return held
+
+    def limit(self, tenant: str, bytes_max: int | None) -> list[bytes]:
+        """Keep no more of a tenant's KV from now on, None for as much as there is room for. Not kept on the disk.
+
+        What is over the limit goes at once, the least recently used first, but for what is being read, which goes when
+        nobody reads it any more. Cheap where nothing is.
+
+        Returns:
+            The ids that no longer answer.
+        """
+        with self._held("limiting a tenant's KV") as shelf:
+            shelf.index.tenants.limit(tenant_tag(self.key, tenant), bytes_max)
+            retracted = self._keep_limits(shelf)
+            shelf.purge_if_possible(self._clock())
+            return retracted
+
+    def _keep_limits(self, shelf: Shelf) -> list[bytes]:
+        """What cannot be removed now goes later."""
+        try:
+            return self._changes.note([], shelf.keep_limits(self._clock()))
+        except (DiskError, OSError):
+            shelf.totals["failed_removals"] += 1
+            return []
+
+    def nbytes_of(self, tenant: str) -> int:
+        """Of the files of a tenant other than the owner."""
+        with self._held("counting a tenant's KV") as shelf:
+            return shelf.index.tenants.nbytes(tenant_tag(self.key, tenant))
 
     def report(self, failures: Iterable[Failure]) -> list[bytes]:
         """Entries that a reader could not read answer no more, so that a new copy can. Returns their ids."""
@@ -268,6 +302,8 @@ class DiskStore:
     def keep_reserve(self) -> None:
         """Look anew at what is free: where others have filled the device, KV gives the reserve back. Cheap else."""
         with self._held("keeping the reserve") as shelf:
+            # Whose lease has run out reads no more.
+            self._keep_limits(shelf)
             if shelf.io.space(self.root).free < shelf.reserve_bytes:
                 self._changes.note([], shelf.evict(shelf.budget(), self._clock()))
                 shelf.purge(self._clock())

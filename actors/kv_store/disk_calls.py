@@ -14,6 +14,7 @@ from .claims import Branch, Claims
 from .codec import TOKEN_BYTES, Location, SegmentRecord, unpack_tokens
 from .disk import DiskStore
 from .ownership import Ownership
+from .quotas import Limits
 from .segment_reader import Failure
 
 logger = logging.getLogger(__name__)
@@ -53,18 +54,23 @@ class DiskCalls:
             return {"result": None}
         return {"result": {"root": str(store.root), "session": self._session, "epoch": store.epoch}}
 
-    async def disk_commit(self, record: dict[str, Any]) -> dict[str, Any]:
+    async def disk_commit(self, record: dict[str, Any], limits: Limits | None = None) -> dict[str, Any]:
         """Make a written segment count; its chain is to be touched afterwards. Returns its ids that are there now.
 
         What belongs to nobody but to agents that were forgotten since it was computed is not among them.
+
+        Args:
+            limits: of the tenant whose KV it is.
         """
+        await self._limit_kv(limits)
 
         async def work(store: DiskStore, owners: Ownership | None) -> list[bytes]:
             segment = await self._in_thread(SegmentRecord.from_wire, record)
             without = await owners.unclaimed(segment.entries) if owners is not None else {}
             heirs = await owners.inherited(segment.entries) if owners is not None else {}
             placed = await self._in_thread(store.commit, segment, without, heirs)
-            return [*placed.kept, *placed.dropped]
+            gone = set(placed.retracted)
+            return [entry for entry in (*placed.kept, *placed.dropped) if entry not in gone]
 
         return await self._fenced(work)
 
@@ -126,6 +132,9 @@ class DiskCalls:
             await self._touch(store, owners, chain, owner, wait=False)
 
         return await self._fenced(work)
+
+    async def _limit_kv(self, limits: Limits | None) -> None:
+        """These limits count before more KV comes."""
 
     async def _touch(
         self, store: DiskStore, owners: Ownership | None, chain: list[bytes], owner: str, *, wait: bool

@@ -6,6 +6,7 @@ from .recovery import segment_files, segment_path
 from .segment_reader import Failure, read_entries, read_header
 from .segments import FINISHED, session_of
 from .shelf import Shelf
+from .tenant_files import TenantFiles
 
 
 def check_shelf(shelf: Shelf, *, payload: bool) -> None:
@@ -37,6 +38,9 @@ def check_shelf(shelf: Shelf, *, payload: bool) -> None:
             read = read_entries(shelf.root, shelf.key, [row.location for row in live])
             assert not any(isinstance(stored, Failure) for stored in read), f"{path} does not verify"
     assert index.size()[0] == nbytes
+    again = TenantFiles()
+    again.load(index.files_of_tenants())
+    assert index.tenants.counted() == again.counted(), "files of tenants are counted wrong"
     assert index.counts()[1] == len(answered)
     strays = {path.name for path in files if session_of(path.name) == "store"} - doomed
     assert not strays, f"nobody knows {strays}"

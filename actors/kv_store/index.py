@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import DamagedIndex, InvalidRecord
-from .codec import EntryRecord, Location, mac, same_mac, split_owners
+from .codec import NOBODY, OWNER_BYTES, EntryRecord, Location, mac, same_mac, split_owners, tenant_of_tag
 from .disk_errors import primary_code
 from .disk_io import DiskIO
+from .tenant_files import TenantFiles
 
-SCHEMA = 1
+SCHEMA = 2
+"""The second one, as the tags of owners tell tenants apart. What was written before is computed again."""
 BUSY_WAIT_S = 5.0
 
 _TABLES = (
@@ -103,6 +105,9 @@ class Index:
         key: for the MACs.
         io: told of every commit.
 
+    Attributes:
+        tenants: which files are whose, as of the last transaction; `count_tenants` has it begin.
+
     Raises:
         DamagedIndex: it is not a whole index of this version; `set_aside` it and build a new one.
         sqlite3.Error: it cannot be opened now.
@@ -115,6 +120,9 @@ class Index:
         self.bad_rows_total = 0
         # Segments in which something died since `lonely` was asked.
         self._died: set[int] = set()
+        self.tenants = TenantFiles()
+        # What a transaction changes of that: which files go, and come.
+        self._moved: list[tuple[int, bytes, int, int] | int] = []
         # The file is made before SQLite does, with its mode.
         if not path.exists():
             path.touch(mode=0o600)
@@ -169,11 +177,17 @@ class Index:
     def transaction(self) -> Iterator[None]:
         """All changes of the block, durable together, or none."""
         self._io.step("sql begin", self._path)
+        self._moved.clear()
         self._database.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._io.step("sql commit", self._path)
             self._database.execute("COMMIT")
+            for file in self._moved:
+                if isinstance(file, int):
+                    self.tenants.remove(file)
+                else:
+                    self.tenants.add(*file)
         except BaseException:
             # A full disk rolls back by itself.
             if self._database.in_transaction:
@@ -213,13 +227,41 @@ class Index:
         row = self._database.execute(query, (name,)).fetchone()
         return _segment(row) if row else None
 
-    def add_segment(self, name: str, model: bytes, nbytes: int, used: int) -> int:
-        """Returns its number."""
+    def numbered(self, number: int) -> SegmentRow | None:
+        query = "SELECT number, name, model, bytes, used, erase FROM segments WHERE number = ?"
+        row = self._database.execute(query, (number,)).fetchone()
+        return _segment(row) if row else None
+
+    def before(self, number: int) -> int | None:
+        """The number of the segment that answers for what the first entry of this one follows."""
+        query = "SELECT parent FROM entries WHERE segment = ? ORDER BY slot LIMIT 1"
+        row = self._database.execute(query, (number,)).fetchone()
+        return self.segment_of(row[0]) if row else None
+
+    def count_tenants(self) -> None:
+        """Look through all segments once."""
+        self.tenants.load(self.files_of_tenants())
+
+    def files_of_tenants(self) -> list[tuple[int, bytes, int, int]]:
+        """Number, tenant, bytes and use of all segments."""
+        owner = f"substr(owners, 1, {OWNER_BYTES})"
+        first = f"SELECT {owner} FROM entries WHERE segment = s.number AND {owner} <> ? ORDER BY slot LIMIT 1"
+        query = f"SELECT s.number, ({first}), s.bytes, s.used FROM segments s"
+        rows = self._database.execute(query, (NOBODY,)).fetchall()
+        return [(number, tenant_of_tag(tag or NOBODY), nbytes, used) for number, tag, nbytes, used in rows]
+
+    def add_segment(self, name: str, model: bytes, nbytes: int, used: int, tenant: bytes = b"") -> int:
+        """Returns its number.
+
+        Args:
+            tenant: whose it is; `SegmentRecord.tenant`.
+        """
         values = (name, model, nbytes, used)
         cursor = self._database.execute(
             "INSERT INTO segments (name, model, bytes, used, erase) VALUES (?, ?, ?, ?, 0)", values
         )
         assert cursor.lastrowid is not None
+        self._moved.append((cursor.lastrowid, tenant, nbytes, used))
         return cursor.lastrowid
 
     def set_used(self, used: Mapping[int, int]) -> None:
@@ -234,6 +276,7 @@ class Index:
         """Forget the file and its entries; with `doom` it is noted that it is still to be unlinked."""
         self._database.execute("DELETE FROM entries WHERE segment = ?", (segment.number,))
         self._database.execute("DELETE FROM segments WHERE number = ?", (segment.number,))
+        self._moved.append(segment.number)
         if doom:
             row = (segment.name, segment.model, segment.nbytes)
             self._database.execute("INSERT OR REPLACE INTO doomed VALUES (?, ?, ?)", row)

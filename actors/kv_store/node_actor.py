@@ -40,6 +40,7 @@ from .node_blocks import NodeBlocks
 from .ownership import OwnedKeeper, Ownership
 from .peer_calls import PeerCalls
 from .peers import Peers, RayPeers
+from .quotas import Limits
 from .succession import Succession
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class NodeStoreActor(PeerCalls):
             wait_s=config.copy_wait_s,
             strict=config.replication_wait == "strict",
             doubt=self._succession.doubt,
+            limits=self._quotas.of,
         )
         # Of copies that came lately: whose, of which home epoch, and the home's count.
         self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()
@@ -244,13 +246,15 @@ class NodeStoreActor(PeerCalls):
 
     # What the single store does, and the others are told of.
 
-    async def recall(self, agent: str, model: bytes, known: dict[int, int]) -> Answer:
+    async def recall(self, agent: str, words: bytes, known: dict[int, int], limits: Limits | None = None) -> Answer:
         await self._ready()
-        return await super().recall(agent, model, known)
+        return await super().recall(agent, words, known, limits)
 
-    async def begin(self, agent: str, turn: str, model: bytes, known: dict[int, int]) -> Answer:
+    async def begin(
+        self, agent: str, turn: str, words: bytes, known: dict[int, int], limits: Limits | None = None
+    ) -> Answer:
         await self._ready()
-        return await super().begin(agent, turn, model, known)
+        return await super().begin(agent, turn, words, known, limits)
 
     async def _ready(self) -> None:
         """No turn begins at a home that may be none any more, as long as that can be asked."""
@@ -267,8 +271,8 @@ class NodeStoreActor(PeerCalls):
             await self._succession.settle_with(agent)
         return copied.all_made
 
-    async def fork(self, source: str, target: str) -> Answer:
-        answer = await super().fork(source, target)
+    async def fork(self, source: str, target: str, limits: Limits | None = None) -> Answer:
+        answer = await super().fork(source, target, limits)
         if "result" in answer:
             await self._kept(target)
             self._copies.blocks_later(target)

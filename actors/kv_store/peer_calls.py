@@ -16,6 +16,7 @@ from .homes import Memory, Place, Role, buried_up_to, life, newest
 from .node_blocks import NodeBlocks
 from .peers import head_from_wire
 from .pull_wire import Wanted
+from .quotas import Limits
 from .succession import Succession
 
 VERSIONS_MAX = 10_000
@@ -43,13 +44,20 @@ class PeerCalls(KVStoreActor):
         return answer
 
     async def take_copy(
-        self, agent: str, epoch: int, version: int, heads: list[dict[str, Any]], contents: dict[int, list[Any]]
+        self,
+        agent: str,
+        epoch: int,
+        version: int,
+        heads: list[dict[str, Any]],
+        contents: dict[int, list[Any]],
+        limits: Limits | None = None,
     ) -> Answer:
         """Keep a copy of an agent's words.
 
         Args:
             epoch: the home's.
             version: the home's count when it had these branches. What was sent earlier and comes later changes nothing.
+            limits: of the tenant, as the home knows them. A copy is never refused for them; KV makes room for it.
 
         Returns:
             The branches whose contents are missing (`Homes.take_copy`).
@@ -77,11 +85,15 @@ class PeerCalls(KVStoreActor):
                     self._versions.popitem(last=False)
             return missing
 
+        self._quotas.note(limits)
+
         try:
             if life(await self._in_order(earlier)) < life(epoch):
                 # What is here was forgotten.
                 await self._bury(agent, buried_up_to(Place(epoch, Role.COPY)), newest(copied))
-            return await self._answer(work)
+            answer = await self._answer(work)
+            await self._make_room_for(agent)
+            return answer
         except SatchelError as error:
             return {"error": error.to_wire()}
         finally:
@@ -113,6 +125,7 @@ class PeerCalls(KVStoreActor):
 
         answer = await self._answer(work)
         if "result" in answer:
+            await self._make_room_for(agent)
             self._note(agent)
             self._copies.be_late(agent)
         return answer
@@ -149,13 +162,17 @@ class PeerCalls(KVStoreActor):
 
         return await self._guarded(work())
 
-    async def pull(self, source: str, wanted: list[Any], owner: str, deadline_s: float) -> Answer:
+    async def pull(
+        self, source: str, wanted: list[Any], owner: str, deadline_s: float, limits: Limits | None = None
+    ) -> Answer:
         """Fetch a chain for a request that is about to be computed here.
 
         Args:
             wanted: model id, root id, block ids, and the tokens after them.
+            limits: of the tenant whose KV it is.
         """
         model, root, chain, rest = wanted
+        await self._limit_kv(limits)
 
         async def work() -> dict[str, Any]:
             if self._blocks is None:

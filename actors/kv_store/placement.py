@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .codec import NOBODY, OWNERS_MAX, EntryRecord, SegmentRecord
+from .codec import OWNERS_MAX, EntryRecord, SegmentRecord, crowd_tag, is_crowd
 from .index import Index, Row
 
 
@@ -102,7 +102,7 @@ def remove_owner(index: Index, row: Row, owner: bytes) -> bool:
 
 def set_owners(index: Index, row: Row, owners: Sequence[bytes]) -> None:
     """Let exactly these have the entry, and nobody in particular if he had it; nobody else will turn out to."""
-    known = _union(owners, [tag for tag in row.record.owners if tag == NOBODY])
+    known = _union([tag for tag in row.record.owners if is_crowd(tag)], owners)
     index.add(replace(row, certain=True, record=replace(row.record, owners=known)))
 
 
@@ -111,7 +111,9 @@ def _union(owners: Sequence[bytes], more: Sequence[bytes]) -> tuple[bytes, ...]:
     if len(union) <= OWNERS_MAX:
         return union
     # What so many have is common knowledge. It stays when any of them is forgotten.
-    return tuple(owners) if NOBODY in owners else (*owners[: OWNERS_MAX - 1], NOBODY)
+    crowd = next(filter(is_crowd, union), crowd_tag(union[0]))
+    some = {crowd, *[tag for tag in union if tag != crowd][: OWNERS_MAX - 1]}
+    return tuple(tag for tag in dict.fromkeys((*union, crowd)) if tag in some)
 
 
 def _make_room(index: Index, row: Row, tails_max: int, placed: Placed) -> bool:

@@ -132,7 +132,7 @@ class PullWriter:
         gone = placed.retracted
         self.retracted.extend(gone)
         if placed.refused:
-            self._tell(InstallFailed("its owner was forgotten"))
+            self._tell(InstallFailed("its owner was forgotten, or may have no more"))
         elif not self._chain.keys().isdisjoint(gone):
             # More of it would only push out more of its own beginning.
             self._tell(InstallFailed("there is no room for all of it"))

@@ -190,7 +190,7 @@ def _enter(recovery: Recovery, file: SegmentFile, key: bytes, used: int, tails_m
     if header is None:
         recovery.rejected.add(file.path)
         return
-    number = recovery.index.add_segment(file.path.name, file.model, file.nbytes, used)
+    number = recovery.index.add_segment(file.path.name, file.model, file.nbytes, used, header.record.tenant)
     place(recovery.index, number, header.record, certain=False, tails_max=tails_max)
 
 

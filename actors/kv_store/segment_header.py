@@ -25,7 +25,7 @@ import msgpack
 from ...cluster.errors import CorruptSegment, InvalidRecord
 from .codec import DIGEST_BYTES, DTYPES, MAC_BYTES, EntryDigest, Part, SegmentRecord, mac, same_mac
 
-FORMAT = "satchel.segment.1"
+FORMAT = "satchel.segment.2"
 HEADER_BYTES_MAX = 16 * 2**20
 LENGTH_BYTES = 8
 _ALIGNMENT = 64

@@ -82,6 +82,7 @@ class Shelf:
             self._counter = max((segment.used for segment in self.index.segments()), default=0)
             if self._counter >= _COUNTER_MAX:
                 self._renumber()
+            self.index.count_tenants()
             self.purge_if_possible(0.0)
         except BaseException:
             self.index.close()
@@ -144,7 +145,7 @@ class Shelf:
         """Let the entries of a verified segment answer, but for what only those have who may not."""
         with self.change("entering a segment"):
             self._counter += 1
-            number = self.index.add_segment(record.name, record.model, record.nbytes, self._counter)
+            number = self.index.add_segment(record.name, record.model, record.nbytes, self._counter, record.tenant)
             tails_max = self.limits.tails_per_parent_max
             placed = place(self.index, number, record, certain=True, tails_max=tails_max, without=without, heirs=heirs)
             if placed.refused:
@@ -176,8 +177,7 @@ class Shelf:
         for entry in reversed(ids):
             number = self.index.segment_of(entry)
             if number is not None:
-                self._counter += 1
-                self._touched[number] = self._counter
+                self._use(number)
         if tag == NOBODY:
             return
         found = (self.index.live(entry) for entry in ids)
@@ -186,6 +186,11 @@ class Shelf:
             with self.change("adding an owner"):
                 for row in strange:
                     add_owners(self.index, row, [tag])
+
+    def _use(self, number: int) -> None:
+        self._counter += 1
+        self._touched[number] = self._counter
+        self.index.tenants.use(number, self._counter)
 
     def give(
         self, tag: bytes, ids: Iterable[bytes], parents: Iterable[bytes], has: Callable[[EntryRecord], bool]
@@ -252,7 +257,7 @@ class Shelf:
             used = self._touched.get(segment.number, segment.used)
             self.index.remove_segment(segment)
             if record is not None:
-                number = self.index.add_segment(record.name, record.model, record.nbytes, used)
+                number = self.index.add_segment(record.name, record.model, record.nbytes, used, record.tenant)
                 for slot, old in enumerate(rewritten.rows):
                     row = now.get(old.slot, replace(old, live=False))
                     self.index.add(replace(row, segment=number, name=record.name, slot=slot))
@@ -306,6 +311,45 @@ class Shelf:
             retracted.extend(row.record.id for row in entries if row.live)
             nbytes, files, rows = nbytes - segment.nbytes, files - 1, rows - len(entries)
             victims.append(segment)
+        self.give_up(victims)
+        self.totals["evicted"] += len(retracted)
+        return retracted
+
+    def fits(self, record: SegmentRecord) -> bool:
+        """Whether its tenant may have so large a segment at all."""
+        most = self.index.tenants.bytes_max(record.tenant)
+        return most is None or record.nbytes <= most
+
+    def keep_limits(self, now: float, name: str = "") -> list[bytes]:
+        """Remove files of tenants that have more than they may, the least recently used first, but for those that are
+        being read. Cheap where nobody has. Returns ids that no longer answer.
+
+        Args:
+            name: of a segment that has just come: what it follows counts as used later than it, as nobody finds it
+                without that.
+        """
+        tenants = self.index.tenants
+        over = tenants.over()
+        if not over:
+            return []
+        if (segment := self.index.segment(name)) is not None:
+            number, seen = segment.number, {segment.number}
+            while (before := self.index.before(number)) is not None and before not in seen:
+                self._use(before)
+                seen.add(number := before)
+        pinned = self.leases.held(now)
+        retracted: list[bytes] = []
+        victims: list[SegmentRow] = []
+        for tenant in over:
+            excess = tenants.nbytes(tenant) - (tenants.bytes_max(tenant) or 0)
+            for number in tenants.oldest(tenant):
+                if excess <= 0:
+                    break
+                segment = self.index.numbered(number)
+                if segment is not None and segment.name not in pinned:
+                    retracted.extend(row.record.id for row in self.live_rows(number))
+                    victims.append(segment)
+                    excess -= segment.nbytes
         self.give_up(victims)
         self.totals["evicted"] += len(retracted)
         return retracted

@@ -23,6 +23,7 @@ from ...cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from ..kv_store.blocks import BLOCK_TOKENS
 from ..kv_store.codec import TOKEN_BYTES, Entry, Location, pack_tokens, tail_id, unpack_tokens
 from ..kv_store.pull_wire import PULL_S
+from ..kv_store.quotas import Limits
 from ..kv_store.segment_reader import EntryReader, Failure
 from ..kv_store.segments import grouped, read_key, write_segment
 from ..messages import GenerateRequest
@@ -105,12 +106,14 @@ class _Session:
 @dataclass
 class Turn:
     """What a row left, or has so far, `nbytes` large: its owner, the ids that it used, and what of it and besides is
-    not written. `done` is called on the writer's thread when it is written, or never will be."""
+    not written. `limits` say what its tenant may have on the disk. `done` is called on the writer's thread when it is
+    written, or never will be."""
 
     owner: str
     chain: list[bytes]
     unsaved: list[Unsaved]
     others: list[Written] = field(default_factory=list)
+    limits: Limits = field(default_factory=dict)
     done: Callable[[], None] = lambda: None
     nbytes: int = field(init=False)
 
@@ -279,7 +282,7 @@ class DiskTier:
         rest = request.prompt[whole * BLOCK_TOKENS : (whole + 1) * BLOCK_TOKENS]
         wanted = [self._model, request.root_id, request.block_ids[:whole], rest]
         try:
-            self._store.call("pull", request.pull_from, wanted, request.agent, PULL_S)
+            self._store.call("pull", request.pull_from, wanted, request.agent, PULL_S, request.disk_limits)
         except SatchelError as error:
             logger.warning("request %s: nothing is pulled: %s", request.request_id, error.message)
 
@@ -438,11 +441,15 @@ class DiskTier:
                 epoch=session.epoch,
                 now_s=time.time(),
             )
-            for written in self._store.call("disk_commit", record.to_wire()):
+            there = self._store.call("disk_commit", record.to_wire(), dict(turn.limits))
+            for written in there:
                 self._note_saved(written)
             self.counters.written_blocks += len(entries)
             self.counters.written_bytes += record.nbytes
             self._moved_at = time.monotonic()
+            if len(there) < len(entries) and any(most is not None for most in turn.limits.values()):
+                # Its tenant may have no more, and nobody finds what follows.
+                break
         # Once for the whole chain, which may be long; what has gone from the disk is written again after a later turn.
         self._forget_saved(self._store.call("disk_touch", self._model, turn.chain, turn.owner))
 

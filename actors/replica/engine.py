@@ -264,6 +264,7 @@ class Engine:
         refused = self._refusal(request, tokens)
         if refused is not None:
             return refused
+        self.memory.limit(request)
         # The last token is the first to draw from; where none is drawn it is like the others.
         max_tokens = min(request.sampling.max_tokens, self.loaded.context_tokens - len(tokens))
         sequence = Sequence(request, tokens, list(request.block_ids))

@@ -29,7 +29,7 @@ class FeatureTier:
         known = features_id(request.root_id, name)
         parent = features_parent(request.root_id, name)
         new = [] if known in self._disk.saved else [Written(parent, name, _named(features))]
-        turn = Turn(request.agent, [known], [], new)
+        turn = Turn(request.agent, [known], [], new, limits=request.disk_limits)
         if self._disk.accepts(turn):
             self._disk.write(turn)
 

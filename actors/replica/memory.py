@@ -100,18 +100,32 @@ class RowMemory:
         self.prefixes: PrefixCache[Slab] = PrefixCache(bytes_max, spec.rule)
         self._spec = spec
         self._executor = executor
-        # With less than a block there is nothing to find, and what is kept would push out what was kept before.
-        self._has_room = bytes_max >= spec.bytes_per_token * BLOCK_TOKENS
+        self._bytes_max = bytes_max
+        self._block_bytes = spec.bytes_per_token * BLOCK_TOKENS
         self._writes = writes
         # Those who hold what is not on the disk yet.
         self._writers: set[str] = set()
 
     def _keeps(self, sequence: Sequence) -> bool:
         """Whether anything of the row is kept."""
-        return self._spec.reusable and (self._has_room or self._on_disk(sequence))
+        return self._spec.reusable and (self._has_room(sequence) or self._on_disk(sequence))
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        # With less than a block there is nothing to find, and what is kept would push out what was kept before.
+        own = sequence.request.memory_bytes_max
+        return min(self._bytes_max, self._bytes_max if own is None else own) >= self._block_bytes
 
     def _on_disk(self, sequence: Sequence) -> bool:
-        return self._writes and is_remembered(sequence.request)
+        return self._writes and self.is_written(sequence)
+
+    def is_written(self, sequence: Sequence) -> bool:
+        """Whether what the row leaves belongs on the disk: it is an agent's, and its tenant may have a block there."""
+        most = sequence.request.disk_bytes_max
+        return is_remembered(sequence.request) and (most is None or most >= self._block_bytes)
+
+    def limit(self, request: GenerateRequest) -> None:
+        """Keep of the request's tenant what it may have in memory from now on."""
+        self.prefixes.limit(request.tenant, request.memory_bytes_max)
 
     def pin(self, sequence: Sequence, tokens: int) -> None:
         """Keep the whole blocks that memory has of the row's first `tokens` tokens until `find` or `leave`."""
@@ -158,9 +172,10 @@ class RowMemory:
         chain = sequence.ids[: restored.first + len(restored.blocks)]
         self.prefixes.pin(sequence.id, root, chain, [tokens for tokens, _ in restored.tails])
         blocks = [(restored.first + index, *found) for index, found in enumerate(restored.blocks)]
-        self.prefixes.put_blocks(chain, blocks)
+        tenant = sequence.request.tenant
+        self.prefixes.put_blocks(chain, blocks, tenant)
         for tokens, kept in restored.tails:
-            self.prefixes.put_tail(root, chain, tokens, kept)
+            self.prefixes.put_tail(root, chain, tokens, kept, tenant)
 
     def recount(self) -> Iterator[None]:
         """Count everything again, while there is no row; a step at a time, between which nothing may change.
@@ -177,20 +192,24 @@ class RowMemory:
         self._writers.clear()
         self.prefixes.reset()
 
-    def hold(self, writer: str, unsaved: Iterable[Unsaved]) -> None:
+    def hold(self, writer: str, sequence: Sequence, unsaved: Iterable[Unsaved]) -> None:
         """Keep what is about to be written until `release`, so that it is found in memory or on the disk all the time.
 
         Args:
             writer: who writes it, a name of its own.
+            sequence: the row that left it.
         """
+        tenant = sequence.request.tenant
         self._writers.add(writer)
         for item in unsaved:
             if item.id is not None:
                 self.prefixes.pin(writer, item.parent, [item.id], [])
-                self.prefixes.put_blocks([item.id], [(0, item.tokens, item.kept)])
+                self.prefixes.put_blocks([item.id], [(0, item.tokens, item.kept)], tenant)
             else:
                 self.prefixes.pin(writer, item.parent, [], [item.tokens])
-                self.prefixes.put_tail(item.parent, [], item.tokens, item.kept)
+                self.prefixes.put_tail(item.parent, [], item.tokens, item.kept, tenant)
+        # Its end was used last by this; without its beginning nobody finds that.
+        self.prefixes.touch(sequence.ids)
 
     def release(self, writer: str) -> None:
         """What the writer had is on the disk, or could not be written."""
@@ -204,8 +223,8 @@ class RowMemory:
 
     def unsaved_bytes(self, sequence: Sequence, saved: Container[bytes]) -> int:
         """About how much `unsaved_blocks` would give."""
-        blocks = sum(block not in saved for block in sequence.ids[: self._whole(sequence)])
-        return blocks * BLOCK_TOKENS * self._spec.bytes_per_token
+        blocks = sum(block not in saved for block in sequence.ids[: self._written(sequence)])
+        return blocks * self._block_bytes
 
     def drop_snapshots(self, sequence: Sequence, saved: Container[bytes]) -> None:
         """Hold no snapshots of blocks that are in `saved`: those of a row that was not read back in time."""
@@ -213,13 +232,14 @@ class RowMemory:
             del sequence.snapshots[block]
 
     def unsaved_blocks(self, sequence: Sequence, saved: Container[bytes]) -> list[Unsaved]:
-        """The whole blocks in the row's caches that are not in `saved`, in order.
+        """The whole blocks in the row's caches that are not in `saved`, in order, and no more from the first on than
+        the tenant may have on the disk.
 
         What the prefix cache has let go is cut out of the row again.
         """
         if not self._keeps(sequence):
             return []
-        blocks = sequence.ids[: self._whole(sequence)]
+        blocks = sequence.ids[: self._written(sequence)]
         kept = {
             index: sequence.snapshots.pop(block, None) or self.prefixes.take(block)
             for index, block in enumerate(blocks)
@@ -246,6 +266,9 @@ class RowMemory:
                 drawn, so the snapshot at its end is of no use to the next turn, but that at the prompt's end is.
         """
         found = self.unsaved_blocks(sequence, saved)
+        if self._written(sequence) < self._whole(sequence):
+            # Without the blocks before it nobody finds an end.
+            return found
         if sequence.tail is not None:
             whole = self._whole(sequence)
             parent = sequence.ids[whole - 1] if whole else sequence.request.root_id
@@ -261,6 +284,11 @@ class RowMemory:
     def _whole(self, sequence: Sequence) -> int:
         """How many whole blocks the row's caches hold."""
         return self._executor.length(sequence.id) // BLOCK_TOKENS
+
+    def _written(self, sequence: Sequence) -> int:
+        """How many of them go to the disk: as many as its tenant may have there if it has nothing else."""
+        whole, most = self._whole(sequence), sequence.request.disk_bytes_max
+        return whole if most is None else min(whole, most // max(1, self._block_bytes))
 
     def keys(self, sequence: Sequence) -> tuple[bytes, ...]:
         """What the scheduler knows equal beginnings by: the ids of the prompt's whole blocks."""
@@ -294,7 +322,7 @@ class RowMemory:
             (index, sequence.tokens[start:stop], kept_of(slab))
             for index, (start, stop), slab in zip(wanted, spans, slabs, strict=True)
         ]
-        self.prefixes.put_blocks(sequence.ids[:last], new)
+        self.prefixes.put_blocks(sequence.ids[:last], new, sequence.request.tenant)
         sequence.kept = last
         if self._on_disk(sequence):
             sequence.snapshots |= {sequence.ids[index]: kept for index, _, kept in new if kept.snapshot}
@@ -308,7 +336,7 @@ class RowMemory:
         (slab,) = self._executor.cut(sequence.id, [(start, computed)])
         chain, tokens = sequence.ids[:whole], sequence.tokens[start:computed]
         sequence.tail = (tokens, kept_of(slab))
-        self.prefixes.put_tail(sequence.request.root_id, chain, *sequence.tail)
+        self.prefixes.put_tail(sequence.request.root_id, chain, *sequence.tail, sequence.request.tenant)
 
     def keep_prompt_end(self, sequence: Sequence, computed: int) -> None:
         """Keep the prompt's end, where the row is now, for a next turn that does not have all of the answer: a state of
@@ -349,7 +377,7 @@ class RowMemory:
             if not covers(rule, [(kept, len(tokens))], 1, len(tokens)):
                 # A window has left it behind.
                 return
-            self.prefixes.put_tail(root, chain, tokens, kept)
+            self.prefixes.put_tail(root, chain, tokens, kept, sequence.request.tenant)
         sequence.prompt_tail = Unsaved(None, parent, tokens, kept)
 
     def keep_all(self, sequence: Sequence) -> None:

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 from ..kv_store.blocks import BLOCK_TOKENS
+from .shares import Shares
 
 TAILS_PER_BLOCK = 256
 """How many different continuations of one block are kept, the latest first."""
@@ -59,6 +60,7 @@ class Kept(Generic[Value]):
 class _Entry(Generic[Value]):
     tokens: list[int]
     kept: Kept[Value]
+    tenant: str = ""
     age: int = 0
 
 
@@ -110,6 +112,7 @@ def common_length(left: Sequence[int], right: Sequence[int]) -> int:
 class PrefixCache(Generic[Value]):
     """Least recently used blocks and tails within `bytes_max`, and whatever is pinned.
 
+    Of a tenant with a limit of its own no more than that is kept, but for what is pinned: its own oldest goes first.
     `drain_events` tells which block ids came and went, for the router's directory.
     """
 
@@ -126,8 +129,30 @@ class PrefixCache(Generic[Value]):
         # What nobody may evict, by who wants it, and how many want each.
         self._pins: dict[str, set[tuple[bytes, tuple[int, ...] | None]]] = {}
         self._pinned: Counter[tuple[bytes, tuple[int, ...] | None]] = Counter()
+        self._shares: Shares[tuple[bytes, tuple[int, ...] | None]] = Shares()
         self._announced: set[bytes] = set()
         self._retracted: set[bytes] = set()
+
+    def limit(self, tenant: str, bytes_max: int | None) -> None:
+        """Keep no more of a tenant's from now on; None for as much as there is room for. What is kept is looked through
+        where a tenant has its first limit, and never again."""
+        known = self._shares.bytes_max(tenant)
+        if bytes_max == known:
+            return
+        if bytes_max is None:
+            self._shares.end(tenant)
+            return
+        if known is None:
+            entries = ((key, entry) for key, entry in self._entries.items() if entry.tenant == tenant)
+            self._shares.begin(tenant, bytes_max, ((key, self._loose(key, entry)) for key, entry in entries))
+        else:
+            self._shares.change(tenant, bytes_max)
+        self._fit(tenant)
+
+    def most(self, tenant: str) -> int:
+        """How many bytes may be kept of a tenant's, pinned ones aside."""
+        own = self._shares.bytes_max(tenant)
+        return self.bytes_max if own is None else min(own, self.bytes_max)
 
     @property
     def is_plain(self) -> bool:
@@ -182,6 +207,8 @@ class PrefixCache(Generic[Value]):
         held = self._pins.setdefault(holder, set())
         new = ({(block, None) for block in block_ids} | {(parent, tuple(tail)) for tail in tails}) - held
         held |= new
+        if self._shares:
+            self._count(new - self._pinned.keys(), -1)
         self._pinned.update(new)
 
     def unpin(self, holder: str) -> None:
@@ -193,6 +220,9 @@ class PrefixCache(Generic[Value]):
             self._pinned[key] -= 1
             if not self._pinned[key]:
                 del self._pinned[key]
+        if self._shares:
+            for tenant in self._count(held - self._pinned.keys(), 1):
+                self._fit(tenant)
         self._evict()
 
     def drop(self, root: bytes, block_ids: Iterable[bytes], first: Sequence[int]) -> int:
@@ -219,8 +249,8 @@ class PrefixCache(Generic[Value]):
         """The longest reusable prefix of `prompt`, at most `tokens_max` tokens, in O(blocks) look-ups."""
         blocks, parent, tail, used = self._search(root, block_ids, prompt, tokens_max)
         if tail:
-            self._entries.move_to_end((parent, tail))
-        self._touch(block_ids[: len(blocks)])
+            self._use((parent, tail))
+        self.touch(block_ids[: len(blocks)])
         return Hit(blocks, self._entries[(parent, tail)].kept.value if tail else None, used)
 
     def reusable(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int]) -> int:
@@ -251,33 +281,40 @@ class PrefixCache(Generic[Value]):
             whole -= 1
         return [kept.value for kept, _ in parts[:whole]], parent, (), 0
 
-    def put_blocks(self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], Kept[Value]]]) -> None:
+    def put_blocks(
+        self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], Kept[Value]]], tenant: str = ""
+    ) -> None:
         """Keep whole blocks. The first copy of an id stays, unless a later one serves where it does not.
 
         Args:
             chain: the ids of a sequence's blocks, from its first.
             new: (index in `chain`, tokens, KV) of those that may not be kept yet.
+            tenant: whose they are.
         """
+        most = self.most(tenant)
         for index, tokens, kept in new:
             block = chain[index]
             entry = self._entries.get((block, None))
-            large = kept.nbytes > self.bytes_max and not self._is_pinned((block, None))
+            large = kept.nbytes > most and not self._is_pinned((block, None))
             if large or (entry is not None and not kept.adds_to(entry.kept)):
                 continue
             if entry is not None:
                 self._remove((block, None))
-            self._insert((block, None), _Entry(list(tokens), kept))
+            self._insert((block, None), _Entry(list(tokens), kept, tenant))
             self.blocks += 1
             self._announced.add(block)
             self._retracted.discard(block)
-        self._touch(chain)
+        self.touch(chain)
+        self._fit(tenant)
         self._evict()
 
-    def put_tail(self, root: bytes, chain: Sequence[bytes], tokens: Sequence[int], kept: Kept[Value]) -> None:
+    def put_tail(
+        self, root: bytes, chain: Sequence[bytes], tokens: Sequence[int], kept: Kept[Value], tenant: str = ""
+    ) -> None:
         """Keep the open tail after `chain`, unless a kept one serves for it; shorter ones that it serves for go."""
         key, parent = tuple(tokens), chain[-1] if chain else root
         siblings = self._tails.get(parent, [])
-        large = kept.nbytes > self.bytes_max and not self._is_pinned((parent, key))
+        large = kept.nbytes > self.most(tenant) and not self._is_pinned((parent, key))
         if not key or large or key in siblings:
             return
         # Where the rule asks for more, a longer tail may not serve at a shorter one's end.
@@ -289,8 +326,9 @@ class PrefixCache(Generic[Value]):
         while len(siblings := self._tails.get(parent, [])) >= TAILS_PER_BLOCK:
             self._remove((parent, min(siblings, key=lambda other: self._entries[(parent, other)].age)))
         insort(self._tails.setdefault(parent, []), key)
-        self._insert((parent, key), _Entry(list(key), kept))
-        self._touch(chain)
+        self._insert((parent, key), _Entry(list(key), kept, tenant))
+        self.touch(chain)
+        self._fit(tenant)
         self._evict()
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
@@ -309,6 +347,7 @@ class PrefixCache(Generic[Value]):
         self._retracted.update(self.block_ids(), self._announced)
         for table in (self._entries, self._tails, self._pins, self._pinned, self._announced):
             table.clear()
+        self._shares.clear()
         self.nbytes = self.blocks = 0
 
     def check(self) -> None:
@@ -320,8 +359,13 @@ class PrefixCache(Generic[Value]):
         """`check` a few thousand entries at a time, between which nothing may change."""
         nbytes = blocks = 0
         tails: dict[bytes, int] = {}
+        shares: dict[str, tuple[int, list[tuple[bytes, tuple[int, ...] | None]]]] = {}
         for number, ((parent, tail), entry) in enumerate(self._entries.items(), 1):
             nbytes += entry.kept.nbytes
+            if self._shares.bytes_max(entry.tenant) is not None:
+                counted, keys = shares.get(entry.tenant, (0, []))
+                keys.append((parent, tail))
+                shares[entry.tenant] = counted + self._loose((parent, tail), entry), keys
             if tail is None:
                 blocks += 1
                 _ensure(len(entry.tokens) == BLOCK_TOKENS, "a block has another length")
@@ -336,6 +380,9 @@ class PrefixCache(Generic[Value]):
         _ensure(blocks == self.blocks, f"{blocks} blocks are kept, not {self.blocks}")
         within = nbytes <= self.bytes_max or all(map(self._is_pinned, self._entries))
         _ensure(within, f"{nbytes} bytes are kept, of {self.bytes_max}")
+        for tenant, counted in self._shares.counted().items():
+            _ensure(counted == shares.get(tenant, (0, [])), f"what {tenant} has is counted wrong")
+            _ensure(counted[0] <= (self._shares.bytes_max(tenant) or 0), f"{counted[0]} bytes of {tenant} are kept")
         for number, (parent, siblings) in enumerate(self._tails.items(), 1):
             _ensure(tails.get(parent) == len(siblings), "a tail is counted that is not there")
             _ensure(all(one < two for one, two in pairwise(siblings)), "tails are out of order")
@@ -361,21 +408,28 @@ class PrefixCache(Generic[Value]):
             for tail in reversed(whole):
                 yield tail, len(tail)
 
-    def _touch(self, chain: Sequence[bytes]) -> None:
+    def touch(self, chain: Sequence[bytes]) -> None:
         """Make a chain the most recently used, its end less than its beginning: without that, the rest is of no use."""
         for block in reversed(chain):
             if block in self:
-                self._entries.move_to_end((block, None))
+                self._use((block, None))
+
+    def _use(self, key: tuple[bytes, tuple[int, ...] | None]) -> None:
+        self._entries.move_to_end(key)
+        if self._shares:
+            self._shares.use(self._entries[key].tenant, key)
 
     def _insert(self, key: tuple[bytes, tuple[int, ...] | None], entry: _Entry[Value]) -> None:
         self._inserted += 1
         entry.age = self._inserted
         self._entries[key] = entry
         self.nbytes += entry.kept.nbytes
+        self._shares.add(entry.tenant, key, self._loose(key, entry))
 
     def _remove(self, key: tuple[bytes, tuple[int, ...] | None]) -> None:
         entry = self._entries.pop(key)
         self.nbytes -= entry.kept.nbytes
+        self._shares.remove(entry.tenant, key, self._loose(key, entry))
         block, tail = key
         if tail is None:
             self.blocks -= 1
@@ -389,6 +443,31 @@ class PrefixCache(Generic[Value]):
 
     def _is_pinned(self, key: tuple[bytes, tuple[int, ...] | None]) -> bool:
         return key in self._pinned
+
+    def _loose(self, key: tuple[bytes, tuple[int, ...] | None], entry: _Entry[Value]) -> int:
+        """How much of the entry counts for its tenant."""
+        return 0 if self._is_pinned(key) else entry.kept.nbytes
+
+    def _count(self, keys: Iterable[tuple[bytes, tuple[int, ...] | None]], sign: int) -> list[str]:
+        """These are pinned no more, or from now on where `sign` is -1. Whose they are."""
+        there = [entry for key in keys if (entry := self._entries.get(key)) is not None]
+        for entry in there:
+            self._shares.count(entry.tenant, sign * entry.kept.nbytes)
+        return list(dict.fromkeys(entry.tenant for entry in there))
+
+    def _fit(self, tenant: str) -> None:
+        """Let the tenant's own oldest go until the rest is within its limit."""
+        excess, victims = self._shares.excess(tenant), []
+        if excess <= 0:
+            return
+        for key in self._shares.oldest(tenant):
+            if excess <= 0:
+                break
+            if not self._is_pinned(key):
+                victims.append(key)
+                excess -= self._entries[key].kept.nbytes
+        for key in victims:
+            self._remove(key)
 
     def _evict(self) -> None:
         excess, victims = self.nbytes - self.bytes_max, []

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .disk_tier import DiskTier, Turn
-from .memory import RowMemory, Sequence, Unsaved, is_remembered
+from .memory import RowMemory, Sequence, Unsaved
 
 PIECE_BYTES = 32 * 2**20
 """How much of a row that goes on is worth writing."""
@@ -75,7 +75,7 @@ class Turns:
             self._disk.write(turn)
 
     def _disk_of(self, sequence: Sequence) -> DiskTier | None:
-        return self._disk if is_remembered(sequence.request) else None
+        return self._disk if self._memory.is_written(sequence) else None
 
     def _offer(self, disk: DiskTier, sequence: Sequence, chain: list[bytes], unsaved: list[Unsaved]) -> None:
         self._writers += 1
@@ -85,8 +85,9 @@ class Turns:
             self._coming -= blocks
             self._memory.release(writer)
 
-        turn = Turn(sequence.request.agent, chain, unsaved, done=lambda: self._later(done))
+        request = sequence.request
+        turn = Turn(request.agent, chain, unsaved, limits=request.disk_limits, done=lambda: self._later(done))
         if disk.accepts(turn):
             self._coming |= blocks
-            self._memory.hold(writer, unsaved)
+            self._memory.hold(writer, sequence, unsaved)
             self._noted.append(turn)

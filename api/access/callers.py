@@ -126,6 +126,11 @@ class Caller:
     def limits(self) -> KeyLimits:
         return _NO_LIMITS if self.meter is None else self.meter.limits
 
+    @property
+    def disk_limits(self) -> dict[str, int | None]:
+        """What its tenant may have on a node's disk, as `kv_store.quotas.Limits`."""
+        return {self.tenant: self.limits.disk_bytes_max}
+
     def may_use(self, model: str) -> bool:
         return not self.limits.models or model in self.limits.models
 

@@ -31,6 +31,10 @@ class Memory:
     def nbytes(self) -> int:
         return 0
 
+    def nbytes_of(self, tenant: str) -> int:
+        held = (rows for agent, rows in self.rows.items() if agent.partition("/")[0] == tenant)
+        return sum(len(content.tokens) + len(content.messages) for rows in held for _, content in rows.values())
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         before = {agent: dict(rows) for agent, rows in self.rows.items()}, dict(self.places), dict(self.graves)

@@ -93,9 +93,12 @@ class Bench:
         remembered: int = 0,
         reusable: bool = True,
         flow: str = "",
+        tenant: str = "",
+        memory: int | None = None,
+        on_disk: int | None = None,
         **sampling,
     ):
-        root = root_id(self.loaded.model_id, "tenant:test")
+        root = root_id(self.loaded.model_id, f"tenant:{tenant or 'test'}")
         fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **sampling}
         request = GenerateRequest(
             request_id=name,
@@ -114,6 +117,9 @@ class Bench:
             remembered_tokens=remembered,
             reusable=reusable,
             flow=flow,
+            tenant=tenant,
+            memory_bytes_max=memory,
+            disk_bytes_max=on_disk,
         )
         # On another thread than the engine's, as in a replica.
         known, features = _reader.submit(self.engine.look_up, request).result()

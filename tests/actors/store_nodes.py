@@ -117,16 +117,24 @@ class Cluster:
         return answer["result"]
 
     async def speak(
-        self, node: str, agent: str, text: str, tokens: Sequence[int] = (), *, more: bool = False, turn: str = ""
+        self,
+        node: str,
+        agent: str,
+        text: str,
+        tokens: Sequence[int] = (),
+        *,
+        more: bool = False,
+        turn: str = "",
+        limits: dict[str, int | None] | None = None,
     ) -> dict[str, Any]:
         """A turn that opens a branch, or goes on with the last one (`more`)."""
-        recalled = await self.call(node, "recall", agent, MODEL, {})
+        recalled = await self.call(node, "recall", agent, MODEL, {}, limits)
         base: dict[str, Any] = {}
         if more:
             last = max(recalled["branches"], key=lambda branch: branch["epoch"])
             base = {"branch": last["branch"], "epoch": last["epoch"], "turns": last["turns"] + 1}
             tokens = [*array("I", last["token_ids"]), *(tokens or spell(text))]
-        fields = {"messages": 1, "model": MODEL, "since": recalled["since"], "turn": turn, **base}
+        fields = {"messages": 1, "model": MODEL, "since": recalled["since"], "turn": turn, "limits": limits, **base}
         transcript = json.dumps([{"content": text}]).encode()
         token_ids = array("I", tokens or spell(text)).tobytes()
         return await self.call(node, "commit", agent, token_ids=token_ids, text=text, transcript=transcript, **fields)

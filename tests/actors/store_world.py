@@ -23,6 +23,7 @@ from satchel.actors.kv_store.branches import AgentLimits
 from satchel.actors.kv_store.copies import Copies
 from satchel.actors.kv_store.homes import Homes, Role
 from satchel.actors.kv_store.node_actor import NUMBERS, NodeStoreActor, _residue
+from satchel.actors.kv_store.quotas import Quotas
 from satchel.actors.kv_store.succession import Succession
 from satchel.actors.messages import encode
 from satchel.actors.router.actor import RouterActor
@@ -31,6 +32,7 @@ from satchel.actors.router.policy import Policy
 from satchel.api.agent_homes import AgentHomes
 from satchel.cluster.config import Config, parse_config
 from satchel.cluster.errors import SatchelError, Unavailable, from_wire
+from satchel.cluster.keys import OWNER
 
 from .cluster_memory import Memory
 from .cluster_time import Process
@@ -60,6 +62,7 @@ class Store(NodeStoreActor):
         limits = AgentLimits(branches_max=64)
         self._agents = Agents(memory, limits, world.root_of, start=int(world.loop.time()) << 20)
         self._agents.count_apart(_residue(name), NUMBERS)
+        self._quotas = Quotas(self._agents.nbytes_of, OWNER)
         self._homes = Homes(memory, self._agents.end_turn)
         # Of turns that are held: which, and the home epoch in which it was taken.
         self._held: dict[str, tuple[str, int]] = {}
@@ -89,6 +92,7 @@ class Store(NodeStoreActor):
             version=lambda: self._agents.sequence,
             count=world.config.replication,
             doubt=self._succession.doubt,
+            limits=self._quotas.of,
         )
         self._versions = OrderedDict()
         self._loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))

@@ -6,6 +6,7 @@ import random
 import sqlite3
 from collections.abc import Iterator
 
+from satchel.actors.kv_store.index import SCHEMA
 from satchel.actors.kv_store.segment_reader import Failure, read_entries
 
 from . import kv_scenes
@@ -173,7 +174,7 @@ def test_a_newer_index_is_rebuilt_from_the_files(copy):
     bench.open()
     everything = found(bench)
     with bench.store._shelf.index.transaction():
-        bench.store._shelf.index.set_number("schema", 2)
+        bench.store._shelf.index.set_number("schema", SCHEMA + 1)
     bench.open()
     assert bench.store.rebuilt and found(bench) == everything
 

@@ -55,7 +55,7 @@ async def test_only_what_changed_travels(tmp_path):
             await world.speak("a", X, text)
         world.calls.clear()
         await world.speak("a", X, "and more", more=True)
-        ((_, _, method, (_, _, _, heads, contents)),) = world.calls
+        ((_, _, method, (_, _, _, heads, contents, _)),) = world.calls
         assert method == "take_copy" and len(heads) == 3 and len(contents) == 1
         assert world.said("b", X) == world.said("a", X) == {"one", "two", "and more"}
         # Here the copy lacks what came before: two calls, the second with everything.

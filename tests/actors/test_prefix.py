@@ -315,7 +315,7 @@ def test_a_hundred_thousand_blocks_cost_no_more_than_ten():
         tokens = list(range(10 * BLOCK_TOKENS))
         entries = cache._entries
         cache._entries = Counting(entries)  # type: ignore[assignment]
-        cache._touch = lambda chain: None  # type: ignore[method-assign]
+        cache.touch = lambda chain: None  # type: ignore[method-assign]
         Counting.reads = 0
         assert reusable(cache, tokens) == 9 * BLOCK_TOKENS
         return Counting.reads

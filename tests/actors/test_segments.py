@@ -87,7 +87,7 @@ def test_a_part_of_all_entries_is_one_run_and_safetensors_reads_it(tmp_path):
     record = write_file(tmp_path, entries)
     path = file_of(tmp_path, record)
     with safe_open(path, "np") as file:
-        assert file.metadata()["format"] == "satchel.segment.1"
+        assert file.metadata()["format"] == "satchel.segment.2"
     for name, stacked in load_file(path).items():
         assert np.array_equal(stacked, np.stack([entry.parts[name] for entry in entries]))
     data = path.read_bytes()

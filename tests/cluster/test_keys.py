@@ -108,6 +108,14 @@ def test_a_limit_is_a_limit(home: Home, limits: dict[str, Any]):
         create_key(home, "ann", **limits)
 
 
+@pytest.mark.parametrize("limit", ["memory_bytes_max", "disk_bytes_max"])
+def test_whoever_runs_the_server_keeps_what_there_is_room_for(home: Home, limit: str):
+    """Its own requests come without a key, so a limit would come and go."""
+    with pytest.raises(ConfigError, match="whoever runs the server"):
+        create_key(home, "default", admin=False, **{limit: "1 MiB"})
+    create_key(home, "default", rows_max=1)
+
+
 def test_there_is_one_valid_key_of_a_name(home: Home):
     create_key(home, "ann")
     for name in ("ann", "Ann"):
