@@ -142,8 +142,11 @@ def test_a_client_that_hangs_up_frees_its_row(http: httpx.Client, stream: bool):
 
 
 async def test_a_full_queue_is_a_503_and_nobody_else_is_disturbed(deployment: Deployment, http: httpx.Client):
-    """More requests than two replicas' places and queues: some are refused with Retry-After, none fails otherwise."""
+    """More requests than two replicas' places and queues: some are refused with Retry-After, none fails otherwise.
+
+    One caller fills four fifths of a queue: the rest stays free for others."""
     most = 2 * (ROWS_MAX + QUEUE_MAX)
+    least = 2 * (ROWS_MAX + QUEUE_MAX * 4 // 5)
     body = {"messages": [user("Say the numbers from one to thirty.")], "max_tokens": 40, "temperature": 0}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=deployment.url, timeout=120, trust_env=False, limits=limits) as client:
@@ -153,7 +156,7 @@ async def test_a_full_queue_is_a_503_and_nobody_else_is_disturbed(deployment: De
     refused = [answer for answer in answers if answer.status_code == 503]
     served = [answer for answer in answers if answer.status_code == 200]
     assert len(refused) + len(served) == most + 20
-    assert refused and len(served) >= most
+    assert refused and len(served) >= least
     for answer in refused:
         assert answer.json()["error"]["code"] == "queue_full"
         assert int(answer.headers["retry-after"]) >= 1
