@@ -21,6 +21,7 @@ from ..cluster.errors import ClusterError, SatchelError, from_wire
 from ..cluster.incidents import note_incident_aside
 from ..cluster.keys import KeyRing
 from ..cluster.ports import listens_to_strangers
+from ..cluster.processes import give_freed_memory_back
 from ..cluster.shown_certificate import ShownCertificate
 from .agent_homes import AgentHomes
 from .agents import AgentMemory
@@ -50,6 +51,8 @@ class Endpoint:
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         _stay_on_this_machine()
+        # Bodies may be large.
+        give_freed_memory_back()
         # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "work"))

@@ -152,7 +152,7 @@ class Bodies:
         chance = self._chance
         for _ in range(chance.choice((0, 1, 1, 1, 2, 4))):
             body[chance.choice(_FIELDS)] = self._odd()
-        return {**body, "max_tokens": chance.choice((1, 2, TOKENS_MAX)), "timeout_s": 30}
+        return {**body, "max_tokens": chance.choice((1, 2, TOKENS_MAX)), "timeout_s": 120}
 
     def _agent(self) -> str:
         return self._chance.choice(_AGENTS) if self._chance.random() < 0.3 else ""

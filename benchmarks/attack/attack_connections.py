@@ -28,7 +28,8 @@ def _held(scene: Scene, outcome: Outcome, what: str) -> Iterator[list[socket.soc
         until = scene.ends()
         outcome.notes.append(f"{what}: {len(connections)} connections")
         while time.monotonic() < until:
-            outcome.count(question(scene.port), f"a question beside {what}")
+            # An agent's, which stands in no queue of theirs.
+            outcome.count(question(scene.port, agent_id="beside"), f"a question beside {what}")
             time.sleep(_EVERY_S)
     finally:
         for connection in connections:

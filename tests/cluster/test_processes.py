@@ -1,0 +1,41 @@
+"""What a process does with memory that it has freed."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import psutil
+from satchel.cluster.processes import give_freed_memory_back
+
+def handle(number):
+    for _ in range(3):
+        together.wait()
+        body, pieces = bytes(30 * 2**20), [b"x" * (8 * 2**20) for _ in range(3)]
+        del body, pieces
+
+together = threading.Barrier(4)
+if sys.argv[1:]:
+    give_freed_memory_back()
+before = psutil.Process().memory_info().rss
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(handle, range(4)))
+    print((psutil.Process().memory_info().rss - before) // 2**20)
+"""
+
+
+def kept_mib(*arguments: str) -> int:
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc keeps what is freed")
+def test_what_large_bodies_took_is_given_back():
+    assert kept_mib() > 100, "or this shows nothing"
+    assert kept_mib("give back") < 32
