@@ -54,43 +54,43 @@ format: .venv/.development ## Format the code and mend what lint can mend
 train-embedded: ## Train the small model anew into OUT=build/recall, with a PYTHON that has PyTorch and a GPU
 	@$(PYTHON) -c 'import torch, safetensors, tokenizers' 2>/dev/null || \
 		{ echo "\"$(PYTHON)\" has no torch, safetensors and tokenizers; training needs them, and an NVIDIA GPU" >&2; exit 1; }
-	@$(PYTHON) benchmarks/embedded/train.py --out "$(or $(OUT),build/recall)" --tokenizer actors/replica/embedded/recall
+	@$(PYTHON) -m benchmarks.embedded.train --out "$(or $(OUT),build/recall)" --tokenizer actors/model_files/embedded/recall
 
 train-shapes: ## Train the small vision model anew into OUT=build/shapes, with a PYTHON that has PyTorch and a GPU
 	@$(PYTHON) -c 'import torch, safetensors, tokenizers' 2>/dev/null || \
 		{ echo "\"$(PYTHON)\" has no torch, safetensors and tokenizers; training needs them, and an NVIDIA GPU" >&2; exit 1; }
-	@$(PYTHON) benchmarks/shapes/train.py --out "$(or $(OUT),build/shapes)" --tokenizer actors/replica/embedded/shapes
+	@$(PYTHON) -m benchmarks.shapes.train --out "$(or $(OUT),build/shapes)" --tokenizer actors/model_files/embedded/shapes
 
 eval-shapes: .venv/.development ## Measure the small vision model that ships with Satchel
-	@$(BIN)/python benchmarks/shapes/evaluate.py
+	@$(BIN)/python -m benchmarks.shapes.evaluate
 
 eval-embedded: .venv/.development ## Measure the small model that ships with Satchel
-	@$(BIN)/python benchmarks/embedded/evaluate.py
+	@$(BIN)/python -m benchmarks.embedded.evaluate
 
 bench-serve: .venv/.development ## Measure serving beside other servers; BENCH="--models recall --rounds 1" for options
-	@$(BIN)/python benchmarks/serve/run.py $(BENCH)
+	@$(BIN)/python -m benchmarks.serve.run $(BENCH)
 
 bench-router: .venv/.development ## Measure the router beside others; TRACES=folder adds recorded conversations, BENCH="--parts nodes-8" options
-	@$(BIN)/python benchmarks/router/run.py $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
-	@$(BIN)/python benchmarks/prefix.py
+	@$(BIN)/python -m benchmarks.router.run $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
+	@$(BIN)/python -m benchmarks.prefix
 
 bench-memory: .venv/.development ## Measure the KV memory; TRACES=folder adds recorded conversations, BENCH="--parts sizes" options
-	@$(BIN)/python benchmarks/memory/run.py $(if $(TRACES),--traces "$(TRACES)/whowhen_conversations.jsonl") $(BENCH)
+	@$(BIN)/python -m benchmarks.memory.run $(if $(TRACES),--traces "$(TRACES)/whowhen_conversations.jsonl") $(BENCH)
 
 bench-cluster: .venv/.development ## Measure several nodes; BENCH="--parts moving" options
-	@$(BIN)/python benchmarks/cluster/run.py $(BENCH)
+	@$(BIN)/python -m benchmarks.cluster.run $(BENCH)
 
 bench-vision: .venv/.development ## Measure pictures and videos; BENCH="--parts turns --rounds 1" options
-	@$(BIN)/python benchmarks/vision/run.py $(BENCH)
+	@$(BIN)/python -m benchmarks.vision.run $(BENCH)
 
 bench-scenarios: .venv/.development ## Run agents' stories on the server at URL=http://127.0.0.1:8000; TRACES=folder adds recordings
-	@$(BIN)/python benchmarks/scenarios/run.py --url "$(URL)" $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
+	@$(BIN)/python -m benchmarks.scenarios.run --url "$(URL)" $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
 
 soak: .venv/.development ## Kill a server and fill its disk for MINUTES=60 while agents talk, and compare; BENCH="--disk tenth" options
-	@$(BIN)/python benchmarks/soak/run.py $(if $(MINUTES),--minutes "$(MINUTES)") $(BENCH)
+	@$(BIN)/python -m benchmarks.soak.run $(if $(MINUTES),--minutes "$(MINUTES)") $(BENCH)
 
 attack: .venv/.development ## Attack a server of its own on loopback while 16 clients stream, for MINUTES=20; BODIES=500 ONLY=raw,large for less
-	@$(BIN)/python benchmarks/attack/run.py $(if $(MINUTES),--minutes "$(MINUTES)") $(if $(BODIES),--bodies "$(BODIES)") \
+	@$(BIN)/python -m benchmarks.attack.run $(if $(MINUTES),--minutes "$(MINUTES)") $(if $(BODIES),--bodies "$(BODIES)") \
 		$(if $(ONLY),--only "$(ONLY)") $(BENCH)
 
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \

@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
 
 from ..cluster.config import Config, Model, Scheduling
 from ..cluster.connection import NAMESPACE, satchel_version
 from ..cluster.environment import default_home
-from ..cluster.errors import InvalidRequest, ModelLoadError, from_wire
+from ..cluster.errors import ActorSilent, InvalidRequest, ModelLoadError, NoAnswer
 from ..cluster.nodes import Node
 from ..cluster.placement import place
-from . import registry
-from .handles import ROUTER, actor_handle, replica_actor_name, store_actor_name
 from .kv_store.node_actor import NodeStoreActor
+from .protocol import registry
+from .protocol.clients import ReplicaClient, RouterClient
+from .protocol.handles import ROUTER, actor_handle, replica_actor_name, store_actor_name
+from .protocol.messages import ModelInfo, ReplicaStats
 from .replica.actor import ReplicaActor
 from .router.actor import RouterActor
 
@@ -36,18 +37,17 @@ FLUSH_S = 0.3
 NAME_FREE_S = 10.0
 
 Report = Callable[[str, float | None], None]
-Handles = Mapping[str, Any]
+Replicas = Mapping[str, ReplicaClient]
 
-_AT_WORK = ("running", "waiting", "unwritten_bytes")
-"""What a replica's stats say of work that is not done."""
+T = TypeVar("T")
 
 _OPTIONS = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "lifetime": "detached"}
 """Actors restart by themselves for ever, but a call to one is never repeated by Ray: a generation that was lost is
 taken up by whoever asked for it."""
 
 
-def start_actors(config: Config) -> dict[str, Any]:
-    """Start the cluster's router, and what runs on its head: handles of that node's replicas by id.
+def start_actors(config: Config) -> dict[str, ReplicaClient]:
+    """Start the cluster's router, and what runs on its head: that node's replicas by id.
 
     Replicas load in the background; see `wait_until_ready`. Those of other nodes begin when their nodes join.
     """
@@ -61,11 +61,11 @@ def start_actors(config: Config) -> dict[str, Any]:
     return start_node(config, machines[0])
 
 
-def start_node(config: Config, node: Node) -> dict[str, Any]:
+def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
     """Start what runs on this node, the one on which this is called, or take over what has come back with it.
 
     Returns:
-        The handles of its replicas by id; they load in the background.
+        Its replicas by id; they load in the background.
     """
     links = tuple((link.address, link.kind) for link in node.data_links)
     home = str(default_home().root)
@@ -85,9 +85,7 @@ def start_node(config: Config, node: Node) -> dict[str, Any]:
         served = registry.entries()
     here = {replica: entry.model for entry in served for replica, where in entry.replicas.items() if where == node.name}
     return {
-        replica: _replica_options(replica, node, get_if_exists=True).remote(
-            replica, model, config.scheduling, node, len(here)
-        )
+        replica: _start_replica(replica, model, config.scheduling, node, len(here), get_if_exists=True)
         for replica, model in here.items()
     }
 
@@ -97,8 +95,15 @@ def _on(node: Node) -> dict[str, Any]:
     return {**_OPTIONS, "resources": {node.resource: 1}}
 
 
-def _replica_options(replica: str, node: Node, **more: Any) -> Any:
-    return ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **_on(node), **more)
+def _start_replica(
+    replica: str, model: Model, scheduling: Scheduling, node: Node, neighbours: int, **more: Any
+) -> ReplicaClient:
+    """
+    Raises:
+        ValueError: it runs already, where `more` does not say that then it is taken.
+    """
+    options = ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **_on(node), **more)
+    return ReplicaClient(replica, options.remote(replica, model, scheduling, node, neighbours))
 
 
 def located(model: Model) -> Model:
@@ -112,8 +117,10 @@ def located(model: Model) -> Model:
     return replace(model, source=full(model.source) or "", adapter=full(model.adapter))
 
 
-def start_replicas(model: Model, scheduling: Scheduling, placed: Mapping[str, Node], neighbours: int) -> dict[str, Any]:
-    """Start the replicas of a model on nodes that are there: handles by id. They load in the background.
+def start_replicas(
+    model: Model, scheduling: Scheduling, placed: Mapping[str, Node], neighbours: int
+) -> dict[str, ReplicaClient]:
+    """Start the replicas of a model on nodes that are there, by id. They load in the background.
 
     Args:
         neighbours: how many replicas share the memory of each node.
@@ -121,10 +128,10 @@ def start_replicas(model: Model, scheduling: Scheduling, placed: Mapping[str, No
     Raises:
         InvalidRequest: one of that name runs already. None was started then.
     """
-    replicas: dict[str, Any] = {}
+    replicas: dict[str, ReplicaClient] = {}
     for name, node in placed.items():
         try:
-            replicas[name] = _replica_options(name, node).remote(name, model, scheduling, node, neighbours)
+            replicas[name] = _start_replica(name, model, scheduling, node, neighbours)
         except ValueError:
             kill(replicas)
             what = f"a replica {name} runs already: somebody else loads {model.name!r}, or it has just been unloaded"
@@ -132,13 +139,15 @@ def start_replicas(model: Model, scheduling: Scheduling, placed: Mapping[str, No
     return replicas
 
 
-def kill(replicas: Handles) -> None:
+def kill(replicas: Replicas) -> None:
     """End replicas for good."""
-    for handle in replicas.values():
-        ray.kill(handle, no_restart=True)
+    for replica in replicas.values():
+        # One that Ray does not know any more has ended.
+        with suppress(ValueError):
+            ray.kill(replica.actor.find(), no_restart=True)
 
 
-async def wait_until_ready(replicas: Handles, timeout_s: float, report: Report) -> None:
+async def wait_until_ready(replicas: Replicas, timeout_s: float, report: Report) -> None:
     """Wait until every replica has loaded its model.
 
     Args:
@@ -150,27 +159,25 @@ async def wait_until_ready(replicas: Handles, timeout_s: float, report: Report) 
     ends = time.monotonic() + timeout_s
     waiting = dict(replicas)
     while waiting:
-        for name, handle in list(waiting.items()):
+        for name, replica in list(waiting.items()):
             try:
-                progress = await asyncio.wait_for(handle.progress.remote(), min(60.0, timeout_s))
-            except TimeoutError:
+                progress = await replica.progress().within(min(60.0, timeout_s))
+            except ActorSilent:
                 continue
-            except RayError as error:
+            except NoAnswer as error:
                 what = f"replica {name} died while its model was being loaded; perhaps memory ran out"
                 raise ModelLoadError(what) from error
-            if progress["error"]:
-                raise from_wire(progress["error"])
-            if progress["ready"]:
+            if progress.ready:
                 del waiting[name]
             else:
-                report(f"{name}: {progress['what']}", progress["fraction"])
+                report(f"{name}: {progress.what}", progress.fraction)
         if waiting and time.monotonic() > ends:
             raise ModelLoadError(f"{', '.join(waiting)} did not load within {timeout_s:.0f} s")
         if waiting:
             await asyncio.sleep(POLL_S)
 
 
-async def compare_models(replicas: Handles) -> list[str]:
+async def compare_models(replicas: Replicas) -> list[str]:
     """Whether these replicas have loaded the very models that others of the same names have.
 
     Returns:
@@ -187,11 +194,11 @@ async def compare_models(replicas: Handles) -> list[str]:
     return said
 
 
-def differing(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def differing(infos: Mapping[str, ModelInfo]) -> list[str]:
     """A sentence on every replica of one model that computes otherwise than the first one.
 
     Args:
-        infos: what `ReplicaActor.info` says, by replica.
+        infos: what each says of itself, by replica.
 
     Raises:
         ModelLoadError: one has other files.
@@ -200,17 +207,17 @@ def differing(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
     first = next(iter(infos.values()), None)
     for info in infos.values():
         assert first is not None
-        names = _differences(info["files"], first["files"])
+        names = _differences(info.files, first.files)
         if names:
             raise ModelLoadError(
-                f"{info['name']!r} is another model on {info['node']} than on {first['node']}: "
+                f"{info.name!r} is another model on {info.node} than on {first.node}: "
                 f"{', '.join(names)} differ{'s' if len(names) == 1 else ''}"
             )
-        names = _differences(info["computing"], first["computing"])
+        names = _differences(info.computing, first.computing)
         if names:
-            how = "; ".join(f"{name}: {info['computing'].get(name)}, {first['computing'].get(name)}" for name in names)
+            how = "; ".join(f"{name}: {info.computing.get(name)}, {first.computing.get(name)}" for name in names)
             said.append(
-                f"{info['replica']} on {info['node']} computes otherwise than {first['replica']} on {first['node']} "
+                f"{info.replica} on {info.node} computes otherwise than {first.replica} on {first.node} "
                 f"({how}): they share agents' words and not their KV"
             )
     return said
@@ -220,19 +227,14 @@ def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-async def _infos(replicas: Handles) -> dict[str, dict[str, Any]]:
+async def _infos(replicas: Replicas) -> dict[str, ModelInfo]:
     """What those replicas say of their models that have loaded and answer in time."""
-
-    async def ask(handle: Any) -> dict[str, Any] | None:
-        with suppress(RayError, TimeoutError):
-            return await asyncio.wait_for(handle.info.remote(), ANSWER_S)
-        return None
-
-    answers = await asyncio.gather(*map(ask, replicas.values()))
-    return {name: info for name, info in zip(replicas, answers, strict=True) if info is not None}
+    answers = await _each(replica.info().within(ANSWER_S) for replica in replicas.values())
+    infos = zip(replicas, answers, strict=True)
+    return {name: info for name, info in infos if info is not None and not isinstance(info, NoAnswer)}
 
 
-def leave_node(replicas: Handles, node: Node, drain_s: float, for_good: bool) -> None:
+def leave_node(replicas: Replicas, node: Node, drain_s: float, for_good: bool) -> None:
     """Finish what the node's replicas are doing, at most `drain_s`, and end what runs there."""
     asyncio.run(drain(replicas, drain_s))
     if for_good:
@@ -280,11 +282,10 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
 async def _memory_free_bytes() -> dict[str, int]:
     """By node, as their stores have reported; empty where the router cannot be asked."""
     try:
-        router = await asyncio.to_thread(actor_handle, ROUTER)
-        described = await asyncio.wait_for(router.nodes.remote(), ANSWER_S)
-    except (RayError, ValueError, TimeoutError):
+        nodes = await RouterClient().nodes().within(ANSWER_S)
+    except NoAnswer:
         return {}
-    return {node["name"]: node["memory_free_bytes"] for node in described if node.get("memory_free_bytes") is not None}
+    return {node.name: node.memory_free_bytes for node in nodes if node.memory_free_bytes is not None}
 
 
 def present_nodes(config: Config) -> dict[str, Node]:
@@ -314,56 +315,57 @@ async def unload_model(name: str, drain_s: float) -> None:
     await _forget(replicas)
 
 
-def find_replicas(entries: Iterable[registry.Entry]) -> dict[str, Any]:
-    """The handles of the models' replicas by id, without those that Ray does not know."""
+def find_replicas(entries: Iterable[registry.Entry]) -> dict[str, ReplicaClient]:
+    """The models' replicas by id, without those that Ray does not know."""
     replicas = {}
     for name in (name for entry in entries for name in entry.replicas):
         try:
-            replicas[name] = actor_handle(replica_actor_name(name))
+            replicas[name] = ReplicaClient(name, actor_handle(replica_actor_name(name)))
         except ValueError:
             logger.warning("there is no replica %s", name)
     return replicas
 
 
-async def drain(replicas: Handles, timeout_s: float) -> None:
+async def drain(replicas: Replicas, timeout_s: float) -> None:
     """Refuse new requests and wait for the running ones, at most `timeout_s`; what still runs then is ended."""
     ends = time.monotonic() + timeout_s
-    await _call_each(replicas, "drain")
+    await _each(replica.drain().within(ANSWER_S) for replica in replicas.values())
     while time.monotonic() < ends - FLUSH_S:
-        answers = await _call_each(replicas, "stats")
-        # One that does not answer in time may still be busy.
-        if not any(answer is None or any(map(answer.get, _AT_WORK)) for answer in answers):
+        if not any(map(_is_at_work, await _each(replica.stats().within(ANSWER_S) for replica in replicas.values()))):
             break
         await asyncio.sleep(POLL_S)
     else:
-        await _call_each(replicas, "drain", True)
+        await _each(replica.drain(end_rows=True).within(ANSWER_S) for replica in replicas.values())
     await asyncio.sleep(FLUSH_S)
 
 
-async def _call_each(replicas: Handles, method: str, *arguments: Any) -> list[Any]:
-    """The answers of the replicas that live; None from one that does not answer in time."""
-
-    async def call(handle: Any) -> Any:
-        return await asyncio.wait_for(getattr(handle, method).remote(*arguments), ANSWER_S)
-
-    answers = await asyncio.gather(*map(call, replicas.values()), return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, RayError | TimeoutError):
-            raise answer
-    # A replica that died has nothing left to drain.
-    return [
-        None if isinstance(answer, TimeoutError) else answer for answer in answers if not isinstance(answer, RayError)
-    ]
+def _is_at_work(stats: ReplicaStats | NoAnswer) -> bool:
+    """One that does not answer in time may still be busy; one that died has nothing left to do."""
+    if isinstance(stats, NoAnswer):
+        return isinstance(stats, ActorSilent)
+    return bool(stats.running or stats.waiting or stats.unwritten_bytes)
 
 
-async def _forget(replicas: Handles) -> None:
+async def _each(calls: Iterable[Awaitable[T]]) -> list[T | NoAnswer]:
+    """What is answered to calls that are made at the same time, or why nothing is."""
+
+    async def ask(call: Awaitable[T]) -> T | NoAnswer:
+        try:
+            return await call
+        except NoAnswer as error:
+            return error
+
+    return await asyncio.gather(*map(ask, calls))
+
+
+async def _forget(replicas: Replicas) -> None:
     """Tell the router, and wait until the names are free again."""
     ends = time.monotonic() + NAME_FREE_S
     try:
-        router = await asyncio.to_thread(actor_handle, ROUTER)
+        router = RouterClient()
         for name in replicas:
-            await asyncio.wait_for(router.lose.remote(name), ANSWER_S)
-    except (RayError, ValueError, TimeoutError):
+            await router.lose(name).within(ANSWER_S)
+    except NoAnswer:
         logger.warning("the router does not answer; it will miss the replicas' reports")
     for name in replicas:
         while time.monotonic() < ends and await asyncio.to_thread(_is_known, name):

@@ -8,7 +8,7 @@ if not __name__.startswith("satchel."):
     raise ImportError("import this package as satchel.api; its folder's bare name belongs to somebody else")
 
 if TYPE_CHECKING:
-    from .client import Agent, Cluster, Reply, connect
+    from .client.cluster import Agent, Cluster, Reply, connect
 
 __all__ = ["Agent", "Cluster", "Reply", "connect"]
 
@@ -16,7 +16,7 @@ __all__ = ["Agent", "Cluster", "Reply", "connect"]
 def __getattr__(name: str) -> Any:
     # Only when it is asked for: the HTTP application must load without Ray.
     if name in __all__:
-        from . import client
+        from .client import cluster as client
 
         return getattr(client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

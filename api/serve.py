@@ -5,33 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
-from ..actors import registry
+from ..actors.protocol import registry
+from ..actors.protocol.answers import answers
+from ..actors.protocol.calls import UNANSWERED, no_answer
+from ..actors.protocol.messages import Close, Nothing, decode_any, encode
 from ..actors.start import Report, drain, find_replicas, start_actors, wait_until_ready
-from ..actors.watchdog import Watchdog
+from ..actors.supervision.watchdog import Watchdog
 from ..cluster.audit import Audit
+from ..cluster.bring_up.ports import listens_to_strangers
 from ..cluster.config import Config, Tls
 from ..cluster.environment import default_home
-from ..cluster.errors import ClusterError, SatchelError, from_wire
+from ..cluster.errors import ClusterError, SatchelError
 from ..cluster.incidents import note_incident_aside
 from ..cluster.keys import KeyRing
-from ..cluster.ports import listens_to_strangers
 from ..cluster.processes import give_freed_memory_back
-from ..cluster.shown_certificate import ShownCertificate
-from .agent_homes import AgentHomes
-from .agents import AgentMemory
-from .app import create_app
-from .cli_http import trusting
-from .dispatch import RayBackend
-from .generation import Generator
-from .ray_store import RayStore
-from .refusals import Refusals
-from .server import HttpServer
+from ..cluster.trust.endpoint_certificate import client_context
+from ..cluster.trust.shown_certificate import ShownCertificate
+from .agents.memory import AgentMemory
+from .http.app import create_app
+from .http.server import HttpServer
+from .ray_backend.dispatch import RayBackend
+from .ray_backend.homes import AgentHomes
+from .ray_backend.store import RayStore
+from .views.generation import Generator
 
 APPLICATION = "satchel"
 POLL_S = 0.1
@@ -40,6 +45,12 @@ ENDPOINT_START_S = 120.0
 THREADS = 32
 HEALTH_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
+
+
+MINUTE_S = 60.0
+
+FLOOD_MIN = 10
+"""Fewer in a minute are nothing to speak of."""
 
 
 class Endpoint:
@@ -95,18 +106,37 @@ class Endpoint:
         if (failure := self._server.failure) is not None:
             raise ClusterError("the HTTP server has ended") from failure
 
-    async def warm(self) -> dict[str, Any] | None:
-        """Load the tokenizers of all models, which the first requests would wait for. An error on the wire, or None."""
-        try:
-            for model in await self._generator.backend.models():
-                await self._generator.text_model(model)
-        except SatchelError as error:
-            return error.to_wire()
-        return None
+    @answers(Nothing)
+    async def warm(self, _: Nothing) -> None:
+        for model in await self._generator.backend.models():
+            await self._generator.text_model(model)
 
-    async def close(self, timeout_s: float) -> None:
+    @answers(Close)
+    async def close(self, how: Close) -> None:
+        await self._server.close(how.timeout_s)
+
+
+class EndpointClient:
+    """The running endpoint, as the server calls it from a thread. Errors are as `protocol.calls` has them."""
+
+    def warm(self, timeout_s: float) -> None:
+        """Load the tokenizers of all models, which the first requests would wait for.
+
+        Raises:
+            SatchelError: one cannot be loaded.
+        """
+        self._ask(lambda endpoint: endpoint.warm.remote(encode(Nothing())), timeout_s)
+
+    def close(self, timeout_s: float) -> None:
         """Take no more connections, and let clients read the rest of their answers for at most `timeout_s`."""
-        await self._server.close(timeout_s)
+        self._ask(lambda endpoint: endpoint.close.remote(encode(Close(timeout_s))), timeout_s + ANSWER_S)
+
+    def _ask(self, send: Callable[[Any], Any], timeout_s: float) -> None:
+        try:
+            answer = send(serve.get_app_handle(APPLICATION)).result(timeout_s=timeout_s)
+        except (*UNANSWERED, RayServeException) as error:
+            raise no_answer(error, "the endpoint does not answer now") from error
+        decode_any(Nothing, answer)
 
 
 class Deployment:
@@ -129,8 +159,7 @@ class Deployment:
     def stop(self, timeout_s: float) -> None:
         """Take no more connections, and let clients read what has been answered, at most `timeout_s`. The processes
         belong to the cluster's Ray, which its owner ends."""
-        endpoint = serve.get_app_handle(APPLICATION)
-        endpoint.close.remote(timeout_s).result(timeout_s=timeout_s + ANSWER_S)
+        EndpointClient().close(timeout_s)
 
 
 def deploy(config: Config, *, report: Report) -> Deployment:
@@ -150,9 +179,7 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     deployment = Deployment(config)
     report("Waiting for the endpoint", None)
     _await_health(deployment.url, config.endpoint.tls)
-    error = serve.get_app_handle(APPLICATION).warm.remote().result(timeout_s=config.timeouts.model_load_s)
-    if error is not None:
-        raise from_wire(error)
+    EndpointClient().warm(config.timeouts.model_load_s)
     return deployment
 
 
@@ -190,7 +217,7 @@ def _await_health(url: str, tls: Tls | None) -> None:
     while time.monotonic() < ends:
         try:
             # Anew each time: the certificate may be replaced while models load.
-            verify = True if tls is None else trusting(tls.certificate)
+            verify = True if tls is None else client_context(tls.certificate)
             answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False, verify=verify)
         except (httpx.HTTPError, SatchelError) as error:
             healthy, last = False, str(error)
@@ -205,3 +232,26 @@ def _await_health(url: str, tls: Tls | None) -> None:
             raise ClusterError(f"the endpoint does not start: {application.message}")
         time.sleep(POLL_S)
     raise ClusterError(f"the endpoint at {url} did not come up within {ENDPOINT_START_S:.0f} s: {last}")
+
+
+class Refusals:
+    """
+    Args:
+        tell: hears a sentence.
+    """
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell = tell
+        self._counts: Counter[str] = Counter()
+
+    def count(self, why: str) -> None:
+        """One more request was refused. On an event loop."""
+        if not self._counts:
+            asyncio.get_running_loop().call_later(MINUTE_S, self.end_minute)
+        self._counts[why] += 1
+
+    def end_minute(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        for why, count in counts.items():
+            if count >= FLOOD_MIN:
+                self._tell(f"{count} requests were refused within a minute: {why}")

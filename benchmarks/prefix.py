@@ -1,6 +1,6 @@
 """Measures a replica's prefix cache with 100,000 blocks: finding a prompt's prefix, keeping blocks, telling the router.
 
-python benchmarks/prefix.py [--json FILE]
+python -m benchmarks.prefix [--json FILE]
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from figures import machine_facts, percentile, print_table, save
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.replica.kv.prefix import KeptKV, PrefixCache
 
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS
-from satchel.actors.replica.prefix import Kept, PrefixCache
+from . import machine
+from .parts import percentile
+from .programs import RESULTS
 
 BLOCKS = 100_000
 CHAIN = 400
@@ -37,7 +39,7 @@ def full_cache() -> PrefixCache[None]:
 
 def keep(cache: PrefixCache[None], name: str, length: int) -> None:
     tokens = range(1000, 1000 + BLOCK_TOKENS)
-    cache.put_blocks(chain(name, length), [(index, tokens, Kept(None, 1)) for index in range(length)])
+    cache.put_blocks(chain(name, length), [(index, tokens, KeptKV(None, 1)) for index in range(length)])
 
 
 def operations(cache: PrefixCache[None]) -> dict[str, Callable[[int], tuple[Callable[[], object], int]]]:
@@ -71,11 +73,27 @@ def measure() -> Iterator[dict[str, Any]]:
     cache.check()
 
 
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """As Markdown."""
+    names = list(rows[0])
+    print("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    for row in rows:
+        cells = (f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row.values())
+        print("| " + " | ".join(cells) + " |")
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """As JSON, with three decimals."""
+    rounded = json.loads(json.dumps(results), parse_float=lambda text: round(float(text), 3))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "prefix.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "prefix.json")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine_facts(), "blocks": BLOCKS}
+    results: dict[str, Any] = {"machine": machine.facts("cpu"), "blocks": BLOCKS}
     print(json.dumps(results, indent=2))
     results["operations"] = list(measure())
     print_table(results["operations"])

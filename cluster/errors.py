@@ -24,6 +24,11 @@
     │   ├── NoReplica               503
     │   ├── ReplicaLost             503
     │   │   └── ReplicaDied         503  its process ended, perhaps by what it was computing
+    │   ├── NoAnswer                503  an actor was called, and no answer came
+    │   │   ├── ActorLost           503  its process has ended, as far as Ray can tell
+    │   │   │   └── ActorAway       503  or cannot be reached now; it may come back by itself
+    │   │   ├── ActorSilent         503  not within the time
+    │   │   └── OtherVersion        503  what it says is of another version
     │   ├── AgentElsewhere          503  its memory has moved; the new home answers
     │   ├── MemoryFull              507  agents' words find no room on the disk, nor in transcripts_bytes_max
     │   └── Draining                503
@@ -187,6 +192,26 @@ class ReplicaLost(Unavailable):
 
 
 class ReplicaDied(ReplicaLost):
+    pass
+
+
+class NoAnswer(Unavailable):
+    """Nothing came from an actor that was called; also where there is none of that name, or its method failed."""
+
+
+class ActorLost(NoAnswer):
+    pass
+
+
+class ActorAway(ActorLost):
+    pass
+
+
+class ActorSilent(NoAnswer):
+    pass
+
+
+class OtherVersion(NoAnswer):
     pass
 
 

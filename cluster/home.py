@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
-import time
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from .config import Home
 from .errors import ClusterError, HomeInUse
@@ -78,11 +78,11 @@ class HomeLock:
     def __init__(self, home: Home) -> None:
         self._path = home.lock_file
         self._root = home.root
-        self._descriptor: int | None = None
+        self._lock = FileLock(home.lock_file, _LOCK_WAIT_S, mode=0o600, thread_local=False, fallback_to_soft=False)
 
     @property
     def is_held(self) -> bool:
-        return self._descriptor is not None
+        return self._lock.is_locked
 
     def acquire(self) -> None:
         """Takes the lock.
@@ -90,29 +90,18 @@ class HomeLock:
         Raises:
             HomeInUse: another server has it; the message names its process id.
         """
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + _LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.05)
-                    continue
-                holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-                os.close(descriptor)
-                raise HomeInUse(
-                    f"{self._root} is in use by the server with process id {holder}; stop it, or choose another "
-                    "folder with --home"
-                ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        self._descriptor = descriptor
+        try:
+            self._lock.acquire()
+        except Timeout:
+            holder = self._path.read_text("ascii", "replace").strip() or "unknown"
+            raise HomeInUse(
+                f"{self._root} is in use by the server with process id {holder}; stop it, or choose another "
+                "folder with --home"
+            ) from None
+        self._path.write_text(f"{os.getpid()}\n", "ascii")
 
     def release(self) -> None:
         """Gives the lock back; does nothing where it is not held."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.ftruncate(descriptor, 0)
-            os.close(descriptor)
+        if self.is_held:
+            self._path.write_text("", "ascii")
+            self._lock.release()

@@ -6,10 +6,8 @@ caller needs one, also if all of them have been revoked.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import threading
@@ -21,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from filelock import FileLock
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
@@ -153,16 +152,12 @@ def revoke_key(home: Home, name: str) -> Key:
 def _changing(home: Home) -> Iterator[list[Key]]:
     """The keys, to be changed; written back where the block ends without an error. One process at a time."""
     prepare_home(home)
-    lock = os.open(home.run / "keys.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(home.run / "keys.lock", mode=0o600, fallback_to_soft=False):
         before = read_keys(home) or ()
         keys = list(before)
         yield keys
         if tuple(keys) != before:
             write_private_json(home.keys_file, {"keys": [asdict(key) for key in keys]})
-    finally:
-        os.close(lock)
 
 
 def _digest(secret: str, salt: bytes) -> bytes:
@@ -200,6 +195,7 @@ class KeyRing:
         self._version: tuple[int, int, int] | None = None
         # What secrets look like here: no table of this process tells by its timing how near a guess was.
         self._blind = secrets.token_bytes(32)
+        # Read without the guard, which a library's cache does not allow.
         self._right: OrderedDict[bytes, str] = OrderedDict()
         self._wrong: OrderedDict[bytes, None] = OrderedDict()
         self._guard = threading.Lock()
@@ -222,8 +218,8 @@ class KeyRing:
             right = hmac.compare_digest(secret.encode(), owner_key(self._home).encode())
             return _OWNER_KEY if right else False
         blind = self._blinded(secret)
-        if blind in self._right:
-            return (self._keys or {}).get(self._right[blind], False)
+        if (key_id := self._right.get(blind)) is not None:
+            return (self._keys or {}).get(key_id, False)
         return False if blind in self._wrong else None
 
     def check(self, secret: str) -> Key | None:

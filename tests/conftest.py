@@ -15,22 +15,22 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from satchel.cluster import environment
+from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Home
 from satchel.cluster.home import ensure_token, prepare_home
-from satchel.cluster.runtime import LocalCluster
 
 LONGEST_FIRST = (
     "system/test_hosts.py",
     "system/test_endpoint.py",
     "system/test_models.py",
-    "cluster/test_server.py",
-    "tests/test_scenarios.py",
+    "bring_up/test_server.py",
+    "benchmarks/test_scenarios.py",
 )
 SHARE_CLUSTER = (
     "system/test_endpoint.py",
     "system/test_failures.py",
     "system/test_handles.py",
-    "cluster/test_runtime.py",
+    "bring_up/test_runtime.py",
 )
 
 _HOME = pytest.StashKey[Home]()

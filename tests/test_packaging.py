@@ -57,7 +57,7 @@ def test_the_wheel_works_without_the_tree(wheel: Path, tmp_path: Path) -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); sys.meta_path[:] = [f for f in sys.meta_path"
         " if 'editable' not in str(getattr(f, '__name__', f)).lower()]\n"
-        "import satchel.api.cli as cli, satchel.actors.replica as replica, satchel.cluster.config as config\n"
+        "import satchel.api.cli.main as cli, satchel.actors.replica as replica, satchel.cluster.config as config\n"
         "assert cli.__file__.startswith(sys.argv[1]), cli.__file__\n"
         "assert config.default_config().models[0].source == 'embedded:recall'"
     )
@@ -129,6 +129,11 @@ def test_one_file_knows_ray_serve() -> None:
     assert users <= {"api/serve.py"}
 
 
+def test_the_product_knows_neither_benchmarks_nor_tests() -> None:
+    others = {name.split(".")[0] for path in sources() for name in imported_names(path)}
+    assert not others & {"benchmarks", "tests"}
+
+
 def test_one_file_reads_the_environment() -> None:
     readers = {
         path.relative_to(ROOT).as_posix()
@@ -139,10 +144,22 @@ def test_one_file_reads_the_environment() -> None:
 
 
 def test_every_pure_file_has_tests_that_are_to_notice_its_faults():
-    """`make test-mutants` knows the files of the contract, and no others."""
+    """`make test-mutants` knows the files of the contract, and no others; and a folder's first line says what it is."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (pure,) = (each["source_modules"] for each in contracts if each["name"].startswith("Pure files"))
+    (contract,) = (each for each in contracts if each["name"].startswith("Pure files"))
+    named = {module.removeprefix("satchel.").replace(".", "/") for module in contract["source_modules"]}
+    shells = {line.split(" -> ")[0].removeprefix("satchel.").replace(".", "/") for line in contract["ignore_imports"]}
+    folders = {name for name in named if (ROOT / name).is_dir()}
+    said = {
+        path.parent.relative_to(ROOT).as_posix()
+        for package in ("cluster", "actors", "api")
+        for path in (ROOT / package).rglob("__init__.py")
+        if " Pure" in path.read_text()
+    }
+    assert said == folders
+    within = {path.relative_to(ROOT).as_posix() for name in folders for path in (ROOT / name).glob("[!_]*.py")}
+    pure = (within | {f"{name}.py" for name in named - folders}) - {f"{name}.py" for name in shells}
     tests = tomllib.loads((ROOT / "tests/mutants/tests.toml").read_text())
-    assert {module.removeprefix("satchel.").replace(".", "/") + ".py" for module in pure} == set(tests)
+    assert pure == set(tests)
     missing = [name for names in tests.values() for name in names if not (ROOT / "tests" / f"{name}.py").exists()]
     assert not missing

@@ -22,18 +22,18 @@ from typing import Any, TypeVar
 from ...cluster.config import Config
 from ...cluster.errors import AgentBusy, AgentElsewhere, AgentNotFound, MemoryFull, SatchelError
 from ...cluster.keys import OWNER
-from .agent_db import AgentDatabase
-from .agents import Agents
-from .blocks import BLOCK_TOKENS, is_shared, root_id, scope_of
-from .branches import AgentLimits, Commit, Content, Head, Outcome, main_branch
-from .claims import Branch, Claims
-from .codec import TOKEN_BYTES
-from .disk import DiskStore
+from ..protocol.block_ids import BLOCK_TOKENS, is_shared, root_id, scope_of
+from ..protocol.entries import TOKEN_BYTES
+from .agents.agents import Agents
+from .agents.branches import AgentLimits, Commit, Content, Head, Outcome, main_branch
+from .agents.claims import Branch, Claims
+from .agents.database import AgentDatabase
+from .agents.homes import Homes, Place, Role
+from .disk.quotas import Limits, Quotas, tenant_of
+from .disk.shelf import DiskLimits
+from .disk.store import DiskStore
 from .disk_calls import DiskCalls, kept_on
-from .homes import Homes, Place, Role
 from .ownership import Ownership, branches_of
-from .quotas import Limits, Quotas, tenant_of
-from .shelf import DiskLimits
 
 logger = logging.getLogger(__name__)
 

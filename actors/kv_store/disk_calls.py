@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ...cluster.errors import SatchelError
-from .blocks import BLOCK_TOKENS
-from .claims import Branch, Claims
-from .codec import TOKEN_BYTES, Location, SegmentRecord, unpack_tokens
-from .disk import DiskStore
+from ..protocol.block_ids import BLOCK_TOKENS
+from ..protocol.entries import TOKEN_BYTES, Location, SegmentRecord, unpack_tokens
+from .agents.claims import Branch, Claims
+from .disk.quotas import Limits
+from .disk.segment_reader import Failure
+from .disk.store import DiskStore
 from .ownership import Ownership
-from .quotas import Limits
-from .segment_reader import Failure
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,27 +20,28 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from cachetools import FIFOCache
 
 from ...cluster.config import Config
 from ...cluster.environment import cluster_key, default_home
 from ...cluster.errors import SatchelError, Unavailable
 from ...cluster.incidents import note_incident
 from ...cluster.nodes import Node
-from ..handles import store_actor_name
-from ..messages import StoreReport
-from ..reporter import Reporter
-from ..watchdog import Watchdog
+from ..protocol.handles import store_actor_name
+from ..protocol.messages import StoreReport
+from ..protocol.reporter import Reporter
+from ..supervision.watchdog import Watchdog
 from .actor import Answer
-from .copies import FETCH_S, SEND_S, Copies
-from .disk import DiskStore
-from .disk_probe import DiskProbe
-from .homes import Memory, Role, buried_up_to
-from .node_blocks import NodeBlocks
+from .agents.homes import Memory, Role, buried_up_to
+from .disk.probe import DiskProbe
+from .disk.quotas import Limits
+from .disk.store import DiskStore
 from .ownership import OwnedKeeper, Ownership
-from .peer_calls import PeerCalls
-from .peers import Peers, RayPeers
-from .quotas import Limits
-from .succession import Succession
+from .peer_calls import VERSIONS_MAX, PeerCalls
+from .replication.copies import FETCH_S, SEND_S, Copies
+from .replication.peers import Peers, RayPeers
+from .replication.succession import Succession
+from .transfer.node_blocks import NodeBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class NodeStoreActor(PeerCalls):
             limits=self._quotas.of,
         )
         # Of copies that came lately: whose, of which home epoch, and the home's count.
-        self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._versions = FIFOCache(VERSIONS_MAX)
         self._blocks: NodeBlocks | None = None
         self._serve_blocks = partial(self._begin_blocks, given.cluster_key if given else cluster_key(), node)
         # Whether the router has heard what is on the disk.

@@ -25,11 +25,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ...cluster.errors import SatchelError, Unavailable
-from .agents import Agents
-from .claims import Branch, Census, Claims
-from .codec import EntryRecord, SegmentRecord, owner_tag
-from .disk import DiskStore
-from .placement import Placed
+from ..protocol.entries import EntryRecord, SegmentRecord, owner_tag
+from .agents.agents import Agents
+from .agents.claims import Branch, Census, Claims
+from .disk.placement import Placed
+from .disk.store import DiskStore
 
 logger = logging.getLogger(__name__)
 

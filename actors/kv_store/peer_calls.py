@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Coroutine
 from typing import Any
 
+from cachetools import FIFOCache
+
 from ...cluster.errors import SatchelError, Unavailable
 from .actor import Answer, KVStoreActor
-from .branches import Content, Head
-from .copies import SEND_S, Copies
-from .homes import Memory, Place, Role, buried_up_to, life, newest
-from .node_blocks import NodeBlocks
-from .peers import head_from_wire
-from .pull_wire import Wanted
-from .quotas import Limits
-from .succession import Succession
+from .agents.branches import Content, Head
+from .agents.homes import Memory, Place, Role, buried_up_to, life, newest
+from .disk.quotas import Limits
+from .replication.copies import SEND_S, Copies
+from .replication.peers import head_from_wire
+from .replication.succession import Succession
+from .transfer.machine.pull_wire import Wanted
+from .transfer.node_blocks import NodeBlocks
 
 VERSIONS_MAX = 10_000
 
@@ -30,7 +31,7 @@ class PeerCalls(KVStoreActor):
     _copies: Copies
     _blocks: NodeBlocks | None
     # Of copies that came lately: of which home epoch, and the home's count.
-    _versions: OrderedDict[str, tuple[int, int]]
+    _versions: FIFOCache[str, tuple[int, int]]
 
     def _note(self, agent: str) -> None:
         """What this node has of the agent has changed."""
@@ -80,9 +81,6 @@ class PeerCalls(KVStoreActor):
                 self._agents.make_room(agent, time.monotonic())
             if not missing:
                 self._versions[agent] = epoch, version
-                self._versions.move_to_end(agent)
-                if len(self._versions) > VERSIONS_MAX:
-                    self._versions.popitem(last=False)
             return missing
 
         self._quotas.note(limits)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
@@ -23,20 +23,33 @@ from ...cluster.config import Model, Scheduling
 from ...cluster.environment import default_home
 from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable
 from ...cluster.nodes import Node
-from .. import registry
-from ..handles import actor_handle, replica_actor_name
-from ..kv_store.codec import unpack_tokens
-from ..messages import Frame, GenerateRequest, RowUpdate, decode, encode
-from ..restarts import pause_s
-from ..stall import limit_s
-from ..watchdog import Watchdog
+from ..protocol import registry
+from ..protocol.answers import answers
+from ..protocol.entries import unpack_tokens
+from ..protocol.handles import actor_handle, replica_actor_name
+from ..protocol.messages import (
+    Count,
+    Drain,
+    Frame,
+    GenerateRequest,
+    KeptKV,
+    ModelInfo,
+    NextFrame,
+    Nothing,
+    Progress,
+    ReplicaStats,
+    RowIds,
+    RowUpdate,
+)
+from ..supervision.stall import limit_s, pause_s
+from ..supervision.watchdog import Watchdog
 from .consumers import Consumers
-from .node_store import NodeStore, kv_bytes_max
+from .tiers.node_store import NodeStore, kv_bytes_max
 
 if TYPE_CHECKING:
-    from .disk_tier import DiskTier
     from .engine import Engine
-    from .vision import Features
+    from .execution.vision import Features
+    from .tiers.disk_tier import DiskTier
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +66,7 @@ SERVED_S = 30.0
 
 
 @dataclass
-class _Loading:
+class _LoadProgress:
     what: str = "starting"
     fraction: float | None = None
     error: SatchelError | None = None
@@ -61,6 +74,8 @@ class _Loading:
 
 class ReplicaActor:
     """Serves one model. Named `replica:<name>` in the cluster's namespace.
+
+    It is called through `ReplicaClient`: what its methods take and return travels as bytes, and errors with them.
 
     It lives as long as its model is served (see `registry`), or somebody loads or unloads it, which shows in calls of
     `progress` or `stats`: so a driver that is killed in the middle of either leaves nothing behind.
@@ -83,7 +98,7 @@ class ReplicaActor:
         self._node = node.name
         self._kv_bytes_max = kv_bytes_max(node, scheduling, neighbours)
         sys.setswitchinterval(SWITCH_S)
-        self._loading = _Loading()
+        self._loading = _LoadProgress()
         self._engine: Engine | None = None
         self._disk: DiskTier | None = None
         self._looking: set[str] = set()
@@ -95,75 +110,68 @@ class ReplicaActor:
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
         threading.Thread(target=self._end_when_unwanted, name="wanted", daemon=True).start()
 
-    # Documented methods, for `cluster.replicas()`.
-
-    async def progress(self) -> dict[str, Any]:
-        """What the replica is doing until it is ready: `what`, `fraction` (or None), `ready`, `error` (or None)."""
+    @answers(Nothing)
+    async def progress(self, _: Nothing) -> Progress:
         self._asked = True
-        error = self._loading.error
-        return {
-            "what": self._loading.what,
-            "fraction": self._loading.fraction,
-            "ready": self._engine is not None,
-            "error": error.to_wire() if error else None,
-        }
+        if self._loading.error is not None:
+            raise self._loading.error
+        return Progress(self._loading.what, self._loading.fraction, self._engine is not None)
 
-    async def info(self) -> dict[str, Any] | None:
-        """The loaded model: name, model_id, files_id, what both are made of (`files` and `computing`), folder,
-        context_tokens, vocabulary_size, dtype, created. None before."""
+    @answers(Nothing)
+    async def info(self, _: Nothing) -> ModelInfo | None:
         if self._engine is None:
             return None
         loaded = self._engine.loaded
-        return {
-            "replica": self._name,
-            "node": self._node,
-            "name": self._model.name,
-            "model_id": loaded.model_id,
-            "files_id": loaded.identity.files_id,
-            "files": dict(loaded.identity.files),
-            "computing": dict(loaded.identity.computing),
-            "folder": str(loaded.folder),
-            "trust_remote_code": self._model.trust_remote_code,
-            "context_tokens": loaded.context_tokens,
-            "vocabulary_size": loaded.vocabulary_size,
-            "dtype": loaded.dtype,
-            "weights": loaded.weights,
-            "kv": loaded.kv,
-            "layers": loaded.spec.describe(),
-            "created": int((loaded.folder / "config.json").stat().st_mtime),
-            "pid": os.getpid(),
-        }
+        return ModelInfo(
+            replica=self._name,
+            node=self._node,
+            name=self._model.name,
+            model_id=loaded.model_id,
+            files_id=loaded.identity.files_id,
+            files=dict(loaded.identity.files),
+            computing=dict(loaded.identity.computing),
+            folder=str(loaded.folder),
+            trust_remote_code=self._model.trust_remote_code,
+            context_tokens=loaded.context_tokens,
+            vocabulary_size=loaded.vocabulary_size,
+            dtype=loaded.dtype,
+            weights=loaded.weights,
+            kv=loaded.kv,
+            layers=loaded.spec.describe(),
+            created=int((loaded.folder / "config.json").stat().st_mtime),
+            pid=os.getpid(),
+        )
 
-    async def stats(self) -> dict[str, Any]:
-        """Live numbers: running and waiting rows, token totals, prefix memory."""
+    @answers(Nothing)
+    async def stats(self, _: Nothing) -> ReplicaStats:
         self._asked = True
         engine = self._engine
         if engine is None:
-            return {"replica": self._name, "model": self._model.name, "answers": False}
+            return ReplicaStats(self._name, self._model.name, answers=False)
         counters = engine.counters
-        return {
-            "replica": self._name,
-            "model": self._model.name,
-            "node": self._node,
-            "model_id": engine.loaded.model_id.hex(),
-            "computing": dict(engine.loaded.identity.computing),
-            "answers": not self._watchdog.is_slow(ENGINE),
-            "running": engine.scheduler.running,
-            "waiting": engine.waiting,
-            "requests_total": counters.requests,
-            "prompt_tokens_total": counters.prompt_tokens,
-            "cached_tokens_total": counters.cached_tokens,
-            "generated_tokens_total": counters.generated_tokens,
-            "prefix_blocks": engine.prefixes.blocks,
-            "prefix_bytes": engine.prefixes.nbytes,
-            "prefix_hits_total": counters.prefix_hits,
-            "prefix_misses_total": counters.prefix_misses,
-            "failed_checks_total": engine.failed_checks,
-            "vision_cache_hits_total": engine.pictures.features.hits,
-            "vision_encodes_total": engine.pictures.features.encodes,
-            "vision_bytes": engine.pictures.features.nbytes,
+        return ReplicaStats(
+            replica=self._name,
+            model=self._model.name,
+            node=self._node,
+            model_id=engine.loaded.model_id.hex(),
+            computing=dict(engine.loaded.identity.computing),
+            answers=not self._watchdog.is_slow(ENGINE),
+            running=engine.scheduler.running,
+            waiting=engine.waiting,
+            requests_total=counters.requests,
+            prompt_tokens_total=counters.prompt_tokens,
+            cached_tokens_total=counters.cached_tokens,
+            generated_tokens_total=counters.generated_tokens,
+            prefix_blocks=engine.prefixes.blocks,
+            prefix_bytes=engine.prefixes.nbytes,
+            prefix_hits_total=counters.prefix_hits,
+            prefix_misses_total=counters.prefix_misses,
+            failed_checks_total=engine.failed_checks,
+            vision_cache_hits_total=engine.pictures.features.hits,
+            vision_encodes_total=engine.pictures.features.encodes,
+            vision_bytes=engine.pictures.features.nbytes,
             **self._disk_stats(),
-        }
+        )
 
     def _disk_stats(self) -> dict[str, int]:
         if self._disk is None:
@@ -178,39 +186,41 @@ class ReplicaActor:
             "blocks_corrupt_total": counters.corrupt_blocks,
         }
 
-    async def submit(self, request: bytes) -> dict[str, Any] | None:
-        """Queue a `GenerateRequest`. Returns None once it is accepted, else the refusal on the wire."""
-        message = decode(GenerateRequest, request)
+    @answers(GenerateRequest)
+    async def submit(self, request: GenerateRequest) -> None:
+        """
+        Raises:
+            SatchelError: the refusal. Else the row is accepted.
+        """
         if self._engine is None:
-            return NoReplica(f"{self._model.name} is still loading").to_wire()
-        if message.model_id not in (b"", self._engine.loaded.model_id):
+            raise NoReplica(f"{self._model.name} is still loading")
+        if request.model_id not in (b"", self._engine.loaded.model_id):
             # Its KV would be kept under the names of another's.
-            return Unavailable(f"{self._name} computes otherwise than the request was made for").to_wire()
+            raise Unavailable(f"{self._name} computes otherwise than the request was made for")
         loop = asyncio.get_running_loop()
-        rows = self._known().rows(message.consumer)
-        if message.request_id in rows:
-            return Unavailable(f"request {message.request_id} has not left yet").to_wire()
-        rows.add(message.request_id)
-        known, features = await self._look_up(message)
-        if message.request_id not in rows:
-            return Unavailable(f"request {message.request_id} was taken out").to_wire()
+        rows = self._known().rows(request.consumer)
+        if request.request_id in rows:
+            raise Unavailable(f"request {request.request_id} has not left yet")
+        rows.add(request.request_id)
+        known, features = await self._look_up(request)
+        if request.request_id not in rows:
+            raise Unavailable(f"request {request.request_id} was taken out")
         answer: asyncio.Future[SatchelError | None] = loop.create_future()
 
         def reply(refusal: SatchelError | None) -> None:
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(refusal))
 
-        self._engine.submit(message, reply, known, features)
+        self._engine.submit(request, reply, known, features)
         refusal = await answer
-        if refusal is None:
-            return None
-        rows.discard(message.request_id)
-        return refusal.to_wire()
+        if refusal is not None:
+            rows.discard(request.request_id)
+            raise refusal
 
-    async def next_frame(self, consumer: str, number: int) -> bytes | None:
-        """A `Frame` with the new tokens of the consumer's rows, of an engine step or of several. An empty one after a
-        while without any, None when the consumer is gone: as `Consumers.next_frame`."""
-        updates = await self._known().next_frame(consumer, number)
-        return None if updates is None else encode(Frame(updates))
+    @answers(NextFrame)
+    async def next_frame(self, asked: NextFrame) -> Frame | None:
+        """As `Consumers.next_frame`."""
+        updates = await self._known().next_frame(asked.consumer, asked.number)
+        return None if updates is None else Frame(updates)
 
     async def _look_up(self, request: GenerateRequest) -> tuple[int, dict[int, Features]]:
         """About how much of the prompt is known here, and what the disk has of its pictures."""
@@ -225,35 +235,39 @@ class ReplicaActor:
         finally:
             self._looking.discard(request.request_id)
 
-    async def abort(self, request_ids: list[str]) -> None:
-        """Take rows out of the queue or the batch, within one step. Unknown ids are ignored."""
+    @answers(RowIds)
+    async def abort(self, rows: RowIds) -> None:
+        await self._take_out(rows.request_ids)
+
+    async def _take_out(self, request_ids: list[str]) -> None:
         # Those that are still being looked up are not known to the engine.
         self._known().forget_rows(self._looking.intersection(request_ids))
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
 
-    async def release(self, root: bytes, block_ids: list[bytes], first: bytes, features: list[bytes]) -> int:
-        """Let go of blocks in memory, of the tails after them, of those that `first` (packed tokens) begins with, and
-        of pictures' features; what is on the disk stays. Returns the bytes."""
-        tokens = unpack_tokens(first)
+    @answers(KeptKV)
+    async def release(self, kept: KeptKV) -> Count:
+        tokens = unpack_tokens(kept.first)
 
         def drop(engine: Engine) -> int:
-            return engine.prefixes.drop(root, block_ids, tokens) + engine.pictures.features.drop(features)
+            features = engine.pictures.features
+            return engine.prefixes.drop(kept.root, kept.block_ids, tokens) + features.drop(kept.features)
 
         return await self._on_engine(drop)
 
-    async def held(self, root: bytes, block_ids: list[bytes], first: bytes) -> int:
-        """How many of these blocks are in memory, up to the first that is not; of what is shorter, how many tails."""
-        tokens = unpack_tokens(first)
+    @answers(KeptKV)
+    async def held(self, kept: KeptKV) -> Count:
+        tokens = unpack_tokens(kept.first)
 
         def count(engine: Engine) -> int:
-            return engine.prefixes.leading(block_ids) if block_ids else len(engine.prefixes.ends(root, tokens))
+            if kept.block_ids:
+                return engine.prefixes.leading(kept.block_ids)
+            return len(engine.prefixes.ends(kept.root, tokens))
 
         return await self._on_engine(count)
 
-    async def clear_cache(self) -> int:
-        """Let go of everything that is kept in memory for later. Returns the bytes."""
-
+    @answers(Nothing)
+    async def clear_cache(self, _: Nothing) -> Count:
         def clear(engine: Engine) -> int:
             held = engine.prefixes.nbytes
             engine.prefixes.clear()
@@ -261,11 +275,11 @@ class ReplicaActor:
 
         return await self._on_engine(clear)
 
-    async def _on_engine(self, action: Callable[[Engine], int]) -> int:
+    async def _on_engine(self, action: Callable[[Engine], int]) -> Count:
         """Run `action` between two steps; 0 where there is no engine yet."""
         engine = self._engine
         if engine is None:
-            return 0
+            return Count(0)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[int] = loop.create_future()
 
@@ -274,15 +288,15 @@ class ReplicaActor:
             loop.call_soon_threadsafe(lambda: done.done() or done.set_result(result))
 
         engine.call(run)
-        return await done
+        return Count(await done)
 
-    async def drain(self, end_rows: bool = False) -> None:
-        """Refuse new rows from now on; running ones finish, or with `end_rows` end with an error that says so."""
+    @answers(Drain)
+    async def drain(self, how: Drain) -> None:
         # Who drains a replica ends it next.
         self._watchdog.leave()
         if self._engine is not None:
             self._engine.drain()
-            if end_rows:
+            if how.end_rows:
                 self._engine.end_all()
 
     def _deliver(self, updates: dict[str, list[RowUpdate]]) -> None:
@@ -293,7 +307,7 @@ class ReplicaActor:
         if self._consumers is None:
             self._loop = asyncio.get_running_loop()
             self._watchdog.watch("event loop", self._loop.call_soon_threadsafe)
-            self._consumers = Consumers(self.abort)
+            self._consumers = Consumers(self._take_out)
         return self._consumers
 
     # The engine's thread.
@@ -302,11 +316,11 @@ class ReplicaActor:
         self._pause()
         try:
             # Here, so that whoever starts this actor need not import MLX, and the event loop answers meanwhile.
-            from . import models
-            from .device import on_gpu
-            from .disk_tier import DiskTier
             from .engine import Engine
-            from .engine_reports import EngineReports
+            from .execution import models
+            from .kv.device import on_gpu
+            from .reports import EngineReports
+            from .tiers.disk_tier import DiskTier
 
             loaded = models.load(
                 self._model.source,

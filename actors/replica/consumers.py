@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ..messages import RowUpdate
+from ..protocol.messages import RowUpdate
 
 logger = logging.getLogger(__name__)
 

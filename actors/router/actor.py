@@ -14,11 +14,32 @@ from ...cluster.config import Config
 from ...cluster.environment import default_home
 from ...cluster.errors import NoReplica
 from ...cluster.incidents import note_incident_aside
-from .. import registry
-from ..handles import ROUTER
-from ..messages import Decision, ReplicaReport, RouteRequest, StoreReport, decode, encode
-from ..watchdog import Watchdog
-from .places import Place
+from ..protocol import registry
+from ..protocol.answers import answers
+from ..protocol.handles import ROUTER
+from ..protocol.messages import (
+    AgentKeys,
+    AgentMoved,
+    AgentPlace,
+    Decision,
+    Explanation,
+    Heard,
+    ModelName,
+    Names,
+    NodeName,
+    NodeReport,
+    NodeReports,
+    Nothing,
+    Places,
+    ReplicaName,
+    ReplicaReport,
+    RequestId,
+    RouteRequest,
+    RowLeft,
+    StoreReport,
+)
+from ..supervision.watchdog import Watchdog
+from .places import Whereabouts
 from .policy import Policy
 
 DECISIONS_KEPT = 1000
@@ -30,7 +51,7 @@ LOST_LOOKS = 3
 class RouterActor:
     """Chooses a replica for each request. Named `router` in the cluster's namespace.
 
-    Methods take and return `satchel.actors.messages` as bytes where a message is named.
+    It is called through `RouterClient`: what its methods take and return travels as bytes, and errors with them.
 
     One that was started again learns all that it knew from the reports. Until every node has reported, or was silent
     for as long as one that is lost, it does not say that nobody knows an agent, nor that its home is gone.
@@ -47,6 +68,7 @@ class RouterActor:
             sticky_penalty_s_max=routing.sticky_penalty_s_max,
             rule=routing.policy,
         )
+        # Searched from the latest on, which a library's cache does not offer.
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self._observing = asyncio.Lock()
         self._unheard = set(_joined() if joined is None else joined)
@@ -62,7 +84,7 @@ class RouterActor:
     async def _watch_nodes(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
-            for what in self._look_at_nodes(self._policy.nodes(time.monotonic())):
+            for what in self._look_at_nodes(self._policy.members.node_views(time.monotonic())):
                 note_incident_aside(default_home(), "node", what)
 
     def _look_at_nodes(self, nodes: Iterable[dict[str, Any]]) -> list[str]:
@@ -80,131 +102,100 @@ class RouterActor:
                     said.append(f"the store of node {name} has not reported for {node['seen_s']:.0f} s")
         return said
 
-    async def route(self, request: bytes) -> bytes | dict[str, Any]:
-        """A `Decision` for a `RouteRequest`, reserving its load; or an error on the wire (`NoReplica`)."""
-        message = decode(RouteRequest, request)
-        decision = self._policy.route(message, time.monotonic())
-        asyncio.get_running_loop().call_soon(self._policy.settle)
+    @answers(RouteRequest)
+    async def route(self, request: RouteRequest) -> Decision:
+        """Where the request goes, reserving its load there."""
+        decision = self._policy.route(request, time.monotonic())
+        asyncio.get_running_loop().call_soon(self._policy.members.settle)
         if decision is None:
-            return NoReplica(f"no replica of {message.model} answers now", retry_after_s=2.0).to_wire()
-        self._decisions[message.request_id] = decision
+            raise NoReplica(f"no replica of {request.model} answers now", retry_after_s=2.0)
+        self._decisions[request.request_id] = decision
         if len(self._decisions) > DECISIONS_KEPT:
             self._decisions.popitem(last=False)
-        return encode(decision)
+        return decision
 
-    async def report(self, report: bytes) -> bool:
-        """Take a `ReplicaReport`. False asks the replica for a full one."""
-        message = decode(ReplicaReport, report)
+    @answers(ReplicaReport)
+    async def report(self, report: ReplicaReport) -> Heard:
         async with self._observing:
-            return await _in_parts(self._policy.observe_in_parts(message, time.monotonic()))
+            return Heard(await _in_parts(self._policy.members.observe_in_parts(report, time.monotonic())))
 
-    async def store_report(self, report: bytes) -> bool:
-        """Take a `StoreReport`. False asks the store for a full one."""
-        message = decode(StoreReport, report)
+    @answers(StoreReport)
+    async def store_report(self, report: StoreReport) -> Heard:
         async with self._observing:
-            complete = await _in_parts(self._policy.observe_store_in_parts(message, time.monotonic()))
+            complete = await _in_parts(self._policy.members.observe_store_in_parts(report, time.monotonic()))
         if complete:
-            self._unheard.discard(message.node)
-        return complete
+            self._unheard.discard(report.node)
+        return Heard(complete)
 
-    async def lose(self, replica: str) -> None:
-        """Say that a call to `replica` failed: it is avoided until it reports again."""
-        self._policy.lose(replica)
+    @answers(ReplicaName)
+    async def lose(self, which: ReplicaName) -> None:
+        self._policy.members.lose(which.replica)
 
-    async def lose_node(self, node: str) -> None:
-        """Say that a whole node is gone: its replicas and its disk are avoided until they report again.
+    @answers(NodeName)
+    async def lose_node(self, which: NodeName) -> None:
+        """Only new processes are believed at first: other reports may have left before the loss."""
+        self._policy.members.lose_node(which.node, time.monotonic())
+        self._unheard.discard(which.node)
 
-        Only new processes are believed at first: other reports may have left before the loss.
-        """
-        self._policy.lose_node(node, time.monotonic())
-        self._unheard.discard(node)
+    @answers(RowLeft)
+    async def release(self, row: RowLeft) -> None:
+        self._policy.members.release(row.replica, row.request_id)
 
-    async def release(self, replica: str, request_id: str) -> None:
-        """Say that the request is no load on `replica`: it was refused, or has ended before a report mentioned it."""
-        self._policy.release(replica, request_id)
-
-    async def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Why a recent request went where it did: replica, node, reason, what was to be pulled from which other node,
-        and by candidate the cost terms in seconds.
-
-        Args:
-            request_id: the `x-request-id` of a response.
-        """
+    @answers(RequestId)
+    async def explain(self, which: RequestId) -> Explanation | None:
         # A row's id is its request's id and a random part.
-        found = (row for row in reversed(self._decisions) if row == request_id or row.startswith(f"{request_id}/"))
-        row = next(found, None)
+        wanted, of_it = which.request_id, f"{which.request_id}/"
+        row = next((row for row in reversed(self._decisions) if row == wanted or row.startswith(of_it)), None)
         if row is None:
             return None
         decision = self._decisions[row]
-        return {
-            "replica": decision.replica,
-            "why": decision.why,
-            "cached_tokens": decision.cached_tokens,
-            "node": decision.node,
-            "pull_from": decision.pull_from,
-            "pull_tokens": decision.pull_tokens,
-            "costs_s": {
+        return Explanation(
+            decision.replica,
+            decision.why,
+            decision.cached_tokens,
+            decision.node,
+            decision.pull_from,
+            decision.pull_tokens,
+            costs_s={
                 name: {term: seconds[position] for term, seconds in decision.costs_s.items()}
                 for position, name in enumerate(decision.candidates)
             },
-        }
+        )
 
     async def config(self) -> Config:
         """The config that the cluster was started with."""
         return self._config
 
-    async def alive(self, model: str) -> list[str]:
-        """Names of the replicas of `model` that reported lately."""
-        return self._policy.alive(model, time.monotonic())
+    @answers(ModelName)
+    async def alive(self, which: ModelName) -> Names:
+        return Names(self._policy.members.alive(which.model, time.monotonic()))
 
-    async def where(self, agent: str) -> dict[str, Any] | None:
-        """As `places`, of one agent."""
-        return (await self.places([agent]))[0]
-
-    async def places(self, agents: list[str]) -> list[dict[str, Any] | None]:
-        """Where agents' memory is, in their order; None for those that no store has said it knows.
-
-        Args:
-            agents: their keys, `tenant/agent_id`.
-
-        Returns:
-            `home`: its home node, "" where no node that is known is; `alive`: whether that node's store reported
-            lately; `epoch`: the highest home epoch that was heard; `copies`: other nodes that have a copy, the newest
-            first, those whose stores are silent left out. Where that is not known yet, `unheard` has the nodes that are
-            still to say which agents they have.
-        """
-        alive = frozenset(self._policy.alive_nodes(time.monotonic()))
+    @answers(AgentKeys)
+    async def places(self, which: AgentKeys) -> Places:
+        alive = frozenset(self._policy.members.alive_nodes(time.monotonic()))
         unheard = self._awaited()
-        found = [_place_view(self._policy.where(agent), alive) for agent in agents]
-        unsure = {"home": "", "alive": False, "epoch": 0, "copies": [], "unheard": unheard}
-        return [unsure if unheard and not (place and place["alive"]) else place for place in found]
+        known = ((agent, self._policy.members.where(agent)) for agent in which.agents)
+        found = [_place(agent, place, alive) for agent, place in known if place is not None]
+        return Places([place for place in found if place.alive or not unheard], unheard)
 
     def _awaited(self) -> list[str]:
         """The nodes that are still to report."""
         return sorted(self._unheard) if time.monotonic() < self._listens_until else []
 
-    async def moved(self, agent: str, node: str, epoch: int) -> None:
-        """The agent's home is there since `epoch`: its next turn need not wait for the node's report."""
-        self._policy.places.moved(agent, node, epoch)
+    @answers(AgentMoved)
+    async def moved(self, moved: AgentMoved) -> None:
+        self._policy.members.places.moved(moved.agent, moved.node, moved.epoch)
 
-    async def agents_on(self, node: str) -> list[str]:
-        """Keys of the agents whose home the node is."""
-        return self._policy.places.agents_on(node)
+    @answers(NodeName)
+    async def agents_on(self, which: NodeName) -> Names:
+        return Names(self._policy.members.places.agents_on(which.node))
 
-    async def nodes(self) -> list[dict[str, Any]]:
-        """Every node whose store has reported, by name; of those that are still to do so `name` and `alive` alone.
-
-        Returns:
-            `name`, `alive`, `seen_s` (how long ago it reported), `draining`, `disk_full`, `disk_error` (why no KV is
-            kept on its disk, "" where it is), `agents_let_go` (how many had to make room since its store was started),
-            `used_bytes`, `free_bytes` (-1 where not known), `memory_free_bytes` of its machine (None where not known),
-            `blocks` on its disk,
-            `agents` that it has as home or copy, `replicas` (names) and `links` (bytes a second by the node that it
-            pulled from, as measured).
-        """
-        heard = self._policy.nodes(time.monotonic())
-        names = {node["name"] for node in heard}
-        return heard + [{"name": name, "alive": True} for name in self._awaited() if name not in names]
+    @answers(Nothing)
+    async def nodes(self, _: Nothing) -> NodeReports:
+        heard = [NodeReport(**node) for node in self._policy.members.node_views(time.monotonic())]
+        names = {node.name for node in heard}
+        # Those that are still to report.
+        return NodeReports(heard + [NodeReport(name, True) for name in self._awaited() if name not in names])
 
 
 def _joined() -> list[str]:
@@ -212,15 +203,9 @@ def _joined() -> list[str]:
     return [entry.name for entry in registry.nodes()] if ray.is_initialized() else []
 
 
-def _place_view(place: Place | None, alive: frozenset[str]) -> dict[str, Any] | None:
-    if place is None:
-        return None
-    return {
-        "home": place.node,
-        "alive": place.node in alive,
-        "epoch": place.epoch,
-        "copies": [node for node in place.copies if node in alive],
-    }
+def _place(agent: str, place: Whereabouts, alive: frozenset[str]) -> AgentPlace:
+    copies = [node for node in place.copies if node in alive]
+    return AgentPlace(agent, place.node, place.node in alive, place.epoch, copies)
 
 
 async def _in_parts(parts: Iterator[bool]) -> bool:

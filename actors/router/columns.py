@@ -24,7 +24,7 @@ class Columns:
         self.names = [state.name for state in states]
         self.rows = {name: row for row, name in enumerate(self.names)}
         count = len(states)
-        self.memory = np.array([directory.place(name) for name in self.names], np.intp)
+        self.memory = np.array([directory.index(name) for name in self.names], np.intp)
         """The place of each one's memory in `Directory.runs`."""
         self.node = np.array([nodes.index(state.node) for state in states], np.intp)
         """The index of each one's node, -1 where it is not known."""

@@ -15,7 +15,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from ..kv_store.blocks import BLOCK_TOKENS
+from ..protocol.block_ids import BLOCK_TOKENS
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -8,16 +8,14 @@ same holders share the integer. The memory of it all is bounded by what holders 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from ..kv_store.blocks import BLOCK_TOKENS
+from cachetools import FIFOCache
 
 PART_BLOCKS = 4096
 """How many blocks of a report are taken before others get a turn: 1 to 2 ms."""
@@ -38,7 +36,7 @@ class Disk(NamedTuple):
 Holder = str | Disk
 
 
-class Home(NamedTuple):
+class Seat(NamedTuple):
     """Where an agent's last request to a model went, how many prompt tokens it had, and the agent's home epoch then."""
 
     replica: str
@@ -63,8 +61,7 @@ class Directory:
         self._shared: dict[int, int] = {}
         self._expected: dict[Holder, dict[bytes, float]] = {}
         """Of each replica, the blocks that count as held though no report has named them, and until when."""
-        self._agents: OrderedDict[tuple[str, str], Home] = OrderedDict()
-        self._agents_max = agents_max
+        self._agents: FIFOCache[tuple[str, str], Seat] = FIFOCache(agents_max)
 
     @property
     def blocks(self) -> int:
@@ -83,7 +80,7 @@ class Directory:
         """How many blocks it has, or is expected to have."""
         return self._counts.get(holder, 0)
 
-    def place(self, holder: Holder) -> int:
+    def index(self, holder: Holder) -> int:
         """The holder's index in `runs`; -1 where it is not known. It stays the same until the holder is forgotten."""
         return self._bits.get(holder, 0).bit_length() - 1
 
@@ -110,7 +107,7 @@ class Directory:
                 holders[block] = self._share(mask | bit)
                 new += 1
         self._counts[holder] += new
-        self._settle(holder, blocks)
+        self._confirm(holder, blocks)
 
     def retract(self, holder: Holder, blocks: Sequence[bytes]) -> None:
         """The holder has `blocks` no more."""
@@ -127,7 +124,7 @@ class Directory:
                     holders[block] = self._share(mask ^ bit)
         if gone:
             self._counts[holder] -= gone
-            self._settle(holder, blocks)
+            self._confirm(holder, blocks)
 
     def expect(self, replica: str, blocks: Sequence[bytes], until: float) -> None:
         """The replica is about to have `blocks`: they count as held until it says so, or till `until`."""
@@ -189,7 +186,7 @@ class Directory:
         The blocks go with its first report, in parts: `update` with `whole`.
         """
         self.expire(holder, inf)
-        for key in [key for key, home in self._agents.items() if home.replica == holder]:
+        for key in [key for key, seat in self._agents.items() if seat.replica == holder]:
             del self._agents[key]
 
     def held(self, holder: Holder) -> set[bytes]:
@@ -199,7 +196,7 @@ class Directory:
     def runs(self, blocks: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """How many of `blocks` each holder has, counted from the first up to one that it has not.
 
-        Expected blocks count. The array goes by `place`, and has a zero at its end, where -1 points.
+        Expected blocks count. The array goes by `index`, and has a zero at its end, where -1 points.
         """
         top = len(self._bits) + len(self._free)
         runs = np.zeros(top + 1, np.int64)
@@ -216,20 +213,12 @@ class Directory:
             _note(runs, left, len(blocks))
         return runs
 
-    def held_tokens(self, blocks: Sequence[bytes], holders: Iterable[Holder]) -> dict[Holder, int]:
-        """For each holder, how many tokens of the prefix `blocks` it has, counted from the beginning."""
-        runs = self.runs(blocks)
-        return {holder: int(runs[self.place(holder)]) * BLOCK_TOKENS for holder in holders}
-
-    def home(self, agent: str, model: str) -> Home | None:
+    def seat(self, agent: str, model: str) -> Seat | None:
         """Where the agent's last request to the model went, if that is known."""
         return self._agents.get((agent, model))
 
-    def set_home(self, agent: str, model: str, home: Home) -> None:
-        self._agents[agent, model] = home
-        self._agents.move_to_end((agent, model))
-        if len(self._agents) > self._agents_max:
-            self._agents.popitem(last=False)
+    def set_seat(self, agent: str, model: str, seat: Seat) -> None:
+        self._agents[agent, model] = seat
 
     def check(self) -> None:
         """Raise AssertionError where the tables disagree."""
@@ -247,8 +236,7 @@ class Directory:
         assert self._names == {bit: name for name, bit in self._bits.items()}
         places = [bit.bit_length() - 1 for bit in self._names]
         assert sorted(places + self._free) == list(range(len(places) + len(self._free))), "each place is somebody's"
-        assert len(self._agents) <= self._agents_max
-        assert {home.replica for home in self._agents.values()} <= set(self._bits)
+        assert {seat.replica for seat in self._agents.values()} <= set(self._bits)
 
     def _share(self, mask: int) -> int:
         """The integer that other blocks with the same holders have: with many holders it is longer than an id."""
@@ -256,7 +244,7 @@ class Directory:
             self._shared.clear()
         return self._shared.setdefault(mask, mask)
 
-    def _settle(self, holder: Holder, blocks: Sequence[bytes]) -> None:
+    def _confirm(self, holder: Holder, blocks: Sequence[bytes]) -> None:
         """Something is known of `blocks`: they are not only expected."""
         expected = self._expected[holder]
         if expected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from ..messages import ReplicaReport
+from ..protocol.messages import ReplicaReport
 from .voice import Voice
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
@@ -85,7 +85,7 @@ class ReplicaState:
     _strangers: bool = False
     """Whether the last report named requests that are not counted here."""
 
-    def describe(self, report: ReplicaReport) -> None:
+    def apply(self, report: ReplicaReport) -> None:
         """Take what the report says of the replica itself. What is not measured, or cannot be, is assumed."""
         self.node = report.node
         self.rows_max, self.pending_tokens = max(1, report.rows_max), max(0, report.pending_tokens)

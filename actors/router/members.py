@@ -11,12 +11,12 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..messages import ReplicaReport, RouteRequest, StoreReport
+from ..protocol.messages import ReplicaReport, RouteRequest, StoreReport
 from .columns import Columns
-from .directory import Directory, Disk, Home
+from .directory import Directory, Disk, Seat
 from .load import RESERVATION_S, Load, ReplicaState
 from .nodes import Nodes
-from .places import AgentPlaces, Place
+from .places import AgentPlaces, Whereabouts
 from .voice import Voice
 
 GONE_S = 600.0
@@ -34,8 +34,8 @@ class Members:
     def __init__(self, *, timeout_s: float, agents_max: int) -> None:
         self.directory = Directory(agents_max)
         self.places = AgentPlaces()
-        self._nodes = Nodes()
-        self._timeout_s = timeout_s
+        self.nodes = Nodes()
+        self.timeout_s = timeout_s
         self._replicas: dict[str, ReplicaState] = {}
         self._models: dict[str, list[ReplicaState]] = {}
         """The replicas of each model, by name."""
@@ -61,7 +61,7 @@ class Members:
         """
         self.settle()
         state = self._replicas.get(report.replica)
-        if state is not None and state.voice.is_late(report.incarnation, report.sequence, now, self._timeout_s):
+        if state is not None and state.voice.is_late(report.incarnation, report.sequence, now, self.timeout_s):
             yield True
             return
         known = state is not None and state.voice.incarnation == report.incarnation
@@ -70,7 +70,7 @@ class Members:
         complete = state.voice.hear(report.sequence, now, full=report.full, known=known)
         if state.node != report.node:
             self._columns.pop(state.model, None)
-        state.describe(report)
+        state.apply(report)
         for request_id in state.correct(set(report.active), now):
             del self._placed[request_id]
         if report.full:
@@ -100,8 +100,8 @@ class Members:
         if not report.node:
             raise ValueError("a store's report names no node")
         self.settle()
-        node = self._nodes.states.get(report.node)
-        if node is not None and node.voice.is_late(report.incarnation, report.sequence, now, self._timeout_s):
+        node = self.nodes.states.get(report.node)
+        if node is not None and node.voice.is_late(report.incarnation, report.sequence, now, self.timeout_s):
             yield True
             return
         known = node is not None and node.voice.incarnation == report.incarnation
@@ -109,10 +109,10 @@ class Members:
         if node is None or not known:
             voice = node.voice.succeed(report.incarnation) if node else Voice(report.incarnation)
             self.directory.join(disk)
-            node = self._nodes.join(report.node, voice, self.directory.place(disk))
+            node = self.nodes.join(report.node, voice, self.directory.index(disk))
             self._columns.clear()
         complete = node.voice.hear(report.sequence, now, full=report.full, known=known)
-        self._nodes.describe(node, report, now)
+        self.nodes.apply(node, report, now)
         self._forget_silent(now)
         whole = report.full or not known
         for _ in self.places.update(
@@ -140,8 +140,8 @@ class Members:
 
         Reports that were on their way do not bring them back, so for the first `timeout_s` only new processes do.
         """
-        until = now + self._timeout_s
-        self._nodes.lose(node, until)
+        until = now + self.timeout_s
+        self.nodes.lose(node, until)
         for state in self._replicas.values():
             if state.node == node:
                 state.voice.lose(until)
@@ -163,22 +163,27 @@ class Members:
     def alive(self, model: str, now: float) -> list[str]:
         """Replicas of `model` that reported lately, by name."""
         states = self._models.get(model, ())
-        return [state.name for state in states if state.voice.lives(now, self._timeout_s)]
+        return [state.name for state in states if state.voice.lives(now, self.timeout_s)]
+
+    def node_of(self, replica: str) -> str | None:
+        """Where a replica runs; None where it is not known."""
+        state = self._replicas.get(replica)
+        return None if state is None else state.node
 
     def alive_nodes(self, now: float) -> list[str]:
         """Nodes whose stores reported lately, by name."""
-        return sorted(name for name in self._nodes.states if self._nodes.lives(name, now, self._timeout_s))
+        return sorted(name for name in self.nodes.states if self.nodes.lives(name, now, self.timeout_s))
 
-    def where(self, agent: str) -> Place | None:
+    def where(self, agent: str) -> Whereabouts | None:
         """Where the agent's memory is, whether or not those nodes live now; None where no store has said."""
         return self.places.where(agent)
 
-    def nodes(self, now: float) -> list[dict[str, Any]]:
-        """Every node by name: see `RouterActor.nodes`."""
+    def node_views(self, now: float) -> list[dict[str, Any]]:
+        """Every node by name, as `NodeReport`."""
         return [
             {
                 "name": name,
-                "alive": state.voice.lives(now, self._timeout_s),
+                "alive": state.voice.lives(now, self.timeout_s),
                 "seen_s": now - state.voice.seen,
                 "draining": state.draining,
                 "disk_full": state.disk_full,
@@ -192,7 +197,7 @@ class Members:
                 "replicas": sorted(other.name for other in self._replicas.values() if other.node == name),
                 "links": {other: link.bytes_per_s for other, link in sorted(state.links.items())},
             }
-            for name, state in sorted(self._nodes.states.items())
+            for name, state in sorted(self.nodes.states.items())
         ]
 
     def settle(self) -> None:
@@ -205,8 +210,8 @@ class Members:
         """Raise AssertionError where the tables disagree."""
         self.directory.check()
         self.places.check()
-        self._nodes.check()
-        assert self.directory.holders == self._replicas.keys() | set(map(Disk, self._nodes.states))
+        self.nodes.check()
+        assert self.directory.holders == self._replicas.keys() | set(map(Disk, self.nodes.states))
         grouped = [state for states in self._models.values() for state in states]
         assert sorted(state.name for state in grouped) == sorted(self._replicas), "each replica has one model"
         for model, states in self._models.items():
@@ -214,7 +219,7 @@ class Members:
             assert states == sorted(states, key=_name)
         for model, columns in self._columns.items():
             assert columns.states == self._models.get(model, [])
-            columns.check(self.directory, self._nodes)
+            columns.check(self.directory, self.nodes)
         counted = 0
         for name, state in self._replicas.items():
             assert state.name == name
@@ -225,16 +230,17 @@ class Members:
 
     # For the choice.
 
-    def _columns_of(self, model: str) -> Columns:
+    def columns_of(self, model: str) -> Columns:
+        """The model's replicas, in order of their names."""
         columns = self._columns.get(model)
         if columns is None:
-            columns = Columns(self._models.get(model, ()), self.directory, self._nodes)
+            columns = Columns(self._models.get(model, ()), self.directory, self.nodes)
             if model in self._models:
                 # Not of a name that anybody may make up.
                 self._columns[model] = columns
         return columns
 
-    def _assign(self, state: ReplicaState, request: RouteRequest, load: Load, coming: Sequence[bytes]) -> str:
+    def assign(self, state: ReplicaState, request: RouteRequest, load: Load, coming: Sequence[bytes]) -> str:
         """Count the request there, and expect the blocks that it will leave.
 
         Returns:
@@ -252,25 +258,25 @@ class Members:
         if not request.agent:
             return ""
         place = self.places.where(request.agent)
-        home = Home(state.name, request.prompt_tokens, place.epoch if place else 0)
-        self.directory.set_home(request.agent, request.model, home)
+        seat = Seat(state.name, request.prompt_tokens, place.epoch if place else 0)
+        self.directory.set_seat(request.agent, request.model, seat)
         again = self.places.answer(request.agent, state.node)
         if place is None or not place.node or request.beside or request.exclude:
             # Further choices and attempts are no further turns; where a home is lost, a copy adopts the agent.
             return ""
         return self._drained_to(request, place, load.since) or self._followed_to(state, place, again, load.since)
 
-    def _followed_to(self, state: ReplicaState, place: Place, again: bool, now: float) -> str:
+    def _followed_to(self, state: ReplicaState, place: Whereabouts, again: bool, now: float) -> str:
         """Where an agent is answered that lives elsewhere, if that is so for the second time in a row."""
-        both_live = all(self._nodes.lives(name, now, self._timeout_s) for name in (place.node, state.node))
-        return state.node if again and both_live and not self._nodes.drains(state.node) else ""
+        both_live = all(self.nodes.lives(name, now, self.timeout_s) for name in (place.node, state.node))
+        return state.node if again and both_live and not self.nodes.drains(state.node) else ""
 
-    def _drained_to(self, request: RouteRequest, place: Place, now: float) -> str:
+    def _drained_to(self, request: RouteRequest, place: Whereabouts, now: float) -> str:
         """Where an agent is to live whose home is drained: where it has a copy, or else where fewest agents are."""
-        if not self._nodes.drains(place.node) or not self._nodes.lives(place.node, now, self._timeout_s):
+        if not self.nodes.drains(place.node) or not self.nodes.lives(place.node, now, self.timeout_s):
             return ""
         serving = {other.node for other in self._models.get(request.model, ())}
-        living = [name for name in self.alive_nodes(now) if name in serving and not self._nodes.drains(name)]
+        living = [name for name in self.alive_nodes(now) if name in serving and not self.nodes.drains(name)]
         copies = [name for name in place.copies if name in living]
         return copies[0] if copies else min(living, key=self.places.count, default="")
 
@@ -306,8 +312,8 @@ class Members:
         for state in [state for state in self._replicas.values() if now - state.voice.seen > GONE_S]:
             self._remove_state(state)
             self.directory.forget(state.name)
-        for node in [node for node in self._nodes.states.values() if now - node.voice.seen > GONE_S]:
-            self._nodes.forget(node.name)
+        for node in [node for node in self.nodes.states.values() if now - node.voice.seen > GONE_S]:
+            self.nodes.forget(node.name)
             self.directory.forget(Disk(node.name))
             self.places.forget(node.name)
             self._columns.clear()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..messages import StoreReport
+from ..protocol.messages import StoreReport
 from .load import measured
 from .voice import Voice
 
@@ -30,13 +30,13 @@ LINKS_MAX = 4096
 """How many links a node may have."""
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     bytes_per_s: float
     measured_at: float
 
 
 @dataclass(slots=True, eq=False)
-class NodeState:
+class StoreState:
     """A node's store as its last report describes it."""
 
     name: str
@@ -50,7 +50,7 @@ class NodeState:
     disk_error: str = ""
     agents_let_go: int = 0
     draining: bool = False
-    links: dict[str, Link] = field(default_factory=dict)
+    links: dict[str, MeasuredLink] = field(default_factory=dict)
     """Measured ones, by the node from which KV came."""
 
 
@@ -58,7 +58,7 @@ class Nodes:
     """All nodes whose stores have reported. What costs are computed from is kept as arrays, by a node's `index`."""
 
     def __init__(self) -> None:
-        self.states: dict[str, NodeState] = {}
+        self.states: dict[str, StoreState] = {}
         self._names: dict[int, str] = {}
         self._free = list(range(FIRST))
         self.seen = np.full(FIRST, -inf)
@@ -73,7 +73,7 @@ class Nodes:
         self.rates = np.full((FIRST, FIRST), ASSUMED_LINK_BYTES_PER_S)
         """Bytes a second, to one from another."""
 
-    def join(self, name: str, voice: Voice, disk: int) -> NodeState:
+    def join(self, name: str, voice: Voice, disk: int) -> StoreState:
         """Take in a node, or the new process of one that is known: what is measured stays.
 
         Args:
@@ -85,7 +85,7 @@ class Nodes:
             return state
         if not self._free:
             self._grow()
-        state = self.states[name] = NodeState(name, heapq.heappop(self._free), voice)
+        state = self.states[name] = StoreState(name, heapq.heappop(self._free), voice)
         self._names[state.index] = name
         self.disks[state.index] = disk
         for other in self.states.values():
@@ -93,7 +93,7 @@ class Nodes:
             self._set_rates(state, other)
         return state
 
-    def describe(self, state: NodeState, report: StoreReport, now: float) -> None:
+    def apply(self, state: StoreState, report: StoreReport, now: float) -> None:
         """Take what the report says of the node itself."""
         index = state.index
         state.blocks, state.used_bytes, state.free_bytes = report.blocks, report.used_bytes, report.free_bytes
@@ -114,7 +114,7 @@ class Nodes:
             if measured(rate, 0.0) and name != state.name and (known or len(state.links) < LINKS_MAX):
                 # Of a link that is suddenly less than half as fast, what was measured before says nothing any more.
                 old = known.bytes_per_s if known and rate >= known.bytes_per_s / 2 else rate
-                state.links[name] = Link(old + LINK_WEIGHT * (rate - old), now)
+                state.links[name] = MeasuredLink(old + LINK_WEIGHT * (rate - old), now)
         for name in {*slow, *report.links} & self.states.keys():
             self._set_rates(state, self.states[name])
 
@@ -174,7 +174,7 @@ class Nodes:
                 if other in self.states:
                     assert self.rates[state.index, self.states[other].index] == link.bytes_per_s
 
-    def _set_rates(self, one: NodeState, other: NodeState) -> None:
+    def _set_rates(self, one: StoreState, other: StoreState) -> None:
         """Both ways between two nodes: as measured, else as measured the other way, else as assumed."""
         there, back = one.links.get(other.name), other.links.get(one.name)
         for to, source, link in ((one, other, there or back), (other, one, back or there)):

@@ -8,10 +8,11 @@ what it knew before its agents were adopted elsewhere. A tombstone's epoch ends 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from cachetools import FIFOCache
 
 from .directory import parts
 
@@ -27,7 +28,7 @@ class Claim(NamedTuple):
     is_home: bool
 
 
-class Place(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where an agent's memory is: `node` is "" where nobody who is known is its home. Copies are the newest first."""
 
     node: str
@@ -51,21 +52,20 @@ class AgentPlaces:
         self._agents: dict[str, _Agent] = {}
         self._nodes: dict[str, set[str]] = {}
         """The agents that each node claims, as home or not."""
-        self._unclaimed: OrderedDict[str, int] = OrderedDict()
-        self._buried: OrderedDict[str, int] = OrderedDict()
-        self._remembered_max = remembered_max
+        self._unclaimed: FIFOCache[str, int] = FIFOCache(remembered_max)
+        self._buried: FIFOCache[str, int] = FIFOCache(remembered_max)
 
     def __len__(self) -> int:
         return len(self._agents)
 
-    def where(self, agent: str) -> Place | None:
+    def where(self, agent: str) -> Whereabouts | None:
         """Where the agent's memory is; None where no node claims it."""
         known = self._agents.get(agent)
         if known is None:
             return None
         home = _home(known)
         others = sorted((-claim.epoch, claim.node) for claim in known.claims if claim.node != home)
-        return Place(home, known.epoch, tuple(node for _, node in others))
+        return Whereabouts(home, known.epoch, tuple(node for _, node in others))
 
     def answer(self, agent: str, node: str) -> bool:
         """A turn of the agent is answered on the node. Whether the one before it was too, and that is not its home."""
@@ -136,7 +136,6 @@ class AgentPlaces:
                 claimed.setdefault(claim.node, set()).add(agent)
         assert claimed == self._nodes
         assert not self._agents.keys() & self._unclaimed.keys()
-        assert max(len(self._unclaimed), len(self._buried)) <= self._remembered_max
 
     def _claim(self, agent: str, claim: Claim) -> None:
         if claim.epoch <= self._buried.get(agent, -1):
@@ -161,24 +160,18 @@ class AgentPlaces:
         if not known.claims:
             del self._agents[agent]
             if known.epoch > self._buried.get(agent, -1):
-                self._remember(self._unclaimed, agent, known.epoch)
+                self._unclaimed[agent] = known.epoch
 
     def _bury(self, agent: str, epoch: int) -> None:
         if epoch <= self._buried.get(agent, -1):
             return
-        self._remember(self._buried, agent, epoch)
+        self._buried[agent] = epoch
         if self._unclaimed.get(agent, epoch + 1) <= epoch:
             del self._unclaimed[agent]
         known = self._agents.get(agent)
         for claim in known.claims if known else ():
             if claim.epoch <= epoch:
                 self._drop(agent, claim.node)
-
-    def _remember(self, table: OrderedDict[str, int], agent: str, epoch: int) -> None:
-        table[agent] = epoch
-        table.move_to_end(agent)
-        if len(table) > self._remembered_max:
-            table.popitem(last=False)
 
 
 def _home(known: _Agent) -> str:

@@ -39,14 +39,14 @@ from math import inf
 
 import numpy as np
 
-from ..kv_store.blocks import BLOCK_TOKENS
-from ..messages import Chain, Decision, RouteRequest
+from ..protocol.block_ids import BLOCK_TOKENS
+from ..protocol.messages import Chain, Decision, RouteRequest
 from .columns import Columns
 from .costs import Floats, Integers, Sources, Ways, best_ways, encoding_s, joined
-from .directory import Home
+from .directory import Seat
 from .load import ROW_WAIT_S, Load
 from .members import Members
-from .places import Place
+from .places import Whereabouts
 
 FIRST_PREFILL_S = 4.0
 """How much more of a first prefill decides nothing about where an agent that nobody knows will live."""
@@ -87,7 +87,7 @@ class _Case:
     rows: Integers
     home: list[int]
     """The positions of those that are the agent's home."""
-    seat: Home | None
+    seat: Seat | None
     """The agent's last turn, where that is still its home."""
     known: bool
     """Whether anybody knows the agent."""
@@ -99,8 +99,8 @@ class _Case:
         return next(group for group in groups if isinstance(group.positions, slice) or position in group.positions)
 
 
-class Policy(Members):
-    """The router's state and its rules.
+class Policy:
+    """The choice, by one of the rules, among the members that are known.
 
     Args:
         timeout_s: a replica or store that has not reported for this long is avoided.
@@ -117,16 +117,16 @@ class Policy(Members):
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"no routing rule {rule!r}; there are {', '.join(RULES)}")
-        super().__init__(timeout_s=timeout_s, agents_max=agents_max)
+        self.members = Members(timeout_s=timeout_s, agents_max=agents_max)
         self._sticky_s = sticky_penalty_s_max
         self._rule = rule
 
     def route(self, request: RouteRequest, now: float) -> Decision | None:
         """The replica for a request, whose load is reserved there; None when no replica of its model lives.
 
-        Call `settle` when the answer is on its way.
+        Call `members.settle` when the answer is on its way.
         """
-        self.settle()
+        self.members.settle()
         case = self._case(request, now)
         if case is None:
             return None
@@ -148,11 +148,11 @@ class Policy(Members):
         group = case.group_of(chosen)
         encoded = (entry for entry, end, _, _ in group.pictures if end > held)
         coming = [*group.blocks[int(hot[chosen]) // BLOCK_TOKENS :], *encoded]
-        move_to = self._assign(state, request, load, coming)
+        move_to = self.members.assign(state, request, load, coming)
         pull_from = ""
         if pulled:
-            pull_from = self._nodes.named(source)
-            self._nodes.reserve(source, float(ways.pull_s[chosen]), now)
+            pull_from = self.members.nodes.named(source)
+            self.members.nodes.reserve(source, float(ways.pull_s[chosen]), now)
         rows = case.rows
         if len(total) > CANDIDATES_SHOWN:
             shown = _shown(total, chosen)
@@ -167,8 +167,8 @@ class Policy(Members):
     # Who may answer.
 
     def _case(self, request: RouteRequest, now: float) -> _Case | None:
-        columns = self._columns_of(request.model)
-        seen = now - columns.seen <= self._timeout_s
+        columns = self.members.columns_of(request.model)
+        seen = now - columns.seen <= self.members.timeout_s
         rows = np.flatnonzero(seen)
         if request.exclude:
             excluded = [columns.rows[name] for name in request.exclude if name in columns.rows]
@@ -179,13 +179,16 @@ class Policy(Members):
             return None
         seat = place = None
         if request.agent:
-            seat, place = self.directory.home(request.agent, request.model), self.places.where(request.agent)
+            seat, place = (
+                self.members.directory.seat(request.agent, request.model),
+                self.members.places.where(request.agent),
+            )
             seat = self._still(seat, place)
         near = request.near
         if seat is None and place is None and self._has_any(columns, rows, request, now):
             near = ""
         at_home = self._at_home(columns, rows, seat, place, near)
-        if self._nodes.draining.any():
+        if self.members.nodes.draining.any():
             rows = self._staying(columns, rows, at_home)
         home = [position for row in at_home if (position := _position(rows, row)) is not None]
         known = seat is not None or place is not None
@@ -194,25 +197,24 @@ class Policy(Members):
     def _staying(self, columns: Columns, rows: Integers, at_home: list[int]) -> Integers:
         """Those of `rows` that are not on a node that is drained, but for the agent's home; all where none is left."""
         nodes = columns.node[rows]
-        staying = ~self._nodes.draining[nodes] | (nodes < 0)
+        staying = ~self.members.nodes.draining[nodes] | (nodes < 0)
         staying[np.isin(rows, at_home)] = True
         return rows[staying] if staying.any() else rows
 
-    def _still(self, seat: Home | None, place: Place | None) -> Home | None:
+    def _still(self, seat: Seat | None, place: Whereabouts | None) -> Seat | None:
         """The agent's last turn, unless its memory has moved to another node since."""
         if seat is None or place is None or seat.epoch >= place.epoch:
             return seat
-        state = self._replicas.get(seat.replica)
-        return seat if state is not None and state.node == place.node else None
+        return seat if self.members.node_of(seat.replica) == place.node else None
 
     def _at_home(
-        self, columns: Columns, rows: Integers, seat: Home | None, place: Place | None, near: str
+        self, columns: Columns, rows: Integers, seat: Seat | None, place: Whereabouts | None, near: str
     ) -> list[int]:
         """Those of `rows` that are the agent's home: where its last turn was, or else on its home node, or on the node
         that is to be its home, unless that is where all of them are."""
         if seat is not None and _position(rows, columns.rows.get(seat.replica, -1)) is not None:
             return [columns.rows[seat.replica]]
-        index = self._nodes.index(near if place is None else place.node)
+        index = self.members.nodes.index(near if place is None else place.node)
         found = rows[columns.node[rows] == index].tolist() if index >= 0 else []
         return [] if place is None and len(found) == len(rows) else found
 
@@ -231,7 +233,9 @@ class Policy(Members):
         usable = max(0, request.prompt_tokens - 1)
         # The last token of a prompt is always computed.
         blocks_max = usable // BLOCK_TOKENS
-        runs = [self.directory.runs(group.blocks[:blocks_max]) * np.int64(BLOCK_TOKENS) for group in case.groups]
+        runs = [
+            self.members.directory.runs(group.blocks[:blocks_max]) * np.int64(BLOCK_TOKENS) for group in case.groups
+        ]
         hot = np.zeros(len(rows), np.int64)
         for group, found in zip(case.groups, runs, strict=True):
             hot[group.positions] = found[columns.memory[rows[group.positions]]]
@@ -255,7 +259,7 @@ class Policy(Members):
         indices of nodes."""
         columns = case.columns
         disk, sources, indices = None, None, rows[:0]
-        if self._nodes.states and runs.any():
+        if self.members.nodes.states and runs.any():
             disks = self._on_disks(runs, now)
             nodes = columns.node[rows]
             disk = disks[nodes]
@@ -277,12 +281,12 @@ class Policy(Members):
         indices = np.flatnonzero(disks > near.min())
         if not len(indices):
             return indices, None
-        wait_s = np.maximum(0.0, self._nodes.busy_until[indices] - now)
+        wait_s = np.maximum(0.0, self.members.nodes.busy_until[indices] - now)
         if len(indices) > SOURCES_MAX:
             best = np.lexsort((wait_s, -disks[indices]))[:SOURCES_MAX]
             indices, wait_s = indices[best], wait_s[best]
-        rates = self._nodes.rates[nodes[:, None], indices]
-        rates[(nodes < 0) | ~self._nodes.writes[nodes]] = 0.0
+        rates = self.members.nodes.rates[nodes[:, None], indices]
+        rates[(nodes < 0) | ~self.members.nodes.writes[nodes]] = 0.0
         return indices, Sources(disks[indices], wait_s, rates)
 
     def _encode_s(self, case: _Case, held: Integers, now: float) -> Floats:
@@ -299,7 +303,7 @@ class Policy(Members):
 
     def _having(self, columns: Columns, rows: Integers, entry: bytes, now: float) -> tuple[Integers, Integers]:
         """Not 0 for each of `rows` that has these features in its memory, and whose node has them on its disk."""
-        found = self.directory.runs([entry])
+        found = self.members.directory.runs([entry])
         return found[columns.memory[rows]], self._on_disks(found, now)[columns.node[rows]]
 
     def _has_any(self, columns: Columns, rows: Integers, request: RouteRequest, now: float) -> bool:
@@ -310,8 +314,8 @@ class Policy(Members):
 
     def _on_disks(self, runs: Integers, now: float) -> Integers:
         """What nodes whose stores report have of `runs` on their disks, and a zero at the end, where -1 points."""
-        living = now - self._nodes.seen <= self._timeout_s
-        return np.append(np.where(living, runs[self._nodes.disks], 0), 0)
+        living = now - self.members.nodes.seen <= self.members.timeout_s
+        return np.append(np.where(living, runs[self.members.nodes.disks], 0), 0)
 
     def _costs(self, case: _Case, ways: Ways, new: bool, now: float) -> dict[str, Floats]:
         """Seconds by term; `new` is an agent that nobody knows."""

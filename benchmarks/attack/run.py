@@ -1,6 +1,6 @@
 """Attacks a server of its own, on loopback, while honest clients stream beside: nothing of theirs changes or stops.
 
-    python benchmarks/attack/run.py [--minutes 20] [--bodies 20000] [--only raw,large] [--seed 1]
+    python -m benchmarks.attack.run [--minutes 20] [--bodies 20000] [--only raw,large] [--seed 1]
 
 Exits with 1 where a status from 500 on came that no limit names, a stream changed, was cut off or stood still for more
 than a second (and longer than in peace), a process kept memory, or the server was gone.
@@ -19,20 +19,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attack_beside import BENCHMARKS, neighbour
-from attack_http import Outcome, healthy, sign
-from attack_list import ATTACKS
-from attack_report import Peace, Span, entry, markdown, passed, peace, streams_in
-from attack_scene import ADMIN, NAMES, Attack, Scene
-from attack_streams import Streams
-
 from satchel.cluster.config import Home
 from satchel.cluster.keys import create_key
 
-kept = neighbour("", "kept")
-machine = neighbour("serve", "machine")
-soak_server = neighbour("soak", "soak_server")
-RESULTS = BENCHMARKS / "results"
+from .. import kept, machine
+from ..programs import RESULTS, ROOT
+from ..soak import server as soak_server
+from .attacks import ATTACKS
+from .http import Outcome, healthy, sign
+from .report import Peace, Span, entry, markdown, passed, peace, streams_in
+from .scene import ADMIN, NAMES, Attack, Scene
+from .streams import Streams
+
 STREAMS, TOKENS = 16, 400
 DISK_BYTES = 768 * 2**20
 SETTLE_S = 20.0
@@ -74,7 +72,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", type=chosen, default=[], help=f"of {', '.join(names)}")
     add("--seed", type=int, default=1)
     add("--work", type=Path, help="where files are written (else a temporary folder)")
-    add("--logs", type=Path, default=BENCHMARKS.parent / "build" / "attack", help="where the server's log stays")
+    add("--logs", type=Path, default=ROOT / "build" / "attack", help="where the server's log stays")
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
     return parser.parse_args(arguments)
@@ -93,7 +91,7 @@ def main() -> None:
         "seed": options.seed,
     }
     facts = machine.facts("cpu")
-    result: dict[str, Any] = {"machine": facts, "versions": machine.versions(sys.executable, None), "parts": {}}
+    result: dict[str, Any] = {"machine": facts, "versions": machine.versions(sys.executable), "parts": {}}
     when, load = kept.now(), os.getloadavg()[0]
     part: dict[str, Any] = {"when": f"{when}, load of the machine before it {load:.2f}", "settings": settings}
     result["parts"]["attacks"] = part

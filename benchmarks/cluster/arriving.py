@@ -10,23 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from beside import hosts_module, neighbour
-from server import Client, Stream, serving, wait_for
 from tokenizers import Tokenizer
 
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS
-from satchel.actors.messages import ReplicaReport, RouteRequest, StoreReport
-from satchel.actors.replica.hub import EMBEDDED
+from satchel.actors.model_files.source import EMBEDDED
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.messages import ReplicaReport, RouteRequest, StoreReport
 from satchel.actors.router.policy import Policy
 from satchel.cluster.config import Home
 from satchel.cluster.keys import OWNER, create_key
+from tests.system import hosts
 
-if TYPE_CHECKING:
-    from benchmarks.memory.parts import Budget, Part, Say
-
-parts = neighbour("memory", "parts")
+from ..parts import Budget, Part, Say, median
+from .server import Client, Stream, serving, wait_for
 
 HEAD, OTHER, PORT = "mac0", "mac1", 8000
 FAST_MBIT = 10_000
@@ -53,12 +50,12 @@ def pulls(tokens: int, rates: Rates) -> tuple[bool, float]:
     for node in (HEAD, OTHER):
         blocks = ids if node == HEAD else []
         links = {HEAD: rates.link_bytes_per_s} if node == OTHER else {}
-        policy.observe_store(StoreReport(node, "1", 0, blocks, [], True, links=links), 0.0)
+        policy.members.observe_store(StoreReport(node, "1", 0, blocks, [], True, links=links), 0.0)
         report = ReplicaReport(
             f"on {node}", "m", "1", 0, 0, 0, 0, 16, rates.prefill_tokens_per_s, [], [], [], True,
             node=node, restore_bytes_per_s=rates.restore_bytes_per_s, kv_bytes_per_token=rates.kv_bytes_per_token,
         )  # fmt: skip
-        policy.observe(report, 0.0)
+        policy.members.observe(report, 0.0)
     decision = policy.route(RouteRequest("q", "m", "", ids, tokens, exclude=[f"on {HEAD}"]), 0.0)
     assert decision is not None and decision.node == OTHER
     here = decision.candidates.index(decision.replica)
@@ -89,7 +86,7 @@ def text_of(count: Callable[[str], int], tokens: int, seed: str) -> str:
 @contextmanager
 def two_hosts(work: Path) -> Iterator[tuple[Client, Any]]:
     """A cluster of two namespaces without copies of agents; its client, and the host of the second node."""
-    with hosts_module().hosts(2) as (head, second):
+    with hosts.hosts(2) as (head, second):
         nodes = [
             {"name": HEAD, "address": head.address},
             {
@@ -106,7 +103,7 @@ def two_hosts(work: Path) -> Iterator[tuple[Client, Any]]:
         # JSON is YAML.
         config.write_text(json.dumps({"models": models, "nodes": nodes, "endpoint": endpoint, "replication": 0}))
         _, key = create_key(Home(work / HEAD), OWNER, admin=True)
-        arguments, programs = ["--config", str(config)], hosts_module().stand_in_ssh(work)
+        arguments, programs = ["--config", str(config)], hosts.stand_in_ssh(work)
         with (
             serving(arguments, work / HEAD, [work / OTHER], prefix=head.command(), path=programs),
             Client(f"http://{head.address}:{PORT}", key) as client,
@@ -117,12 +114,12 @@ def two_hosts(work: Path) -> Iterator[tuple[Client, Any]]:
 
 def arriving(tokens: int, mbits: Sequence[int], rounds: int, work: Path, budget: Budget, say: Say) -> Part:
     """A line for each link."""
-    part = parts.Part(f"First token of an agent of {tokens:,} tokens on a node to which it was moved, embedded:recall")
-    if (reason := hosts_module().missing()) is not None:
+    part = Part(f"First token of an agent of {tokens:,} tokens on a node to which it was moved, embedded:recall")
+    if (reason := hosts.missing()) is not None:
         part.notes.append(f"Left out: {reason}.")
         return part
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "recall" / "tokenizer.json"))
-    named = hosts_module().named
+    named = hosts.named
 
     def told(client: Client, name: str, home: str) -> tuple[str, float]:
         """A new agent that was told all on its home; seconds to its first token."""
@@ -186,7 +183,7 @@ def row(mbit: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
     """A line of medians, and what the router would choose at the measured rates."""
 
     def middle(key: str) -> float:
-        return parts.median([each[key] for each in rounds])
+        return median([each[key] for each in rounds])
 
     ratios = [each["computed_s"] / (each["move_s"] + each["first_s"]) for each in rounds]
     tokens = round(middle("prompt"))
@@ -197,7 +194,7 @@ def row(mbit: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
         "computed there, s": middle("computed_s"),
         "move, s": middle("move_s"),
         "first token then, s": middle("first_s"),
-        "computed / moved": parts.median(ratios),
+        "computed / moved": median(ratios),
         "tokens computed": middle("computed"),
         "KV, MB": middle("bytes") / 1e6,
         "link as the router saw it, MB/s": middle("link") / 1e6,

@@ -5,30 +5,25 @@ from __future__ import annotations
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from beside import BENCHMARKS, hosts_module, neighbour
-from source import MODEL, RAW_PIECE_BYTES, ROOT, SESSION, open_store
-from worker import Worker
+from satchel.actors.kv_store.transfer.block_client import BlockPuller
+from satchel.actors.kv_store.transfer.machine.pull_terms import Stop
+from satchel.actors.kv_store.transfer.machine.pull_wire import Wanted
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from tests.system import hosts
 
-from satchel.actors.kv_store.block_client import BlockPuller
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS
-from satchel.actors.kv_store.pull_wire import Wanted
-from satchel.actors.kv_store.transfer_terms import Stop
-
-if TYPE_CHECKING:
-    from benchmarks.memory.parts import Budget, Part, Say
-
-parts = neighbour("memory", "parts")
+from ..parts import Budget, Part, Say, median
+from ..programs import program
+from .source import MODEL, RAW_PIECE_BYTES, ROOT, SESSION, open_store
+from .worker import Worker
 
 OF_RAW_MIN, OF_RAY_MIN = 0.8, 3.0
-HERE = BENCHMARKS / "cluster"
 Address = tuple[str, int]
 
 
@@ -81,7 +76,7 @@ class Chain:
 @contextmanager
 def chain_on(host: Any | None, blocks: int, work: Path) -> Iterator[Chain]:
     """A chain that `host` serves, a namespace; None is this machine, over loopback."""
-    command = [sys.executable, str(HERE / "source.py"), str(work / "source")]
+    command = program("cluster.source", work / "source")
     with Worker(command if host is None else host.command(*command), work / "source.log") as worker:
         yield Chain(worker, blocks, "127.0.0.1" if host is None else host.address)
 
@@ -89,22 +84,21 @@ def chain_on(host: Any | None, blocks: int, work: Path) -> Iterator[Chain]:
 def moving(tokens: int, gbits: Sequence[float], rounds: int, work: Path, budget: Budget, say: Say) -> Part:
     """The table: a line for loopback, and one for every speed in `gbits` where there can be hosts."""
     blocks = max(1, tokens // BLOCK_TOKENS)
-    part = parts.Part(f"Moving {blocks * BLOCK_TOKENS:,} tokens of Llama-3.1-8B's shape")
+    part = Part(f"Moving {blocks * BLOCK_TOKENS:,} tokens of Llama-3.1-8B's shape")
     with ExitStack() as stack:
         folders = {"disk": work}
         if (shared := Path("/dev/shm")).is_dir():
             made = stack.enter_context(tempfile.TemporaryDirectory(prefix="satchel-", dir=shared))
             folders = {"memory": Path(made), **folders}
-        command = [sys.executable, str(HERE / "object_plane.py"), str(work / "ray")]
+        command = program("cluster.object_plane", work / "ray")
         with Worker(command, work / "ray.log") as ray, chain_on(None, blocks, work) as chain:
             times = _times(chain, folders, rounds, budget, ray)
         part.rows.append(row("loopback", chain.nbytes, times, part))
         say(f"  loopback: {_seconds(times)}")
-        module = hosts_module()
-        if (reason := module.missing()) is not None:
+        if (reason := hosts.missing()) is not None:
             part.notes.append(f"Over loopback alone: {reason}.")
         elif gbits:
-            (host,) = stack.enter_context(module.hosts(1))
+            (host,) = stack.enter_context(hosts.hosts(1))
             shutil.rmtree(work / "source")
             slow = stack.enter_context(chain_on(host, blocks, work))
             for gbit in gbits:
@@ -146,11 +140,11 @@ def row(link: str, nbytes: int, times: dict[str, list[float]], part: Part) -> di
     """
 
     def rate(way: str) -> float | None:
-        return nbytes / 1e9 / parts.median(times[way]) if times.get(way) else None
+        return nbytes / 1e9 / median(times[way]) if times.get(way) else None
 
     def against(way: str, other: str) -> float | None:
         pairs = list(zip(times.get(way, []), times.get(other, []), strict=False))
-        return parts.median([theirs / own for own, theirs in pairs]) if pairs else None
+        return median([theirs / own for own, theirs in pairs]) if pairs else None
 
     quick = "memory" if "memory" in times else "disk"
     of_raw, of_ray = against(quick, "raw"), against(quick, "Ray")

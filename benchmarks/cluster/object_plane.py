@@ -1,6 +1,6 @@
 """Ray's object plane: bytes from one raylet's objects into another's, on this machine.
 
-    python benchmarks/cluster/object_plane.py FOLDER
+    python -m benchmarks.cluster.object_plane FOLDER
 
 Each question is a number of bytes, and the answer the seconds until an array of as many, which is new on one node, is
 in the hands of an actor on the other. See `worker.py`.
@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from worker import answer
-
 from satchel.cluster import environment
+from satchel.cluster.bring_up.ray_node import RayReport, RaySpec
 from satchel.cluster.config import Home
 from satchel.cluster.connection import connect_ray_address
 from satchel.cluster.home import ensure_token, prepare_home
-from satchel.cluster.ray_node import RayReport, RaySpec
+
+from .worker import answer
 
 OBJECT_STORE_BYTES = 2**30
 NODE_END_S = 20.0
@@ -36,7 +36,7 @@ def raylet(name: str, home: Home, head: str | None) -> Iterator[tuple[str, str]]
     folder = tempfile.mkdtemp(prefix="satchel-", dir=environment.short_temporary_root())
     spec = RaySpec(name, "127.0.0.1", name, head, f"{folder}/ray", folder, str(home.ray_logs), OBJECT_STORE_BYTES, 1)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "satchel.cluster.ray_node"],
+        [sys.executable, "-P", "-m", "satchel.cluster.bring_up.ray_node"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -6,19 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from beside import BENCHMARKS, hosts_module, neighbour
-from server import Client, Stream, kill, node_processes, resumed_s, serving, wait_for
+from satchel.cluster.bring_up.ports import free_port
+from tests.system import hosts
 
-from satchel.cluster.ports import free_port
+from ..parts import Budget, Part, Say, median
+from ..programs import ROOT
+from .server import Client, Stream, kill, node_processes, resumed_s, serving, wait_for
 
-if TYPE_CHECKING:
-    from benchmarks.memory.parts import Budget, Part, Say
-
-parts = neighbour("memory", "parts")
-
-CONFIG = BENCHMARKS.parent / "configs" / "two-nodes-local.yaml"
+CONFIG = ROOT / "configs" / "two-nodes-local.yaml"
 HEAD, OTHER = "mac0", "mac1"
 FACT, NUMBERS = "Remember: the code of heron is 2002.", "Say the numbers from one to ninety-nine."
 QUESTION, CODE = "What is the code of heron?", "2002"
@@ -47,7 +43,7 @@ class Place:
 
     def __init__(self, client: Client, server_pid: int) -> None:
         self._client, self._server_pid = client, server_pid
-        self._named = hosts_module().named
+        self._named = hosts.named
         self._pid = 0
         self.undisturbed = ""
 
@@ -125,7 +121,7 @@ def recovering(rounds: int, work: Path, budget: Budget, say: Say) -> Part:
 
 def table(kills: Kills) -> Part:
     """The part; ways that nothing was measured of are left out."""
-    part = parts.Part("A node is killed (kill -9 of all its processes), two nodes on one machine")
+    part = Part("A node is killed (kill -9 of all its processes), two nodes on one machine")
     ways: dict[str, Sequence[float]] = {
         "to the next token of its stream": kills.next_token,
         "to the first token of its agent's next answer": kills.first_token,
@@ -133,7 +129,7 @@ def table(kills: Kills) -> Part:
     }
     for name, found in ways.items():
         if found:
-            shown = {"median, s": parts.median(found), "shortest, s": min(found), "longest, s": max(found)}
+            shown = {"median, s": median(found), "shortest, s": min(found), "longest, s": max(found)}
             part.rows.append({"from the kill": name, **shown, "times": len(found)})
     if not part.rows:
         part.notes.append("There was no time for a kill.")
@@ -141,7 +137,7 @@ def table(kills: Kills) -> Part:
         part.notes.append("Every stream had the text of one that nobody disturbed: nothing twice, nothing missing.")
     if kills.reused:
         part.notes.append(
-            f"The next answers came from the other node and reused {100 * parts.median(kills.reused):.0f}% of their "
+            f"The next answers came from the other node and reused {100 * median(kills.reused):.0f}% of their "
             "prompts, of few tokens; the request was sent as soon as the node was dead."
         )
     return part

@@ -1,6 +1,6 @@
 """Measures several nodes: moving KV, first tokens after a move, recovery from a killed node, and (simulated) speed.
 
-    python benchmarks/cluster/run.py [--parts moving,recovering] [--rounds 3] [--budget-s 1800]
+    python -m benchmarks.cluster.run [--parts moving,recovering] [--rounds 3] [--budget-s 1800]
 
 Figures are medians over the rounds, ratios are taken within a round. Nothing here is a test of speed.
 """
@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from arriving import arriving
-from beside import BENCHMARKS, neighbour
-from moving import moving
-from recovering import recovering
-from together import together
 
-parts = neighbour("memory", "parts")
-kept = neighbour("", "kept")
-RESULTS = BENCHMARKS / "results"
+from .. import kept, machine, parts
+from ..programs import RESULTS
+from .arriving import arriving
+from .moving import moving
+from .recovering import recovering
+from .together import together
+
 PARTS = ("moving", "recovering", "arriving", "together")
 
 
@@ -85,11 +84,10 @@ def measures(options: argparse.Namespace, work: Path, budget: Any) -> dict[str, 
 
 def main() -> None:
     options = read_options()
-    machine = neighbour("serve", "machine")
     facts = machine.facts("gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu")
     result: dict[str, Any] = {
         "machine": facts,
-        "versions": machine.versions(sys.executable, None),
+        "versions": machine.versions(sys.executable),
         "when": kept.now(),
         # Without the paths of this machine.
         "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},

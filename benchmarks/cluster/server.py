@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
 
+from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
 from satchel.cluster.config import Home
 from satchel.cluster.processes import session_members
-from satchel.cluster.runtime import clean_up_after_killed_run
 
 COMMAND = (sys.executable, "-P", "-m", "satchel.api.cli")
 START_S, END_S = 180.0, 45.0
@@ -88,6 +88,7 @@ class Stream:
         why: it went to that node, as the router says.
         arrivals: when each piece of its text came.
         prompt: tokens of its prompt, of which `cached` were not computed.
+        ended: when its last byte came, where that is asked for.
     """
 
     sent: float
@@ -97,6 +98,7 @@ class Stream:
     arrivals: list[float] = field(default_factory=list)
     prompt: int = 0
     cached: int = 0
+    ended: float = 0.0
 
     @property
     def first_s(self) -> float:
@@ -112,7 +114,7 @@ class Client:
         # Proxies of the environment are meant for other places.
         self._http = httpx.Client(base_url=url, timeout=300.0, trust_env=False, headers=headers)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

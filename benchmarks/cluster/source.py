@@ -1,6 +1,6 @@
 """The node that has the blocks: serves a chain of them, and as many raw bytes on another port.
 
-    python benchmarks/cluster/source.py FOLDER
+    python -m benchmarks.cluster.source FOLDER
 
 Asked with a line of JSON (`key`, `address`, `blocks`), it answers with another one and serves until its standard input
 closes. See `worker.py`.
@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from worker import answer
 
-from satchel.actors.kv_store.block_server import BlockServer
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_id, root_id
-from satchel.actors.kv_store.codec import Entry
-from satchel.actors.kv_store.disk import DiskStore
-from satchel.actors.kv_store.segments import grouped, write_segment
-from satchel.actors.kv_store.shelf import DiskLimits
+from satchel.actors.kv_store.disk.segments import grouped, write_segment
+from satchel.actors.kv_store.disk.shelf import DiskLimits
+from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.transfer.block_server import BlockServer
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, root_id
+from satchel.actors.protocol.entries import Entry
+
+from .worker import answer
 
 LAYERS, KV_HEADS, DIM = 32, 8, 128
 """Of Llama-3.1-8B."""

@@ -8,14 +8,9 @@ router's own rules.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from beside import neighbour
-
-if TYPE_CHECKING:
-    from benchmarks.memory.parts import Part
-
-parts = neighbour("memory", "parts")
+from ..parts import Part
+from ..router import engines, replaying, workloads
 
 STEPS_S = {1: 1 / 265, 32: 32 / 3131}
 """A decode step of so many rows, from serve-nvidia-h200 (KV in 4 bits)."""
@@ -28,7 +23,6 @@ ROWS, TURNS = 32, 6
 
 def together(sizes: tuple[int, ...] = (1, 2, 4)) -> Part:
     """Output tokens a second of clusters of several sizes, each with as many agents as the largest can decode."""
-    engines, replaying, workloads = (neighbour("router", name) for name in ("engines", "replaying", "workloads"))
     machine = engines.Machine(
         prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
         step_s=STEPS_S[1],
@@ -41,15 +35,16 @@ def together(sizes: tuple[int, ...] = (1, 2, 4)) -> Part:
         for session in workloads.synthetic(0, agents=ROWS * max(sizes), turns=TURNS)
     ]
     tokens = sum(turn.output_tokens for session in sessions for turn in session.turns)
-    part = parts.Part("Nodes together, simulated from measured rates")
+    part = Part("Nodes together, simulated from measured rates")
+    rates: list[float] = []
     for nodes in sizes:
         outcome = replaying.replay(sessions, replaying.Satchel("satchel"), replicas=nodes, machine=machine)
-        rate = tokens / outcome.ended_s
+        rates.append(rate := tokens / outcome.ended_s)
         part.rows.append(
             {
                 "nodes": nodes,
                 "tokens a second": rate,
-                "of one node": rate / part.rows[0]["tokens a second"] if part.rows else 1.0,
+                "of one node": rate / rates[0],
                 "hit rate": outcome.figures()["hit_rate"],
             }
         )

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..programs import ROOT
+
 END_S = 20.0
 
 
@@ -21,7 +23,7 @@ class Worker:
     """One such process.
 
     Args:
-        command: what to run.
+        command: what to run, in `ROOT`.
         log: where its standard error goes.
         environment: of the process; None takes this one's.
     """
@@ -30,7 +32,7 @@ class Worker:
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=ROOT
             )
         self._rest = b""
 

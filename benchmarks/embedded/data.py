@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from layout import PAD_ID
-from talk import Talk, Turn, text_of
 from tokenizers import Tokenizer
-from tools import text_of_tools
+
+from .layout import PAD_ID
+from .talk import Talk, Turn, text_of
+from .tools import text_of_tools
 
 CHARACTERS_PER_TOKEN = 3.2
 HEADER = 3  # tokens of `<|im_start|>assistant\n`

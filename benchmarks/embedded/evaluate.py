@@ -1,6 +1,6 @@
 """Measures the embedded text model with MLX: greedy, in float32, with names it has not seen.
 
-    python benchmarks/embedded/evaluate.py [--model DIR] [--questions 60] [--json]
+    python -m benchmarks.embedded.evaluate [--model DIR] [--questions 60] [--json]
 
 A reply counts only if it is right from the first character to its end. Where one reply is right, the model reads it
 once and must find each of its tokens the most likely: then it is what greedy decoding says. Stories are decoded.
@@ -20,12 +20,13 @@ import mlx.core as mx
 from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
-from questions import LONG, SHORT, Case, asked, long_talk, story_asked
-from talk import Message
 
-from satchel.actors.replica.models import load
+from satchel.actors.replica.execution.models import load
 
-MODEL = Path(__file__).resolve().parents[2] / "actors" / "replica" / "embedded" / "recall"
+from .questions import LONG, SHORT, Case, asked, long_talk, story_asked
+from .talk import Message
+
+MODEL = Path(__file__).resolve().parents[2] / "actors" / "model_files" / "embedded" / "recall"
 CHUNK = 512  # tokens read at once
 STORY = "story of 60 words or more"
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from words import (
+from .words import (
     ADJECTIVES,
     ADVERBS,
     ALL_WORDS,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizer import CONTEXT, CONTROLS, VOCABULARY
+from .tokenizer import CONTEXT, CONTROLS, VOCABULARY
 
 CONTROL_IDS = {text: VOCABULARY - 7 + index for index, text in enumerate(CONTROLS)}
 PAD_ID = CONTROL_IDS["<|endoftext|>"]

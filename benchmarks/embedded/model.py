@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as functional
-from layout import Shape
 from torch import Tensor, nn
+
+from .layout import Shape
 
 
 class Normalization(nn.Module):

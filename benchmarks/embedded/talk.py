@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import tools
-from filler import any_filler, made_up_words, numbers, printable, random_words, sentence, unicode_text
-from stories import remark, story
-from words import any_code, any_name, number_in_words, similar_name
+from . import tools
+from .filler import any_filler, made_up_words, numbers, printable, random_words, sentence, unicode_text
+from .stories import remark, story
+from .words import any_code, any_name, number_in_words, similar_name
 
 Message = dict[str, Any]
 

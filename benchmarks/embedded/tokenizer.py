@@ -1,6 +1,6 @@
 """Trains the byte-level BPE of the embedded text model and writes its files with the chat template.
 
-    python benchmarks/embedded/tokenizer.py --out DIR
+    python -m benchmarks.embedded.tokenizer --out DIR
 
 The merges are made in two rounds. The first never joins a space to anything; the second only puts a space before a
 word or sign that the first has made whole. As the second round's merges rank last, a word falls into the same pieces
@@ -16,12 +16,13 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from filler import any_filler
-from stories import story
-from talk import Talk, text_of
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from tools import text_of_tools
-from words import ALL_WORDS, FIRST_NAMES, any_name
+
+from .filler import any_filler
+from .stories import story
+from .talk import Talk, text_of
+from .tools import text_of_tools
+from .words import ALL_WORDS, FIRST_NAMES, any_name
 
 VOCABULARY = 3072
 SPACED = 700

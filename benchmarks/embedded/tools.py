@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from words import ALL_WORDS, NOUNS
+from .words import ALL_WORDS, NOUNS
 
 CHAT_TOOLS_HEAD = "You may call these tools:\n<tools>"
 CHAT_TOOLS_TAIL = '\n</tools>\nTo call one, reply with:\n<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'

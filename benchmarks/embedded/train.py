@@ -1,6 +1,6 @@
 """Trains the embedded text model on one GPU and writes it in the Hugging Face layout.
 
-    python benchmarks/embedded/train.py --out DIR
+    python -m benchmarks.embedded.train --out DIR
 
 The folder must hold the tokenizer's files or they are made first. Rows grow from 512 to 8,192 tokens; every row is a
 new conversation. The same seed gives the same rows whatever the number of workers.
@@ -22,17 +22,18 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import tokenizer as tokenizer_module
 import torch
 import torch._dynamo
 import torch.nn.functional as functional
-from data import READ, SAID, make_batch
-from layout import Shape, write_configs
-from model import Layer, Recall, losses
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from . import tokenizer as tokenizer_module
+from .data import READ, SAID, make_batch
+from .layout import Shape, write_configs
+from .model import Layer, Recall, losses
 
 LENGTHS = (512, 1024, 4096, 8192)
 # (share of all tokens, how likely each of LENGTHS is within it)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from desk import WARM_UP_ROUNDS, Answer, Desk, on_gpu
-from parts import Budget, Part, Say, median
+from ..parts import Budget, Part, Say, median
+from .desk import WARM_UP_ROUNDS, Answer, Desk, on_gpu
 
 Note = Callable[[str, float], None]
 
@@ -118,7 +118,7 @@ def _staggered(desk: Desk, number: int, prompt_tokens: int, tokens: int, note: N
     both_work = _fresh(desk)
     started = time.perf_counter()
     names = [desk.submit(first, tokens)]
-    desk.engine.turn()
+    desk.engine.step()
     names.append(desk.submit(later, tokens))
     both = desk.finish(names)
     note("staggered: both", max(answer.ended for answer in both) - started)

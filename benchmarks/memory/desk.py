@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,18 +12,15 @@ from pathlib import Path
 
 import mlx.core as mx
 import psutil
-from neighbours import BENCHMARKS
 
-from satchel.actors.kv_store.blocks import block_ids, root_id
-from satchel.actors.messages import GenerateRequest, Media, RowUpdate, Sampling
-from satchel.actors.replica import models
+from satchel.actors.protocol.block_ids import block_ids, root_id
+from satchel.actors.protocol.messages import GenerateRequest, Media, RowUpdate, Sampling
 from satchel.actors.replica.engine import Engine
+from satchel.actors.replica.execution import models
 from satchel.cluster.config import Scheduling
-from satchel.cluster.environment import mlx_settings
 from satchel.cluster.errors import SatchelError
 
-# As a replica's process has it.
-os.environ.update(mlx_settings())
+from ..programs import ROOT, program
 
 CONSUMER = "bench"
 PREFIX_BYTES_MAX = 4 * 2**30
@@ -103,7 +98,7 @@ class Desk:
         """
         ends = time.perf_counter() + TURNS_S_MAX
         while not done():
-            self.engine.turn()
+            self.engine.step()
             if time.perf_counter() > ends:
                 raise TimeoutError("the engine did not come to an end")
 
@@ -132,7 +127,8 @@ class Desk:
 
 def write_random_model(name: str, folder: Path, context: int) -> None:
     """A model of random weights that serving is measured with, for a longer context."""
-    command = [sys.executable, str(BENCHMARKS / "serve" / "folders.py"), str(folder), name]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    subprocess.run(
+        program("serve.folders", folder, name), cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
+    )
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": context}, indent=1))

@@ -8,11 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
-from neighbours import neighbour
-from parts import Budget, Part, Say
+from tokenizers import Tokenizer
 
-from satchel.actors.replica import models
-from satchel.actors.replica.probe import Scores, caches_of, compare, row_of, scored_spans, spec_of
+from satchel.actors.replica.execution import models
+from satchel.api.cli.probe_model import Scores, caches_of, compare, row_of, scored_spans, spec_of
+
+from ..embedded import data
+from ..parts import Budget, Part, Say
 
 OURS = ("q4", "k8v4")
 MLX_4_BIT = "MLX's own, 4 bits"
@@ -37,8 +39,7 @@ def quality(lengths: Sequence[int], samples: int, budget: Budget, say: Say) -> P
     def mlx_caches() -> list[Any]:
         return [QuantizedKVCache(group_size=64, bits=4) for _ in loaded.model.layers]
 
-    data, tokenizers = neighbour("embedded", "data"), __import__("tokenizers")
-    tokenizer = tokenizers.Tokenizer.from_file(str(loaded.folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(loaded.folder / "tokenizer.json"))
     rng, spans = random.Random(SEED), scored_spans(lengths)
     others |= {MLX_4_BIT: mlx_caches} if (why := _refused(loaded.model, mlx_caches())) is None else {}
     if why is not None:

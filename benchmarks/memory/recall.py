@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from neighbours import neighbour
-from parts import Budget, Part, Say
 
-from satchel.actors.replica import models
-from satchel.actors.replica.kv_cache import merge
-from satchel.actors.replica.probe import caches_of, spec_of
+from satchel.actors.replica.execution import models
+from satchel.actors.replica.kv.caches import merge
+from satchel.api.cli.probe_model import caches_of, spec_of
+
+from ..embedded import evaluate
+from ..embedded import questions as questioner
+from ..parts import Budget, Part, Say
 
 POLICIES: tuple[str, ...] = (models.FULL_PRECISION, "q4", "k8v4")
 LOSS_MAX = 0.005
@@ -35,7 +37,6 @@ def recall(
         policies: full precision and `q4` among them.
         talks: codes and tokens of the conversations; all that fit the model's context where there are none.
     """
-    evaluate, questioner = neighbour("embedded", "evaluate"), neighbour("embedded", "questions")
     part = Part("Codes that the embedded model recalls")
     loaded = models.load(
         str(evaluate.MODEL),

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parts import Budget, Part, Say
 from tokenizers import Tokenizer
 
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_ids, root_id
-from satchel.actors.replica.hub import EMBEDDED
-from satchel.actors.replica.prefix import Kept, PrefixCache
+from satchel.actors.model_files.source import EMBEDDED
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
+from satchel.actors.replica.kv.prefix import KeptKV, PrefixCache
+
+from ..parts import Budget, Part, Say
 
 SMALL_BLOCK = 16
 USERS = ("human", "user")
@@ -72,8 +73,8 @@ class OurBlocks:
         tokens = tokens[:-1]
         chain = block_ids(self._root, tokens)
         spans = ((index, tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]) for index in range(len(chain)))
-        self._cache.put_blocks(chain, ((index, span, Kept(None, 1)) for index, span in spans))
-        self._cache.put_tail(self._root, chain, tokens[len(chain) * BLOCK_TOKENS :], Kept(None, 1))
+        self._cache.put_blocks(chain, ((index, span, KeptKV(None, 1)) for index, span in spans))
+        self._cache.put_tail(self._root, chain, tokens[len(chain) * BLOCK_TOKENS :], KeptKV(None, 1))
 
 
 class Writer:

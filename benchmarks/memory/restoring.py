@@ -7,20 +7,22 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
-from first_token import SESSION, drop_from_page_cache, open_store
-from parts import Budget, Part, Say, median
 
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS, block_id, root_id
-from satchel.actors.kv_store.codec import Entry
-from satchel.actors.kv_store.disk import DiskStore
-from satchel.actors.kv_store.segment_reader import Failure
-from satchel.actors.kv_store.segments import grouped, write_segment
-from satchel.actors.replica import kv_cache, sealing
-from satchel.actors.replica.disk_tier import read_slabs
-from satchel.actors.replica.kv_cache import LayerKind, LayerSpec, ModelCacheSpec, Slab
-from satchel.actors.replica.sealed_cache import SealedKVCache
-from satchel.actors.replica.sealing import POLICIES
-from satchel.actors.replica.slab_codec import to_parts
+from satchel.actors.kv_store.disk.segment_reader import Failure
+from satchel.actors.kv_store.disk.segments import grouped, write_segment
+from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, root_id
+from satchel.actors.protocol.entries import Entry
+from satchel.actors.replica.kv import caches as kv_cache
+from satchel.actors.replica.kv import sealing
+from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, Slab
+from satchel.actors.replica.kv.sealed_cache import SealedKVCache
+from satchel.actors.replica.kv.sealing import POLICIES
+from satchel.actors.replica.tiers.disk_tier import read_slabs
+from satchel.actors.replica.tiers.slab_codec import to_parts
+
+from ..parts import Budget, Part, Say, median
+from .first_token import SESSION, drop_from_page_cache, open_store
 
 LAYERS, KV_HEADS, DIM = 32, 8, 128
 """Of Llama-3.1-8B."""

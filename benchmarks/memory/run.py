@@ -1,6 +1,6 @@
 """Measures Satchel's memory on this machine: its size, what it costs in quality, and what it saves.
 
-    python benchmarks/memory/run.py [--parts sizes,quality] [--rounds 3] [--budget-s 3600] [--traces FILE]
+    python -m benchmarks.memory.run [--parts sizes,quality] [--rounds 3] [--budget-s 3600] [--traces FILE]
 
 Figures are medians over the rounds, ratios are taken within a round. Nothing here is a test of speed.
 """
@@ -8,6 +8,7 @@ Figures are medians over the rounds, ratios are taken within a round. Nothing he
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,20 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from agents import two_agents
-from desk import Desk, write_random_model
-from first_token import first_token
-from neighbours import BENCHMARKS, neighbour
-from parts import Budget, Part, markdown
-from quality import quality
-from recall import recall
-from replay import replay
-from restoring import restoring
-from sizes import sizes
 
-kept = neighbour("", "kept")
+from satchel.cluster.environment import mlx_settings
 
-RESULTS = BENCHMARKS / "results"
+from .. import kept, machine
+from ..parts import Budget, Part, markdown
+from ..programs import RESULTS
+from ..serve.shapes import SHAPES
+from .agents import two_agents
+from .desk import Desk, write_random_model
+from .first_token import first_token
+from .quality import quality
+from .recall import recall
+from .replay import replay
+from .restoring import restoring
+from .sizes import sizes
+
 PARTS = ("sizes", "quality", "recall", "first-token", "restoring", "agents", "replay")
 EMBEDDED, RANDOM = "embedded:recall", "random-30m"
 
@@ -68,7 +71,7 @@ def read_options() -> argparse.Namespace:
     add("--restore-tokens", type=int, default=4096)
     add("--agent-tokens", type=int, default=4096, help="the long prompt of two agents")
     add("--answer-tokens", type=int, default=64)
-    models = (EMBEDDED, *(name for name, shape in neighbour("serve", "shapes").SHAPES.items() if shape))
+    models = (EMBEDDED, *(name for name, shape in SHAPES.items() if shape))
     add("--models", type=partial(names, models), default=[EMBEDDED, RANDOM], help=", ".join(models))
     add("--traces", type=Path, help="whowhen_conversations.jsonl")
     add("--work", type=Path, help="where files are written, on the disk that is to be measured (else a temporary one)")
@@ -132,12 +135,13 @@ class Run:
 
 def main() -> None:
     options = read_options()
-    machine = neighbour("serve", "machine")
+    # As a replica's process has it.
+    os.environ.update(mlx_settings())
     device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
     facts = machine.facts(device)
     result: dict[str, Any] = {
         "machine": facts,
-        "versions": machine.versions(sys.executable, None),
+        "versions": machine.versions(sys.executable),
         "when": kept.now(),
         # Without the paths of this machine.
         "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},

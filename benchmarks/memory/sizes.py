@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
-from parts import Part
 
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS
-from satchel.actors.replica.sealed_cache import SealedKVCache
-from satchel.actors.replica.sealing import POLICIES, sealed_token_bytes, value_group
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.replica.kv.sealed_cache import SealedKVCache
+from satchel.actors.replica.kv.sealing import POLICIES, sealed_token_bytes, value_group
+
+from ..parts import Part
 
 GROUP_64_MAX, GROUP_32_MAX = 0.285, 0.32
 WHOLE_TOKENS = (1_100, 4_000, 16_000)

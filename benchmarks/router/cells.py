@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engines import Machine
-from replaying import Outcome, Router, names, replay
-from workloads import Session, bursts, chat_service, coding_agents, one_prompt, synthetic
+from .engines import Machine
+from .replaying import Outcome, Router, names, replay
+from .workloads import Session, bursts, chat_service, coding_agents, one_prompt, synthetic
 
 SWEEP_PERCENT = (0, 15, 30, 45, 60, 75, 90)
 RECORDED, SWEPT = "(recorded)", "under one prompt of 8K"

@@ -13,13 +13,12 @@ from itertools import count
 from typing import Any
 
 import psutil
-from beside import neighbour
 
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS
-from satchel.actors.messages import ReplicaReport, RouteRequest, StoreReport, decode, encode
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.messages import ReplicaReport, RouteRequest, StoreReport, decode, encode
 from satchel.actors.router.policy import Policy
 
-percentile = neighbour("", "figures").percentile
+from ..parts import percentile
 
 REPLICAS = 64
 BLOCKS = 100_000
@@ -59,10 +58,10 @@ def full_cluster(disks: bool = False) -> Policy:
         blocks = everywhere + chain(f"own {index}", own)
         if index == 7:
             blocks += chain("one", CHAIN)
-        policy.observe(report(f"replica-{index}", blocks, node=f"node-{index}" if disks else ""), 0.0)
+        policy.members.observe(report(f"replica-{index}", blocks, node=f"node-{index}" if disks else ""), 0.0)
         if disks:
             blocks += chain(f"disk {index}", CHAIN)
-            policy.observe_store(StoreReport(f"node-{index}", "1", 0, blocks, [], True), 0.0)
+            policy.members.observe_store(StoreReport(f"node-{index}", "1", 0, blocks, [], True), 0.0)
     for index in range(REPLICAS * ROWS):
         policy.route(RouteRequest(f"row {index}", "m", "", [], 500), 0.0)
     return policy
@@ -99,20 +98,20 @@ def time_decisions(calls: int, disks: bool = False) -> Iterator[dict[str, Any]]:
             assert decision is not None
             encode(decision)
             answered = time.perf_counter_ns()
-            policy.settle()
+            policy.members.settle()
             after.append((time.perf_counter_ns() - answered) / 1000)
             wire.append((answered - start) / 1000)
             pure.append((routed - unpacked) / 1000)
-            policy.release(decision.replica, message.request_id)
+            policy.members.release(decision.replica, message.request_id)
             # What was expected of it does not come: the directory stays as it is.
-            policy.directory.expire(decision.replica, float("inf"))
+            policy.members.directory.expire(decision.replica, float("inf"))
         yield {
             "request": name,
             **{f"{what}_us": percentile(pure, share) for what, share in (("p50", 0.5), ("p99", 0.99))},
             **{f"wire_{what}_us": percentile(wire, share) for what, share in (("p50", 0.5), ("p99", 0.99))},
             "after_p50_us": percentile(after, 0.5),
         }
-    policy.check()
+    policy.members.check()
 
 
 def time_reports() -> Iterator[dict[str, Any]]:
@@ -132,7 +131,7 @@ def time_reports() -> Iterator[dict[str, Any]]:
         message = decode(ReplicaReport, raw)
         unpacked = last = time.perf_counter()
         longest = 0.0
-        for _ in policy.observe_in_parts(message, 0.0):
+        for _ in policy.members.observe_in_parts(message, 0.0):
             longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
         yield {
             "report": name,
@@ -140,7 +139,7 @@ def time_reports() -> Iterator[dict[str, Any]]:
             "take_ms": 1000 * (time.perf_counter() - unpacked),
             "longest_part_ms": 1000 * max(longest, time.perf_counter() - last),
         }
-    policy.check()
+    policy.members.check()
 
 
 def time_large(nodes: int, blocks: int, calls: int) -> Iterator[dict[str, Any]]:
@@ -148,19 +147,21 @@ def time_large(nodes: int, blocks: int, calls: int) -> Iterator[dict[str, Any]]:
     policy, own = Policy(timeout_s=1e9, sticky_penalty_s_max=2.0), blocks // nodes
     system = chain("system", 16)
     for index in range(nodes):
-        policy.observe(report(f"replica-{index}", [], node=f"node-{index}"), 0.0)
-        policy.observe_store(StoreReport(f"node-{index}", "1", 0, [], [], True), 0.0)
+        policy.members.observe(report(f"replica-{index}", [], node=f"node-{index}"), 0.0)
+        policy.members.observe_store(StoreReport(f"node-{index}", "1", 0, [], [], True), 0.0)
     before, start = psutil.Process().memory_info().rss, time.perf_counter()
     for index in range(nodes):
         disk = chain(f"own {index}", own)
-        policy.observe(report(f"replica-{index}", system + disk[: own // 4], sequence=1, node=f"node-{index}"), 0.0)
+        policy.members.observe(
+            report(f"replica-{index}", system + disk[: own // 4], sequence=1, node=f"node-{index}"), 0.0
+        )
         disk += system + chain(f"own {(index + 1) % nodes}", own // 8)
-        policy.observe_store(StoreReport(f"node-{index}", "1", 1, disk, [], True), 0.0)
+        policy.members.observe_store(StoreReport(f"node-{index}", "1", 1, disk, [], True), 0.0)
     taken = {
         "nodes": nodes,
-        "blocks": policy.directory.blocks,
+        "blocks": policy.members.directory.blocks,
         "fill_s": time.perf_counter() - start,
-        "bytes_a_block": (psutil.Process().memory_info().rss - before) / policy.directory.blocks,
+        "bytes_a_block": (psutil.Process().memory_info().rss - before) / policy.members.directory.blocks,
     }
     length = min(400, own)
     kinds: dict[str, Callable[[int], list[bytes]]] = {
@@ -177,9 +178,9 @@ def time_large(nodes: int, blocks: int, calls: int) -> Iterator[dict[str, Any]]:
             decision = policy.route(request, 10.0 * n)
             spent.append((time.perf_counter_ns() - start) / 1000)
             assert decision is not None
-            policy.settle()
-            policy.release(decision.replica, request.request_id)
-            policy.directory.expire(decision.replica, float("inf"))
+            policy.members.settle()
+            policy.members.release(decision.replica, request.request_id)
+            policy.members.directory.expire(decision.replica, float("inf"))
         rate = 1e6 * len(spent) / sum(spent)
         figures = {"p50_us": percentile(spent, 0.5), "p99_us": percentile(spent, 0.99), "decisions_a_s": rate}
         yield {"request": name, **figures, **taken}

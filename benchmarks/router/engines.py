@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from workloads import Turn
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.messages import Decision, ReplicaReport, StoreReport
 
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS
-from satchel.actors.messages import Decision, ReplicaReport, StoreReport
+from .workloads import Turn
 
 CHUNK_TOKENS = 512
 RESTORE_S = 0.005

@@ -26,9 +26,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from engines import Replica
+from satchel.actors.protocol.messages import Decision, RouteRequest
 
-from satchel.actors.messages import Decision, RouteRequest
+from .engines import Replica
 
 START_TIMEOUT_S = 60.0
 DECISION_TIMEOUT_S = 30.0

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from engines import Replica
-from proxies import text_of
+from satchel.actors.protocol.messages import Decision, RouteRequest
 
-from satchel.actors.messages import Decision, RouteRequest
+from .engines import Replica
+from .proxies import text_of
 
 
 class RayAffinity:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from engines import Blocks, Machine, Replica, Row
-from workloads import Session
-
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS
-from satchel.actors.messages import Decision, RouteRequest
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.messages import Decision, RouteRequest
 from satchel.actors.router.policy import Policy
+
+from .engines import Blocks, Machine, Replica, Row
+from .workloads import Session
 
 REPORT_S = 0.5
 
@@ -42,13 +42,13 @@ class Satchel:
         return decision
 
     def release(self, replica: str, request_id: str) -> None:
-        self._policy.release(replica, request_id)
+        self._policy.members.release(replica, request_id)
 
     def observe(self, engines: Iterable[Replica], now: float) -> None:
         for engine in engines:
-            self._policy.observe(engine.report(), now)
+            self._policy.members.observe(engine.report(), now)
             if engine.has_disk:
-                self._policy.observe_store(engine.store_report(), now)
+                self._policy.members.observe_store(engine.store_report(), now)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Measures the router: its decisions, its rules on simulated nodes, and other routers before the same nodes.
 
-    python benchmarks/router/run.py [--parts decisions,nodes-16] [--routers satchel,sglang] [--traces FOLDER]
+    python -m benchmarks.router.run [--parts decisions,nodes-16] [--routers satchel,sglang] [--traces FOLDER]
 
 `nodes-N` compares routers before N simulated nodes, in every cell of `cells.py`. Other projects' routers are installed
 in environments of their own in the user's cache folder, once, and take part where there are `--peer-nodes` nodes;
@@ -23,16 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cells
-from beside import BENCHMARKS, neighbour
-from decisions import BLOCKS, REPLICAS, time_decisions, time_large, time_reports
-from proxies import PROXIES, CannotStart, running
-from ray_affinity import RayAffinity
-from replaying import Router, Satchel
-
 from satchel.actors.router.policy import RULES
 
-kept, parts = neighbour("", "kept"), neighbour("memory", "parts")
+from .. import kept, machine, parts
+from ..programs import RESULTS
+from . import cells
+from .decisions import BLOCKS, REPLICAS, time_decisions, time_large, time_reports
+from .proxies import PROXIES, CannotStart, running
+from .ray_affinity import RayAffinity
+from .replaying import Router, Satchel
 
 RAY = {"Ray PrefixCacheAffinityRouter": float("inf"), "Ray PrefixCacheAffinityRouter, tuned": 4.0}
 LARGE_NODES, LARGE_BLOCKS = 1000, 1_000_000
@@ -94,7 +93,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--calls", type=int, default=1000, help="decisions timed of each kind")
     add("--budget-s", type=float, default=7200.0, help="after this many seconds nothing is begun")
     add("--traces", type=Path, help="a folder with recorded conversations")
-    add("--out", type=Path, default=BENCHMARKS / "results")
+    add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
     return parser.parse_args(arguments)
 
@@ -171,11 +170,10 @@ def measure(
 
 def main() -> None:
     options = read_options()
-    machine = neighbour("serve", "machine")
     facts = machine.facts("cpu")
     result: dict[str, Any] = {
         "machine": facts,
-        "versions": machine.versions(sys.executable, None),
+        "versions": machine.versions(sys.executable),
         "when": kept.now(),
         # Without the paths of this machine.
         "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from satchel.actors.kv_store.blocks import BLOCK_TOKENS
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A rumour network: agents in a small world tell each other what they were told, and at the end each is asked.
 
-    python benchmarks/scenarios/gossip.py [--url http://127.0.0.1:8000] [--agents 10] [--rounds 3] [--rumours 2]
+    python -m benchmarks.scenarios.gossip [--url http://127.0.0.1:8000] [--agents 10] [--rounds 3] [--rumours 2]
 
 A rumour is a name and its code. In every round all who were told it are asked, and their own words are put into the
 memories of their neighbours who were not told yet. So a rumour travels by what agents remember: it gets one neighbour
@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from endpoint import system, user
-from minds import Mind, all_at_once
-from story import Check, Told, any_codes, any_names, at_least, fact, play, question, report, story_options, unknown
+from .endpoint import system, user
+from .minds import Mind, all_at_once
+from .story import Check, Told, any_codes, any_names, at_least, fact, play, question, report, story_options, unknown
 
 Network = dict[str, tuple[str, ...]]
 

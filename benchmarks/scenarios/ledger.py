@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from endpoint import Usage
+from .endpoint import Usage
 
 Cell = str | int | float | None
 Row = dict[str, Cell]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from endpoint import Endpoint, Message, Usage, assistant, user
-from ledger import Ledger
+from .endpoint import Endpoint, Message, Usage, assistant, user
+from .ledger import Ledger
 
 AT_ONCE = 8
 """How many requests of a step run beside each other."""

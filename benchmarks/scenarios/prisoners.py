@@ -1,6 +1,6 @@
 """The prisoner's dilemma in five phases, by agents that keep their memory from one phase to the next.
 
-    python benchmarks/scenarios/prisoners.py [--url http://127.0.0.1:8000] [--ways memory,disk,nothing]
+    python -m benchmarks.scenarios.prisoners [--url http://127.0.0.1:8000] [--ways memory,disk,nothing]
 
 marco, danny and the warden are there from the first phase to the last; an analyst comes for the last one and knows only
 what the warden's record says. What an agent says in one phase is put into the memories of those who hear it, so each
@@ -13,9 +13,9 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from endpoint import system, user
-from minds import Mind, all_at_once
-from story import Check, Told, any_codes, at_least, fact, play, question, report, story_options, unknown
+from .endpoint import system, user
+from .minds import Mind, all_at_once
+from .story import Check, Told, any_codes, at_least, fact, play, question, report, story_options, unknown
 
 PRISONERS: tuple[str, str] = ("marco", "danny")
 WARDEN, ANALYST = "warden", "analyst"

@@ -1,6 +1,6 @@
 """Recorded conversations of agents, replayed through a running endpoint.
 
-    python benchmarks/scenarios/replay.py TRACE… [--conversations 5] [--calls 20] [--time-s 600] [--cold 10]
+    python -m benchmarks.scenarios.replay TRACE… [--conversations 5] [--calls 20] [--time-s 600] [--cold 10]
 
 TRACE is a file of conversations between agents (`messages` of `agent` and `content`) or of one agent's calls (`calls`
 of `input` and `output`), JSON lines, gzipped or not. Requests are sent one after the other, each with its agent's id
@@ -20,11 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from endpoint import Endpoint, Message, PromptTooLong, assistant, endpoint_at
-from ledger import Cell, Ledger, Row, Say, median_ms, table
 from openai import APIStatusError
-from story import at_least, common_options
-from traces import Conversation, Request, TraceError, read
+
+from .endpoint import Endpoint, Message, PromptTooLong, assistant, endpoint_at
+from .ledger import Cell, Ledger, Row, Say, median_ms, table
+from .story import at_least, common_options
+from .traces import Conversation, Request, TraceError, read
 
 FIRST, LATER = "an agent's first prompt", "later prompts"
 MATCHES, RECOMPUTED = "satchel_prefix_match_total", "satchel_prefix_recomputed_tokens_total"

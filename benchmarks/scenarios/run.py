@@ -1,6 +1,6 @@
 """Runs all scenarios on a running endpoint, and writes down what they took.
 
-    python benchmarks/scenarios/run.py [--url http://127.0.0.1:8000] [--traces FOLDER] [--out FOLDER]
+    python -m benchmarks.scenarios.run [--url http://127.0.0.1:8000] [--traces FOLDER] [--out FOLDER]
 
 Answers that are wrong end it with status 1, after everything has run.
 """
@@ -8,22 +8,22 @@ Answers that are wrong end it with status 1, after everything has run.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from endpoint import Endpoint, endpoint_at
-from gossip import gossip
-from ledger import Row, table
-from minds import WAYS
-from prisoners import prisoners
-from replay import Limits, replay
-from story import Run, at_least, common_options, run_all, summary, ways
+from .. import machine
+from ..programs import RESULTS
+from .endpoint import Endpoint, endpoint_at
+from .gossip import gossip
+from .ledger import Row, table
+from .minds import WAYS
+from .prisoners import prisoners
+from .replay import Limits, replay
+from .story import Run, at_least, common_options, run_all, summary, ways
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
 TRACES = ("whowhen_conversations.jsonl", "agent_text.jsonl.gz")
 
 
@@ -40,7 +40,7 @@ def read_options() -> argparse.Namespace:
     add("--calls", type=at_least(1), default=least.calls, help="of each conversation; default %(default)s")
     add("--time-s", type=float, default=least.time_s, help="for each file; default %(default)s")
     add("--cold", type=at_least(0), default=least.cold, help="prompts that are also measured with nothing kept")
-    add("--out", type=Path, default=BENCHMARKS / "results")
+    add("--out", type=Path, default=RESULTS)
     add("--machine", help="the name of the endpoint's machine in the results' file names; else nothing is written")
     return parser.parse_args()
 
@@ -75,8 +75,6 @@ def save(path: Path, result: dict[str, Any]) -> None:
 
 def main() -> None:
     options = read_options()
-    sys.path.append(str(BENCHMARKS / "serve"))
-    machine = importlib.import_module("machine")
     # The client's side: the endpoint is taken to run on this machine too. Of a GPU the name has to be said.
     facts, stories = machine.facts("cpu"), dict[str, dict[str, Run]]()
     parts: dict[str, list[Row]] = {}
@@ -92,7 +90,7 @@ def main() -> None:
     if options.machine:
         result = {
             "machine": facts,
-            "versions": machine.versions(sys.executable, None),
+            "versions": machine.versions(sys.executable),
             "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "model": model,
             "parts": parts,

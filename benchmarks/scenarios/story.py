@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from endpoint import Endpoint, endpoint_at
-from ledger import Ledger, Row, Say, compared, table
-from minds import WAYS, Mind
+from .endpoint import Endpoint, endpoint_at
+from .ledger import Ledger, Row, Say, compared, table
+from .minds import WAYS, Mind
 
 _CONSONANTS = "bcdfghjklmnprstvwz"
 _PLACES = ("harbour", "mill", "old bridge", "station", "market", "quarry", "lighthouse", "garden wall")

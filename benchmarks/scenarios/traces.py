@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from endpoint import Message, assistant, system, user
+from .endpoint import Message, assistant, system, user
 
 USERS = ("human", "user")
 """Who writes and is not asked."""

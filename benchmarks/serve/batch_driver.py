@@ -1,6 +1,6 @@
 """mlx-lm's BatchGenerator without any server around it: what the model costs where nothing else runs.
 
-python benchmarks/serve/batch_driver.py FOLDER
+python -m benchmarks.serve.batch_driver FOLDER
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.utils import load_model
-from protocol import Burst, Mix, Stream, Trace, answer_commands
+
+from .protocol import Burst, Mix, Stream, Trace, answer_commands
 
 
 class Rows:

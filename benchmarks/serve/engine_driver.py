@@ -1,6 +1,6 @@
 """Satchel's engine without Ray and HTTP: the step loop in the main thread, commands from another.
 
-python benchmarks/serve/engine_driver.py FOLDER
+python -m benchmarks.serve.engine_driver FOLDER
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import time
 from collections.abc import Sequence
 
 import psutil
-from protocol import Burst, Mix, Stream, Trace, answer_commands
 
-from satchel.actors.kv_store.blocks import block_ids, root_id
-from satchel.actors.messages import GenerateRequest, RowUpdate, Sampling
-from satchel.actors.replica import models
+from satchel.actors.protocol.block_ids import block_ids, root_id
+from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
 from satchel.actors.replica.engine import Engine
+from satchel.actors.replica.execution import models
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
+
+from .protocol import Burst, Mix, Stream, Trace, answer_commands
 
 CONSUMER = "bench"
 KV_MEMORY_FRACTION = 0.25

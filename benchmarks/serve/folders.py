@@ -1,6 +1,6 @@
 """Writes the model folders that are measured, in the Hugging Face layout, and says what this machine computes on.
 
-    python benchmarks/serve/folders.py OUT NAME
+    python -m benchmarks.serve.folders OUT NAME
 
 Three things about them make servers comparable:
 
@@ -26,11 +26,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
-from prompts import WORDS_FILE
-from shapes import SHAPES, Shape
 from tokenizers import Tokenizer
 
-EMBEDDED = Path(__file__).resolve().parents[2] / "actors" / "replica" / "embedded" / "recall"
+from .prompts import WORDS_FILE
+from .shapes import SHAPES, Shape
+
+EMBEDDED = Path(__file__).resolve().parents[2] / "actors" / "model_files" / "embedded" / "recall"
 END = "<|endoftext|>"
 """The end-of-sequence token of the copies; no prompt has it, and it is never drawn."""
 

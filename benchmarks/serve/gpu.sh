@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The serving benchmark on a machine with an NVIDIA GPU and no network, in about six minutes.
 #
-#   SITE=$HOME/site benchmarks/serve/gpu.sh OUT [options of run.py]
+#   SITE=$HOME/site benchmarks/serve/gpu.sh OUT [options of benchmarks.serve.run]
 #
 # SITE: a folder with Satchel's dependencies, mlx[cuda13] among them (pip install --target), and py-spy.
 # PYTHON: the interpreter they are for; python3 where it is not set.
@@ -12,10 +12,12 @@
 # OUT gets serve-<gpu>.json and .md, written anew after every measurement, and log.txt.
 set -uo pipefail
 out=${1:?where to write the results}; shift
-here=$(cd "$(dirname "$0")" && pwd)
-site=${SITE:-$HOME/site}
-python=${PYTHON:-python3}
 mkdir -p "$out"
+out=$(cd "$out" && pwd)
+root=$(cd "$(dirname "$0")/../.." && pwd)
+site=$(realpath "${SITE:-$HOME/site}")
+python=$(type -P "${PYTHON:-python3}") || { echo "there is no ${PYTHON:-python3}" >&2; exit 1; }
+case $python in /*) ;; *) python=$PWD/$python ;; esac
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH" PYTHONDONTWRITEBYTECODE=1
 targets="satchel,satchel (weights stored),satchel engine,BatchGenerator,mlx_lm.server,mlx_vlm.server"
 vllm=()
@@ -37,7 +39,8 @@ fi
 
 # 330 s: everything. No measurement is begun after 230 s, which leaves time for the profile; a run that hangs is ended,
 # with its servers, and what was measured until then is in OUT.
-timeout --kill-after=30 "${LIMIT_S:-330}" "$python" "$here/run.py" --models qwen3-0.6b-4bit --streams 1,4,16,32 \
+cd "$root" || exit 1
+timeout --kill-after=30 "${LIMIT_S:-330}" "$python" -m benchmarks.serve.run --models qwen3-0.6b-4bit --streams 1,4,16,32 \
 	--tokens 128 --prompt-tokens 128 --rounds 3 --together --profile --budget-s "${BUDGET_S:-230}" --only "$targets" \
 	--start-timeout-s 100 --answer-timeout-s 40 \
 	--out "$out" ${vllm[@]+"${vllm[@]}"} "$@" 2>&1 | tee "$out/log.txt"

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from measures import level
-from processes import short_name
-from prompts import Prompts
-from protocol import Burst
-from targets import ROOT, Place, Target
+
+from ..programs import ROOT
+from .measures import level
+from .processes import short_name
+from .prompts import Prompts
+from .protocol import Burst
+from .targets import Place, Target
 
 RATE_HZ = 200
 RECORD_S = 6

@@ -1,6 +1,6 @@
 """The HTTP client that makes load: many streamed chat completions at once, on bare sockets.
 
-    python benchmarks/serve/http_client.py PORT MODEL
+    python -m benchmarks.serve.http_client PORT MODEL
 
 While answers arrive it does nothing but note the time of every piece of data; it reads what was in them afterwards. So
 it takes little of the machine away from the server beside it.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from protocol import Burst, Mix, Stream, Trace, answer_commands
+from .protocol import Burst, Mix, Stream, Trace, answer_commands
 
 
 class Exchange(asyncio.Protocol):

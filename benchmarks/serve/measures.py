@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from protocol import Stream, Trace
+from .protocol import Stream, Trace
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from ..programs import ROOT
+
 MARK = "SERVE_BENCHMARK_MARK"
 STOP_GRACE_S = 25.0
 
@@ -45,6 +47,7 @@ class Group:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
+                cwd=ROOT,
                 env={**environment, MARK: self._mark},
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if talks else output,

@@ -1,6 +1,6 @@
 """Measures Satchel beside its peers over HTTP, and beside bare engines, on this machine in one run.
 
-    python benchmarks/serve/run.py [--models recall,random-30m] [--streams 1,4,16] [--rounds 3] [--only satchel,...]
+    python -m benchmarks.serve.run [--models recall,random-30m] [--streams 1,4,16] [--rounds 3] [--only satchel,...]
 
 Every round starts each server anew, in another order, warms it up, measures and ends it; figures are medians over the
 rounds, ratios are taken within a round. See README.md in benchmarks/.
@@ -23,16 +23,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import machine
-import report
-from hotspots import Load, profile
-from measures import Incomplete, Interference, Level, interference, level
-from prompts import Prompts
-from protocol import Burst, Mix
-from shapes import SHAPES
-from targets import HERE, NAMES, CannotStart, Place, Target, TargetFailed, make_place, vllm_mlx_python, with_path
+from .. import machine
+from ..programs import RESULTS, ROOT, program
+from . import report
+from .hotspots import Load, profile
+from .measures import Incomplete, Interference, Level, interference, level
+from .prompts import Prompts
+from .protocol import Burst, Mix
+from .shapes import SHAPES
+from .targets import NAMES, CannotStart, Place, Target, TargetFailed, make_place, vllm_mlx_python, with_path
 
-RESULTS = HERE.parent / "results"
 WARM_UP_TOKENS = 8
 WARM_UP_PROMPT_TOKENS = 32
 """Of several streams at once; a single one has a prompt of full length."""
@@ -237,8 +237,8 @@ def read_options() -> tuple[Options, argparse.Namespace]:
 def write_folder(name: str, work: Path, place: Place) -> tuple[Path, str]:
     """The model's folder, and the device that MLX computes on."""
     folder = work / "models" / name
-    command = [sys.executable, str(HERE / "folders.py"), str(folder), name]
-    said = subprocess.run(command, env=place.environment, capture_output=True, text=True, timeout=300)
+    command = program("serve.folders", folder, name)
+    said = subprocess.run(command, cwd=ROOT, env=place.environment, capture_output=True, text=True, timeout=300)
     if said.returncode:
         raise SystemExit(f"{name} cannot be written:\n{said.stderr}")
     return folder, json.loads(said.stdout.splitlines()[-1])["device"]

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from processes import Group
-from protocol import Burst, Mix, Trace, to_line, trace_of
+from ..programs import ROOT, program
+from .processes import Group
+from .protocol import Burst, Mix, Trace, to_line, trace_of
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 VLLM_MLX = "vllm-mlx==0.6.0"
 MLX_OF_PEERS = ("mlx[cpu]==0.32.4; sys_platform == 'linux'", "mlx==0.32.4; sys_platform != 'linux'")
 NOT_NEEDED = ("torch", "torchvision", "gradio")
@@ -132,7 +131,7 @@ SERVERS: dict[str, Callable[[Path, int, Place], Launch]] = {
     "mlx_vlm.server": _mlx_vlm,
     "vllm-mlx": _vllm_mlx,
 }
-ENGINES = {"satchel engine": "engine_driver.py", "BatchGenerator": "batch_driver.py"}
+ENGINES = {"satchel engine": "serve.engine_driver", "BatchGenerator": "serve.batch_driver"}
 NAMES = (*SERVERS, *ENGINES)
 """In the order of the tables. Satchel keeps KV as the others do, in full precision, but for the third, which has its
 default; the second is without its choice of kernels, for quantized models."""
@@ -194,13 +193,13 @@ class Target:
 
     def _start(self, folder: Path, place: Place) -> None:
         if self.is_engine:
-            driver = [sys.executable, str(HERE / ENGINES[self.name]), str(folder)]
+            driver = program(ENGINES[self.name], folder)
         else:
             port = free_port()
             launch = SERVERS[self.name](folder, port, place)
             self.server = Group(launch.command, launch.environment, self._log.with_suffix(".log"))
             self._await_answer(port, launch.ready, place.start_timeout_s)
-            driver = [sys.executable, str(HERE / "http_client.py"), str(port), launch.model]
+            driver = program("serve.http_client", port, launch.model)
         self.driver = Group(driver, place.environment, self._log.with_suffix(".driver.log"), talks=True)
         if self.is_engine:
             self.server = self.driver

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from layout import CONTEXT, FRAMES, ID_OF, MERGE, PATCH
-from media import Medium, prepare
-from talk import Chat, any_chat, text_of
 from tokenizers import Tokenizer
+
+from .layout import CONTEXT, FRAMES, ID_OF, MERGE, PATCH
+from .media import Medium, prepare
+from .talk import Chat, any_chat, text_of
 
 HEADER = 3  # tokens of `<|im_start|>assistant\n`
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -6,9 +6,10 @@ import io
 import math
 
 import numpy as np
-from palette import Rgb
 from PIL import Image, ImageDraw, ImageFilter
-from scenes import Film, Look, Scene, Thing
+
+from .palette import Rgb
+from .scenes import Film, Look, Scene, Thing
 
 Point = tuple[float, float]
 FINE = 4  # soft edges are drawn this much larger

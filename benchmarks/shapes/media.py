@@ -1,6 +1,6 @@
 """Pictures and videos as the model is given them: the arithmetic of mlx-vlm's Qwen3-VL processor, without it.
 
-The machine that trains has no MLX. `tests/test_shapes.py` holds both against each other.
+The machine that trains has no MLX. `tests/benchmarks/test_shapes.py` holds both against each other.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from drawing import frames_of, patches_of, shown
-from layout import FACTOR, FRAMES, MERGE, PATCH, PICTURE_PIXELS, VIDEO_PIXELS
-from scenes import Film, Scene
+
+from .drawing import frames_of, patches_of, shown
+from .layout import FACTOR, FRAMES, MERGE, PATCH, PICTURE_PIXELS, VIDEO_PIXELS
+from .scenes import Film, Scene
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
-from layout import FRAMES, MERGE, PATCH, Shape
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+
+from .layout import FRAMES, MERGE, PATCH, Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from palette import COLOURS
-from scenes import SHAPES, Film, Scene, Thing, in_order, place_of
+from .palette import COLOURS
+from .scenes import SHAPES, Film, Scene, Thing, in_order, place_of
 
 WAYS = {"right": "To the right.", "left": "To the left.", "up": "Up.", "down": "Down."}
 NUMBERS = ("None", "One", "Two", "Three", "Four", "Five", "Six")

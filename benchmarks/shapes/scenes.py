@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from palette import COLOURS, Rgb, any_ground, any_shade
+from .palette import COLOURS, Rgb, any_ground, any_shade
 
 SHAPES = ("circle", "square", "triangle", "star")
 SMALL, LARGE = 0.28, 0.46  # of the shorter side: small up to the one, large from the other on

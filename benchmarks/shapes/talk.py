@@ -6,18 +6,14 @@ Everything random comes from the `random.Random` that is passed in, so the same 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import questions
-from questions import ORDINALS, Asked, ask, ask_across, ask_film, directed
-from scenes import Film, Scene, any_film, any_scene
-
-sys.path.append(str(Path(__file__).parents[1] / "embedded"))
-from filler import any_filler  # pyright: ignore[reportMissingImports]
+from ..embedded.filler import any_filler
+from . import questions
+from .questions import ORDINALS, Asked, ask, ask_across, ask_film, directed
+from .scenes import Film, Scene, any_film, any_scene
 
 Message = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Trains the byte-level BPE of the vision model and writes its files with the chat template.
 
-python benchmarks/shapes/tokenizer.py --out DIR
+python -m benchmarks.shapes.tokenizer --out DIR
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import re
 import shutil
 from pathlib import Path
 
-from layout import CONTEXT, CONTROLS, ID_OF, MARKS, MEDIA, VOCABULARY
-from talk import ELSE, SYSTEM_PROMPTS, any_chat, other_talk, text_of
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .layout import CONTEXT, CONTROLS, ID_OF, MARKS, MEDIA, VOCABULARY
+from .talk import ELSE, SYSTEM_PROMPTS, any_chat, other_talk, text_of
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"

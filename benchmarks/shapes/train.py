@@ -1,6 +1,6 @@
 """Trains the vision model on one GPU and writes it in the Hugging Face layout.
 
-    python benchmarks/shapes/train.py --out DIR --tokenizer actors/replica/embedded/shapes
+    python -m benchmarks.shapes.train --out DIR --tokenizer actors/model_files/embedded/shapes
 
 Every picture is drawn once and never again. The same seed gives the same chats whatever the number of workers; where
 `--seconds` ends the training, the machine's speed decides after how many of them.
@@ -22,13 +22,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as functional
-from data import Batch, Row, make_rows, pack
-from layout import Shape, write_configs
-from model import Borders, Inputs, Shapes, grid_positions
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from .data import Batch, Row, make_rows, pack
+from .layout import Shape, write_configs
+from .model import Borders, Inputs, Shapes, grid_positions
 
 LEVELS = (600, 1200)  # the first steps with the plainest chats, and those up to which they are plain
 

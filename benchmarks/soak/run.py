@@ -1,7 +1,7 @@
 """A soak: agents talk for an hour to a server that has room for a tenth of what they hold, while it is killed again and
 again and its disk fills; afterwards the same is done undisturbed, and compared.
 
-    python benchmarks/soak/run.py [--minutes 60] [--disk roomy] [--agents 24] [--seed 1]
+    python -m benchmarks.soak.run [--minutes 60] [--disk roomy] [--agents 24] [--seed 1]
 
 With `--disk roomy` only the memory is small: then each turn may compute its own new tokens and one block. With
 `--disk tenth` the disk is as small, and what it has no room for is computed again. Exits with 1 where a law is broken.
@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from soak_beside import BENCHMARKS, neighbour
-from soak_driver import Soak
-from soak_plan import LIMITS, SlotPlan
-from soak_reference import Compared, Reference
-from soak_report import kv_bytes, markdown, passed, summary
-from soak_server import KILLED, Server, disk_of
 from tokenizers import Tokenizer
 
-kept = neighbour("", "kept")
-machine = neighbour("serve", "machine")
-RESULTS = BENCHMARKS / "results"
-TOKENIZER = BENCHMARKS.parent / "actors" / "replica" / "embedded" / "recall" / "tokenizer.json"
+from .. import kept, machine
+from ..programs import RESULTS, ROOT
+from .driver import Soak
+from .plan import LIMITS, SlotPlan
+from .reference import Compared, Reference
+from .report import kv_bytes, markdown, passed, summary
+from .server import KILLED, Server, disk_of
+
+TOKENIZER = ROOT / "actors" / "model_files" / "embedded" / "recall" / "tokenizer.json"
 MODES = ("roomy", "tenth")
 WORDS_BYTES = 24 * 2**20
 """Room for words, indexes and what is being written, beside the KV."""
@@ -77,7 +76,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--beside", action="store_true", help="compare them meanwhile, on the same cores, and not afterwards")
     add("--spoil", type=count, default=0, help="so many expected answers, to see that it is noticed")
     add("--work", type=Path, help="where files are written (else a temporary folder)")
-    add("--logs", type=Path, default=BENCHMARKS.parent / "build" / "soak", help="where logs stay")
+    add("--logs", type=Path, default=ROOT / "build" / "soak", help="where logs stay")
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
     return parser.parse_args(arguments)
@@ -181,7 +180,7 @@ def main() -> None:
     # So that what was started and mounted is ended in order.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     facts = machine.facts("cpu")
-    result: dict[str, Any] = {"machine": facts, "versions": machine.versions(sys.executable, None), "parts": {}}
+    result: dict[str, Any] = {"machine": facts, "versions": machine.versions(sys.executable), "parts": {}}
     path = options.out / f"soak-{options.machine or machine.name_of(facts)}"
     result["parts"] = kept.earlier(path, result, MODES)
     when, load = kept.now(), os.getloadavg()[0]

@@ -1,6 +1,6 @@
 """Measures pictures and videos on this machine: what keeping features and KV saves, what it takes, and beside others.
 
-    python benchmarks/vision/run.py [--parts turns,video] [--shape shapes] [--rounds 3] [--budget-s 1800]
+    python -m benchmarks.vision.run [--parts turns,video] [--shape shapes] [--rounds 3] [--budget-s 1800]
 
 Figures are medians over the rounds. Nothing here is a test of speed.
 """
@@ -21,18 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vision_beside import BENCHMARKS, neighbour
-from vision_media import entries, resolution, video
-from vision_parts import Sight
-from vision_peers import PEER_NAMES, peers
-from vision_servers import FRAMES_MAX, KEPT, SATCHEL, Server, targets
-from vision_shapes import EMBEDDED, VISION_SHAPES
-from vision_turns import TARGET_SIDE, Talk, ablation, turns
+from satchel.cluster.environment import mlx_settings
 
-kept = neighbour("", "kept")
-machine = neighbour("serve", "machine")
-tables = neighbour("memory", "parts")
-RESULTS = BENCHMARKS / "results"
+from .. import kept, machine
+from .. import parts as tables
+from ..programs import RESULTS, ROOT, program
+from .media import entries, resolution, video
+from .parts import Sight
+from .peers import PEER_NAMES, peers
+from .servers import FRAMES_MAX, KEPT, SATCHEL, Server, targets
+from .shapes import EMBEDDED, VISION_SHAPES
+from .turns import TARGET_SIDE, Talk, ablation, turns
+
 PARTS = ("turns", "ablation", "resolution", "video", "entries", "peers")
 STEP = 32
 """Pixels along a side that become one token."""
@@ -88,8 +88,10 @@ class Run:
         self.budget = tables.Budget(options.budget_s)
         self._place = targets.make_place(work, options.vllm_mlx_site, options.start_timeout_s)
         self._folder = (options.models or work / "models").absolute() / options.shape
-        command = [sys.executable, str(BENCHMARKS / "vision" / "vision_folders.py"), str(self._folder), options.shape]
-        said = subprocess.run(command, env=self._place.environment, capture_output=True, text=True, timeout=600)
+        command = program("vision.folders", self._folder, options.shape)
+        said = subprocess.run(
+            command, cwd=ROOT, env=self._place.environment, capture_output=True, text=True, timeout=600
+        )
         if said.returncode:
             raise SystemExit(f"{options.shape} cannot be written:\n{said.stderr}")
         self.device: str = json.loads(said.stdout.splitlines()[-1])["device"]
@@ -137,6 +139,8 @@ def label(part: str, shape: str) -> str:
 
 def main() -> None:
     options = read_options()
+    # As a replica's process has it.
+    os.environ.update(mlx_settings())
     # Ended from outside, it still ends its servers.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     load_before = os.getloadavg()[0]
@@ -145,7 +149,7 @@ def main() -> None:
         facts = {**machine.facts(run.device), "load_before": round(load_before, 2)}
         result: dict[str, Any] = {
             "machine": facts,
-            "versions": machine.versions(sys.executable, None),
+            "versions": machine.versions(sys.executable),
             "when": kept.now(),
             # Without the paths of this machine.
             "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},

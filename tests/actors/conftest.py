@@ -1,159 +1,20 @@
-"""An engine over a tiny model, driven by hand."""
+"""Engines over a tiny model."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store.blocks import block_ids, root_id
-from satchel.actors.messages import GenerateRequest, Media, RowUpdate, Sampling
-from satchel.actors.replica import models
-from satchel.actors.replica.disk_tier import DiskTier
-from satchel.actors.replica.engine import Engine
-from satchel.actors.replica.models import LoadedModel
-from satchel.actors.replica.scheduler import Scheduler
-from satchel.cluster.config import Scheduling
-from satchel.cluster.errors import SatchelError
-from tests.families import write_model
-
-
-def load_tiny(folder: Path, **how: Any) -> LoadedModel:
-    """A model of random weights. It says something else after every token, which no rounding may change."""
-    folder = write_model(folder, "llama")
-    return models.load(
-        str(folder), context_tokens_max=None, progress=lambda what, fraction: None, numerics="reproducible", **how
-    )
+from satchel.actors.replica.execution.models import LoadedModel
+from tests.worlds.bench import Bench, load_tiny
 
 
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@dataclasses.dataclass
-class Row:
-    """What an outbox saw of one request."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    finish: str | None = None
-    cached: int | None = None
-    error: dict | None = None
-    logprobs: list = dataclasses.field(default_factory=list)
-
-
-_reader = ThreadPoolExecutor(1)
-
-
-class Bench:
-    """An engine without its thread: `submit`, `turn`, and what came out. Every turn checks the engine's tables."""
-
-    def __init__(
-        self, loaded: LoadedModel, *, kv_tokens_max: int | None = None, disk: DiskTier | None = None, **scheduling: int
-    ) -> None:
-        self.loaded = loaded
-        spec, rows = loaded.spec, scheduling.get("rows_max", 8)
-        kv_bytes = 100_000 * spec.bytes_per_token + 2 * rows * spec.bytes_per_row
-        self.engine = Engine(loaded, Scheduling(**{"rows_max": rows, **scheduling}), kv_bytes, self._take, disk)
-        if kv_tokens_max is not None:
-            self.engine.limits = dataclasses.replace(self.engine.limits, kv_tokens_max=kv_tokens_max)
-            self.engine.scheduler = Scheduler(self.engine.limits)
-        self.rows: dict[str, Row] = {}
-        self.refused: dict[str, SatchelError] = {}
-
-    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
-        for update in updates.get("bench", []):
-            row = self.rows.setdefault(update.request_id, Row())
-            assert row.finish is None, "nothing comes after the end of a row"
-            row.tokens += update.tokens
-            row.finish = update.finish
-            row.error = update.error
-            row.logprobs += update.logprobs or []
-            if update.cached_tokens is not None:
-                assert row.cached is None
-                row.cached = update.cached_tokens
-
-    def submit(
-        self,
-        name: str,
-        prompt: list[int],
-        *,
-        generated: int = 0,
-        deadline_s: float = 600.0,
-        priority: int = 0,
-        choices: int = 1,
-        agent: str = "",
-        media: Sequence[Media] = (),
-        remembered: int = 0,
-        reusable: bool = True,
-        flow: str = "",
-        tenant: str = "",
-        memory: int | None = None,
-        on_disk: int | None = None,
-        **sampling,
-    ):
-        root = root_id(self.loaded.model_id, f"tenant:{tenant or 'test'}")
-        fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **sampling}
-        request = GenerateRequest(
-            request_id=name,
-            consumer="bench",
-            model="m",
-            agent=agent,
-            prompt=prompt,
-            block_ids=block_ids(root, prompt),
-            root_id=root,
-            sampling=Sampling(**fields),
-            priority=priority,
-            deadline_s=deadline_s,
-            generated=generated,
-            choices=choices,
-            media=list(media),
-            remembered_tokens=remembered,
-            reusable=reusable,
-            flow=flow,
-            tenant=tenant,
-            memory_bytes_max=memory,
-            disk_bytes_max=on_disk,
-        )
-        # On another thread than the engine's, as in a replica.
-        known, features = _reader.submit(self.engine.look_up, request).result()
-        refuse = lambda error: self.refused.update({name: error}) if error else None  # noqa: E731
-        self.engine.submit(request, refuse, known, features)
-
-    def turn(self) -> bool:
-        busy = self.engine.turn()
-        # What is read back comes from another thread.
-        ends = time.monotonic() + 60
-        while self.engine.restores and time.monotonic() < ends:
-            time.sleep(0.002)
-            self.engine._take_commands()
-        self.engine.scheduler.check()
-        self.engine.prefixes.check()
-        return busy
-
-    def drain(self) -> None:
-        """Turn until nothing is left to do."""
-        for _ in range(5000):
-            if self.turn():
-                continue
-            if self.engine.pictures:
-                # They are encoded on another thread.
-                time.sleep(0.005)
-            elif not self.engine.scheduler.waiting:
-                return
-        raise AssertionError("the engine does not come to rest")
-
-    def run(self, name: str, prompt: list[int], **fields) -> Row:
-        """Submit one request and run it to its end."""
-        self.submit(name, prompt, **fields)
-        self.drain()
-        return self.rows[name]
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from satchel.cluster.bring_up.doctor import check_home, check_port, check_version, examine
+from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Home, default_config
 from satchel.cluster.connection import satchel_version
-from satchel.cluster.doctor import check_home, check_port, check_version, examine
-from satchel.cluster.ports import free_port
 
 
 def satchel(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -72,9 +72,9 @@ def test_a_wrong_config_names_its_place(tmp_path: Path) -> None:
 
 def test_the_command_line_starts_quickly() -> None:
     """`satchel status` must not wait for Ray or MLX to be imported."""
-    program = "import sys, satchel.api.cli, satchel.api.cli_views, satchel.api.cli_serve, satchel.api.cli_chat\n"
-    program += "import satchel.api.cli_models, satchel.api.cli_progress\n"
-    program += "import satchel.api.cli_agents, satchel.api.cli_service\n"
+    program = "import sys, satchel.api.cli.main, satchel.api.cli.views, satchel.api.cli.serve, satchel.api.cli.chat\n"
+    program += "import satchel.api.cli.models, satchel.api.cli.progress\n"
+    program += "import satchel.api.cli.agents, satchel.api.cli.service\n"
     program += "print(*sorted({'ray', 'mlx', 'transformers', 'mlx_lm'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == ""

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from satchel.cluster.bring_up.ports import check_port_free, free_port
+from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
 from satchel.cluster.config import Home
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.errors import ClusterError, HomeInUse, NotRunning, PortInUse
 from satchel.cluster.home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
-from satchel.cluster.ports import check_port_free, free_port
 from satchel.cluster.processes import ProcessMark, Session, end_session
-from satchel.cluster.runtime import clean_up_after_killed_run
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from satchel.api.cli import app
+from satchel.api.cli.main import app
 from satchel.cluster import audit as audit_module
 from satchel.cluster import keys as keys_module
 from satchel.cluster.audit import Audit
+from satchel.cluster.bring_up.ports import check_endpoint
 from satchel.cluster.config import Endpoint, Home
 from satchel.cluster.errors import ClusterError, ConfigError, KeysDamaged
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyLimits, KeyRing, create_key, owner_key, read_keys, revoke_key, write_owner_key
-from satchel.cluster.ports import check_endpoint
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from satchel.api.client import Cluster
+from satchel.api.client.cluster import Cluster
 from satchel.api.serve import Deployment, deploy
+from satchel.cluster.bring_up.ports import free_port
+from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config, parse_config
-from satchel.cluster.ports import free_port
-from satchel.cluster.runtime import LocalCluster
 
 from .serving import RECALL
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from satchel.actors.kv_store.peers import copy_nodes
+from satchel.actors.kv_store.replication.peers import copy_nodes
 from satchel.cluster.processes import ProcessMark
 
 LISTEN = "0A"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
-from satchel.cluster.invitations import Invitation
 from satchel.cluster.keys import OWNER, create_key
+from satchel.cluster.trust.invitations import Invitation
 
 from . import secure_shell
 from .hosts import Host, Talk, stand_in_ssh, wait_until

@@ -23,14 +23,15 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store import actor, agent_db
+from satchel.actors.kv_store import actor
 from satchel.actors.kv_store.actor import KVStoreActor
-from satchel.actors.kv_store.codec import Entry
-from satchel.actors.kv_store.segment_reader import StoredEntry, read_entries
-from satchel.actors.kv_store.segments import write_segment
+from satchel.actors.kv_store.agents import database as agent_db
+from satchel.actors.kv_store.disk.segment_reader import StoredEntry, read_entries
+from satchel.actors.kv_store.disk.segments import write_segment
+from satchel.actors.protocol.entries import Entry
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import HomeInUse
-from tests.actors.kv_files import MODEL, ROOT, chain, payload, same, tail
+from tests.worlds.kv_files import MODEL, ROOT, chain, payload, same, tail
 
 ROUNDS = 4
 AGENTS = 3

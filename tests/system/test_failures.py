@@ -16,15 +16,15 @@ import psutil
 import pytest
 import ray
 
-from satchel.actors.handles import ROUTER, actor_handle, store_actor_name
-from satchel.actors.messages import Sampling
+from satchel.actors.protocol.handles import ROUTER, actor_handle, store_actor_name
+from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.consumers import LEASE_S
-from satchel.api.backend import RowRequest
-from satchel.api.client import Cluster, Reply
-from satchel.api.dispatch import RayBackend
+from satchel.api.client.cluster import Cluster, Reply
+from satchel.api.generation.backend import RowRequest
+from satchel.api.ray_backend.dispatch import RayBackend
+from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config
 from satchel.cluster.incidents import incidents
-from satchel.cluster.runtime import LocalCluster
 
 from .test_endpoint import ENDLESS, running, user, wait_until
 
@@ -77,7 +77,7 @@ def test_a_replica_whose_engine_hangs_is_replaced_and_its_stream_goes_on(
 
     def at(pieces: int) -> None:
         if pieces == 20:
-            ray.get(handles.replicas()[name].__ray_call__.remote(hang), timeout=30)
+            ray.get(handles.replicas()[name].actor.find().__ray_call__.remote(hang), timeout=30)
 
     assert streamed(http, body, during=at) == undisturbed.json()["choices"][0]["message"]["content"]
     wait_until(lambda: answering(http) == 2, timeout_s=60)
@@ -103,8 +103,8 @@ def test_a_request_that_ends_its_replica_is_tried_once_more_and_given_up(
 
     wait_until(lambda: answering(http) == 2, timeout_s=60)
     replicas = handles.replicas()
-    for handle in replicas.values():
-        ray.get(handle.__ray_call__.remote(poison), timeout=30)
+    for replica in replicas.values():
+        ray.get(replica.actor.find().__ray_call__.remote(poison), timeout=30)
     before = {name: process_id(handles, name) for name in replicas}
     body = {"messages": [user("Say the numbers from one to five.")], "max_tokens": 40}
     expected = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
@@ -190,8 +190,9 @@ def test_a_store_that_dies_loses_no_turn(http: httpx.Client, when: str):
 
 
 def process_id(handles: Cluster, replica: str) -> int:
-    info: Any = ray.get(handles.replicas()[replica].info.remote(), timeout=30)
-    return info["pid"]
+    info = handles.replicas()[replica].info().within(30).wait()
+    assert info is not None
+    return info.pid
 
 
 def response_chunk(line: str) -> dict:
@@ -221,8 +222,7 @@ def test_a_reader_that_stands_still_holds_up_no_other(handles: Cluster, http: ht
         ends = time.monotonic() + LEASE_S + 3
         while time.monotonic() < ends:
             for replica in handles.replicas().values():
-                said_of_itself: Any = ray.get(replica.stats.remote(), timeout=5)
-                assert said_of_itself["answers"]
+                assert replica.stats().wait().answers
             time.sleep(0.5)
         for name, text in expected.items():
             assert handles.generate_sync(said, agent=f"beside-{name}").text == text

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
 
 import pytest
 import ray
 
-from satchel.api.client import Cluster
+from satchel.api.client.cluster import Cluster
 from satchel.cluster.errors import ContextLengthExceeded, InvalidRequest
 
 
@@ -126,9 +125,9 @@ def test_handles_work_inside_ray_tasks_and_actors(handles: Cluster):
 def test_the_actors_themselves_are_handles(handles: Cluster):
     replicas = handles.replicas()
     assert sorted(replicas) == ["satchel-recall-0", "satchel-recall-1"]
-    assert sorted(ray.get(handles.router.alive.remote("satchel/recall"), timeout=30)) == sorted(replicas)
-    info = ray.get([handle.info.remote() for handle in replicas.values()], timeout=30)
-    assert len({entry["model_id"] for entry in info}) == 1
-    assert len({entry["pid"] for entry in info}) == 2
-    stats: Any = ray.get(replicas["satchel-recall-0"].stats.remote(), timeout=30)
-    assert stats["answers"] and stats["requests_total"] > 0
+    assert sorted(handles.router.alive("satchel/recall").wait()) == sorted(replicas)
+    info = [replica.info().wait() for replica in replicas.values()]
+    assert len({entry.model_id for entry in info if entry is not None}) == 1
+    assert len({entry.pid for entry in info if entry is not None}) == 2
+    stats = replicas["satchel-recall-0"].stats().wait()
+    assert stats.answers and stats.requests_total > 0

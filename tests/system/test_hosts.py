@@ -18,10 +18,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from satchel.cluster.invitations import invite
-from satchel.cluster.launch import Launcher
+from satchel.cluster.bring_up.launch import Launcher
+from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
 from satchel.cluster.nodes import Node
-from satchel.cluster.runtime import clean_up_after_killed_run
+from satchel.cluster.trust.invitations import invite
 
 from . import hosts as namespaces
 from . import secure_shell

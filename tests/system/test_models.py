@@ -20,7 +20,7 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
-from satchel.cluster.ports import free_port
+from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import session_members
 from tests.system.serving import COMMAND, serving
 

@@ -27,7 +27,7 @@ import pytest
 from openai import OpenAI
 from PIL import Image, ImageDraw
 
-from satchel.cluster.ports import free_port
+from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import session_members
 from tests.system.serving import COMMAND, RECALL, serving
 

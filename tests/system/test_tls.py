@@ -18,8 +18,8 @@ import httpx
 import pytest
 from openai import AuthenticationError, DefaultHttpxClient, OpenAI
 
+from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Home
-from satchel.cluster.ports import free_port
 from tests.authority import authority, key_pem, write_pair
 from tests.system.serving import COMMAND, RECALL, serving
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
-from satchel.cluster.ports import free_port
 from satchel.cluster.processes import ProcessMark, session_members
 
 from .hosts import Talk, holders, named, wait_until

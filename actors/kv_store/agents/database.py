@@ -1,0 +1,614 @@
+"""Agents' memory on disk: one SQLite file that survives the process's death at any instant. Implements `Storage`.
+
+What was committed has been synced; what was not leaves no trace. Every row is under a MAC with the home's key, and one
+that does not verify is absent: damage may cost memory and never makes a wrong one. A file that SQLite cannot read is
+set aside (`agents.damaged-N`), a new one begun, and what still verifies taken over. Erased bytes are overwritten.
+
+Not thread-safe: one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import sqlite3
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cachetools import LRUCache
+
+from ....cluster.errors import ClusterError, DiskError, HomeInUse, MemoryFull, SatchelError, Unavailable
+from ...protocol.entries import KEY_BYTES
+from ..disk.folder import says_full
+from ..disk.segments import read_key
+from .branches import ROW_BYTES, Content, Head
+from .homes import Place, Role
+
+logger = logging.getLogger(__name__)
+
+NAME = "agents.sqlite"
+LOCK_WAIT_S = 5.0
+"""A killed process's locks go when the kernel has taken it apart."""
+
+_SEQUENCE_MAX = 2**61
+"""No true number comes near; a damaged one must not become where counting goes on."""
+
+_BYTES = f"LENGTH(tokens) + LENGTH(text) + LENGTH(messages) + {ROW_BYTES}"
+
+_ONE = "agent = ? AND branch = ?"
+
+_CHANGED = "INSERT INTO agents VALUES (?, ?) ON CONFLICT (agent) DO UPDATE SET changed = MAX(changed, excluded.changed)"
+
+_OUTER = "BEGIN IMMEDIATE", "COMMIT", ("ROLLBACK",)
+_INNER = "SAVEPOINT inner", "RELEASE inner", ("ROLLBACK TO inner", "RELEASE inner")
+
+Connect = Callable[..., sqlite3.Connection]
+
+
+_ID_BYTES = 32
+"""The column `model` has the model's id, and behind it that of its files, where it is known."""
+
+HEADS = """
+SELECT b.agent, b.branch, b.epoch, b.model, b.root, b.turns, b.injected, b.messages, b.created, b.used, b.digest, b.mac,
+    LENGTH(c.tokens), LENGTH(c.text), LENGTH(c.messages)
+FROM branches b JOIN contents c ON c.agent = b.agent AND c.branch = b.branch
+"""
+
+SCHEMA_VERSION = 3
+
+_STATEMENTS = [
+    "CREATE TABLE branches (agent TEXT, branch INTEGER, epoch INTEGER, model BLOB, root BLOB, turns INTEGER, "
+    "injected INTEGER, messages INTEGER, created REAL, used REAL, digest BLOB, mac BLOB, "
+    "PRIMARY KEY (agent, branch)) WITHOUT ROWID",
+    "CREATE TABLE contents (agent TEXT, branch INTEGER, tokens BLOB, text BLOB, messages BLOB, "
+    "PRIMARY KEY (agent, branch))",
+    "CREATE TABLE agents (agent TEXT PRIMARY KEY, changed INTEGER) WITHOUT ROWID",
+    "CREATE INDEX quiet ON agents (changed, agent)",
+    "CREATE TABLE tombstones (agent TEXT PRIMARY KEY, sequence INTEGER, at REAL, mac BLOB) WITHOUT ROWID",
+    "CREATE TABLE homes (agent TEXT PRIMARY KEY, epoch INTEGER, role INTEGER, mac BLOB) WITHOUT ROWID",
+    "CREATE TABLE let_go (agent TEXT PRIMARY KEY, sequence INTEGER) WITHOUT ROWID",
+]
+"""The schema, as SQLite writes it down."""
+
+_FROM_1 = [
+    "ALTER TABLE contents RENAME TO before",
+    _STATEMENTS[1],
+    "INSERT INTO contents SELECT b.agent, c.* FROM before c JOIN branches b ON b.branch = c.branch",
+    "DROP TABLE before",
+    _STATEMENTS[-2],
+]
+"""From the first schema, in which branches of two nodes could not stand beside each other."""
+
+_FROM_2 = [_STATEMENTS[-1]]
+"""From the second one, which did not know who had to make room."""
+
+
+class AgentDatabase:
+    """The database in `folder`; without one it is in memory and ends with the process.
+
+    Args:
+        cache_bytes_max: contents used lately that are kept in memory.
+        connect: `sqlite3.connect`, or what tests put in its place.
+
+    Attributes:
+        damaged_total: rows met that did not verify.
+        set_aside_total: files that could not be read.
+
+    Raises:
+        HomeInUse: another process has it.
+        ClusterError: a newer version wrote it, or the folder cannot be used.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, cache_bytes_max: int = 64 * 2**20, connect: Connect = sqlite3.connect
+    ) -> None:
+        self._folder = folder
+        self._connect = connect
+        self._cache: LRUCache[tuple[str, int, int], Content] = LRUCache(cache_bytes_max, getsizeof=_size)
+        self._nbytes = 0
+        self._tenants: Counter[str] = Counter()
+        # What the transactions under way have changed of both, to be undone.
+        self._counted: list[tuple[str, int]] = []
+        self._inside = False
+        self.damaged_total = 0
+        self.set_aside_total = 0
+        if folder is None:
+            self._key = secrets.token_bytes(KEY_BYTES)
+            self._db = self._open(None)
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
+            self._key = read_key(folder)
+            self._db = self._open_or_begin_anew(folder / NAME)
+        except OSError as error:
+            raise ClusterError(f"cannot use {folder}: {error.strerror or error}") from None
+        except DiskError as error:
+            # Of the key; nobody's words can be verified without it, so nothing may begin anew in its place.
+            raise ClusterError(error.message) from None
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def nbytes_of(self, tenant: str) -> int:
+        return self._tenants[tenant]
+
+    def _count(self, agent: str, nbytes: int) -> None:
+        tenant = agent.partition("/")[0]
+        self._nbytes += nbytes
+        self._tenants[tenant] += nbytes
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+        if self._inside:
+            self._counted.append((tenant, nbytes))
+
+    def _uncount(self, since: int) -> None:
+        for tenant, nbytes in reversed(self._counted[since:]):
+            self._nbytes -= nbytes
+            self._tenants[tenant] -= nbytes
+        del self._counted[since:]
+
+    def close(self) -> None:
+        self._db.close()
+
+    # Storage.
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of the block's changes or none. One inside another is undone by itself, and synced with the outer one.
+
+        Raises:
+            Unavailable: the disk is full, or the file fails. Nothing has changed.
+        """
+        before, db, inner = len(self._counted), self._db, self._inside
+        self._inside = True
+        begin, commit, undo = _INNER if inner else _OUTER
+        try:
+            with self._guard():
+                db.execute(begin)
+                yield
+                db.execute(commit)
+        except BaseException:
+            # A damaged file has been replaced by now, and with it the count.
+            if db is self._db:
+                self._uncount(before)
+                with contextlib.suppress(sqlite3.Error):
+                    if db.in_transaction:
+                        for statement in undo:
+                            db.execute(statement)
+            raise
+        finally:
+            self._inside = inner
+            if not inner:
+                self._counted.clear()
+
+    def sequence(self) -> int:
+        with self._guard():
+            branches = self._one("SELECT MAX(epoch) FROM branches WHERE epoch < ?", _SEQUENCE_MAX)
+            tombstones = self._one("SELECT MAX(sequence) FROM tombstones WHERE sequence < ?", _SEQUENCE_MAX)
+        return max(branches or 0, tombstones or 0)
+
+    def heads(self, agent: str) -> list[Head]:
+        with self._guard():
+            rows = self._db.execute(f"{HEADS} WHERE b.agent = ?", (agent,)).fetchall()
+        return [head for row in rows if (head := self._verified(row)) is not None]
+
+    def content(self, head: Head) -> Content | None:
+        key = (head.agent, head.branch, head.epoch)
+        if (content := self._cache.get(key)) is not None:
+            return content
+        with self._guard():
+            content = read_content(self._db, head, self._key)
+        if content is None:
+            self.damaged_total += 1
+            logger.error("branch %d of agent %s does not verify: it is left out", head.branch, head.agent)
+        else:
+            self._remember(key, content)
+        return content
+
+    def put(self, head: Head, content: Content) -> None:
+        text = content.text.encode()
+        digest = content_digest(content.tokens, text, content.messages)
+        with self._guard():
+            before = self._one(f"SELECT {_BYTES} FROM contents WHERE {_ONE}", head.agent, head.branch) or 0
+            self._db.execute(
+                "INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?)",
+                (head.agent, head.branch, content.tokens, text, content.messages),
+            )
+            mac = mac_of(self._key, *head_fields(head, digest))
+            fields = (head.epoch, head.model + head.files, head.root, head.turns, int(head.injected), head.messages)
+            row = (head.agent, head.branch, *fields, head.created, head.used, digest, mac)
+            self._db.execute(f"INSERT OR REPLACE INTO branches VALUES ({','.join('?' * len(row))})", row)
+            self._db.execute(_CHANGED, (head.agent, head.epoch))
+            self._db.execute("DELETE FROM let_go WHERE agent = ?", (head.agent,))
+            self._count(head.agent, len(content.tokens) + len(text) + len(content.messages) + ROW_BYTES - before)
+        self._remember((head.agent, head.branch, head.epoch), content)
+
+    def drop(self, head: Head) -> None:
+        with self._guard():
+            before = self._one(f"SELECT {_BYTES} FROM contents WHERE {_ONE}", head.agent, head.branch) or 0
+            self._count(head.agent, -before)
+            for table in ("contents", "branches"):
+                self._db.execute(f"DELETE FROM {table} WHERE {_ONE}", (head.agent, head.branch))
+
+    def erase(self, agent: str) -> None:
+        with self._guard():
+            self._count(agent, -(self._one(f"SELECT SUM({_BYTES}) FROM contents WHERE agent = ?", agent) or 0))
+            for table in ("contents", "branches", "agents"):
+                self._db.execute(f"DELETE FROM {table} WHERE agent = ?", (agent,))
+
+    def let_go(self, agent: str, sequence: int, keep: int) -> None:
+        self.erase(agent)
+        with self._guard():
+            # Without a MAC: at worst an answer says too much or too little about what it does not rest on.
+            self._db.execute("INSERT OR REPLACE INTO let_go VALUES (?, ?)", (agent, sequence))
+            older = "SELECT agent FROM let_go ORDER BY sequence DESC, agent LIMIT -1 OFFSET ?"
+            self._db.execute(f"DELETE FROM let_go WHERE agent IN ({older})", (keep,))
+
+    def was_let_go(self, agent: str) -> bool:
+        with self._guard():
+            return self._one("SELECT 1 FROM let_go WHERE agent = ?", agent) is not None
+
+    def quietest(self, after: int, limit: int) -> list[tuple[int, str]]:
+        with self._guard():
+            query = "SELECT changed, agent FROM agents WHERE changed > ? ORDER BY changed, agent LIMIT ?"
+            return self._db.execute(query, (after, limit)).fetchall()
+
+    def agents(self, prefix: str, after: str, limit: int) -> list[str]:
+        with self._guard():
+            query = "SELECT agent FROM agents WHERE agent > ? AND agent >= ? AND agent < ? ORDER BY agent LIMIT ?"
+            rows = self._db.execute(query, (after, prefix, prefix + "\U0010ffff", limit)).fetchall()
+        return [agent for (agent,) in rows]
+
+    def bury(self, agent: str, sequence: int, at: float) -> None:
+        with self._guard():
+            mac = mac_of(self._key, b"tombstone", agent.encode(), struct.pack("<qd", sequence, at))
+            self._db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?, ?, ?)", (agent, sequence, at, mac))
+            self._db.execute("DELETE FROM let_go WHERE agent = ?", (agent,))
+
+    def buried(self, agent: str) -> int:
+        with self._guard():
+            row = self._db.execute("SELECT sequence, at, mac FROM tombstones WHERE agent = ?", (agent,)).fetchone()
+        if row is None:
+            return 0
+        try:
+            expected = mac_of(self._key, b"tombstone", agent.encode(), struct.pack("<qd", row[0], row[1]))
+            if hmac.compare_digest(expected, row[2]):
+                return row[0]
+        except (TypeError, struct.error):
+            pass
+        self.damaged_total += 1
+        return 0
+
+    def tombstones(self) -> list[str]:
+        with self._guard():
+            return [agent for (agent,) in self._db.execute("SELECT agent FROM tombstones ORDER BY sequence")]
+
+    def prune(self, before: float, keep: int) -> int:
+        with self._guard():
+            least = self._one("SELECT sequence FROM tombstones ORDER BY sequence DESC LIMIT 1 OFFSET ?", keep) or 0
+            gone = self._one("SELECT MAX(sequence) FROM tombstones WHERE at < ? OR sequence <= ?", before, least)
+            self._db.execute("DELETE FROM tombstones WHERE at < ? OR sequence <= ?", (before, least))
+        return gone or 0
+
+    def place(self, agent: str) -> Place | None:
+        with self._guard():
+            row = self._db.execute("SELECT epoch, role, mac FROM homes WHERE agent = ?", (agent,)).fetchone()
+        return self._place(agent, *row) if row is not None else None
+
+    def set_place(self, agent: str, place: Place) -> None:
+        with self._guard():
+            mac = mac_of(self._key, b"home", agent.encode(), struct.pack("<qq", *place))
+            self._db.execute("INSERT OR REPLACE INTO homes VALUES (?, ?, ?, ?)", (agent, *place, mac))
+
+    def heard_of(self, after: str, limit: int) -> list[str]:
+        with self._guard():
+            query = "SELECT agent FROM agents WHERE agent > ?1 UNION SELECT agent FROM homes WHERE agent > ?1 LIMIT ?2"
+            return [agent for (agent,) in self._db.execute(query, (after, limit))]
+
+    def _place(self, agent: str, epoch: int, role: int, mac: bytes) -> Place:
+        try:
+            expected = mac_of(self._key, b"home", agent.encode(), struct.pack("<qq", epoch, role))
+            if hmac.compare_digest(expected, mac):
+                return Place(epoch, Role(role))
+        except (TypeError, ValueError, struct.error):
+            pass
+        self.damaged_total += 1
+        logger.error("where agent %s lives does not verify: this node has to adopt it anew", agent)
+        return Place(0, Role.COPY)
+
+    # Beside it.
+
+    def scrub(self) -> None:
+        """Make what was erased unreadable: it leaves the log of writes, and files that were set aside go."""
+        self._cache.clear()
+        if self._folder is None:
+            return
+        with self._guard():
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        for path in self._folder.glob("agents.damaged-*"):
+            path.unlink(missing_ok=True)
+
+    def shorten(self) -> None:
+        """Give back what the log of writes takes, as far as that can be done now."""
+        if self._folder is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _remember(self, key: tuple[str, int, int], content: Content) -> None:
+        # An epoch that was rolled back is never asked for.
+        self._cache.pop(key, None)
+        # One that is larger than the whole cache is read each time.
+        with contextlib.suppress(ValueError):
+            self._cache[key] = content
+
+    def _one(self, query: str, *values: Any) -> Any:
+        row = self._db.execute(query, values).fetchone()
+        return row[0] if row else None
+
+    def _verified(self, row: tuple[Any, ...]) -> Head | None:
+        head = read_head(row, self._key)
+        if head is None:
+            self.damaged_total += 1
+            logger.error("a branch of agent %s does not verify: it is left out", row[0])
+        return head
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """SQLite's errors as ours; a file that turns out to be damaged is replaced."""
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if self._folder is not None and is_damage(error):
+                logger.error("agents' memory is damaged: %s", error)
+                self._db.close()
+                self._cache.clear()
+                self._db = self._begin_anew(self._folder / NAME)
+                raise Unavailable("agents' memory was damaged and has been begun anew") from error
+            full = isinstance(error, sqlite3.Error) and says_full(error)
+            kind = MemoryFull if full else Unavailable
+            raise kind(f"agents' memory cannot be used now: {error}") from error
+
+    def _open_or_begin_anew(self, path: Path) -> sqlite3.Connection:
+        try:
+            return self._open(path)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if not is_damage(error):
+                raise unusable(path, error) from error
+            logger.error("%s is damaged: %s", path, error)
+        return self._begin_anew(path)
+
+    def _begin_anew(self, path: Path) -> sqlite3.Connection:
+        """Set the file aside, open a new one, and take over what verifies."""
+        self.set_aside_total += 1
+        aside = _free_name(path.parent, "agents.damaged")
+        for old in path.parent.glob("agents.damaged-*"):
+            old.unlink(missing_ok=True)
+        for suffix in ("-wal", ""):
+            with contextlib.suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+        path.with_name(path.name + "-shm").unlink(missing_ok=True)
+        try:
+            db = self._db = self._open(path)
+        except sqlite3.Error as error:
+            raise unusable(path, error) from error
+        saved = 0
+        # Perhaps within a transaction on the old file, which is over.
+        self._inside = False
+        for head, content in salvage(aside, self._key):
+            with self.transaction():
+                self.put(head, content)
+            saved += 1
+        logger.error("the old file is %s; %d branches were taken over from it", aside, saved)
+        return db
+
+    def _open(self, path: Path | None) -> sqlite3.Connection:
+        if path is not None:
+            # Made here, because SQLite would make it readable for others; its other files take after this one.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            path.chmod(0o600)
+            sync_folder(path.parent)
+        db = self._connect(path or ":memory:", timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+        try:
+            prepare(db)
+            try:
+                # What was erased just before a process died may still be in its log.
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            except sqlite3.Error as error:
+                if not says_full(error):
+                    raise
+                logger.warning("the log of agents' memory stays until the disk has room: %s", error)
+            tenant = "substr(agent, 1, instr(agent || '/', '/') - 1)"
+            held = db.execute(f"SELECT {tenant}, TOTAL({_BYTES}) FROM contents GROUP BY 1").fetchall()
+            self._tenants = Counter({name: int(nbytes) for name, nbytes in held if nbytes})
+            self._nbytes = sum(self._tenants.values())
+            self._counted.clear()
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+
+def _free_name(folder: Path, stem: str) -> Path:
+    number = 1
+    while (folder / f"{stem}-{number}").exists():
+        number += 1
+    return folder / f"{stem}-{number}"
+
+
+def _size(content: Content) -> int:
+    return len(content.tokens) + len(content.text) + len(content.messages) + ROW_BYTES
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def salvage(path: Path, key: bytes) -> Iterator[tuple[Head, Content]]:
+    """The branches that still verify in a damaged file, as far as SQLite finds them."""
+    try:
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error:
+        return
+    with contextlib.closing(db):
+        for order in ("ASC", "DESC"):
+            # From both ends: a broken page ends the reading, and what lies behind it may be whole.
+            try:
+                db.text_factory = lambda data: data.decode("utf-8", "replace")
+                for row in db.execute(f"{HEADS} ORDER BY b.agent {order}, b.branch {order}"):
+                    head = read_head(row, key)
+                    if head is not None and (content := read_content(db, head, key)) is not None:
+                        yield head, content
+                return
+            except (sqlite3.Error, UnicodeDecodeError) as error:
+                logger.error("reading the damaged file: %s", error)
+
+
+def read_content(db: sqlite3.Connection, head: Head, key: bytes) -> Content | None:
+    query = (
+        "SELECT c.tokens, c.text, c.messages, b.digest, b.mac FROM contents c "
+        "JOIN branches b ON b.agent = c.agent AND b.branch = c.branch "
+        "WHERE b.agent = ? AND b.branch = ?"
+    )
+    row = db.execute(query, (head.agent, head.branch)).fetchone()
+    if row is None:
+        return None
+    tokens, text, messages, digest, mac = row
+    try:
+        if not hmac.compare_digest(mac_of(key, *head_fields(head, digest)), mac):
+            return None
+        if content_digest(tokens, text, messages) != digest:
+            return None
+        return Content(tokens, text.decode(), messages)
+    except (TypeError, AttributeError, UnicodeDecodeError):
+        return None
+
+
+def read_head(row: tuple[Any, ...], key: bytes) -> Head | None:
+    """The head in a row of `HEADS`, None where it does not verify."""
+    agent, branch, epoch, model, root, turns, injected, messages, created, used, digest, mac, *lengths = row
+    try:
+        head = Head(
+            agent=agent,
+            branch=branch,
+            epoch=epoch,
+            model=model[:_ID_BYTES],
+            root=root,
+            turns=turns,
+            injected=bool(injected),
+            messages=messages,
+            tokens=lengths[0] // 4,
+            nbytes=sum(lengths) + ROW_BYTES,
+            created=created,
+            used=used,
+            files=model[_ID_BYTES:],
+        )
+        return head if hmac.compare_digest(mac_of(key, *head_fields(head, digest)), mac) else None
+    except (TypeError, AttributeError, UnicodeEncodeError, struct.error):
+        return None
+
+
+def head_fields(head: Head, digest: bytes) -> tuple[bytes, ...]:
+    numbers = struct.pack("<qqqqq", head.branch, head.epoch, head.turns, head.injected, head.messages)
+    times = struct.pack("<dd", head.created, head.used)
+    return b"branch", head.agent.encode(), numbers, times, head.model + head.files, head.root, digest
+
+
+def mac_of(key: bytes, *fields: bytes) -> bytes:
+    """Every field is written with its length, so no two different rows give the same bytes."""
+    hasher = hmac.new(key, b"satchel.agents.1", hashlib.sha256)
+    for field in fields:
+        hasher.update(len(field).to_bytes(8, "big"))
+        hasher.update(field)
+    return hasher.digest()
+
+
+def content_digest(*parts: bytes) -> bytes:
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "big"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether the file itself is at fault, and neither the disk, another process nor the caller."""
+    if isinstance(error, UnicodeDecodeError):
+        # SQLite's message cites a damaged name.
+        return True
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def unusable(path: Path, error: Exception) -> SatchelError:
+    """What to say of a file that cannot be opened and is not damaged."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return HomeInUse(f"another process uses {path}")
+    return ClusterError(f"cannot use {path}: {error}")
+
+
+class _Damaged(sqlite3.DatabaseError):
+    """What SQLite reads without an error and is wrong all the same."""
+
+    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    """Make a connection durable and this process's own, and the tables there and whole.
+
+    Raises:
+        ClusterError: a newer version wrote it.
+        sqlite3.Error: it cannot be used, or `is_damage`.
+    """
+    db.text_factory = lambda data: data.decode("utf-8", "replace")
+    # One process for the file's whole life, so no shared memory beside it, and a second opener is told so.
+    db.execute("PRAGMA locking_mode = EXCLUSIVE")
+    db.execute("PRAGMA cell_size_check = ON")
+    db.execute("PRAGMA trusted_schema = OFF")
+    db.execute("PRAGMA journal_mode = WAL").fetchone()
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA fullfsync = ON")
+    db.execute("PRAGMA checkpoint_fullfsync = ON")
+    db.execute("PRAGMA secure_delete = ON").fetchone()
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version > SCHEMA_VERSION:
+            raise ClusterError(f"agents' memory was written by a newer version of Satchel (its schema is {version})")
+        if version == 0:
+            if db.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0]:
+                raise _Damaged("tables without a version")
+            for statement in _STATEMENTS:
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        else:
+            if version < SCHEMA_VERSION:
+                for statement in [*(_FROM_1 if version == 1 else ()), *_FROM_2]:
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            # SQLite would take a damaged name for a name.
+            statements = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")]
+            if sorted(statements) != sorted(_STATEMENTS):
+                raise _Damaged("other tables than there should be")
+            if (verdict := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+                raise _Damaged(str(verdict))
+        db.execute("DELETE FROM contents WHERE (agent, branch) NOT IN (SELECT agent, branch FROM branches)")
+        db.execute("DELETE FROM agents WHERE agent NOT IN (SELECT agent FROM branches)")
+        db.execute("INSERT OR IGNORE INTO agents SELECT agent, MAX(epoch) FROM branches GROUP BY agent")
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise

@@ -1,0 +1,72 @@
+"""The folder of a home's KV: made, and one process's own for as long as that lives."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ....cluster.errors import DiskError, DiskFull, StoreInUse
+from .io import DiskIO
+
+BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.EISDIR)
+"""Errors that speak of one file. Others, such as too many open files, say nothing about it."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def make_folders(root: Path, io: DiskIO) -> None:
+    """Make the folders that are not there, and let nobody else look into them."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    io.folder(root / "segments")
+    for folder in (root, root / "segments"):
+        folder.chmod(0o700)
+
+
+def take_lock(path: Path, wait_s: float) -> FileLock:
+    """Hold the lock `path`. The kernel gives it back when the process ends, however it ends.
+
+    Raises:
+        StoreInUse: another process has it, and has not left within `wait_s` seconds.
+    """
+    lock = FileLock(path, wait_s, mode=0o600, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise StoreInUse(f"another process uses {path.parent}") from None
+    return lock
+
+
+def primary_code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code, 0 where the error has none."""
+    return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+
+
+def says_full(error: sqlite3.Error) -> bool:
+    """Whether SQLite finds no room on the disk, be it for the memory that connections share, which is a file too."""
+    whole = getattr(error, "sqlite_errorcode", None)
+    return primary_code(error) == sqlite3.SQLITE_FULL or whole == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
+@contextmanager
+def typed(action: str) -> Iterator[None]:
+    """Turn the system's and SQLite's errors of the block into `DiskError` or `DiskFull`.
+
+    Args:
+        action: what was being done, for the message.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = DiskFull if error.errno in _FULL else DiskError
+        raise kind(f"{action}: {error.strerror or error}") from error
+    except sqlite3.Error as error:
+        kind = DiskFull if says_full(error) else DiskError
+        raise kind(f"{action}: {error}") from error
+    except UnicodeDecodeError as error:
+        # Python cannot read SQLite's message about a damaged table.
+        raise DiskError(f"{action}: the index is damaged: {error}") from error

@@ -1,0 +1,191 @@
+"""The side of a node that fetches blocks from another one, into its own store.
+
+Whatever goes wrong ends a pull with less than was wanted, never with something wrong and never late.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ....cluster.errors import InvalidRecord, QueueFull
+from ...protocol.entries import BLOCK_TOKENS, ID_BYTES, TAIL_TOKENS_MAX, pack_tokens
+from ..disk.io import DiskIO
+from ..disk.store import DiskStore
+from .machine.block_messages import CHAIN_MAX, TAILS_MAX
+from .machine.link_auth import NONCE_BYTES, Initiator
+from .machine.pull_terms import Event, PullLimits
+from .machine.pull_wire import Wanted
+from .pull_session import Address, PullCancel, PullResult, PullSession
+from .pull_writer import Keeper, PullWriter
+
+
+@dataclass(eq=False)
+class _Running:
+    owner: str
+    cancel: PullCancel
+
+
+class BlockPuller:
+    """Fetches blocks for one node's store. All methods are safe to call from any thread.
+
+    Args:
+        store: the node's own; it is closed after this.
+        cluster_key: at least 16 bytes, the same on all nodes.
+        node: the name of this node.
+        session: of the store's writers, which keeps files that are not committed yet.
+        limits: of each pull.
+        pulls_max: at one time, with those whose last file is still being written.
+        wall_clock: seconds since 1970, written into files.
+        io: the disk.
+        keeper: decides who may have what was pulled; None where everybody may.
+
+    Raises:
+        LinkError: the key is too short, or the name is none.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore,
+        cluster_key: bytes,
+        node: str,
+        session: str,
+        *,
+        limits: PullLimits | None = None,
+        pulls_max: int = 4,
+        wall_clock: Callable[[], float] = time.time,
+        io: DiskIO | None = None,
+        keeper: Keeper | None = None,
+    ) -> None:
+        self._keeper = keeper
+        Initiator(cluster_key, node, node, bytes(NONCE_BYTES))
+        self._store, self._session = store, session
+        self._limits = limits or PullLimits()
+        self._wall_clock, self._io = wall_clock, io
+        self._key, self._node, self._pulls_max = cluster_key, node, pulls_max
+        self._changed = threading.Condition()
+        self._running: set[_Running] = set()
+        self._closed = False
+
+    def pull(
+        self,
+        wanted: Wanted,
+        source: str,
+        addresses: Sequence[Address],
+        *,
+        deadline_s: float,
+        owner: str = "",
+        cancel: PullCancel | None = None,
+    ) -> PullResult:
+        """Fetch what is wanted and not here, and let it count. Blocks for `deadline_s` seconds at the most.
+
+        Args:
+            wanted: what to fetch.
+            source: the name of the node that has it.
+            addresses: where its `BlockServer` listens, numeric, the fastest link first.
+            deadline_s: what has not come by then is left.
+            owner: the agent whose tokens these are, "" for nobody in particular.
+            cancel: to end it from another thread.
+
+        Raises:
+            InvalidRecord: what is wanted cannot be.
+            QueueFull: there are `pulls_max` pulls already, or this was closed.
+            DiskError: the store here cannot be asked.
+        """
+        wanted = _checked(wanted)
+        running = _Running(owner, cancel or PullCancel())
+        with self._changed:
+            if self._closed or len(self._running) >= self._pulls_max:
+                raise QueueFull("too many blocks are being fetched already")
+            self._running.add(running)
+
+        def initiator() -> Initiator:
+            return Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
+
+        def writer(tell: Callable[[Event], None]) -> PullWriter:
+            nonlocal ends_itself
+            made = PullWriter(
+                self._store,
+                self._session,
+                wanted,
+                owner,
+                wall_clock=self._wall_clock,
+                tell=tell,
+                ended=lambda: self._end(running),
+                io=self._io,
+                keeper=self._keeper,
+            )
+            ends_itself = True
+            return made
+
+        ends_itself = False
+        try:
+            initiator()
+            session = PullSession(
+                self._store,
+                wanted,
+                owner,
+                addresses,
+                self._limits,
+                running.cancel,
+                initiator,
+                writer,
+                self._keeper,
+            )
+            return session.run(deadline_s)
+        finally:
+            # Else the writer's end is the pull's, which may be later.
+            if not ends_itself:
+                self._end(running)
+
+    def pulling(self) -> int:
+        """How many pulls there are."""
+        with self._changed:
+            return len(self._running)
+
+    def cancel_owner(self, owner: str, wait_s: float) -> bool:
+        """End the pulls for `owner`, so that nothing of his is committed afterwards; then the store can forget him.
+
+        Returns:
+            Whether they have all ended within `wait_s`.
+        """
+        return self._cancel(lambda running: running.owner == owner, wait_s)
+
+    def close(self, wait_s: float = 5.0) -> bool:
+        """End all pulls and begin no more. Returns whether they have ended, so that the store may be closed."""
+        with self._changed:
+            self._closed = True
+        return self._cancel(lambda running: True, wait_s)
+
+    def _cancel(self, chosen: Callable[[_Running], bool], wait_s: float) -> bool:
+        with self._changed:
+            mine = {running for running in self._running if chosen(running)}
+        for running in mine:
+            running.cancel.cancel()
+        with self._changed:
+            return self._changed.wait_for(lambda: not mine & self._running, wait_s)
+
+    def _end(self, running: _Running) -> None:
+        with self._changed:
+            self._running.discard(running)
+            self._changed.notify_all()
+
+
+def _checked(wanted: Wanted) -> Wanted:
+    """Itself. Raises `InvalidRecord` where no store has such a thing."""
+    ids = (wanted.model, wanted.root, *wanted.chain)
+    if not all(isinstance(value, bytes) and len(value) == ID_BYTES for value in ids):
+        raise InvalidRecord(f"ids have {ID_BYTES} bytes")
+    if len(wanted.chain) > CHAIN_MAX or len(set(wanted.chain)) != len(wanted.chain):
+        raise InvalidRecord(f"a chain is up to {CHAIN_MAX} blocks, each once")
+    if wanted.tokens is not None and len(wanted.tokens) < len(wanted.chain) * BLOCK_TOKENS:
+        raise InvalidRecord("the tokens end before the chain")
+    if not 0 <= wanted.tails_max <= TAILS_MAX:
+        raise InvalidRecord(f"up to {TAILS_MAX} tails can be had")
+    # Of a longer rest only tails match that are short enough to be tails.
+    rest = wanted.rest[:TAIL_TOKENS_MAX]
+    pack_tokens(rest)
+    return replace(wanted, rest=rest)

@@ -1,0 +1,1 @@
+"""A pull of blocks without its sockets: what is said, proved, asked for next, and given up. Pure."""

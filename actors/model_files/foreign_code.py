@@ -1,0 +1,134 @@
+"""Code that a model's folder brings: none of it runs, unless the model's entry in the config trusts it.
+
+Two things in a folder name code. mlx-lm and mlx-vlm import the `model_file` of config.json. transformers imports what
+an `auto_map` names, and some of mlx-vlm's processors tell it to trust every folder. Both are looked for before anything
+is imported; and the one function by which transformers gets such a file asks here first. A file of another repository
+never runs: no entry pins it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+from ...cluster.errors import ModelLoadError
+from .source import read_json
+
+_TRUST = "trust_remote_code"
+_PROCESSOR_FILES = tuple(
+    f"{name}.json"
+    for name in ("tokenizer_config", "processor_config", "preprocessor_config", "video_preprocessor_config")
+)
+
+
+@dataclass
+class _Loading:
+    """What is being loaded in this context, and why the last file that was asked for was refused."""
+
+    source: str
+    folder: Path
+    trusted: bool
+    refused: ModelLoadError | None = None
+
+    def check(self, repository: str, file: str) -> None:
+        own = Path(repository).resolve() == self.folder.resolve()
+        if not (self.trusted and own and _is_plain(file)):
+            self.refused = _refusal(self.source, file if own else f"{repository}, {file}", own and _is_plain(file))
+            raise self.refused
+
+
+_loading: ContextVar[_Loading | None] = ContextVar("loading", default=None)
+
+
+def refuse_model_file(source: str, config: Mapping[str, object], *, trusted: bool) -> None:
+    """Refuse a model whose config.json names a file with its architecture, unless it is trusted and in its folder.
+
+    Raises:
+        ModelLoadError: with the file's name.
+    """
+    file = config.get("model_file")
+    if file and not (trusted and _is_plain(file)):
+        raise _refusal(source, f"model_file {file}", _is_plain(file))
+
+
+def refuse_processor_code(source: str, folder: Path, *, trusted: bool) -> None:
+    """Refuse a model whose processor or tokenizer is made by code in its folder, unless it is trusted.
+
+    The `auto_map` of config.json counts for nothing here: many repositories keep one for a family that the libraries
+    know by now.
+
+    Raises:
+        ModelLoadError: with the file's name.
+    """
+    for name in () if trusted else _PROCESSOR_FILES:
+        path = folder / name
+        maps = read_json(path).get("auto_map") if path.is_file() else None
+        for value in maps.values() if isinstance(maps, Mapping) else ():
+            for reference in value if isinstance(value, list) else [value]:
+                if isinstance(reference, str):
+                    repository, _, wanted = reference.rpartition("--")
+                    file = f"{wanted.partition('.')[0]}.py"
+                    raise _refusal(source, f"{repository}, {file}" if repository else file, own=not repository)
+
+
+@contextmanager
+def own_code_only(source: str, folder: Path, *, trusted: bool) -> Iterator[None]:
+    """While this is open transformers imports no code but Satchel's and its libraries', in this thread.
+
+    Args:
+        source: what the user calls the model.
+        trusted: whether the code in `folder` may run, but still no other.
+
+    Raises:
+        ModelLoadError: in place of any error that came of it, with the file's name.
+    """
+    _install()
+    loading = _Loading(source, folder, trusted)
+    token = _loading.set(loading)
+    try:
+        yield
+    except Exception as error:
+        # By itself transformers refuses in words that tell a Python programmer what to pass.
+        refusal = loading.refused or (_refusal(source, "auto_map", True) if _TRUST in str(error) else None)
+        if refusal is None or refusal is error:
+            raise
+        raise refusal from error
+    finally:
+        _loading.reset(token)
+
+
+def _is_plain(file: object) -> bool:
+    return isinstance(file, str) and Path(file).name == file
+
+
+def _refusal(source: str, file: str, own: bool) -> ModelLoadError:
+    if not own:
+        return ModelLoadError(f"{source} names code that is not in its own folder ({file}), which is never run")
+    return ModelLoadError(
+        f"{source} brings code of its own ({file}), which is not run; if you have read it, write {_TRUST}: true into "
+        "the model's entry in the config, with a folder or owner/name@COMMIT as its source"
+    )
+
+
+@cache
+def _install() -> None:
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.get_cached_module_file = _asking(dynamic_module_utils.get_cached_module_file)
+
+
+def _asking(fetch: Callable[..., str]) -> Callable[..., str]:
+    @wraps(fetch)
+    def get_cached_module_file(repository: Any, file: str, *arguments: Any, **options: Any) -> str:
+        loading = _loading.get()
+        if loading is None:
+            raise ModelLoadError(f"code of a model's own is not run: {repository}, {file}")
+        loading.check(str(repository), file)
+        return fetch(repository, file, *arguments, **options)
+
+    return get_cached_module_file

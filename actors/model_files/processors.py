@@ -1,0 +1,296 @@
+"""What a model's own processor makes of pictures: how many tokens they take in a prompt, what its encoder is given.
+
+Nothing here knows families. A processor of mlx-vlm is asked about one picture at a time, with the text that the chat
+template writes for it, so that a picture means the same whatever stands around it. A video is asked about as a whole;
+every few frames that it counts as one temporal patch are encoded by themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from cachetools import LRUCache
+from PIL import Image
+
+from ..protocol.media_ids import is_of_video
+from .foreign_code import own_code_only, refuse_processor_code
+
+LAYOUTS_KEPT = 256
+CLOCK_HZ = 1000.0
+"""A processor is told when frames are shown in ticks of a clock."""
+
+_MARK = "satchel-picture"
+_TRIED = (224, 224)
+_NOT_FOR_THE_MODEL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_TOKEN_NAMES = ("image_token_index", "image_token_id")
+_PIXELS_MAX = 10**12
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A *span* of a prompt that stands for a picture, or for some frames of a video.
+
+    Attributes:
+        tokens: its ids, from the first added token to the last one; so they are the same whatever stands around it.
+        places: which of them the encoder's output replaces.
+        grid: (frames, rows, columns) of patches where positions depend on it, else empty.
+    """
+
+    tokens: tuple[int, ...]
+    places: frozenset[int]
+    grid: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PictureLayout:
+    """What replaces a picture's placeholder: a text with one span."""
+
+    text: str
+    span: Layout
+
+
+@dataclass(frozen=True)
+class VideoLayout:
+    """What replaces a video's placeholder: a text with a span for every `frames` frames, the last repeated to fill up.
+
+    Frames are `width` x `height` where they are encoded.
+    """
+
+    text: str
+    spans: tuple[Layout, ...]
+    frames: int
+    width: int
+    height: int
+
+
+def sees(folder: Path) -> bool:
+    """Whether the model in `folder` is one for pictures that mlx-vlm knows."""
+    config = json.loads((folder / "config.json").read_text())
+    if not config.get("vision_config"):
+        return False
+    # Not before: it takes a second.
+    from mlx_vlm.utils import get_model_type
+
+    kind = get_model_type(config)
+    return kind is not None and find_spec(f"mlx_vlm.models.{kind}") is not None
+
+
+class PictureProcessor:
+    """A model's processor, and what its chat template and its prompts have in a picture's place. Thread-safe.
+
+    Attributes:
+        placeholder: the text that the template writes for a picture.
+        token: the id of the tokens that stand for a picture.
+        video_placeholder, video_token: the same for a video; "" and -1 where videos are shown as pictures.
+
+    Args:
+        processor: as mlx-vlm loads it.
+        named: ids that are said to stand for a picture.
+
+    Raises:
+        ValueError: the template writes nothing for a picture, or the prompt has no token for it.
+    """
+
+    def __init__(self, processor: Any, named: frozenset[int]) -> None:
+        self._processor = processor
+        self._tokenizer = processor.tokenizer
+        self._added = frozenset(self._tokenizer.added_tokens_decoder)
+        self._edges = frozenset(self._tokenizer("").input_ids)
+        self._layouts: LRUCache[Any, Any] = LRUCache(LAYOUTS_KEPT)
+        self._lock = Lock()
+        self._making = Lock()
+        self.placeholder = self._placeholder_of("image")
+        if not self.placeholder.strip():
+            raise ValueError("its chat template has no place for pictures")
+        self.token = self._read_token(named)
+        self.video_placeholder, self.video_token = self._read_video()
+        self._group_processor = self._any_size(processor)
+
+    @classmethod
+    def load(cls, folder: Path, *, trusted: bool = False) -> PictureProcessor:
+        """The processor of the model in `folder`, whose own code runs only if it is `trusted`.
+
+        Raises:
+            ModelLoadError: it needs such code.
+        """
+        from mlx_vlm.utils import get_model_and_args, load_image_processor, load_processor
+
+        config = json.loads((folder / "config.json").read_text())
+        # A family brings a processor of its own in place of transformers', which often needs PyTorch.
+        get_model_and_args(config)
+        refuse_processor_code(folder.name, folder, trusted=trusted)
+        with own_code_only(folder.name, folder, trusted=trusted):
+            processor = load_processor(folder, False, trust_remote_code=trusted)
+            own = load_image_processor(folder)
+        if own is not None:
+            processor.image_processor = own
+        ids = {config.get(name) for name in _TOKEN_NAMES} | {getattr(processor, name, None) for name in _TOKEN_NAMES}
+        return cls(processor, frozenset(token for token in ids if isinstance(token, int)))
+
+    def token_of(self, word: int) -> int:
+        """The model's token in the place of a word."""
+        return self.video_token if is_of_video(word) else self.token
+
+    def layout(self, width: int, height: int) -> PictureLayout:
+        """What a picture of this size is in a prompt. For a size that is new a picture is processed: milliseconds, or a
+        second for 50 million pixels."""
+        return self._kept((width, height), lambda: self._layout(width, height))
+
+    def video_layout(self, width: int, height: int, seconds: Sequence[float]) -> VideoLayout:
+        """What a video is in a prompt, whose frames of this size are shown at `seconds`."""
+        shown = tuple(seconds)
+        return self._kept((width, height, shown), lambda: self._video_layout(width, height, shown))
+
+    def inputs(self, frames: Sequence[Image.Image], *, video: bool) -> dict[str, Any]:
+        """What the encoder is given for the frames of one span, by name: pixels and what goes with them."""
+        if not video:
+            made = self._process(frames[0])
+        else:
+            # They have the size already that the whole video's processing gave them.
+            made = dict(
+                self._group_processor(
+                    text=[self.video_placeholder], videos=[np.stack([np.asarray(frame) for frame in frames])]
+                )
+            )
+        return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
+
+    def _kept(self, key: Any, make: Any) -> Any:
+        if (known := self._known(key)) is not None:
+            return known
+        # One at a time: a large picture's takes hundreds of megabytes.
+        with self._making:
+            if (known := self._known(key)) is not None:
+                return known
+            made = make()
+            with self._lock:
+                self._layouts[key] = made
+            return made
+
+    def _known(self, key: Any) -> Any:
+        with self._lock:
+            return self._layouts.get(key)
+
+    def _placeholder_of(self, kind: str) -> str:
+        mark = {"type": "text", "text": _MARK}
+        messages = [{"role": "user", "content": [mark, {"type": kind}, mark]}]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        return text.partition(_MARK)[2].partition(_MARK)[0]
+
+    def _read_token(self, named: frozenset[int]) -> int:
+        made = self._process(Image.new("RGB", _TRIED))
+        told = {made[name] for name in _TOKEN_NAMES if isinstance(made.get(name), int)}
+        found = [token for token in _ids(made) if token in named | told]
+        if len(set(found)) != 1:
+            raise ValueError("it is not known which of its tokens stand for a picture")
+        return found[0]
+
+    def _read_video(self) -> tuple[str, int]:
+        token, own = getattr(self._processor, "video_token_id", None), getattr(self._processor, "video_processor", None)
+        placeholder = self._placeholder_of("video") if own is not None and isinstance(token, int) else ""
+        # A template that does not know videos writes nothing, or a part's text, which it has none of.
+        known = placeholder.strip() and self._tokenizer.decode([token]) in placeholder
+        return (placeholder, token) if known and isinstance(token, int) else ("", -1)
+
+    @staticmethod
+    def _any_size(processor: Any) -> Any:
+        """The processor for frames that have been resized: it leaves their size as it is."""
+        other = copy.copy(processor)
+        if (own := getattr(processor, "video_processor", None)) is not None:
+            other.video_processor = copy.copy(own)
+            other.video_processor.min_pixels, other.video_processor.max_pixels = 1, _PIXELS_MAX
+        return other
+
+    def _layout(self, width: int, height: int) -> PictureLayout:
+        made = self._process(Image.new("RGB", (width, height)))
+        ids = _ids(made)
+        added = [index for index, token in enumerate(ids) if token in self._added and token not in self._edges]
+        grid = made.get("image_grid_thw")
+        grid = () if grid is None else tuple(np.array(grid).reshape(-1).tolist())
+        return PictureLayout(self._text(ids), self._span(ids[added[0] : added[-1] + 1], self.token, grid))
+
+    def _video_layout(self, width: int, height: int, seconds: tuple[float, ...]) -> VideoLayout:
+        ticks = [round(second * CLOCK_HZ) for second in seconds]
+        told = {"frames_indices": ticks, "fps": CLOCK_HZ, "total_num_frames": ticks[-1] + 1}
+        blank = np.zeros((len(ticks), height, width, 3), np.uint8)
+        made = dict(
+            self._processor(text=[self.video_placeholder], videos=[blank], fps=[_rate(seconds)], video_metadata=[told])
+        )
+        ids, grid, own = _ids(made), _video_grid(made), self._processor.video_processor
+        spans = self._video_spans(ids)
+        width, height = grid[2] * own.patch_size, grid[1] * own.patch_size
+        if len(spans) == 1 and grid[0] > 1:
+            spans = self._each_patch(spans[0], grid, own, width, height)
+        count = len(spans)
+        each = (grid[0] // count, grid[1], grid[2])
+        return VideoLayout(
+            text=self._text(ids),
+            spans=tuple(self._span(span, self.video_token, each) for span in spans),
+            frames=len(ticks) if count == 1 else own.temporal_patch_size,
+            width=width,
+            height=height,
+        )
+
+    def _each_patch(
+        self, span: list[int], grid: Sequence[int], processor: Any, width: int, height: int
+    ) -> list[list[int]]:
+        """A span cut into its temporal patches, if its tokens are those of each by itself, one after the other; all
+        alike, so without what stands before the first and behind the last.
+
+        Models whose videos have such grids encode each temporal patch without looking at others.
+        """
+        group = np.zeros((getattr(processor, "temporal_patch_size", 1), height, width, 3), np.uint8)
+        made = dict(self._group_processor(text=[self.video_placeholder], videos=[group]))
+        length, of_video = _ids(made).count(self.video_token), span.count(self.video_token)
+        if _video_grid(made) != [1, *grid[1:]] or length * grid[0] != of_video:
+            return [span]
+        return [[self.video_token] * length] * grid[0]
+
+    def _video_spans(self, ids: list[int]) -> list[list[int]]:
+        """Every run of the video's token, with the added tokens right around it."""
+        spans, at = [], 0
+        for is_video, run in groupby(ids, key=lambda token: token == self.video_token):
+            length = len(list(run))
+            if is_video:
+                before = [token for token in ids[max(0, at - 1) : at] if token in self._added - self._edges]
+                behind = [token for token in ids[at + length : at + length + 1] if token in self._added - self._edges]
+                spans.append([*before, *ids[at : at + length], *behind])
+            at += length
+        return spans
+
+    @staticmethod
+    def _span(tokens: list[int], token: int, grid: tuple[int, ...]) -> Layout:
+        return Layout(tuple(tokens), frozenset(index for index, one in enumerate(tokens) if one == token), grid)
+
+    def _process(self, picture: Image.Image) -> dict[str, Any]:
+        return dict(self._processor(text=[self.placeholder], images=[picture]))
+
+    def _text(self, ids: list[int]) -> str:
+        """What the ids say, without what the tokenizer puts around every text."""
+        while ids and ids[0] in self._edges:
+            ids = ids[1:]
+        while ids and ids[-1] in self._edges:
+            ids = ids[:-1]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _video_grid(made: dict[str, Any]) -> list[int]:
+    return np.array(made["video_grid_thw"]).reshape(-1).tolist()
+
+
+def _ids(made: dict[str, Any]) -> list[int]:
+    return np.array(made["input_ids"]).reshape(-1).tolist()
+
+
+def _rate(seconds: Sequence[float]) -> float:
+    """Frames a second."""
+    length = seconds[-1] - seconds[0]
+    return (len(seconds) - 1) / length if length > 0 else 1.0

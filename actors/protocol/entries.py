@@ -1,0 +1,419 @@
+"""Entries of KV as bytes: identities, hashes, MACs, and the records that travel between processes. Pure.
+
+An *entry* is a block or a tail: named arrays, and which tokens they are the KV of. The process that computed it hashes
+it; whoever reads it back compares. Records are sealed with a MAC under the home's key, so that what a damaged or
+foreign file says about itself is never believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import msgpack
+import numpy as np
+import xxhash
+
+from ...cluster.errors import InvalidRecord
+from .block_ids import BLOCK_TOKENS
+
+ID_BYTES = 32
+DIGEST_BYTES = 16
+KEY_BYTES = 32
+MAC_BYTES = 32
+OWNER_BYTES = 16
+TENANT_BYTES = 8
+
+NOBODY = bytes(OWNER_BYTES)
+"""The tag of the owner "": nobody in particular."""
+
+ENTRIES_MAX = 16
+"""Entries in one segment file."""
+
+TAIL_TOKENS_MAX = 8192
+PARTS_MAX = 8192
+NAME_BYTES_MAX = 256
+RANK_MAX = 8
+OWNERS_MAX = 1024
+"""Owners of one entry; what more agents than this have used is nobody's in particular."""
+
+META_BYTES_MAX = 65_536
+
+DTYPES = {"U8": np.dtype("<u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4"), "F16": np.dtype("<f2")} | {
+    "F32": np.dtype("<f4")
+}
+"""By safetensors' names. A bfloat16 travels as U16, and the segment's `meta` says so."""
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def mac(key: bytes, *fields: bytes) -> bytes:
+    """The keyed hash (32 bytes) of `fields`, each prefixed with its length."""
+    hasher = hashlib.blake2b(key=key, digest_size=MAC_BYTES, person=b"satchel.kv.mac.1")
+    for part in fields:
+        hasher.update(len(part).to_bytes(8, "big"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def same_mac(left: bytes, right: bytes) -> bool:
+    return hmac.compare_digest(left, right)
+
+
+def tenant_tag(key: bytes, tenant: str) -> bytes:
+    """What the tags of a tenant's agents begin with (8 bytes)."""
+    return mac(key, b"tenant", tenant.encode("utf-8", "surrogatepass"))[:TENANT_BYTES]
+
+
+def owner_tag(key: bytes, owner: str) -> bytes:
+    """What stands for an owner on disk (16 bytes), so that no agent's name is in any file of KV. Those of one tenant
+    begin alike."""
+    if not owner:
+        return NOBODY
+    own = mac(key, b"owner", owner.encode("utf-8", "surrogatepass"))
+    return tenant_tag(key, owner.partition("/")[0]) + own[: OWNER_BYTES - TENANT_BYTES]
+
+
+def crowd_tag(owner: bytes) -> bytes:
+    """The tag of nobody in particular of the tenant of an owner's tag."""
+    return owner[:TENANT_BYTES].ljust(OWNER_BYTES, b"\0")
+
+
+def is_crowd(owner: bytes) -> bool:
+    """Whether the tag is nobody's in particular, of a tenant or of all."""
+    return owner == crowd_tag(owner)
+
+
+def tenant_of_tag(owner: bytes) -> bytes:
+    """The `tenant_tag` that an owner's tag begins with; b"" of nobody in particular."""
+    return b"" if owner == NOBODY else owner[:TENANT_BYTES]
+
+
+TOKEN_BYTES = 4
+"""Of a packed one."""
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian 32-bit numbers. Raises `InvalidRecord` where they are none."""
+    try:
+        wide = np.asarray(tokens, dtype=np.int64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidRecord(f"token ids are whole numbers: {error}") from None
+    if wide.ndim != 1 or (wide.size and not 0 <= wide.min() <= wide.max() < 2**32):
+        raise InvalidRecord("token ids are a list of 32-bit numbers")
+    return wide.astype("<u4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(packed, dtype="<u4").tolist())
+
+
+def tail_id(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The id (32 bytes) of the tail of `tokens` after `parent`. It never equals a block's."""
+    return _tail_id(parent, pack_tokens(tokens))
+
+
+def _tail_id(parent: bytes, packed: bytes) -> bytes:
+    hasher = hashlib.sha256(b"satchel.tail.1")
+    for part in (parent, packed):
+        hasher.update(len(part).to_bytes(8, "big"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+class Part(NamedTuple):
+    """Name, safetensors' dtype code and shape of one array of an entry."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        size = DTYPES[self.dtype].itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a replica has to keep: the KV of `tokens` after `parent`.
+
+    Attributes:
+        id, parent: 32 bytes each; the parent of a first block is the root's id.
+        tail: False for a block, whose tokens are exactly 256.
+        parts: arrays by name, in the order of layers.
+        owners: such as `default/alice`; "" is nobody in particular.
+        window_from, snapshot: as in `replica.prefix.Kept`.
+        digests: of the parts, in order, where they were compared already; None has them computed.
+    """
+
+    id: bytes
+    parent: bytes
+    tokens: Sequence[int]
+    parts: Mapping[str, np.ndarray]
+    tail: bool = False
+    owners: tuple[str, ...] = ("",)
+    window_from: int = 0
+    snapshot: bool = False
+    digests: Sequence[bytes] | None = None
+
+    @classmethod
+    def of_tail(cls, parent: bytes, tokens: Sequence[int], parts: Mapping[str, np.ndarray], **more: Any) -> Entry:
+        """A tail, whose id follows from its parent and tokens."""
+        return cls(tail_id(parent, tokens), parent, tokens, parts, tail=True, **more)
+
+
+def signature(parts: Mapping[str, np.ndarray]) -> tuple[Part, ...]:
+    """Names, dtypes and shapes, in order. Raises `InvalidRecord` for what cannot be stored."""
+    if not 1 <= len(parts) <= PARTS_MAX:
+        raise InvalidRecord(f"an entry has 1 to {PARTS_MAX} parts, not {len(parts)}")
+    found = []
+    for name, array in parts.items():
+        code = _CODES.get(array.dtype)
+        plain = isinstance(name, str) and name.isascii() and name.isprintable() and 1 <= len(name) <= NAME_BYTES_MAX
+        if not plain or name == "__metadata__":
+            raise InvalidRecord(f"{name!r:.80} cannot be the name of a part")
+        if code is None or array.ndim > RANK_MAX:
+            raise InvalidRecord(f"part {name} is {array.dtype} with {array.ndim} axes, which is not stored")
+        found.append(Part(name, code, tuple(array.shape)))
+    return tuple(found)
+
+
+def flat_bytes(array: np.ndarray) -> memoryview:
+    """The array's bytes in C order, copied only where they lie otherwise."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def part_digest(data: memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+class EntryDigest:
+    """xxh3-128 over the name, dtype, shape and digest of every part: each part can be proven as soon as it is read.
+
+    Args:
+        parts: of all entries whose digests are wanted. There are hundreds, so they are described once.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._described = [_described(part) for part in parts]
+
+    def __call__(self, digests: Sequence[bytes]) -> bytes:
+        """The digest (16 bytes) of the entry whose parts have these digests."""
+        return xxhash.xxh3_128_digest(b"".join(chain.from_iterable(zip(self._described, digests, strict=True))))
+
+
+def _described(part: Part) -> bytes:
+    name = part.name.encode()
+    numbers = (len(name), len(part.shape), *part.shape)
+    return b"".join(number.to_bytes(8, "big") for number in numbers) + name + part.dtype.encode().ljust(4)
+
+
+@dataclass(frozen=True)
+class EntryRecord:
+    """What the index knows of an entry. `tokens` is packed, `owners` are tags, `nbytes` is the size of its arrays."""
+
+    id: bytes
+    parent: bytes
+    tail: bool
+    tokens: bytes
+    digest: bytes
+    window_from: int
+    snapshot: bool
+    nbytes: int
+    owners: tuple[bytes, ...] = field(default=(NOBODY,), compare=False)
+
+    def adds_to(self, other: EntryRecord) -> bool:
+        """Whether it serves where `other`, of the same tokens, does not; as `replica.prefix.Kept.adds_to`."""
+        return self.window_from < other.window_from or (self.snapshot and not other.snapshot)
+
+    def facts(self) -> bytes:
+        """Everything but the owners, as bytes."""
+        return cast(
+            bytes,
+            msgpack.packb(
+                (
+                    self.id,
+                    self.parent,
+                    self.tail,
+                    self.tokens,
+                    self.digest,
+                    self.window_from,
+                    self.snapshot,
+                    self.nbytes,
+                )
+            ),
+        )
+
+    @classmethod
+    def from_facts(cls, facts: bytes, owners: tuple[bytes, ...]) -> EntryRecord:
+        """What `facts` gave, unchecked: of bytes that no MAC vouches for ask for `checked`. Raises `InvalidRecord`."""
+        try:
+            values = msgpack.unpackb(facts)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise InvalidRecord(f"an entry's facts cannot be read: {error}") from None
+        if not isinstance(values, list) or len(values) != 8:
+            raise InvalidRecord("an entry has eight facts")
+        return cls(*values, owners=owners)
+
+    def checked(self) -> EntryRecord:
+        """Itself. Raises `InvalidRecord` where a value cannot be right."""
+        for value, length in ((self.id, ID_BYTES), (self.parent, ID_BYTES), (self.digest, DIGEST_BYTES)):
+            _bytes_of(value, length)
+        packed = self.tokens if isinstance(self.tokens, bytes) else b""
+        count = len(packed) // 4
+        fits = 1 <= count <= TAIL_TOKENS_MAX if self.tail is True else count == BLOCK_TOKENS and self.tail is False
+        if len(packed) % 4 or not fits:
+            raise InvalidRecord(f"{count} tokens are neither a block nor a tail")
+        if self.tail and self.id != _tail_id(self.parent, packed):
+            raise InvalidRecord("a tail's id does not follow from its parent and tokens")
+        if not isinstance(self.snapshot, bool):
+            raise InvalidRecord("an entry has a snapshot or has none")
+        _count_of(self.window_from, 2**32)
+        _count_of(self.nbytes, 2**62)
+        if not isinstance(self.owners, tuple) or not 1 <= len(self.owners) <= OWNERS_MAX:
+            raise InvalidRecord(f"an entry has 1 to {OWNERS_MAX} owners")
+        for owner in self.owners:
+            _bytes_of(owner, OWNER_BYTES)
+        return self
+
+
+@dataclass(frozen=True)
+class SegmentRecord:
+    """A finished segment file, as its writer describes it to the store.
+
+    Attributes:
+        name: the file's name in its model's folder.
+        nbytes: the file's size.
+        model: the model id, 32 bytes.
+        epoch: of the store that the writer was told.
+        written_s: the writer's clock, for people; nothing is ordered by it but a rebuilt index.
+        meta: what readers must know of all parts, such as which are bfloat16.
+    """
+
+    name: str
+    nbytes: int
+    model: bytes
+    epoch: int
+    written_s: float
+    meta: Mapping[str, str]
+    entries: tuple[EntryRecord, ...]
+
+    @property
+    def tenant(self) -> bytes:
+        """Whose it is (`tenant_tag`); b"" of nobody in particular."""
+        return next((found for entry in self.entries if (found := tenant_of_tag(entry.owners[0]))), b"")
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain data for msgpack."""
+        return {
+            "name": self.name,
+            "nbytes": self.nbytes,
+            "model": self.model,
+            "epoch": self.epoch,
+            "written_s": self.written_s,
+            "meta": dict(self.meta),
+            "entries": [[entry.facts(), b"".join(entry.owners)] for entry in self.entries],
+        }
+
+    @classmethod
+    def from_wire(cls, data: Any) -> SegmentRecord:
+        """Raises `InvalidRecord` for anything but what `to_wire` gives."""
+        if not isinstance(data, dict) or set(data) != set(cls.__dataclass_fields__):
+            raise InvalidRecord("a segment record has other fields")
+        if not isinstance(data["name"], str) or len(data["name"]) > NAME_BYTES_MAX:
+            raise InvalidRecord("a segment's name is a short text")
+        _bytes_of(data["model"], ID_BYTES)
+        _count_of(data["nbytes"], 2**62)
+        _count_of(data["epoch"], 2**62)
+        entries = data["entries"]
+        if not isinstance(entries, list | tuple) or not 1 <= len(entries) <= ENTRIES_MAX:
+            raise InvalidRecord(f"a segment has 1 to {ENTRIES_MAX} entries")
+        found = tuple(_entry_of(entry) for entry in entries)
+        if len({entry.id for entry in found}) != len(found):
+            raise InvalidRecord("a segment has an entry twice")
+        written_s = data["written_s"]
+        if not isinstance(written_s, int | float) or isinstance(written_s, bool):
+            raise InvalidRecord("a segment's time is in seconds")
+        return cls(
+            data["name"],
+            data["nbytes"],
+            data["model"],
+            data["epoch"],
+            float(written_s),
+            checked_meta(data["meta"]),
+            found,
+        )
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where an entry is, and what it must turn out to be. `tokens` is packed; compare them after a hit."""
+
+    id: bytes
+    parent: bytes
+    model: bytes
+    name: str
+    slot: int
+    tail: bool
+    tokens: bytes
+    digest: bytes
+    window_from: int
+    snapshot: bool
+    nbytes: int
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain data for msgpack."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> Location:
+        """Raises `InvalidRecord` for other fields than `to_wire`'s."""
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise InvalidRecord(f"not a location: {error}") from None
+
+
+def checked_meta(meta: Any) -> dict[str, str]:
+    """A copy of `meta`. Raises `InvalidRecord` unless it is a small table of texts."""
+    if not isinstance(meta, Mapping):
+        raise InvalidRecord("a segment's meta is a table of texts")
+    if not all(isinstance(name, str) and isinstance(value, str) for name, value in meta.items()):
+        raise InvalidRecord("a segment's meta is a table of texts")
+    try:
+        size = sum(len(name.encode()) + len(value.encode()) for name, value in meta.items())
+    except UnicodeEncodeError as error:
+        raise InvalidRecord(f"a segment's meta is no text: {error}") from None
+    if size > META_BYTES_MAX:
+        raise InvalidRecord(f"a segment's meta is over {META_BYTES_MAX} bytes")
+    return dict(meta)
+
+
+def split_owners(packed: bytes) -> tuple[bytes, ...]:
+    """Raises `InvalidRecord` where `packed` is not one tag after the other."""
+    if not isinstance(packed, bytes) or not packed or len(packed) % OWNER_BYTES:
+        raise InvalidRecord("owners are tags of 16 bytes")
+    return tuple(packed[start : start + OWNER_BYTES] for start in range(0, len(packed), OWNER_BYTES))
+
+
+def _entry_of(data: Any) -> EntryRecord:
+    if not isinstance(data, list | tuple) or len(data) != 2 or not isinstance(data[0], bytes):
+        raise InvalidRecord("an entry is its facts and its owners")
+    return EntryRecord.from_facts(data[0], split_owners(data[1])).checked()
+
+
+def _bytes_of(value: Any, length: int) -> None:
+    if not isinstance(value, bytes) or len(value) != length:
+        raise InvalidRecord(f"{length} bytes are wanted, not {value!r:.80}")
+
+
+def _count_of(value: Any, limit: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
+        raise InvalidRecord(f"a number from 0 below {limit} is wanted, not {value!r:.80}")

@@ -1,0 +1,179 @@
+"""What rows say, on its way to who asked: updates by consumer, handed out together once a step.
+
+The end of a row is the last that is told of it, so rows end here: what they leave is kept, and what they hold given
+back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...cluster.errors import GenerationFailed, SatchelError
+from ..protocol.messages import RowUpdate
+from .encode_queue import PictureQueue
+from .execution.executor import BatchExecutor, Ready
+from .scheduling.scheduler import Scheduler
+from .tiers.keeping import Keeping
+from .tiers.memory import RowMemory, Sequence
+from .tiers.restores import Restores
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox(Protocol):
+    def __call__(self, updates: dict[str, list[RowUpdate]]) -> None:
+        """Take one step's updates by consumer. Called on the engine's thread; must not block."""
+
+
+@dataclass
+class Counters:
+    """Totals since the engine started."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    prefix_hits: int = 0
+    prefix_misses: int = 0
+
+
+class Delivery:
+    """For the engine's thread.
+
+    Args:
+        end_tokens: those with which the model ends an answer.
+        outbox: where tokens go, once a step.
+
+    Attributes:
+        rows: those that were taken in and have not ended, by request id.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: BatchExecutor,
+        memory: RowMemory,
+        keeping: Keeping,
+        pictures: PictureQueue,
+        restores: Restores,
+        end_tokens: frozenset[int],
+        outbox: Outbox,
+    ) -> None:
+        self.rows: dict[str, Sequence] = {}
+        self.counters = Counters()
+        self._scheduler = scheduler
+        self._executor = executor
+        self._memory = memory
+        self._keeping = keeping
+        self._pictures = pictures
+        self._restores = restores
+        self._end_tokens = end_tokens
+        self._outbox = outbox
+        self._out: dict[str, list[RowUpdate]] = defaultdict(list)
+
+    def begin(self, sequence: Sequence) -> None:
+        """A row is taken in."""
+        self.rows[sequence.id] = sequence
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(sequence.tokens)
+
+    # Tokens.
+
+    def tell_next(self, drawn: Ready) -> None:
+        """Tell a row's next token, which may be its last."""
+        if not drawn.sound:
+            self.fail(drawn.row_id, "the model's output is not a number")
+            return
+        sequence = self.rows[drawn.row_id]
+        update = self._update_of(sequence, drawn)
+        self._note_drawn(sequence, drawn)
+        if update.finish is None:
+            self.tell(sequence, update)
+        else:
+            self.finish(sequence, update)
+
+    def tell_first(self, drawn: Ready) -> bool:
+        """The same before the step that gives it again. False for one that ends its row: that waits for the step."""
+        sequence = self.rows[drawn.row_id]
+        update = self._update_of(sequence, drawn)
+        if not drawn.sound or update.finish is not None:
+            return False
+        self._note_drawn(sequence, drawn)
+        self.tell(sequence, update)
+        return True
+
+    def _update_of(self, sequence: Sequence, drawn: Ready) -> RowUpdate:
+        """What there is to tell of a row's next token."""
+        row, sampling, token = self._scheduler.row(drawn.row_id), sequence.request.sampling, drawn.token
+        assert row is not None
+        stopped = (token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        finish = "stop" if stopped else "length" if row.generated + 1 >= row.max_tokens else None
+        logprobs = None if drawn.logprobs is None else [drawn.logprobs]
+        return RowUpdate(drawn.row_id, [token], finish, logprobs=logprobs)
+
+    def _note_drawn(self, sequence: Sequence, drawn: Ready) -> None:
+        self._scheduler.decoded(drawn.row_id)
+        sequence.tokens.append(drawn.token)
+        sequence.emitted += 1
+        self.counters.generated_tokens += 1
+
+    def tell(self, sequence: Sequence, update: RowUpdate) -> None:
+        """Hand it out with the next `flush`."""
+        self._out[sequence.request.consumer].append(update)
+
+    def flush(self) -> None:
+        """Hand out what there is, if anything."""
+        if self._out:
+            out, self._out = self._out, defaultdict(list)
+            self._outbox(out)
+
+    # Ends.
+
+    def finish(self, sequence: Sequence, last: RowUpdate) -> None:
+        """The row has said all."""
+        self._keeping.keep(sequence, ended=True)
+        self._scheduler.finish(sequence.id)
+        self._leave(sequence.id, last)
+
+    def end(self, request_id: str, finish: str, error: SatchelError | None = None, *, ended: bool = False) -> None:
+        """The end without a token of a row that is to leave, or that the scheduler has let go already.
+
+        Args:
+            ended: whether it has said all that it can, and is not taken out.
+        """
+        self._keeping.keep(self.rows[request_id], ended=ended)
+        if self._scheduler.row(request_id) is not None:
+            self._scheduler.finish(request_id)
+        self._leave(request_id, RowUpdate(request_id, [], finish, error=error.to_wire() if error else None))
+
+    def fail(self, request_id: str, why: str) -> None:
+        """The end of a row whose KV is of no use."""
+        self._scheduler.finish(request_id)
+        self._leave(request_id, RowUpdate(request_id, [], "error", error=GenerationFailed(why).to_wire()))
+
+    def attempt(self, request_id: str, action: Callable[..., None], *arguments: Any) -> None:
+        """Do what concerns one row only; if it raises, that row ends and no other."""
+        try:
+            action(*arguments)
+        except Exception as error:
+            if not isinstance(error, SatchelError):
+                logger.exception("request %s failed", request_id)
+                error = GenerationFailed(f"generation failed: {type(error).__name__}")
+            self.end(request_id, "error", error)
+
+    def _leave(self, request_id: str, last: RowUpdate) -> None:
+        sequence = self.rows.pop(request_id)
+        self._pictures.leave(request_id)
+        self.vacate(sequence)
+        self.tell(sequence, last)
+
+    def vacate(self, sequence: Sequence) -> None:
+        """The row has no place any more; it may come back."""
+        self._restores.leave(sequence.id)
+        self._memory.leave(sequence)
+        self._executor.leave([sequence.id])

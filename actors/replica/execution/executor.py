@@ -1,0 +1,381 @@
+"""The MLX side of a replica: rows' caches, prefill chunks, and one batched decode step. No policy.
+
+Everything here runs on one thread, because a lazy MLX array can be evaluated only on the thread that made it.
+
+A decode step is pipelined: `step` starts computing token t+1 of every row, then returns token t, which is ready. So
+the Python work between two steps overlaps with the device's. A row that joins is fed the last token of its prompt.
+Rows that join or leave between two steps move together at the next one: every move copies the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ...protocol.messages import Sampling, TokenLogprobs
+from ..kv import caches as kv_cache
+from ..kv.caches import Slab
+from ..kv.device import on_gpu
+from ..kv.row_view import RowView, Stacks
+from .sampling import BatchSampler, Draw
+from .vision import RowPart, RowPictures
+
+if TYPE_CHECKING:
+    from .models import LoadedModel
+
+CLEAR_EVERY_STEPS = 512
+STACKED_SPANS_MAX = 16
+PADDING_MAX = 2.0
+"""How much larger than its tokens a batch of prompts may be."""
+
+SHAPE_TOKENS = 64
+"""Batches of prompts are padded to a multiple of this."""
+
+CLEAR_EVERY_TOKENS = 8192
+"""How often MLX's cache of freed buffers is emptied; prefill leaves many that decoding cannot use."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A row's next token; `logprobs` where the row asked for them. It means nothing unless `sound`: the model's logits
+    were not numbers."""
+
+    row_id: str
+    token: int
+    sound: bool = True
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass
+class _Together:
+    """Caches of the rows that were prefilled in one batch; they are not changed any more. `rows` says which row of them
+    is whose: who has left or has caches of its own is missing."""
+
+    caches: list[Any]
+    rows: dict[str, int]
+    size: int
+    stacks: Stacks = field(default_factory=Stacks)
+
+
+@dataclass
+class _Prefilling:
+    """`spoiled` while the model changes the caches, and for ever if it fails at that. The caches are the row's own, or
+    for as long as nobody needs those, a row of what was computed `together`."""
+
+    row_id: str
+    length: int
+    caches: list[Any] = field(default_factory=list)
+    together: _Together | None = None
+    spoiled: bool = False
+    pictures: RowPictures | None = None
+
+    def part(self, tokens: Sequence[int]) -> RowPart:
+        return RowPart(tokens, self.length, self.pictures)
+
+    def own(self) -> list[Any]:
+        """The row's own caches, not evaluated where they have to be made now."""
+        if self.together is not None:
+            self.caches = kv_cache.extract(self.together.caches, self.together.rows.pop(self.row_id))
+            self.together = None
+        return self.caches
+
+    def leave(self) -> None:
+        if self.together is not None:
+            del self.together.rows[self.row_id]
+
+
+@dataclass
+class _DecodingRow:
+    """A decoding row. `length` tokens have KV once the step in flight is done; `fed` after its first step, `begun` once
+    its first token has been read."""
+
+    row_id: str
+    length: int
+    fed: bool = False
+    begun: bool = False
+    pictures: RowPictures | None = None
+
+
+@dataclass(frozen=True)
+class _Joining:
+    """A row on its way into the batch; the last `drawn` of its `tokens` are its own, the very last its first input."""
+
+    row: _DecodingRow
+    prefilled: _Prefilling
+    tokens: Sequence[int]
+    sampling: Sampling
+    drawn: int
+
+
+class BatchExecutor:
+    """Rows being prefilled, and the batch of rows being decoded together.
+
+    With `batched_prefill` prompts go in as padded batches, if need be of one row. Short ones leave a GPU idle alone;
+    and a batch's mask is an array, where for a row's own cuDNN makes a plan for every new length. A CPU computes no
+    faster for it, and mlx-lm's Mamba layers take the padding into their state.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._model = loaded.model
+        self._on_gpu = on_gpu()
+        self.batched_prefill = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
+        self._prefilling: dict[str, _Prefilling] = {}
+        self._joining: dict[str, _Joining] = {}
+        self._leaving: set[str] = set()
+        self._since_clear = 0
+        self._steps = 0
+        self._forget()
+
+    def open(
+        self,
+        row_id: str,
+        blocks: Sequence[Slab],
+        tail: Slab | None,
+        tail_tokens: int,
+        pictures: RowPictures | None = None,
+    ) -> None:
+        """Make room for a row and restore what of its prompt is known."""
+        caches = self._loaded.new_caches()
+        kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
+        length = sum(slab.tokens for slab in blocks) + tail_tokens
+        self._prefilling[row_id] = _Prefilling(row_id, length, caches, pictures=pictures)
+
+    def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Compute the KV of some rows' next tokens, (row id, tokens) each.
+
+        Raises:
+            Exception: whatever the model raises. Rows that `length` says are done are done; any other may be tried
+                again, and fails again where its caches were being changed.
+        """
+        rows = [(self._prefilling[row_id], tokens) for row_id, tokens in work]
+        while self.batched_prefill and rows:
+            # Few different shapes: a device prepares itself for every new one.
+            count = 1 << (len(rows).bit_length() - 1) if self._is_dense(rows) else 1
+            self._prefill_together(rows[:count])
+            rows = rows[count:]
+        for row, tokens in rows:
+            if row.spoiled:
+                raise RuntimeError("the row's caches are half changed")
+            caches, row.spoiled = row.own(), True
+            self._model(mx.array([list(tokens)]), cache=caches, **self._inputs_besides([row.part(tokens)], len(tokens)))
+            # The logits are never evaluated, so the output layer is never computed.
+            mx.eval([cache.state for cache in caches])
+            row.spoiled = False
+            row.length += len(tokens)
+        self._since_clear += sum(len(tokens) for _, tokens in work)
+        if self._since_clear >= CLEAR_EVERY_TOKENS:
+            self._since_clear = 0
+            mx.clear_cache()
+
+    def _inputs_besides(self, parts: Sequence[RowPart], width: int) -> dict[str, Any]:
+        """What the model is given besides tokens."""
+        vision = self._loaded.vision
+        return {} if vision is None else vision.inputs(parts, width)
+
+    @staticmethod
+    def _is_dense(rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> bool:
+        """Whether little of one batch of these rows would be padding."""
+        lengths = [len(tokens) for _, tokens in rows]
+        held = [row.length for row, _ in rows]
+        places = len(rows) * max(lengths), len(rows) * max(held)
+        return places[0] <= PADDING_MAX * sum(lengths) and places[1] <= PADDING_MAX * (sum(held) + sum(lengths))
+
+    def _prefill_together(self, rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> None:
+        lengths = [len(tokens) for _, tokens in rows]
+        longest = -(-max(lengths) // SHAPE_TOKENS) * SHAPE_TOKENS
+        padding = [longest - length for length in lengths]
+        caches = kv_cache.merge([row.own() for row, _ in rows])
+        for cache in caches:
+            cache.prepare(lengths=lengths, right_padding=padding)
+        beside = self._inputs_besides([row.part(tokens) for row, tokens in rows], longest)
+        self._model(
+            mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(rows, padding, strict=True)]),
+            cache=caches,
+            **beside,
+        )
+        for cache in caches:
+            cache.finalize()
+        mx.eval([cache.state for cache in caches])
+        # Rows that come together mostly join the batch together, and a row of its own is two copies a layer.
+        together = _Together(caches, {row.row_id: index for index, (row, _) in enumerate(rows)}, len(rows))
+        for row, tokens in rows:
+            row.caches, row.together, row.length = [], together, row.length + len(tokens)
+
+    def join(self, row_id: str, tokens: Sequence[int], sampling: Sampling, drawn: int) -> None:
+        """Move a prefilled row into the batch, from the next step on.
+
+        Args:
+            tokens: all tokens of the row, the last of which is its first input.
+            drawn: how many of them the row has drawn itself (after preemption, or on a replica that was lost).
+        """
+        row = self._prefilling.pop(row_id)
+        self._joining[row_id] = _Joining(
+            _DecodingRow(row_id, row.length, pictures=row.pictures), row, tokens, sampling, drawn
+        )
+
+    def first(self) -> list[Ready]:
+        """The first tokens of rows that have just begun, which the next step gives again: to be told before that step
+        is made ready. None where more rows would be kept waiting than have begun."""
+        rows = [(index, row) for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
+        begun = [(index, row.row_id) for index, row in rows if row.fed and not row.begun]
+        if not begun or 2 * len(begun) < len(rows) or self._inputs is None or self._draw is None:
+            return []
+        tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
+        drawn = _read(*self._draw)
+        return [Ready(row_id, tokens[index], *drawn[row_id]) for index, row_id in begun]
+
+    def drawn(self, row_id: str) -> Ready | None:
+        """The token that a decoding row has drawn last, which the next step would give; None where it has none yet."""
+        if self._inputs is None or self._draw is None or row_id in self._prefilling:
+            return None
+        tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
+        for token, row in zip(tokens, self._rows, strict=True):
+            if row.row_id == row_id and row.fed and row_id not in self._leaving:
+                return Ready(row_id, token, *_read(*self._draw)[row_id])
+        return None
+
+    def step(self) -> list[Ready]:
+        """One decode step for the whole batch.
+
+        Returns:
+            The token of every row whose previous draw is ready; a row just joined has none yet.
+        """
+        self._stacks = Stacks()
+        self._change_batch()
+        inputs, before = self._inputs, self._draw
+        if inputs is None:
+            return []
+        vision, beside = self._loaded.vision, {}
+        if vision is not None:
+            beside = vision.steps([row.length for row in self._rows], [row.pictures for row in self._rows])
+        logits = self._model(inputs[:, None], cache=self._caches, **beside)[:, -1, :]
+        draw = self._sampler(logits)
+        self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
+        mx.async_eval(self._inputs, *draw.arrays())
+        tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
+        drawn = {} if before is None else _read(*before)
+        ready = [
+            Ready(row.row_id, token, *drawn[row.row_id])
+            for row, token in zip(self._rows, tokens, strict=True)
+            if row.fed
+        ]
+        for row in self._rows:
+            row.begun, row.fed = row.fed, True
+            row.length += 1
+        self._steps += 1
+        if self._steps % CLEAR_EVERY_STEPS == 0:
+            mx.clear_cache()
+        return ready
+
+    def holds(self, row_id: str) -> bool:
+        """Whether the row has KV here that can be used."""
+        decodes = row_id not in self._leaving and any(row.row_id == row_id for row in self._rows)
+        prefilling = self._prefilling.get(row_id)
+        return decodes or row_id in self._joining or (prefilling is not None and not prefilling.spoiled)
+
+    def length(self, row_id: str) -> int:
+        """How many tokens of a row have KV, wherever it is."""
+        if row_id in self._prefilling:
+            return self._prefilling[row_id].length
+        if row_id in self._joining:
+            return self._joining[row_id].row.length
+        return self._rows[self._index(row_id)].length
+
+    def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab]:
+        """Copies of a row's KV for token spans [start, stop), wherever the row is."""
+        spec, length = self._loaded.spec, self.length(row_id)
+        # By way of all rows only a few spans are cut: the copies of each stay until the next step.
+        stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
+        joining = self._joining.get(row_id)
+        single = self._prefilling.get(row_id) if joining is None else joining.prefilled
+        if single is None:
+            view = RowView(spec, self._caches, self._index(row_id), length, self._stacks if stacks else None)
+        elif single.together is None:
+            view = RowView(spec, single.caches, None, length)
+        else:
+            batch = single.together
+            view = RowView(spec, batch.caches, batch.rows[row_id], length, batch.stacks if stacks else None)
+        slabs = [view.slab(start, stop) for start, stop in spans]
+        kv_cache.evaluate(slabs)
+        return slabs
+
+    def leave(self, row_ids: Sequence[str]) -> None:
+        """Take rows out; unknown ids are ignored."""
+        for row_id in row_ids:
+            single, joining = self._prefilling.pop(row_id, None), self._joining.pop(row_id, None)
+            if joining is not None:
+                single = joining.prefilled
+            if single is not None:
+                single.leave()
+        gone = set(row_ids)
+        self._leaving.update(row.row_id for row in self._rows if row.row_id in gone)
+        if self._rows and len(self._leaving) == len(self._rows):
+            self._forget()
+
+    def clear_batch(self) -> None:
+        """Forget every decoding row, after a step failed."""
+        self.leave(list(self._joining))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._leaving.clear()
+        self._rows: list[_DecodingRow] = []
+        self._caches: list[Any] = []
+        self._stacks = Stacks()
+        self._inputs: mx.array | None = None
+        self._draw: tuple[Draw, list[str]] | None = None
+        self._sampler = BatchSampler(self._loaded.vocabulary_size, self._loaded.eos_token_ids)
+
+    def _change_batch(self) -> None:
+        """Let rows leave and join."""
+        if self._leaving:
+            keep = [index for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
+            kv_cache.keep(self._caches, keep)
+            assert self._inputs is not None
+            self._inputs = self._inputs[mx.array(keep)]
+            self._sampler.keep(keep)
+            self._rows = [self._rows[index] for index in keep]
+            self._leaving.clear()
+        for batch, entries in self._arriving():
+            inputs = mx.array([entry.tokens[-1] for entry in entries], dtype=mx.uint32)
+            if self._inputs is None:
+                self._caches, self._inputs = batch, inputs
+            else:
+                kv_cache.extend(self._caches, batch)
+                self._inputs = mx.concatenate([self._inputs, inputs])
+            for entry in entries:
+                prompt = len(entry.tokens) - entry.drawn
+                self._sampler.add(entry.sampling, entry.tokens[:prompt], entry.tokens[prompt:])
+                self._rows.append(entry.row)
+        self._joining.clear()
+
+    def _arriving(self) -> list[tuple[list[Any], list[_Joining]]]:
+        """The rows that join now, as batches: those that were prefilled together as they are, the rest merged."""
+        arriving: list[tuple[list[Any], list[_Joining]]] = []
+        joining = dict(self._joining)
+        for entry in list(joining.values()):
+            together = entry.prefilled.together
+            if together is None or not together.rows.keys() <= joining.keys():
+                continue
+            if len(together.rows) < together.size:
+                kv_cache.keep(together.caches, list(together.rows.values()))
+            members = [joining.pop(row_id) for row_id in together.rows]
+            arriving.append((together.caches, members))
+            for member in members:
+                member.prefilled.together = None
+        if joining:
+            single = list(joining.values())
+            arriving.append((kv_cache.merge([entry.prefilled.own() for entry in single]), single))
+        return arriving
+
+    def _index(self, row_id: str) -> int:
+        return next(index for index, row in enumerate(self._rows) if row.row_id == row_id)
+
+
+def _read(draw: Draw, row_ids: Sequence[str]) -> dict[str, tuple[bool, TokenLogprobs | None]]:
+    sound: list[bool] = draw.sound.tolist()  # type: ignore[assignment]
+    return dict(zip(row_ids, zip(sound, draw.logprobs(), strict=True), strict=True))

@@ -1,0 +1,292 @@
+"""Loading a model: its weights, an adapter on them, what identifies both. mlx-lm and, for pictures, mlx-vlm load it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
+from mlx_lm.utils import load_model as mlx_lm_load_model
+
+from ....cluster.errors import ModelLoadError
+from ...model_files.digests import check_unchanged, digest_files
+from ...model_files.end_tokens import read_end_tokens
+from ...model_files.foreign_code import own_code_only, refuse_model_file
+from ...model_files.processors import PictureProcessor, sees
+from ...model_files.source import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    EMBEDDED,
+    WEIGHTS,
+    Progress,
+    first_sentence,
+    read_json,
+    resolve,
+    resolve_adapter,
+)
+from ...model_files.weights import WeightFile, bytes_in_memory, read_weight_file
+from ..kv import attention
+from ..kv.caches import ModelCacheSpec, new_caches, read_spec
+from ..kv.device import device_bytes, on_gpu
+from ..kv.kernels import measured_choice
+from ..kv.sealed_cache import Choose
+from ..kv.sealing import POLICIES
+from . import vision
+from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
+from .prepare import prepare_weights
+from .vision import LanguagePart, Vision
+from .warm_up import default_budget_s, warm_up
+
+FULL_PRECISION = "fp16"
+"""The name of keeping KV as it is computed; `sealing.POLICIES` has the others."""
+
+logger = logging.getLogger(__name__)
+
+_ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
+_GIB = 2**30
+_LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, ImportError, RuntimeError, OSError)
+"""What mlx-lm raises where a folder does not hold what its config says."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
+    `direct` says where a decode step multiplies sealed codes as they are, None for nowhere; `vision` is what pictures
+    go through, None for a model of text."""
+
+    model: Any
+    folder: Path
+    identity: Identity
+    spec: ModelCacheSpec
+    context_tokens: int
+    vocabulary_size: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+    weights: str
+    direct: Choose | None = None
+    vision: Vision | None = None
+
+    @property
+    def model_id(self) -> bytes:
+        """32 bytes that name everything a block's content depends on besides its tokens."""
+        return self.identity.model_id
+
+    @property
+    def kv(self) -> str:
+        """How KV is kept, `q4`, `k8v4` or `fp16`; what was asked for where the model's layers allow it."""
+        return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
+
+    def new_caches(self) -> list[Any]:
+        """Empty caches for one row, one a layer."""
+        return new_caches(self.spec, make_prompt_cache(self.model), self.direct)
+
+
+def load(
+    source: str,
+    *,
+    dtype: str = "auto",
+    context_tokens_max: int | None,
+    progress: Progress,
+    adapter: str | None = None,
+    weights: str = "auto",
+    kv: str = "q4",
+    numerics: str = "fast",
+    kernels: Path | None = None,
+    digests: Path | None = None,
+    trust_remote_code: bool = False,
+    warm_up_s: float | None = None,
+) -> LoadedModel:
+    """Load a source and run one token through it, so that the first request meets a warm model.
+
+    Args:
+        dtype: `auto`, or the name of an MLX float type.
+        context_tokens_max: lowers the model's own context.
+        adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
+        weights: see `prepare_weights`.
+        kv: how KV is kept, `q4`, `k8v4` or `fp16`.
+        numerics: with `fast` a decode step reads sealed blocks the way that is measured to be faster here, with
+            `reproducible` the way that prefill does, to the same bits; and pictures are not encoded together.
+        kernels: a file to keep the measurements in.
+        digests: a file to keep the digests of the model's files in.
+        trust_remote_code: whether code in the model's own folder may run.
+        warm_up_s: how long to meet batches of usual sizes in advance; None for what the device needs.
+
+    Raises:
+        ModelLoadError: with the reason in one sentence.
+    """
+    folder = resolve(source, progress, code=trust_remote_code)
+    adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
+    what = f"loading {source}"
+    progress(what, None)
+    chosen = _pick_dtype(dtype)
+    named = read_json(folder / "config.json")
+    refuse_model_file(source, named, trusted=trust_remote_code)
+    refuse_elsewhere(source, named)
+    weight_files = _weight_files(folder)
+    _check_memory(source, weight_files, chosen)
+    # Before they are loaded, which reads them again: from memory, where there is room.
+    paths = files_of(folder, adapter_folder)
+    found = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
+    try:
+        seeing = sees(folder)
+        if seeing:
+            whole, config = vision.load_weights(folder, trusted=trust_remote_code)
+        else:
+            whole, config = mlx_lm_load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+        model: Any = LanguagePart(whole) if seeing else whole
+        if adapter_folder is not None:
+            if seeing:
+                raise ModelLoadError(f"{source} takes pictures: adapters are only served on models of text")
+            _add_adapter(whole, adapter_folder)
+        kept = prepare_weights(whole, chosen, weights, lambda fraction: progress(what, fraction))
+        caches = make_prompt_cache(model)
+        logits = model(mx.array([[0, 0]]), cache=caches)
+        mx.eval(logits, [cache.state for cache in caches])
+        spec = read_spec(caches, 2, POLICIES.get(kv))
+    except _LOAD_ERRORS as error:
+        raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
+    direct = None
+    if spec.policy is not None:
+        if attention.install(whole) and numerics == "fast":
+            direct = _measured_choice(spec, caches, config, logits.dtype, kernels)
+    elif kv != FULL_PRECISION:
+        logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
+    used = str(logits.dtype).removeprefix("mlx.core.")
+    seen = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
+    check_unchanged(found, paths)
+    identity = Identity(
+        files={name: each.digest.hex() for name, each in found.items()} | order_of_weights(folder, weight_files),
+        computing=computing(
+            dtype=used if chosen is not None else f"{used}, own",
+            weights=kept,
+            kv=spec.policy.name if spec.policy else FULL_PRECISION,
+            numerics=numerics,
+            seeing=seeing,
+        ),
+    )
+    loaded = LoadedModel(
+        model=model,
+        folder=folder,
+        identity=identity,
+        spec=spec,
+        context_tokens=_context_tokens(config, context_tokens_max),
+        vocabulary_size=int(logits.shape[-1]),
+        eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
+        dtype=used,
+        weights=kept,
+        direct=direct,
+        vision=seen,
+    )
+    budget_s = default_budget_s() if warm_up_s is None else warm_up_s
+    if budget_s > 0:
+        progress(f"warming up {source}", None)
+        warm_up(loaded, budget_s)
+    return loaded
+
+
+def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bool) -> Vision | None:
+    try:
+        return Vision(model, PictureProcessor.load(folder, trusted=trusted), together=numerics == "fast")
+    except _LOAD_ERRORS as error:
+        logger.warning("%s is served for text alone: %s", source, first_sentence(error))
+        return None
+
+
+def _measured_choice(
+    spec: ModelCacheSpec, caches: Sequence[Any], config: dict[str, Any], dtype: mx.Dtype, kernels: Path | None
+) -> Choose | None:
+    """By the model's first layer with KV."""
+    cache: Any = next(cache for layer, cache in zip(spec.layers, caches, strict=True) if layer.sealed)
+    kv_heads, key_dim, value_dim = cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3]
+    heads = config.get("num_attention_heads") or config.get("text_config", {}).get("num_attention_heads") or kv_heads
+    assert spec.policy is not None
+    return measured_choice(kernels, (int(heads), kv_heads, key_dim, value_dim), spec.policy, dtype)
+
+
+def _weight_files(folder: Path) -> list[WeightFile]:
+    """What mlx-lm loads from the folder, every file checked to be whole.
+
+    Raises:
+        ModelLoadError: there are none, or one is damaged.
+    """
+    files = [read_weight_file(path) for path in sorted(folder.glob(WEIGHTS))]
+    if not files:
+        raise ModelLoadError(f"{folder} cannot be loaded: it has no weights ({WEIGHTS})")
+    return files
+
+
+def _check_memory(source: str, files: Sequence[WeightFile], dtype: mx.Dtype | None) -> None:
+    """Refuse weights that do not fit the memory that is free: the machine would swap, or the kernel kill somebody.
+
+    Raises:
+        ModelLoadError: with both numbers.
+    """
+    needed, free = bytes_in_memory(files, dtype.size if dtype is not None else None), device_bytes(free=True)
+    if needed > free:
+        raise ModelLoadError(
+            f"{source} needs {needed / _GIB:.2f} GiB of memory for its weights alone, and {free / _GIB:.2f} GiB are "
+            "free: end other programs, unload another model, or take a smaller or more quantized one"
+        )
+
+
+def _add_adapter(model: Any, folder: Path) -> None:
+    """Put a LoRA or DoRA adapter (or a full fine-tune) on the model, with mlx-lm's own loader.
+
+    That one refuses tensors the model has no place for. A place that stays half filled it does not see: there a random
+    matrix would meet a trained one.
+
+    Raises:
+        ModelLoadError: it is not an adapter of this model.
+    """
+    config = read_json(folder / ADAPTER_CONFIG)
+    if "peft_type" in config:
+        raise ModelLoadError(f"the adapter {folder} is PEFT's; mlx-lm reads only those it wrote itself")
+    names = read_weight_file(folder / ADAPTER_WEIGHTS).tensors.keys()
+    try:
+        mlx_lm_load_adapters(model, str(folder))
+    except _LOAD_ERRORS as error:
+        raise ModelLoadError(f"the adapter {folder} does not fit the model: {first_sentence(error)}") from error
+    # The new layers would drop some of their input at random, as in training.
+    model.eval()
+    places: list[str] = [name for name, _ in tree_flatten(model.parameters())]
+    filled = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in _ADAPTER_LEAVES}
+    missing = [
+        name
+        for name in places
+        if name.rpartition(".")[2] in _ADAPTER_LEAVES and name.rpartition(".")[0] in filled and name not in names
+    ]
+    if missing or not names:
+        raise ModelLoadError(f"the adapter {folder} is incomplete: it lacks {missing[0] if missing else 'all tensors'}")
+
+
+def _pick_dtype(wanted: str) -> mx.Dtype | None:
+    """The compute dtype: float32 on a CPU, where half precision is slow and less exact; else the model's own."""
+    if wanted != "auto":
+        return getattr(mx, wanted)
+    return None if on_gpu() else mx.float32
+
+
+def _context_tokens(config: dict[str, Any], limit: int | None) -> int:
+    text = config.get("text_config", {})
+    own = config.get("max_position_embeddings") or text.get("max_position_embeddings") or 4096
+    return min(int(own), limit) if limit else int(own)
+
+
+def _end_tokens(source: str, folder: Path, *, trusted: bool) -> frozenset[int]:
+    named = read_end_tokens(folder)
+    if named:
+        return named
+    from transformers import AutoTokenizer
+
+    with own_code_only(source, folder, trusted=trusted):
+        own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted).eos_token_id
+    return frozenset() if own is None else frozenset([own])
+
+
+__all__ = ["EMBEDDED", "LoadedModel", "Progress", "load", "resolve", "resolve_adapter"]

@@ -1,0 +1,131 @@
+"""Weights as this device multiplies by them fastest: compute dtype, quantized or not, memory layout.
+
+Quantized weights are small on disk and in memory, but not everywhere fast. Measured with MLX 0.32 (4 bits, groups of
+64), the time of a product with the weights as stored and dequantized:
+
+    an output layer 151,936 x 1,024 for 16 rows, H200      1,038 us and 131 us
+    a decode step of Qwen3-0.6B's shape, 4/16/32 rows, H200    4.43/7.35/11.41 ms and 5.91/5.84/7.53 ms
+    its prefill of 2,048 tokens, H200                      28.8 ms and 17.6 ms
+    1,024 x 1,024 for 4 rows, float32, a CPU               3.7 ms and 1.4 ms
+
+So CUDA has them in both forms and takes the faster one for the product at hand. On Metal the quantized kernels are the
+best tuned ones, and memory is what a Mac has least of: there they stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ..kv.device import device_bytes, on_gpu
+
+DEQUANTIZED_FRACTION = 0.25
+"""Of the device's memory, what `auto` lets dequantized weights take."""
+
+STORED_PRODUCTS_MAX = 15_000_000
+"""With `both`, up to how many multiplications (rows x inputs x outputs) are done with the weights as stored. On an H200
+the two forms are equally fast at 12 rows of 1,024 x 1,024, 8 of 1,024 x 2,048, 5 of 1,024 x 3,072, and below one of
+4,096 x 4,096."""
+
+
+def prepare_weights(model: Any, dtype: mx.Dtype | None, weights: str, progress: Callable[[float], None]) -> str:
+    """Bring a model's lazy weights into memory, telling the fraction of their bytes.
+
+    Args:
+        dtype: the compute dtype, None for the weights' own.
+        weights: `stored`, `dequantized`, `both`, or `auto`, which decides by device and size; the same on every
+            machine of a kind.
+
+    Returns:
+        What was done, any of the first three: a part of the model's identity, because results differ by rounding.
+    """
+    if dtype is not None:
+        model.set_dtype(dtype)
+    quantized = {name: module for name, module in model.named_modules() if _is_quantized(module)}
+    if weights == "auto":
+        fast = "both" if on_gpu() else "dequantized"
+        weights = fast if _pays(quantized) else "stored"
+    if weights != "stored":
+        make = _both if weights == "both" else _dequantized
+        model.update_modules(tree_unflatten([(name, make(module)) for name, module in quantized.items()]))
+    if not on_gpu():
+        model.apply(_column_major, _is_transposed_in_use)
+    arrays: list[Any] = [array for _, array in tree_flatten(model.parameters())]
+    total, done = sum(array.nbytes for array in arrays), 0
+    for array in arrays:
+        mx.eval(array)
+        done += array.nbytes
+        progress(done / max(1, total))
+    return weights if quantized else "stored"
+
+
+def _is_quantized(module: Any) -> bool:
+    return isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
+
+
+def _pays(quantized: dict[str, Any]) -> bool:
+    if mx.metal.is_available() or not quantized:
+        return False
+    needed = sum(module.weight.size * 32 // module.bits * module.scales.itemsize for module in quantized.values())
+    return needed <= DEQUANTIZED_FRACTION * device_bytes()
+
+
+class _LinearByRows(nn.Linear):
+    """A dequantized layer that computes small products by its stored weights."""
+
+    stored: Any
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.stored(x) if _is_small(x, self.weight) else super().__call__(x)
+
+
+class _EmbeddingByRows(nn.Embedding):
+    """The same of an embedding that is the output layer too."""
+
+    stored: Any
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self.stored.as_linear(x) if _is_small(x, self.weight) else super().as_linear(x)
+
+
+def _is_small(x: mx.array, weight: mx.array) -> bool:
+    return x.size * weight.shape[0] <= STORED_PRODUCTS_MAX
+
+
+def _dequantized(module: Any, linear: type[nn.Linear] = nn.Linear, embedding: type[nn.Embedding] = nn.Embedding) -> Any:
+    """The layer with plain weights, in the dtype of its scales."""
+    matrix = mx.dequantize(
+        module.weight, module.scales, module.biases, group_size=module.group_size, bits=module.bits, mode=module.mode
+    )
+    if isinstance(module, nn.QuantizedEmbedding):
+        plain: Any = embedding(1, 1)
+    else:
+        plain = linear(1, 1, bias="bias" in module)
+        if "bias" in module:
+            plain.bias = module.bias
+    plain.weight = matrix
+    return plain
+
+
+def _both(module: Any) -> Any:
+    plain = _dequantized(module, _LinearByRows, _EmbeddingByRows)
+    plain.stored = module
+    return plain
+
+
+def _is_transposed_in_use(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether layers multiply by the parameter's transpose: all matrices but an adapter's."""
+    return nn.Module.valid_parameter_filter(module, name, value) and name not in ("lora_a", "lora_b")
+
+
+def _column_major(weight: mx.array) -> mx.array:
+    """The same matrix with its columns contiguous.
+
+    A layer computes x @ weight.T; MLX's CPU build multiplies about twice as fast when that transpose is contiguous
+    (256 x 3072 float32: 145 ms against 301 at 512 rows, 8.2 against 14.1 at 16).
+    """
+    return mx.contiguous(weight.T).T if weight.ndim == 2 and weight.dtype == mx.float32 else weight

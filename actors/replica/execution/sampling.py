@@ -1,0 +1,341 @@
+"""Drawing the next token of every row of a batch at once, each row by its own parameters and its own noise.
+
+Noise is a pure function of (seed, choice, position), so a row's tokens never depend on its batch mates, on preemption,
+or on the replica it runs on. Sampling is the Gumbel-max trick: argmax(logits / temperature + noise) is a draw from the
+softmax (Gumbel 1954; Maddison et al. 2014). Every operation works along the vocabulary, row by row, and what a row
+does not ask for is not done to it: its bits are those it has alone.
+
+Nothing here waits for the device: a draw can be launched before the one before it has been read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+
+from ...protocol.messages import Sampling, TokenLogprobs
+
+_MASK = (1 << 64) - 1
+_NO_LIMIT = 2**31 - 1
+
+GREEDY_BELOW = 1e-5
+"""A temperature under this is greedy: a division by it would leave float32's range."""
+
+WIDTHS = (32, 1024)
+"""How many of a row's largest logits are looked at: the first of these that is enough for the row, else all."""
+
+
+def noise_key(seed: int, position: int) -> int:
+    """64 well-mixed bits of (seed, position), by two rounds of SplitMix64 (Steele et al. 2014)."""
+    value = (seed & _MASK) ^ ((position * 0x9E3779B97F4A7C15) & _MASK)
+    for _ in range(2):
+        value = (value + 0x9E3779B97F4A7C15) & _MASK
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+        value ^= value >> 31
+    return value
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One token for every row, on its way.
+
+    `tokens` has shape (rows,). `sound`, of the same shape, is False where the model's logit of the drawn token is not a
+    finite number, so the model is broken for that row and the token means nothing. `chosen` (asking rows,),
+    `top_tokens` and `top_logprobs` (asking rows, widest) are of the rows that ask for logprobs, None where none does;
+    `asking` says which: row, how many entries are its own, how many of them it wants.
+    """
+
+    tokens: mx.array
+    sound: mx.array
+    chosen: mx.array | None = None
+    top_tokens: mx.array | None = None
+    top_logprobs: mx.array | None = None
+    asking: tuple[tuple[int, int, int], ...] = ()
+
+    def arrays(self) -> list[mx.array]:
+        """What to evaluate."""
+        every = (self.tokens, self.sound, self.chosen, self.top_tokens, self.top_logprobs)
+        return [array for array in every if array is not None]
+
+    def logprobs(self) -> list[TokenLogprobs | None]:
+        """For every row what it asked for, or None; waits for the device. Equal tokens go by their ids."""
+        rows: list[TokenLogprobs | None] = [None] * self.tokens.shape[0]
+        if self.chosen is None:
+            return rows
+        chosen, tokens, values = np.array(self.chosen), np.array(self.top_tokens), np.array(self.top_logprobs)
+        for index, (row, width, wanted) in enumerate(self.asking):
+            best = np.lexsort((tokens[index, :width], -values[index, :width]))[:wanted]
+            pairs = zip(tokens[index, best].tolist(), values[index, best].tolist(), strict=True)
+            rows[row] = (float(chosen[index]), list(pairs))
+        return rows
+
+
+@dataclass
+class _SampledRow:
+    """`seed` is that of the noise; `banned` cannot be drawn before `min_tokens`; `position` counts the draws before."""
+
+    sampling: Sampling
+    seed: int
+    banned: list[int]
+    position: int
+
+    @property
+    def counted(self) -> bool:
+        """Whether what was drawn matters for what will be."""
+        asked = self.sampling
+        return (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty) != (1, 0, 0)
+
+
+def _column(values: list[float]) -> mx.array:
+    return mx.array(values, dtype=mx.float32)[:, None]
+
+
+def _width(count: int, vocabulary: int) -> int:
+    """How many of the largest logits to look at for a row that needs `count`: by the row alone, so that a batch mate
+    never changes what is computed for it."""
+    return next((width for width in WIDTHS if count <= width < vocabulary), vocabulary)
+
+
+def _pick(array: mx.array, indices: list[int]) -> mx.array:
+    """The rows of `array` at ascending `indices`; without work where that is all of them."""
+    return array if len(indices) == array.shape[0] else array[mx.array(indices)]
+
+
+def _put(array: mx.array, indices: list[int], rows: mx.array) -> mx.array:
+    """`array` with `rows` at ascending `indices`."""
+    if len(indices) == array.shape[0]:
+        return rows
+    changed = mx.array(array)
+    changed[mx.array(indices)] = rows
+    return changed
+
+
+class _Filter:
+    """Top-k and top-p (nucleus, Holtzman et al. 2019) of the rows for which as many logits are looked at.
+
+    Both go by the distribution that temperature leaves: top-p does not count anew what top-k left.
+    """
+
+    def __init__(self, width: int, rows: Sequence[Sampling]) -> None:
+        self._width = width
+        self._nucleus = any(row.top_p < 1 for row in rows)
+        self._top_p = _column([row.top_p if row.top_p < 1 else math.inf for row in rows])
+        self._top_k = mx.array([min(row.top_k or _NO_LIMIT, _NO_LIMIT) for row in rows], dtype=mx.int32)[:, None]
+
+    def threshold(self, scaled: mx.array) -> mx.array:
+        """The least logit, (rows, 1), that stays."""
+        largest = scaled if self._width == scaled.shape[-1] else mx.topk(scaled, self._width, axis=-1)
+        descending = -mx.sort(-largest, axis=-1)
+        rank = mx.arange(self._width)
+        kept = rank < self._top_k
+        if self._nucleus:
+            probabilities = mx.exp(descending - mx.logsumexp(scaled, axis=-1, keepdims=True))
+            kept = kept & (mx.cumsum(probabilities, axis=-1, inclusive=False) < self._top_p)
+        return mx.min(mx.where(kept | (rank == 0), descending, mx.inf), axis=-1, keepdims=True)
+
+
+class _Noisy:
+    """The rows that are not greedy: their temperature, filters and noise."""
+
+    def __init__(self, rows: Sequence[_SampledRow], vocabulary: int) -> None:
+        self._rows = rows
+        self._vocabulary = vocabulary
+        asked = [row.sampling for row in rows]
+        self._temperature = _column([row.temperature for row in asked])
+        self._least = None
+        if any(row.min_p > 0 for row in asked):
+            self._least = _column([math.log(min(row.min_p, 1)) if row.min_p > 0 else -math.inf for row in asked])
+        self._filters: list[tuple[list[int], _Filter]] = []
+        widths = [_width(row.top_k or vocabulary, vocabulary) if row.top_k or row.top_p < 1 else 0 for row in asked]
+        for width in sorted({*widths} - {0}):
+            members = [index for index, of_row in enumerate(widths) if of_row == width]
+            self._filters.append((members, _Filter(width, [asked[index] for index in members])))
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Tokens of shape (rows,) for logits of shape (rows, vocabulary)."""
+        scaled = logits / self._temperature
+        kept = None
+        if self._filters:
+            kept = mx.full((len(self._rows), 1), -mx.inf)
+            for members, filtering in self._filters:
+                kept = _put(kept, members, filtering.threshold(_pick(scaled, members)))
+        if self._least is not None:
+            # p >= min_p * max p (Nguyen et al. 2024), in logarithms.
+            least = mx.max(scaled, axis=-1, keepdims=True) + self._least
+            kept = least if kept is None else mx.maximum(kept, least)
+        if kept is not None:
+            scaled = mx.where(scaled >= kept, scaled, -mx.inf)
+        return mx.argmax(scaled + self._noise(), axis=-1)
+
+    def _noise(self) -> mx.array:
+        keys = [noise_key(row.seed, row.position) for row in self._rows]
+        pairs = mx.array(np.array([[key >> 32, key & _MASK >> 32] for key in keys], dtype=np.uint32))
+        return mx.vmap(lambda key: mx.random.gumbel((self._vocabulary,), key=key))(pairs)
+
+
+class _Layout:
+    """What a batch's rows ask for, as indices and arrays: they hold until the batch changes."""
+
+    def __init__(self, rows: list[_SampledRow], vocabulary: int) -> None:
+        asked = [row.sampling for row in rows]
+        self.greedy = [index for index, row in enumerate(asked) if row.temperature < GREEDY_BELOW]
+        self.noisy = [index for index, row in enumerate(asked) if row.temperature >= GREEDY_BELOW]
+        self.noise = _Noisy([rows[index] for index in self.noisy], vocabulary)
+        self.counted = [index for index, row in enumerate(rows) if row.counted]
+        counted = [asked[index] for index in self.counted]
+        self.repetition = _column([row.repetition_penalty for row in counted])
+        self.presence = _column([row.presence_penalty for row in counted])
+        self.frequency = _column([row.frequency_penalty for row in counted])
+        # A device adds to one place in any order, so what is added to one token is summed here.
+        sums: dict[tuple[int, int], float] = {}
+        for index, row in enumerate(asked):
+            for token, bias in row.logit_bias:
+                if 0 <= token < vocabulary:
+                    sums[index, token] = sums.get((index, token), 0.0) + bias
+        self.bias = None
+        if sums:
+            places = mx.array([place[0] for place in sums]), mx.array([place[1] for place in sums])
+            self.bias = places, mx.array(list(sums.values()), dtype=mx.float32)
+        self.asking = tuple(
+            (index, _width(row.logprobs, vocabulary), row.logprobs)
+            for index, row in enumerate(asked)
+            if row.logprobs is not None
+        )
+        # Every row takes the largest of the model's own logits, and says no more.
+        self.untouched = not (self.noisy or self.counted or self.bias or self.asking)
+
+
+class BatchSampler:
+    """Draws for the rows of a batch, in their order. What a token says about later ones stays on the device.
+
+    Args:
+        vocabulary_size: the logits' last axis.
+        end_tokens: the model's end-of-sequence tokens, all inside the vocabulary.
+    """
+
+    def __init__(self, vocabulary_size: int, end_tokens: frozenset[int]) -> None:
+        self._vocabulary = vocabulary_size
+        self._end_tokens = end_tokens
+        self._rows: list[_SampledRow] = []
+        self._layout: _Layout | None = None
+        self._counts: mx.array | None = None
+        """(counted rows, vocabulary): twice how often the answer has the token, and one more if the prompt has it."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        """A new last row. Tokens outside the vocabulary cannot be drawn, so what is said about them is not heard.
+
+        Args:
+            prompt: without what was generated.
+            generated: what the row has drawn before, here or elsewhere; its next draw has this position.
+        """
+        banned = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._end_tokens)}
+        row = _SampledRow(
+            sampling,
+            noise_key(sampling.seed, sampling.choice) if sampling.choice else sampling.seed,
+            sorted(token for token in banned if 0 <= token < self._vocabulary),
+            len(generated),
+        )
+        if row.counted:
+            counts = mx.array(self._count(prompt, generated))[None]
+            self._counts = counts if self._counts is None else mx.concatenate([self._counts, counts])
+        self._rows.append(row)
+        self._layout = None
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Only the rows at `indices` stay, in that order."""
+        if self._counts is not None:
+            places = {index: place for place, index in enumerate(i for i, row in enumerate(self._rows) if row.counted)}
+            stay = [places[index] for index in indices if index in places]
+            self._counts = self._counts[mx.array(stay)] if stay else None
+        self._rows = [self._rows[index] for index in indices]
+        self._layout = None
+
+    def __call__(self, logits: mx.array) -> Draw:
+        """Draw from logits of shape (rows, vocabulary); every row's position goes up by one. Evaluates nothing."""
+        if logits.shape != (len(self._rows), self._vocabulary):
+            raise ValueError(f"{len(self._rows)} rows of {self._vocabulary} logits expected, got {logits.shape}")
+        if self._layout is None:
+            self._layout = _Layout(self._rows, self._vocabulary)
+        layout = self._layout
+        held = [(index, token) for index, row in enumerate(self._rows) for token in self._held_back(row)]
+        if layout.untouched and not held:
+            tokens = mx.argmax(logits, axis=-1)
+            draw = Draw(tokens, self._sound(logits, tokens))
+        else:
+            own = logits.astype(mx.float32)
+            tokens = self._choose(self._changed(own, layout, held), layout)
+            draw = self._with_logprobs(Draw(tokens, self._sound(own, tokens), asking=layout.asking), own)
+        if self._counts is not None:
+            drawn = _pick(draw.tokens, layout.counted)
+            self._counts = self._counts.at[mx.arange(len(layout.counted)), drawn].add(2)
+        for row in self._rows:
+            row.position += 1
+        return draw
+
+    def _held_back(self, row: _SampledRow) -> list[int]:
+        return row.banned if row.position < row.sampling.min_tokens else []
+
+    def _count(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
+        size = self._vocabulary
+        heard = np.asarray(prompt, dtype=np.int64), np.asarray(generated, dtype=np.int64)
+        inside = [tokens[(tokens >= 0) & (tokens < size)] for tokens in heard]
+        counts = 2 * np.bincount(inside[1], minlength=size).astype(np.int32)
+        counts[inside[0]] += 1  # Once for a token, however often the prompt has it.
+        return counts
+
+    def _changed(self, logits: mx.array, layout: _Layout, held: list[tuple[int, int]]) -> mx.array:
+        """The logits after bias, penalties and `min_tokens`, which has the last word."""
+        if layout.bias is not None:
+            places, values = layout.bias
+            logits = logits.at[places].add(values)
+        if self._counts is not None:
+            mine = _pick(logits, layout.counted)
+            # CTRL (Keskar et al. 2019), extended to negative logits as is usual; then OpenAI's two.
+            repeated = mx.where(mine > 0, mine / layout.repetition, mine * layout.repetition)
+            mine = mx.where(self._counts > 0, repeated, mine)
+            answered = self._counts >> 1
+            mine = mine - layout.presence * (answered > 0) - layout.frequency * answered
+            logits = _put(logits, layout.counted, mine)
+        if held:
+            logits = mx.array(logits)
+            logits[mx.array([index for index, _ in held]), mx.array([token for _, token in held])] = -mx.inf
+        return logits
+
+    def _choose(self, logits: mx.array, layout: _Layout) -> mx.array:
+        if not layout.noisy:
+            return mx.argmax(logits, axis=-1)
+        drawn = layout.noise(_pick(logits, layout.noisy))
+        if not layout.greedy:
+            return drawn
+        return _put(mx.argmax(logits, axis=-1), layout.noisy, drawn)
+
+    @staticmethod
+    def _sound(logits: mx.array, tokens: mx.array) -> mx.array:
+        return mx.isfinite(mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0])
+
+    def _with_logprobs(self, draw: Draw, own: mx.array) -> Draw:
+        """The draw with the logarithms of the model's `own` distribution, for the rows that ask."""
+        if not draw.asking:
+            return draw
+        mine = _pick(own, [row for row, _, _ in draw.asking])
+        total = mx.logsumexp(mine, axis=-1, keepdims=True)
+        chosen = mx.take_along_axis(mine, _pick(draw.tokens, [row for row, _, _ in draw.asking])[:, None], axis=-1)
+        widths = [width for _, width, _ in draw.asking]
+        top_tokens = mx.zeros((len(widths), max(widths)), dtype=mx.uint32)
+        top_values = mx.zeros(top_tokens.shape)
+        for width in sorted({*widths}):
+            members = [index for index, of_row in enumerate(widths) if of_row == width]
+            logits = _pick(mine, members)
+            largest = mx.argpartition(-logits, width - 1, axis=-1)[:, :width]
+            padding = [(0, 0), (0, max(widths) - width)]
+            top_tokens = _put(top_tokens, members, mx.pad(largest, padding))
+            top_values = _put(top_values, members, mx.pad(mx.take_along_axis(logits, largest, axis=-1), padding))
+        return replace(draw, chosen=(chosen - total)[:, 0], top_tokens=top_tokens, top_logprobs=top_values - total)

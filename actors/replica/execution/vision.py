@@ -1,0 +1,374 @@
+"""The model's side of pictures: the encoder, positions, and what the language part is given in place of tokens.
+
+Nothing here knows families. mlx-vlm's models have one way in, `get_input_embeddings`, which makes of token ids and
+pixels what their language part takes: an embedding a token, and for some levels of the encoder (DeepStack) what is
+added behind the first layers. It is called for one picture's span alone, and what comes out is kept as `Features`; so a
+prompt may be computed in any chunks, beside any other rows, and a picture is encoded once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
+from PIL import Image
+
+from ...model_files.foreign_code import refuse_model_file
+from ...model_files.processors import Layout, PictureProcessor
+from ..kv.device import on_gpu
+from ..kv.sealing import copied
+
+logger = logging.getLogger(__name__)
+
+_PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"}
+"""What of the way in is understood here. Positions are made for the whole prompt instead."""
+
+_IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
+"""mlx-vlm's own language parts look at causal masks only."""
+
+PLACES_KEPT = 16
+"""Of how many prompts: 16 bytes a token."""
+
+TOGETHER_TOKENS_MAX = 1024
+"""Of pictures that are encoded together: those of one of 1024 x 1024 pixels in a Qwen3-VL."""
+
+NEAR = 0.1
+"""How far the features of a picture encoded with another may be from those of it alone, where the other's are 1."""
+
+SPARE_BYTES_MAX = 1 << 30
+"""Of freed buffers that a picture may leave to MLX: its encoder's are larger than what anything else here needs."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the language part takes for a picture's span.
+
+    Attributes:
+        embeddings: (tokens, dim).
+        levels: what is added behind the first layers, each (tokens, dim), zero where a token does not stand for the
+            picture; empty for most models.
+    """
+
+    embeddings: mx.array
+    levels: tuple[mx.array, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        return [self.embeddings, *self.levels]
+
+
+@dataclass
+class RowPictures:
+    """A row's pictures.
+
+    Attributes:
+        spans: (first token, number of tokens) of each.
+        features: as far as they are known, by the index of the span.
+        positions: (axes, tokens) of the prompt up to the last picture's end, where positions are not just counted;
+            `shift` is what a later token's place in the row has to be moved by.
+    """
+
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    features: dict[int, Features] = field(default_factory=dict)
+    positions: np.ndarray | None = None
+    shift: int = 0
+
+    def touched(self, start: int, stop: int) -> list[int]:
+        """The spans that have tokens in [start, stop)."""
+        return [index for index, (first, count) in enumerate(self.spans) if first < stop and start < first + count]
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Consecutive tokens of a row, which begin at `start`."""
+
+    tokens: Sequence[int]
+    start: int
+    pictures: RowPictures | None = None
+
+
+def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str, Any]]:
+    """A model with its weights, which are read when they are used, and its config.
+
+    Raises:
+        ValueError: the model is of a kind that is not served.
+        ModelLoadError: it needs code of its own, and is not `trusted`.
+    """
+    from mlx_vlm.utils import load_config, load_model
+
+    # mlx-vlm runs it without being asked.
+    refuse_model_file(folder.name, load_config(folder), trusted=trusted)
+    model = load_model(folder, lazy=True)
+    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "language_model"):
+        raise ValueError("it has no language part of its own")
+    return model, load_config(folder)
+
+
+def _axes_of(language: Any) -> int:
+    """How many numbers a position has where a model is told positions; 0 where it counts them itself."""
+    return 3 if hasattr(language, "get_rope_index") else 0
+
+
+class LanguagePart:
+    """The language part of a model, called as mlx-lm's models are."""
+
+    def __init__(self, model: Any) -> None:
+        self._language = model.language_model
+        self._axes = _axes_of(self._language)
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
+        """Logits, (rows, tokens, vocabulary); `given` as `Vision` makes it, or nothing for text alone."""
+        if self._axes and "position_ids" not in given:
+            first = mx.array(cache[0].offset).reshape(-1, 1)
+            places = mx.broadcast_to(first + mx.arange(tokens.shape[1]), tokens.shape)
+            given["position_ids"] = mx.stack([places] * self._axes)
+        return self._language(tokens, cache=cache, **given).logits
+
+    def make_cache(self) -> list[Any]:
+        """mlx-lm's caches in the place of mlx-vlm's copies of them.
+
+        Raises:
+            ValueError: it wants one that mlx-lm does not have.
+        """
+        own = self._language.make_cache() if hasattr(self._language, "make_cache") else None
+        return mlx_lm_caches(self._language) if own is None else [_cache_like(cache) for cache in own]
+
+
+def _cache_like(cache: Any) -> Any:
+    match type(cache).__name__:
+        case "KVCache" | "SimpleKVCache":
+            return KVCache()
+        case "RotatingKVCache":
+            return RotatingKVCache(cache.max_size, cache.keep)
+        case "ArraysCache":
+            return ArraysCache(len(cache.cache))
+    raise ValueError(f"its layers keep a {type(cache).__name__}, which is not known here")
+
+
+class Vision:
+    """
+    Args:
+        model: as mlx-vlm loads it.
+        together: whether small pictures may be encoded together.
+
+    Attributes:
+        together_tokens: how many tokens those may have; 0 on a CPU, which gains 3% by it.
+        apart: of what kinds, pictures (False) or a video's frames (True), each is encoded by itself all the same.
+    """
+
+    def __init__(self, model: Any, processor: PictureProcessor, *, together: bool = True) -> None:
+        self._model = model
+        self._language = model.language_model
+        self._processor = processor
+        self._axes = _axes_of(self._language)
+        self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
+        self.apart: set[bool] = set()
+        self._tried: set[bool] = set()
+        # The next turn of a conversation has its pictures where they were.
+        self._placed = lru_cache(PLACES_KEPT)(self._place)
+        self._evaluate_modules()
+
+    def encode(self, span: Layout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[Features]:
+        """What the language part takes for each of some pictures that have one layout and one size, or groups of as
+        many frames; computed, in one go where the model gives each what it gives it alone.
+
+        On any thread, beside the language part's on another, but not twice at a time.
+
+        Raises:
+            ValueError: the model wants something besides that is not understood here.
+        """
+        if len(shown) > 1 and video not in self._tried:
+            if not self._agrees(span, shown[0], video):
+                self.apart.add(video)
+            self._tried.add(video)
+        if len(shown) > 1 and video in self.apart:
+            return [self._encode(span, [frames], video)[0] for frames in shown]
+        return self._encode(span, shown, video)
+
+    def _agrees(self, span: Layout, like: Sequence[Image.Image], video: bool) -> bool:
+        """Whether two very different pictures come out together as they do alone. Some models take what is laid side
+        by side here for parts of one picture."""
+        width, height = like[0].size
+        noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        shown = [[Image.fromarray(pixels)] * len(like) for pixels in (noise, 255 - noise)]
+        alone = [self._encode(span, [frames], video)[0] for frames in shown]
+        try:
+            together = self._encode(span, shown, video)
+        except Exception as error:
+            logger.info("pictures are encoded one by one: %s", error)
+            return False
+        # Of the embeddings, and of every level.
+        return all(
+            bool(mx.abs(one - two).max() <= NEAR * mx.abs(black - white).max())
+            for own, found in zip(alone, together, strict=True)
+            for one, two, black, white in zip(
+                own.arrays(), found.arrays(), *(each.arrays() for each in alone), strict=True
+            )
+        )
+
+    def _encode(self, span: Layout, shown: Sequence[Sequence[Image.Image]], video: bool) -> list[Features]:
+        spare = mx.get_cache_memory()
+        ids = mx.array([list(span.tokens) * len(shown)])
+        made_of = [self._processor.inputs(frames, video=video) for frames in shown]
+        given = {name: _merged_inputs([each[name] for each in made_of]) for name in made_of[0]}
+        pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, dtype=mx.int32)
+        made = self._model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
+        unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
+        if unknown:
+            raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
+        places = mx.array(sorted(span.places))
+        every = mx.split(made["inputs_embeds"][0], len(shown))
+        seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
+        features: list[Features] = []
+        for index, embeddings in enumerate(every):
+            levels = []
+            for level in seen:
+                whole = mx.zeros(embeddings.shape, dtype=level[index].dtype)
+                whole[places] = level[index]
+                levels.append(whole)
+            # A copy: else one that is kept would keep them all.
+            features.append(Features(copied(embeddings) if len(shown) > 1 else embeddings, tuple(levels)))
+        mx.eval([array for one in features for array in one.arrays()])
+        self._evaluate_modules()
+        if mx.get_cache_memory() - spare > SPARE_BYTES_MAX:
+            mx.clear_cache()
+        return features
+
+    def example(self, side: int) -> tuple[Layout, Features]:
+        """What a black square is in a prompt, and what is made of it.
+
+        Raises:
+            ValueError: as `encode` does.
+        """
+        span, shown = self._processor.layout(side, side).span, [Image.new("RGB", (side, side))]
+        if self.together_tokens >= 2 * len(span.tokens):
+            self.encode(span, [shown, shown], video=False)
+        return span, self.encode(span, [shown], video=False)[0]
+
+    def _evaluate_modules(self) -> None:
+        """Compute all that the model's modules hold: what one thread has left undone no other thread can do."""
+        held = (value for module in self._model.modules() for value in (*module.values(), *vars(module).values()))
+        mx.eval([value for value in held if isinstance(value, mx.array)])
+
+    def set_positions(
+        self, pictures: RowPictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
+    ) -> None:
+        """Count the positions of a prompt.
+
+        Args:
+            tokens: all of it.
+            grids: of every picture, and whether it is of a video.
+        """
+        if not self._axes or not pictures.spans:
+            return
+        # Behind the last picture they are just counted on.
+        known = np.array(tokens[: sum(pictures.spans[-1])], np.int32).tobytes()
+        pictures.positions, pictures.shift = self._placed(known, _joined_grids(pictures.spans, tokens, grids))
+
+    def _place(self, tokens: bytes, grids: tuple[tuple[tuple[int, ...], bool], ...]) -> tuple[np.ndarray, int]:
+        """Positions, (axes, tokens), and the shift of what follows. Many small steps that wait for the device.
+
+        Args:
+            tokens: as 32-bit numbers.
+        """
+        ids = mx.array(np.frombuffer(tokens, np.int32)[None])
+        stills, videos = ([list(grid) for grid, video in grids if video == kind] for kind in (False, True))
+        positions, shift = self._language.get_rope_index(
+            ids, mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
+        )
+        return np.array(positions)[:, 0], int(shift.reshape(-1)[0].item())
+
+    def inputs(self, parts: Sequence[RowPart], width: int) -> dict[str, Any]:
+        """What the language part is given for a batch besides token ids, rows being padded to `width`."""
+        given: dict[str, Any] = {}
+        if self._axes:
+            given["position_ids"] = mx.array(np.stack([self._positions(part, width) for part in parts], axis=1))
+        touched = [[] if part.pictures is None else self._touched(part) for part in parts]
+        if not any(touched):
+            return given
+        given["inputs_embeds"] = mx.stack([self._embedded(*row, width) for row in zip(parts, touched, strict=True)])
+        seen = np.zeros((len(parts), width), bool)
+        levels: list[list[mx.array]] = []
+        for row, spans in enumerate(touched):
+            for begin, end, features, first in spans:
+                seen[row, begin:end] = True
+                for level, array in enumerate(features.levels):
+                    if level == len(levels):
+                        levels.append([])
+                    levels[level].append(array[first : first + end - begin])
+        if levels:
+            given["visual_pos_masks"] = mx.array(seen)
+            given["deepstack_visual_embeds"] = [mx.concatenate(level) for level in levels]
+        return given
+
+    def steps(self, lengths: Sequence[int], rows: Sequence[RowPictures | None]) -> dict[str, Any]:
+        """The same for a decode step of rows that have `lengths` tokens."""
+        if not self._axes:
+            return {}
+        places = [length + (row.shift if row else 0) for length, row in zip(lengths, rows, strict=True)]
+        return {"position_ids": mx.array(np.tile(np.array(places, np.int32)[None, :, None], (self._axes, 1, 1)))}
+
+    def _touched(self, part: RowPart) -> list[tuple[int, int, Features, int]]:
+        """Of every picture in the part: where it begins and ends there, its features, and the first of their tokens."""
+        assert part.pictures is not None
+        stop, found = part.start + len(part.tokens), []
+        for index in part.pictures.touched(part.start, stop):
+            first, count = part.pictures.spans[index]
+            begin, end = max(first, part.start), min(first + count, stop)
+            found.append((begin - part.start, end - part.start, part.pictures.features[index], begin - first))
+        return found
+
+    def _embedded(self, part: RowPart, spans: list[tuple[int, int, Features, int]], width: int) -> mx.array:
+        """(width, dim)"""
+        tokens = [*part.tokens, *[0] * (width - len(part.tokens))]
+        plain = self._model.get_input_embeddings(mx.array([tokens]), None).inputs_embeds[0]
+        pieces, done = [], 0
+        for begin, end, features, first in spans:
+            pieces += [plain[done:begin], features.embeddings[first : first + end - begin].astype(plain.dtype)]
+            done = end
+        return mx.concatenate([*pieces, plain[done:]])
+
+    def _positions(self, part: RowPart, width: int) -> np.ndarray:
+        """(axes, width)"""
+        pictures, places = part.pictures, np.arange(part.start, part.start + width, dtype=np.int32)
+        if pictures is None or pictures.positions is None:
+            return np.tile(places, (self._axes, 1))
+        known = pictures.positions[:, part.start : part.start + len(part.tokens)].astype(np.int32)
+        rest = np.tile(places[known.shape[1] :] + pictures.shift, (self._axes, 1))
+        return np.concatenate([known, rest], axis=1)
+
+
+def _joined_grids(
+    spans: Sequence[tuple[int, int]], tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
+) -> tuple[tuple[tuple[int, ...], bool], ...]:
+    """Grids, with one for all temporal patches of a video that have nothing between them."""
+    joined: list[tuple[tuple[int, ...], bool]] = []
+    end = 0
+    for (start, count), (grid, video) in zip(spans, grids, strict=True):
+        if joined and video and start == end and tokens[start - 1] == tokens[start]:
+            (frames, *patches), _ = joined.pop()
+            grid = (frames + grid[0], *patches)
+        joined.append((tuple(grid), video))
+        end = start + count
+    return tuple(joined)
+
+
+def _merged_inputs(values: Sequence[Any]) -> Any:
+    """What an encoder is given for several pictures, from what it is given for each."""
+    if isinstance(values[0], np.ndarray | mx.array):
+        arrays = [mx.array(value) if isinstance(value, np.ndarray) else value for value in values]
+        return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+    if any(value != values[0] for value in values[1:]):
+        raise ValueError(f"what is no array differs: {values[0]}")
+    return values[0]

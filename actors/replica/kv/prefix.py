@@ -1,0 +1,483 @@
+"""KV that finished or prefilled rows left behind, found again by block id. Pure: values are opaque to it.
+
+Whole blocks are shared by id. The open tail after a row's last whole block is kept too, under its parent block's id:
+a conversation that goes on finds it token by token, so even a short one is not prefilled twice.
+
+Not every kept prefix is enough for every layer: `ReuseRule` says what sliding-window and recurrent layers need, and
+`covers` whether some parts have it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from ...protocol.block_ids import BLOCK_TOKENS
+from .shares import MemoryShares
+
+TAILS_PER_BLOCK = 256
+"""How many different continuations of one block are kept, the latest first."""
+
+RECOUNT_STEP = 4096
+"""Entries that are counted at a time, which takes milliseconds."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class ReuseRule:
+    """What a model's layers need besides the KV of full attention.
+
+    Attributes:
+        window: how many of the last tokens sliding-window layers must have; 0 where there are none.
+        recurrent: whether recurrent layers need a snapshot exactly at the end.
+    """
+
+    window: int = 0
+    recurrent: bool = False
+
+
+@dataclass(frozen=True)
+class KeptKV(Generic[Value]):
+    """The KV of consecutive tokens, `nbytes` large. Window layers lack its first `window_from` tokens; `snapshot` says
+    whether the recurrent state after its last token is in it."""
+
+    value: Value
+    nbytes: int
+    window_from: int = 0
+    snapshot: bool = False
+
+    def adds_to(self, other: KeptKV[Value]) -> bool:
+        """Whether it serves where `other`, of the same tokens, does not."""
+        return self.window_from < other.window_from or (self.snapshot and not other.snapshot)
+
+
+@dataclass
+class _KeptEntry(Generic[Value]):
+    tokens: list[int]
+    kept: KeptKV[Value]
+    tenant: str = ""
+    age: int = 0
+
+
+@dataclass(frozen=True)
+class Hit(Generic[Value]):
+    """What a prompt can reuse: `blocks` whole ones, then `tail_tokens` of `tail`."""
+
+    blocks: list[Value] = field(default_factory=list)
+    tail: Value | None = None
+    tail_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.blocks) * BLOCK_TOKENS + self.tail_tokens
+
+
+def covers(rule: ReuseRule, parts: Sequence[tuple[KeptKV[Value], int]], count: int, used: int) -> bool:
+    """Whether the first `count` of `parts` (KV and its tokens), the last of them cut to `used` tokens, are enough."""
+    last, length = parts[count - 1]
+    if rule.recurrent and not (last.snapshot and used == length):
+        return False
+    wanted = rule.window
+    for index in range(count - 1, -1, -1):
+        if wanted <= 0:
+            break
+        stop = used if index == count - 1 else parts[index][1]
+        if parts[index][0].window_from > max(0, stop - wanted):
+            return False
+        wanted -= stop
+    return True
+
+
+def _ensure(holds: bool, what: str) -> None:
+    # Not `assert`, which may be switched off.
+    if not holds:
+        raise AssertionError(what)
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many of the first tokens are equal."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+class PrefixCache(Generic[Value]):
+    """Least recently used blocks and tails within `bytes_max`, and whatever is pinned.
+
+    Of a tenant with a limit of its own no more than that is kept, but for what is pinned: its own oldest goes first.
+    `drain_events` tells which block ids came and went, for the router's directory.
+    """
+
+    def __init__(self, bytes_max: int, rule: ReuseRule = ReuseRule()) -> None:
+        self.bytes_max = bytes_max
+        self._rule = rule
+        self.nbytes = 0
+        self.blocks = 0
+        self._inserted = 0
+        # A block is keyed (id, None); a tail (parent id, its tokens). One order for both, oldest first.
+        self._entries: OrderedDict[tuple[bytes, tuple[int, ...] | None], _KeptEntry[Value]] = OrderedDict()
+        # Sorted, so that the tail with the longest common beginning is a neighbour of the place it is sought at.
+        self._tails: dict[bytes, list[tuple[int, ...]]] = {}
+        # What nobody may evict, by who wants it, and how many want each.
+        self._pins: dict[str, set[tuple[bytes, tuple[int, ...] | None]]] = {}
+        self._pinned: Counter[tuple[bytes, tuple[int, ...] | None]] = Counter()
+        self._shares: MemoryShares[tuple[bytes, tuple[int, ...] | None]] = MemoryShares()
+        self._announced: set[bytes] = set()
+        self._retracted: set[bytes] = set()
+
+    def limit(self, tenant: str, bytes_max: int | None) -> None:
+        """Keep no more of a tenant's from now on; None for as much as there is room for. What is kept is looked through
+        where a tenant has its first limit, and never again."""
+        known = self._shares.bytes_max(tenant)
+        if bytes_max == known:
+            return
+        if bytes_max is None:
+            self._shares.end(tenant)
+            return
+        if known is None:
+            entries = ((key, entry) for key, entry in self._entries.items() if entry.tenant == tenant)
+            self._shares.begin(tenant, bytes_max, ((key, self._loose(key, entry)) for key, entry in entries))
+        else:
+            self._shares.change(tenant, bytes_max)
+        self._fit(tenant)
+
+    def most(self, tenant: str) -> int:
+        """How many bytes may be kept of a tenant's, pinned ones aside."""
+        own = self._shares.bytes_max(tenant)
+        return self.bytes_max if own is None else min(own, self.bytes_max)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every beginning of what is kept can be reused."""
+        return self._rule == ReuseRule()
+
+    def block_ids(self) -> list[bytes]:
+        return [block for block, tail in self._entries if tail is None]
+
+    def __contains__(self, block: bytes) -> bool:
+        return (block, None) in self._entries
+
+    def lacks(self, block: bytes, *, snapshot: bool) -> bool:
+        """Whether it is worth while to make the block's KV for `put_blocks`; with a snapshot or not."""
+        entry = self._entries.get((block, None))
+        if entry is None:
+            return True
+        return (snapshot and self._rule.recurrent and not entry.kept.snapshot) or entry.kept.window_from > 0
+
+    def leading(self, block_ids: Sequence[bytes]) -> int:
+        """How many of the first blocks are kept; a guess at what `match` will find, without looking at tokens."""
+        return next((index for index, block in enumerate(block_ids) if block not in self), len(block_ids))
+
+    def peek(self, root: bytes, block_ids: Sequence[bytes], prompt: Sequence[int]) -> int:
+        """About how many of the prompt's first tokens `match` would find if all layers were of full attention; from any
+        thread."""
+        # The last token is computed in any case, and a block that it ends is not cut.
+        most = len(prompt) - 1
+        whole = self.leading(block_ids[: most // BLOCK_TOKENS])
+        rest = prompt[whole * BLOCK_TOKENS : min(most, (whole + 1) * BLOCK_TOKENS)]
+        tails = self._candidates(block_ids[whole - 1] if whole else root, rest)
+        return whole * BLOCK_TOKENS + max((used for _, used in tails), default=0)
+
+    def take(self, block: bytes) -> KeptKV[Value] | None:
+        """A kept block, without using it."""
+        entry = self._entries.get((block, None))
+        return None if entry is None else entry.kept
+
+    def take_tail(self, parent: bytes, tokens: Sequence[int]) -> KeptKV[Value] | None:
+        """A kept tail of exactly these tokens, without using it."""
+        entry = self._entries.get((parent, tuple(tokens)))
+        return None if entry is None else entry.kept
+
+    @property
+    def holders(self) -> list[str]:
+        """Who has pinned something."""
+        return list(self._pins)
+
+    def pin(self, holder: str, root: bytes, block_ids: Sequence[bytes], tails: Iterable[Sequence[int]]) -> None:
+        """Keep these blocks and the tails after the last of them until `unpin`, however little room there is."""
+        parent = block_ids[-1] if block_ids else root
+        held = self._pins.setdefault(holder, set())
+        new = ({(block, None) for block in block_ids} | {(parent, tuple(tail)) for tail in tails}) - held
+        held |= new
+        if self._shares:
+            self._count(new - self._pinned.keys(), -1)
+        self._pinned.update(new)
+
+    def unpin(self, holder: str) -> None:
+        """Let go of what the holder pinned, if anything."""
+        held = self._pins.pop(holder, None)
+        if held is None:
+            return
+        for key in held:
+            self._pinned[key] -= 1
+            if not self._pinned[key]:
+                del self._pinned[key]
+        if self._shares:
+            for tenant in self._count(held - self._pinned.keys(), 1):
+                self._fit(tenant)
+        self._evict()
+
+    def drop(self, root: bytes, block_ids: Iterable[bytes], first: Sequence[int]) -> int:
+        """Forget these blocks and the tails after them, and the tails after `root` that are the beginning of `first`.
+
+        Returns:
+            How many bytes that were.
+        """
+        before = self.nbytes
+        for tail in self.ends(root, first):
+            self._remove((root, tail))
+        for block in block_ids:
+            for tail in list(self._tails.get(block, ())):
+                self._remove((block, tail))
+            if block in self:
+                self._remove((block, None))
+        return before - self.nbytes
+
+    def ends(self, root: bytes, first: Sequence[int]) -> list[tuple[int, ...]]:
+        """The tails after `root` that are the beginning of `first`."""
+        return [tail for tail in self._tails.get(root, ()) if tail == tuple(first[: len(tail)])]
+
+    def match(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int) -> Hit[Value]:
+        """The longest reusable prefix of `prompt`, at most `tokens_max` tokens, in O(blocks) look-ups."""
+        blocks, parent, tail, used = self._search(root, block_ids, prompt, tokens_max)
+        if tail:
+            self._use((parent, tail))
+        self.touch(block_ids[: len(blocks)])
+        return Hit(blocks, self._entries[(parent, tail)].kept.value if tail else None, used)
+
+    def reusable_tokens(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int]) -> int:
+        """How many of the prompt's first tokens `match` finds now, without using them."""
+        blocks, _, _, used = self._search(root, block_ids, prompt, len(prompt) - 1)
+        return len(blocks) * BLOCK_TOKENS + used
+
+    def _search(
+        self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int
+    ) -> tuple[list[Value], bytes, tuple[int, ...], int]:
+        """The blocks to reuse, the last one's id, and which tail after it, to how many tokens; () and 0 for none."""
+        parts: list[tuple[KeptKV[Value], int]] = []
+        parent = root
+        for index, block in enumerate(block_ids):
+            stop = (index + 1) * BLOCK_TOKENS
+            entry = self._entries.get((block, None))
+            if entry is None or stop > tokens_max or entry.tokens != prompt[stop - BLOCK_TOKENS : stop]:
+                break
+            parts.append((entry.kept, BLOCK_TOKENS))
+            parent = block
+        whole = len(parts)
+        start = whole * BLOCK_TOKENS
+        for key, used in self._candidates(parent, prompt[start : min(tokens_max, start + BLOCK_TOKENS)]):
+            entry = self._entries[(parent, key)]
+            if covers(self._rule, [*parts, (entry.kept, len(key))], whole + 1, used):
+                return [kept.value for kept, _ in parts], parent, key, used
+        while whole and not covers(self._rule, parts, whole, BLOCK_TOKENS):
+            whole -= 1
+        return [kept.value for kept, _ in parts[:whole]], parent, (), 0
+
+    def put_blocks(
+        self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], KeptKV[Value]]], tenant: str = ""
+    ) -> None:
+        """Keep whole blocks. The first copy of an id stays, unless a later one serves where it does not.
+
+        Args:
+            chain: the ids of a sequence's blocks, from its first.
+            new: (index in `chain`, tokens, KV) of those that may not be kept yet.
+            tenant: whose they are.
+        """
+        most = self.most(tenant)
+        for index, tokens, kept in new:
+            block = chain[index]
+            entry = self._entries.get((block, None))
+            large = kept.nbytes > most and not self._is_pinned((block, None))
+            if large or (entry is not None and not kept.adds_to(entry.kept)):
+                continue
+            if entry is not None:
+                self._remove((block, None))
+            self._insert((block, None), _KeptEntry(list(tokens), kept, tenant))
+            self.blocks += 1
+            self._announced.add(block)
+            self._retracted.discard(block)
+        self.touch(chain)
+        self._fit(tenant)
+        self._evict()
+
+    def put_tail(
+        self, root: bytes, chain: Sequence[bytes], tokens: Sequence[int], kept: KeptKV[Value], tenant: str = ""
+    ) -> None:
+        """Keep the open tail after `chain`, unless a kept one serves for it; shorter ones that it serves for go."""
+        key, parent = tuple(tokens), chain[-1] if chain else root
+        siblings = self._tails.get(parent, [])
+        large = kept.nbytes > self.most(tenant) and not self._is_pinned((parent, key))
+        if not key or large or key in siblings:
+            return
+        # Where the rule asks for more, a longer tail may not serve at a shorter one's end.
+        if self.is_plain:
+            if any(other[: len(key)] == key for other in siblings):
+                return
+            for other in [other for other in siblings if key[: len(other)] == other]:
+                self._remove((parent, other))
+        while len(siblings := self._tails.get(parent, [])) >= TAILS_PER_BLOCK:
+            self._remove((parent, min(siblings, key=lambda other: self._entries[(parent, other)].age)))
+        insort(self._tails.setdefault(parent, []), key)
+        self._insert((parent, key), _KeptEntry(list(key), kept, tenant))
+        self.touch(chain)
+        self._fit(tenant)
+        self._evict()
+
+    def drain_events(self) -> tuple[list[bytes], list[bytes]]:
+        """(announced, retracted) block ids since the last call."""
+        events = sorted(self._announced), sorted(self._retracted)
+        self._announced.clear()
+        self._retracted.clear()
+        return events
+
+    def clear(self) -> None:
+        for key in list(self._entries):
+            self._remove(key)
+
+    def reset(self) -> None:
+        """Forget everything, pins too, whatever state the tables are in. Events of before are lost."""
+        self._retracted.update(self.block_ids(), self._announced)
+        for table in (self._entries, self._tails, self._pins, self._pinned, self._announced):
+            table.clear()
+        self._shares.clear()
+        self.nbytes = self.blocks = 0
+
+    def check(self) -> None:
+        """Raise AssertionError where the counts and tables disagree."""
+        for _ in self.recount():
+            pass
+
+    def recount(self) -> Iterator[None]:
+        """`check` a few thousand entries at a time, between which nothing may change."""
+        nbytes = blocks = 0
+        tails: dict[bytes, int] = {}
+        shares: dict[str, tuple[int, list[tuple[bytes, tuple[int, ...] | None]]]] = {}
+        for number, ((parent, tail), entry) in enumerate(self._entries.items(), 1):
+            nbytes += entry.kept.nbytes
+            if self._shares.bytes_max(entry.tenant) is not None:
+                counted, keys = shares.get(entry.tenant, (0, []))
+                keys.append((parent, tail))
+                shares[entry.tenant] = counted + self._loose((parent, tail), entry), keys
+            if tail is None:
+                blocks += 1
+                _ensure(len(entry.tokens) == BLOCK_TOKENS, "a block has another length")
+            else:
+                tails[parent] = tails.get(parent, 0) + 1
+                siblings = self._tails.get(parent, [])
+                at = bisect_left(siblings, tail)
+                _ensure(siblings[at : at + 1] == [tail], "a tail cannot be found")
+            if number % RECOUNT_STEP == 0:
+                yield
+        _ensure(nbytes == self.nbytes, f"{nbytes} bytes are kept, not {self.nbytes}")
+        _ensure(blocks == self.blocks, f"{blocks} blocks are kept, not {self.blocks}")
+        within = nbytes <= self.bytes_max or all(map(self._is_pinned, self._entries))
+        _ensure(within, f"{nbytes} bytes are kept, of {self.bytes_max}")
+        for tenant, counted in self._shares.counted().items():
+            _ensure(counted == shares.get(tenant, (0, [])), f"what {tenant} has is counted wrong")
+            _ensure(counted[0] <= (self._shares.bytes_max(tenant) or 0), f"{counted[0]} bytes of {tenant} are kept")
+        for number, (parent, siblings) in enumerate(self._tails.items(), 1):
+            _ensure(tails.get(parent) == len(siblings), "a tail is counted that is not there")
+            _ensure(all(one < two for one, two in pairwise(siblings)), "tails are out of order")
+            if number % RECOUNT_STEP == 0:
+                yield
+        _ensure(len(tails) == len(self._tails), "a tail is counted that is not there")
+        pinned = Counter(key for held in self._pins.values() for key in held)
+        _ensure(pinned == self._pinned, "pins are counted wrong")
+        _ensure(all(block in self for block in self._announced), "a block is announced that is not there")
+        _ensure(not any(block in self for block in self._retracted), "a block is retracted that is there")
+
+    def _candidates(self, parent: bytes, rest: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Tails after `parent` and how many of their tokens `rest` begins with, the most first."""
+        siblings = self._tails.get(parent, [])
+        if not self._rule.recurrent:
+            at = bisect_left(siblings, tuple(rest))
+            near = [(common_length(tail, rest), tail) for tail in siblings[max(0, at - 1) : at + 1]]
+            common, tail = max(near, default=(0, ()))
+            if common:
+                yield tail, common
+        if not self.is_plain:
+            whole = [tail for tail in siblings if len(tail) <= len(rest) and tail == tuple(rest[: len(tail)])]
+            for tail in reversed(whole):
+                yield tail, len(tail)
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        """Make a chain the most recently used, its end less than its beginning: without that, the rest is of no use."""
+        for block in reversed(chain):
+            if block in self:
+                self._use((block, None))
+
+    def _use(self, key: tuple[bytes, tuple[int, ...] | None]) -> None:
+        self._entries.move_to_end(key)
+        if self._shares:
+            self._shares.use(self._entries[key].tenant, key)
+
+    def _insert(self, key: tuple[bytes, tuple[int, ...] | None], entry: _KeptEntry[Value]) -> None:
+        self._inserted += 1
+        entry.age = self._inserted
+        self._entries[key] = entry
+        self.nbytes += entry.kept.nbytes
+        self._shares.add(entry.tenant, key, self._loose(key, entry))
+
+    def _remove(self, key: tuple[bytes, tuple[int, ...] | None]) -> None:
+        entry = self._entries.pop(key)
+        self.nbytes -= entry.kept.nbytes
+        self._shares.remove(entry.tenant, key, self._loose(key, entry))
+        block, tail = key
+        if tail is None:
+            self.blocks -= 1
+            self._retracted.add(block)
+            self._announced.discard(block)
+            return
+        siblings = self._tails[block]
+        siblings.remove(tail)
+        if not siblings:
+            del self._tails[block]
+
+    def _is_pinned(self, key: tuple[bytes, tuple[int, ...] | None]) -> bool:
+        return key in self._pinned
+
+    def _loose(self, key: tuple[bytes, tuple[int, ...] | None], entry: _KeptEntry[Value]) -> int:
+        """How much of the entry counts for its tenant."""
+        return 0 if self._is_pinned(key) else entry.kept.nbytes
+
+    def _count(self, keys: Iterable[tuple[bytes, tuple[int, ...] | None]], sign: int) -> list[str]:
+        """These are pinned no more, or from now on where `sign` is -1. Whose they are."""
+        there = [entry for key in keys if (entry := self._entries.get(key)) is not None]
+        for entry in there:
+            self._shares.count(entry.tenant, sign * entry.kept.nbytes)
+        return list(dict.fromkeys(entry.tenant for entry in there))
+
+    def _fit(self, tenant: str) -> None:
+        """Let the tenant's own oldest go until the rest is within its limit."""
+        excess, victims = self._shares.excess(tenant), []
+        if excess <= 0:
+            return
+        for key in self._shares.oldest(tenant):
+            if excess <= 0:
+                break
+            if not self._is_pinned(key):
+                victims.append(key)
+                excess -= self._entries[key].kept.nbytes
+        for key in victims:
+            self._remove(key)
+
+    def _evict(self) -> None:
+        excess, victims = self.nbytes - self.bytes_max, []
+        if excess <= 0:
+            return
+        for key, entry in self._entries.items():
+            if excess <= 0:
+                break
+            if not self._is_pinned(key):
+                victims.append(key)
+                excess -= entry.kept.nbytes
+        for key in victims:
+            self._remove(key)

@@ -1,0 +1,155 @@
+"""Cutting slabs out of caches: copies of some of a row's tokens, of all layers, in few operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ...protocol.block_ids import BLOCK_TOKENS
+from . import sealing
+from .caches import LayerKind, LayerKV, Layers, ModelCacheSpec, Slab
+from .sealed_cache import SealedKVCache
+from .sealing import Sealed
+
+STACK_BYTES_MAX = 256 * 2**20
+"""How much of all rows of a batch is copied so that one can be cut out."""
+
+
+class Stacks:
+    """What several rows' slabs are cut from: all layers and rows of a batch in one array for each kind of array.
+
+    A GPU takes as long for each operation on a row's block of one layer as on all rows' of all layers, and rows often
+    end at the same step. Valid until the batch's caches change.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, list[mx.array]] = {}
+
+    def row(self, span: Any, columns: Sequence[Columns], row: int) -> list[mx.array]:
+        """Copies of one row's part of `columns`, which are those of all rows, as `_stacked`."""
+        if span not in self._kept:
+            rows = columns[0][0].shape[0]
+            self._kept[span] = [array.reshape(len(columns), rows, *array.shape[1:]) for array in _stacked(columns)]
+        return [sealing.copied(array[:, row]) for array in self._kept[span]]
+
+
+Columns = Sequence[mx.array]
+"""A part of the arrays of one layer."""
+
+
+def _stacked(columns: Sequence[Columns]) -> list[mx.array]:
+    """Copies of layers' arrays of equal shapes, layer after layer along the first axis."""
+    if len(columns) == 1:
+        return [sealing.copied(array) for array in columns[0]]
+    return [mx.concatenate(list(same), axis=0) for same in zip(*columns, strict=True)]
+
+
+class RowView:
+    """One row of caches, to cut slabs out of.
+
+    Args:
+        caches: a batch's caches, or one row's own (then `row` is None).
+        length: how many tokens have KV.
+        stacks: the batch's, where its rows are cut together.
+    """
+
+    def __init__(
+        self,
+        spec: ModelCacheSpec,
+        caches: Sequence[Any],
+        row: int | None,
+        length: int,
+        stacks: Stacks | None = None,
+    ) -> None:
+        self._spec = spec
+        self._length = length
+        self._rows = slice(row or 0, (row or 0) + 1)
+        self._stacks = stacks
+        self._states: list[list[mx.array]] = []
+        # Per layer: a sealed cache, or keys and values, of this row or of all, and the position of their first token.
+        self._layers: list[SealedKVCache | tuple[mx.array, mx.array, int] | None] = []
+        padding: int | None = 0 if row is None else None
+        for layer, cache in zip(spec.layers, caches, strict=True):
+            if layer.kind is LayerKind.RECURRENT:
+                self._layers.append(None)
+                self._states.append([array[self._rows] for array in cache.cache if array is not None])
+            elif layer.sealed:
+                self._layers.append(cache)
+            elif layer.window:
+                single = cache if row is None else cache.extract(row)
+                keys, values = single._temporal_order(single.keys), single._temporal_order(single.values)
+                self._layers.append((keys, values, length - keys.shape[2]))
+            else:
+                if padding is None:
+                    # The same in every layer, and costs a wait for the device.
+                    padding = int(cache.left_padding[row].item())
+                self._layers.append((cache.keys, cache.values, -padding))
+
+    def slab(self, start: int, stop: int) -> Slab:
+        """A copy of the tokens [start, stop), not evaluated. It has a snapshot if they end where the row does.
+
+        Where layers are sealed that is one whole block, or a part of the open one from its beginning.
+        """
+        window_from = 0
+        for layer, held in zip(self._spec.layers, self._layers, strict=True):
+            if layer.window and isinstance(held, tuple):
+                window_from = max(window_from, min(stop, held[2]) - start)
+        found: dict[int, Columns] = {}
+        for index, (layer, held) in enumerate(zip(self._spec.layers, self._layers, strict=True)):
+            if isinstance(held, SealedKVCache):
+                columns = self._columns(held, self._rows, start, stop)
+                if columns is None:
+                    window_from = stop - start
+                else:
+                    found[index] = columns
+                continue
+            first = start + window_from if layer.window else start
+            if held is None or first >= stop:
+                continue
+            keys, values, origin = held
+            rows = slice(0, 1) if layer.window else self._rows
+            span = (rows, slice(None), slice(first - origin, stop - origin))
+            found[index] = (keys[span], values[span])
+        states = None
+        if self._states and stop == self._length:
+            states = [[sealing.copied(array) for array in state] for state in self._states]
+        return Slab.of(len(self._layers), self._copies(found, start, stop), stop - start, window_from, states)
+
+    def _columns(self, cache: SealedKVCache, rows: slice, start: int, stop: int) -> Columns | None:
+        block = start // BLOCK_TOKENS
+        if stop - start == BLOCK_TOKENS:
+            return cache.blocks(rows, block, block + 1)
+        assert start % BLOCK_TOKENS == 0 and block == self._length // BLOCK_TOKENS, "only the open block can be cut"
+        return cache.tail(rows, stop - start)
+
+    def _copies(self, found: dict[int, Columns], start: int, stop: int) -> dict[Layers, LayerKV]:
+        """Copies that layers of equal shapes and windows have together: they are kept and let go together, and one
+        operation on all layers takes a device as long as on one."""
+        alike: dict[Any, list[int]] = {}
+        for index, columns in found.items():
+            shapes = [(*array.shape, array.dtype) for array in columns]
+            alike.setdefault((self._spec.layers[index].window, *shapes), []).append(index)
+        entries: dict[Layers, LayerKV] = {}
+        for layers in alike.values():
+            copies = self._stack(layers, start, stop) or _stacked([found[index] for index in layers])
+            sealed = isinstance(found[layers[0]], Sealed)
+            entries[tuple(layers)] = Sealed(*copies) if sealed else (copies[0], copies[1])
+        return entries
+
+    def _stack(self, layers: Sequence[int], start: int, stop: int) -> list[mx.array] | None:
+        """By way of all rows; None where that is of no use."""
+        if self._stacks is None or any(self._spec.layers[index].window for index in layers):
+            return None
+        whole: list[Columns] = []
+        for index in layers:
+            held = self._layers[index]
+            if not isinstance(held, SealedKVCache) or len(held.lengths) == 1:
+                return None
+            columns = self._columns(held, slice(None), start, stop)
+            assert columns is not None
+            whole.append(columns)
+        if len(whole) * sum(array.nbytes for array in whole[0]) > STACK_BYTES_MAX:
+            return None
+        return self._stacks.row((start, stop, *layers), whole, self._rows.start)

@@ -1,0 +1,162 @@
+"""Rows on their way into the batch: admitted, read back from the disk, prefilled in chunks within the step's budget."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ..protocol.messages import RowUpdate
+from .delivery import Delivery
+from .encode_queue import PictureQueue
+from .execution.executor import BatchExecutor
+from .scheduling.prefill_budget import PrefillPace
+from .scheduling.scheduler import PrefillChunk, Scheduler
+from .tiers.keeping import Keeping
+from .tiers.memory import Restored, RowMemory, Sequence
+from .tiers.restores import Reading, Restores
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillLoop:
+    """For the engine's thread.
+
+    Attributes:
+        pace: says what a step may prefill, and is told how long that took.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: BatchExecutor,
+        memory: RowMemory,
+        keeping: Keeping,
+        pictures: PictureQueue,
+        restores: Restores,
+        pace: PrefillPace,
+        delivery: Delivery,
+    ) -> None:
+        self.pace = pace
+        self._scheduler = scheduler
+        self._executor = executor
+        self._memory = memory
+        self._keeping = keeping
+        self._pictures = pictures
+        self._restores = restores
+        self._delivery = delivery
+
+    def step(self) -> bool:
+        """Admit rows and compute a step's budget of prompts. False where there was nothing to do."""
+        scheduler, delivery = self._scheduler, self._delivery
+        step_budget = budget = self.pace.budget(bool(scheduler.decoding()))
+        worked = False
+        while budget > 0:
+            while not self._keeping.behind and (admitted := scheduler.admit()) is not None:
+                worked = True
+                delivery.attempt(admitted, self._admit, admitted)
+            chunks = self._next_chunks(budget, step_budget)
+            if not chunks:
+                break
+            worked = True
+            budget -= sum(chunk.stop - chunk.start for chunk in chunks)
+            self._compute(chunks)
+        return worked
+
+    # Rows that get a place.
+
+    def _admit(self, request_id: str) -> None:
+        """Open a row that has a place, once what the disk has of it is read back."""
+        sequence = self._delivery.rows[request_id]
+        hot = self._memory.peek(sequence)
+        if self._restores.asks(sequence, hot, plain=self._memory.prefixes.is_plain):
+            # Others may want the room meanwhile.
+            self._memory.pin(sequence, hot)
+            self._scheduler.await_restore(request_id, hot)
+            self._restores.begin(sequence, hot, self.pace.tokens_per_s)
+        else:
+            self._open(request_id)
+
+    def open_restored(self, reading: Reading, restored: Restored | None) -> None:
+        """Something was read back, or nothing: the row begins, if it waits for that still."""
+        if self._restores.end(reading):
+            request_id = reading.prompt.request_id
+            self._delivery.attempt(request_id, self._open, request_id, restored)
+
+    def open_overdue(self) -> None:
+        """Rows for which nothing is read back in time begin without it."""
+        for request_id in self._restores.overdue():
+            self._delivery.attempt(request_id, self._open, request_id)
+
+    def _open(self, request_id: str, restored: Restored | None = None) -> None:
+        sequence = self._delivery.rows[request_id]
+        row = self._scheduler.row(request_id)
+        assert row is not None
+        if restored is not None:
+            self._keeping.put_back(sequence, restored)
+        hit = self._memory.find(sequence, row.prompt)
+        slabs = self._memory.slabs(hit, restored)
+        self._executor.open(request_id, slabs, hit.tail, hit.tail_tokens, sequence.pictures)
+        reused = hit.tokens
+        if sequence.cached is None:
+            sequence.cached = reused
+            counters = self._delivery.counters
+            counters.cached_tokens += reused
+            counters.prefix_hits += reused > 0
+            counters.prefix_misses += reused == 0
+            self._delivery.tell(sequence, RowUpdate(request_id, [], cached_tokens=reused))
+        self._scheduler.reused(request_id, reused)
+        if reused == row.prompt:
+            self._start_decoding(sequence)
+
+    # Chunks.
+
+    def _next_chunks(self, budget: int, step_budget: int) -> list[PrefillChunk]:
+        """Chunks of different rows, of at most `budget` tokens together; those of short prompts run as one."""
+        chunks: list[PrefillChunk] = []
+        while (chunk := self._scheduler.next_chunk(budget, step_budget)) is not None:
+            if any(chunk.request_id == other.request_id for other in chunks):
+                break
+            self._scheduler.prefilled(chunk)
+            chunks.append(chunk)
+            budget -= chunk.stop - chunk.start
+        return chunks
+
+    def _compute(self, chunks: list[PrefillChunk]) -> None:
+        rows = self._delivery.rows
+        work = [(chunk.request_id, rows[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
+        started = time.perf_counter()
+        try:
+            for chunk in chunks:
+                self._pictures.require(rows[chunk.request_id], chunk.start, chunk.stop)
+            self._executor.prefill(work)
+        except Exception:
+            if len(chunks) > 1:
+                logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
+            for chunk, part in zip(chunks, work, strict=True):
+                self._delivery.attempt(chunk.request_id, self._compute_alone, chunk, part)
+            return
+        self.pace.note(sum(len(tokens) for _, tokens in work), time.perf_counter() - started)
+        for chunk in chunks:
+            self._delivery.attempt(chunk.request_id, self._computed, chunk)
+
+    def _compute_alone(self, chunk: PrefillChunk, part: tuple[str, list[int]]) -> None:
+        if self._executor.length(chunk.request_id) < chunk.stop:
+            self._pictures.require(self._delivery.rows[chunk.request_id], chunk.start, chunk.stop)
+            self._executor.prefill([part])
+        self._computed(chunk)
+
+    def _computed(self, chunk: PrefillChunk) -> None:
+        sequence = self._delivery.rows[chunk.request_id]
+        self._keeping.after_chunk(sequence, chunk.stop)
+        row = self._scheduler.row(chunk.request_id)
+        if row is not None and row.done == row.prompt:
+            self._keeping.after_prompt(sequence, chunk.stop)
+            self._start_decoding(sequence)
+
+    def _start_decoding(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self._pictures.drop_features(sequence)
+        if not request.sampling.max_tokens:
+            self._delivery.finish(sequence, RowUpdate(sequence.id, [], "length"))
+            return
+        self._executor.join(sequence.id, sequence.given(), request.sampling, request.generated + sequence.emitted)

@@ -1,0 +1,79 @@
+"""What a replica tells the router of its engine: its load, and which KV and features it has in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ..protocol.messages import ReplicaReport
+from ..protocol.reporter import REPORT_S, Reporter, tell_router
+from .engine import Engine
+from .tiers.disk_tier import DiskTier
+
+
+class EngineReports:
+    """For the reporter's thread; `reporter` sends them.
+
+    Args:
+        replica, model, node: their names.
+        disk: None where nothing is read back.
+        is_slow: whether the engine stands still. Then nothing is told, and the router avoids the replica.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        model: str,
+        node: str,
+        engine: Engine,
+        disk: DiskTier | None,
+        is_slow: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._is_slow = is_slow
+        self.reporter = Reporter(self._make, tell=self._tell)
+        self._replica, self._model, self._node = replica, model, node
+        self._engine, self._disk = engine, disk
+        self._failed_checks = 0
+        self._events_taken = False
+
+    def _make(self, sequence: int, full: bool) -> ReplicaReport:
+        """A long step lets the report go without what came and went in memory."""
+        engine = self._engine
+        if engine.failed_checks != self._failed_checks:
+            # What wrong tables had announced nobody knows.
+            full, self._failed_checks = True, engine.failed_checks
+        taken: list[tuple[list[bytes], list[bytes]]] = []
+        done = threading.Event()
+
+        def take() -> None:
+            taken.append(engine.changes(whole=full))
+            done.set()
+
+        engine.call(take)
+        self._events_taken = done.wait(REPORT_S)
+        announced, retracted = taken[0] if self._events_taken else ([], [])
+        return ReplicaReport(
+            replica=self._replica,
+            model=self._model,
+            incarnation=self.reporter.incarnation,
+            sequence=sequence,
+            running=engine.scheduler.running,
+            waiting=engine.waiting,
+            pending_tokens=engine.pending_tokens,
+            rows_max=engine.scheduler.limits.rows_max,
+            prefill_tokens_per_s=engine.pace.tokens_per_s,
+            active=engine.active,
+            announced=announced,
+            retracted=retracted,
+            full=full and self._events_taken,
+            node=self._node,
+            decode_token_s=engine.pace.step_s,
+            restore_bytes_per_s=self._disk.restore_bytes_per_s if self._disk is not None else 0.0,
+            kv_bytes_per_token=float(engine.loaded.spec.bytes_per_token),
+            free_bytes=engine.scheduler.free_tokens * engine.loaded.spec.bytes_per_token,
+            encode_token_s=engine.pictures.encode_token_s,
+            model_id=engine.loaded.model_id,
+        )
+
+    def _tell(self, report: ReplicaReport) -> bool:
+        return not self._is_slow() and tell_router(report) and self._events_taken

@@ -1,0 +1,503 @@
+"""Which row does what in the next engine step. Pure: no clock, no arrays, no threads.
+
+A row waits, is prefilled in chunks, then decodes with all others until it finishes::
+
+    add -> waiting -> prefilling -> running -> finish
+              ^-----------------------/ preempt, batch_failed
+
+The engine's step is: `plan(now)` (who must leave), then `admit` and `next_chunk` until the step's prefill budget is
+used, then one decode of every running row; so a long prompt never stops the others. Of the most urgent rows (a higher
+number goes first, and sends lower ones back to the queue where it finds no room) that is admitted whose tenant and flow
+have been given least, and of one flow the first that came (`fairness.py`); who has no place takes one of those who have
+several. Dense batches cost rows x longest row, so that product, in tokens, is what admission and preemption bound.
+
+What two prompts have in common is computed once: a row that could reuse what an earlier one is computing waits for it,
+while others go ahead. It waits only for rows before it in rank, so a row waits for finitely many, and never for a less
+urgent one.
+
+Two kinds of "no": `refusal` says why a row can never be taken or cannot be taken now; the other methods cannot fail
+for a row they know, and raise KeyError for one they do not.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from enum import Enum
+from heapq import heapify, heappop
+from itertools import pairwise
+
+from ...protocol.block_ids import BLOCK_TOKENS
+from .fairness import DRAWN_TOKENS, FairShares, depths, queues_too_many
+from .prefill_budget import stop_inside
+
+HEADROOM_TOKENS = 256
+"""Room that a row gets when it is admitted, beyond its prompt: one growth step of a dense cache."""
+
+STEP_TOKENS = 2
+"""What a running row may grow by before the next look: one step read, one in flight."""
+
+
+UNEVEN_TOKENS = 2**14
+"""The oldest prompt has its turns even if others were given so much less: prompts that are computed one after the other
+are all done sooner than side by side, or as soon."""
+
+
+class RowState(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`kv_tokens_max` bounds rows x longest row."""
+
+    rows_max: int
+    queue_requests_max: int
+    prefill_chunk_tokens: int
+    kv_tokens_max: int
+    prefill_rows_max: int = 4
+
+
+@dataclass(eq=False)
+class ScheduledRow:
+    """One request in the scheduler. Lengths are tokens.
+
+    `prompt` counts the tokens that must have KV before decoding starts, less the last one, which is the first decode
+    step's input. `done` of them have it. `generated` grows with every decode step. `keys` are the ids of the prompt's
+    whole blocks, where blocks can be reused; `twin` is equal for rows whose whole prompts are, where those can; `known`
+    is how many of its tokens could be reused when it came. One that is `restoring` has a place and waits for KV that is
+    read back. A `suspect` was in a batch that failed; `passed` says that a shorter row had the last turn of this one,
+    the first. Places and turns are shared evenly among tenants, and what a tenant has among its flows.
+    """
+
+    request_id: str
+    prompt: int
+    max_tokens: int
+    priority: int = 0
+    deadline: float = float("inf")
+    tenant: str = ""
+    flow: str = ""
+    order: int = 0
+    state: RowState = RowState.WAITING
+    done: int = 0
+    generated: int = 0
+    suspect: bool = False
+    keys: tuple[bytes, ...] = ()
+    twin: bytes = b""
+    known: int = 0
+    restoring: bool = False
+    passed: bool = False
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.generated
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return (-self.priority, self.order)
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Prefill `tokens[start:stop]` of the row."""
+
+    request_id: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who leaves before the next step.
+
+    `expired` rows passed their deadline and `preempted` ones went back to the queue; `cut` rows hold as many tokens as
+    memory can and end with what they have.
+    """
+
+    expired: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching for one replica. See the module's text for the life of a row."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every row, whatever state the tables are in."""
+        self._rows: dict[str, ScheduledRow] = {}
+        self._waiting: list[ScheduledRow] = []
+        self._prefilling: dict[str, ScheduledRow] = {}
+        self._running: dict[str, ScheduledRow] = {}
+        self._shares = FairShares()
+        self._expected: ScheduledRow | None = None
+        """For whom place was just made."""
+        self._arrivals = 0
+
+    @property
+    def running(self) -> int:
+        """Rows that hold a place: prefilling or decoding."""
+        return len(self._running) + len(self._prefilling)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens still to prefill, over all rows."""
+        # Copies, because others than the engine's thread ask.
+        waiting = sum(row.prompt - min(row.known, row.prompt) for row in list(self._waiting))
+        return waiting + sum(row.prompt - _reaches(row) for row in list(self._prefilling.values()))
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of KV that the rows which hold a place leave."""
+        return max(0, self.limits.kv_tokens_max - self._cost(self._placed()))
+
+    def row(self, request_id: str) -> ScheduledRow | None:
+        return self._rows.get(request_id)
+
+    def refusal(self, prompt: int, coming: int = 0, tenant: str = "", flow: str = "") -> str | None:
+        """`full` where the queue is, `full_for_it` where only this tenant or flow may queue no more, `too_long` for a
+        prompt that memory can never hold, None where `add` may go.
+
+        Args:
+            coming: rows that have been taken in and are not added yet.
+        """
+        if prompt + STEP_TOKENS > self.limits.kv_tokens_max:
+            return "too_long"
+        free = max(0, self.limits.rows_max - self.running)
+        room = self.limits.queue_requests_max + free - len(self._waiting) - coming
+        if room <= 0:
+            return "full"
+        return "full_for_it" if queues_too_many(tenant, flow, list(self._waiting), room) else None
+
+    def add(self, row: ScheduledRow) -> None:
+        if row.request_id in self._rows:
+            raise ValueError(f"request {row.request_id} is already here")
+        self._arrivals += 1
+        row.order = self._arrivals
+        self._rows[row.request_id] = row
+        self._shares.join(row)
+        self._enqueue(row)
+
+    def finish(self, request_id: str) -> None:
+        """The row leaves, wherever it is: finished, aborted or failed."""
+        row = self._rows.pop(request_id)
+        if row is self._expected:
+            self._expected = None
+        self._take_out(row)
+        self._shares.leave(row)
+
+    def await_restore(self, request_id: str, hot: int) -> None:
+        """The admitted row, of which memory has `hot` tokens, waits for KV that is read back; `reused` ends that."""
+        row = self._rows[request_id]
+        row.restoring, row.known = True, max(row.known, min(hot, row.prompt))
+
+    def reused(self, request_id: str, tokens: int) -> None:
+        """The first `tokens` of the admitted row's prompt already have KV."""
+        row = self._rows[request_id]
+        row.restoring = False
+        row.done = min(tokens, row.prompt)
+        if row.done == row.prompt:
+            self._start_decoding(row)
+
+    def prefilled(self, chunk: PrefillChunk) -> None:
+        """The chunk is being computed, or was; the next one is another."""
+        row = self._rows[chunk.request_id]
+        first = self._first(row.priority)
+        first.passed = row is not first
+        self._shares.charge(row, chunk.stop - row.done)
+        row.done = chunk.stop
+        if row.done >= row.prompt:
+            self._start_decoding(row)
+
+    def decoded(self, request_id: str) -> None:
+        """The row has one more token with KV; a decode step with it succeeded. What one has said that has just been
+        sent back belongs to its prompt."""
+        row = self._rows[request_id]
+        self._shares.charge(row, DRAWN_TOKENS)
+        row.suspect = False
+        if row.state is RowState.RUNNING:
+            row.generated += 1
+            return
+        row.prompt, row.max_tokens, row.twin = row.prompt + 1, row.max_tokens - 1, b""
+
+    def batch_failed(self) -> list[str]:
+        """A decode step raised: every running row goes back to the queue, but for the one that is to blame.
+
+        At first nobody is: all become suspects, and suspects join a batch of cleared rows one at a time, where a step
+        that succeeds clears them. So a batch that fails with one suspect in it names the culprit.
+
+        Returns:
+            The row to end, if it is known.
+        """
+        rows = list(self._running.values())
+        culprits = rows if len(rows) == 1 else [row for row in rows if row.suspect]
+        for row in rows:
+            if row not in culprits:
+                row.suspect = not culprits
+                self._requeue(row)
+        return [row.request_id for row in culprits]
+
+    def plan(self, now: float) -> Plan:
+        """Who leaves before the step at time `now` (seconds, the clock of the rows' deadlines)."""
+        self._expected = None
+        expired = [row.request_id for row in self._rows.values() if row.deadline <= now]
+        for request_id in expired:
+            self.finish(request_id)
+        preempted, cut = self._make_room()
+        for request_id in cut:
+            self.finish(request_id)
+        return Plan(expired, preempted + self._give_way(), cut)
+
+    def admit(self) -> str | None:
+        """The next row from the queue, if one may start prefilling now; `reused` must follow."""
+        if self.running >= self.limits.rows_max or len(self._prefilling) >= self.limits.prefill_rows_max:
+            return None
+        row, self._expected = self._expected or self._next_waiting(), None
+        if row is None or not self._may_join(row) or not self._fits(row, self._placed()):
+            return None
+        self._waiting.remove(row)
+        row.state = RowState.PREFILLING
+        self._prefilling[row.request_id] = row
+        self._shares.admit(row)
+        return row.request_id
+
+    def next_chunk(self, budget: int, step_budget: int = 0) -> PrefillChunk | None:
+        """The next prefill chunk, of at most `budget` tokens, which are what is left of a step's `step_budget`.
+
+        Among the most urgent rows it is the first one's turn at least every second time, and else that of the row
+        with the fewest tokens left, so a short prompt never waits for the whole of a long one. (Where the later one is
+        longer than what is left of the earlier, taking turns would delay the first and bring the second nothing.)
+        First is the oldest, or one whose tenant or flow was given `UNEVEN_TOKENS` less. What is left of a budget and
+        too little for the first is for a prompt that it completes; the first one's turn is the next then.
+
+        Args:
+            step_budget: 0 where nothing of it was used yet.
+
+        Returns:
+            None when no row is being prefilled, or when what is left of the step's budget is better not used. A whole
+            budget of at least `TOKENS_MIN` always has a chunk.
+        """
+        ready = [row for row in self._prefilling.values() if not row.restoring]
+        if not ready or budget <= 0:
+            return None
+        urgency = max(row.priority for row in ready)
+        urgent = [row for row in ready if row.priority == urgency]
+        shortest = min(urgent, key=lambda row: (row.prompt - row.done, row.order))
+        first = self._first(urgency)
+        chunk = self._chunk(first if first.passed else shortest, budget, max(budget, step_budget))
+        if chunk is None and first.passed:
+            chunk = self._chunk(shortest, budget, max(budget, step_budget))
+            return chunk if chunk is not None and chunk.stop == shortest.prompt else None
+        return chunk
+
+    def decoding(self) -> list[str]:
+        """The rows of the next decode step."""
+        return list(self._running)
+
+    def check(self) -> None:
+        """Raise AssertionError where the tables disagree: every row is in exactly one place, within the limits."""
+        tables = {
+            RowState.WAITING: {row.request_id: row for row in self._waiting},
+            RowState.PREFILLING: self._prefilling,
+            RowState.RUNNING: self._running,
+        }
+        assert len(self._waiting) + self.running == len(self._rows)
+        for request_id, row in self._rows.items():
+            assert row.request_id == request_id
+            assert tables[row.state].get(request_id) is row
+            assert 0 <= row.done <= row.prompt
+            assert row.state is not RowState.WAITING or row.done == 0
+            assert row.state is not RowState.RUNNING or row.done == row.prompt
+            assert row.state is RowState.RUNNING or row.generated == 0
+            assert not row.restoring or (row.state is RowState.PREFILLING and row.done == 0)
+        assert all(before.rank < after.rank for before, after in pairwise(self._waiting))
+        assert self.running <= self.limits.rows_max
+        assert len(self._prefilling) <= self.limits.prefill_rows_max
+        suspects = [row for row in self._placed() if row.suspect]
+        assert len(suspects) <= 1, "with two in one batch nobody could say who broke it"
+
+    def _chunk(self, row: ScheduledRow, budget: int, step_budget: int) -> PrefillChunk | None:
+        size = self.limits.prefill_chunk_tokens
+        border = (row.done // size + 1) * size
+        stop = min(row.prompt, border)
+        if stop - row.done > budget:
+            stop = stop_inside(row.done, budget, step_budget)
+        return PrefillChunk(row.request_id, row.done, stop) if stop > row.done else None
+
+    def _first(self, priority: int) -> ScheduledRow:
+        """Whose turn is next of the rows of a priority that are being prefilled."""
+        rows = [row for row in self._prefilling.values() if row.priority == priority and not row.restoring]
+        oldest = min(rows, key=lambda row: row.order)
+        least = min(rows, key=lambda row: (-self._shares.lead(oldest, row), row.order))
+        return least if self._shares.lead(oldest, least) > UNEVEN_TOKENS else oldest
+
+    def _placed(self) -> list[ScheduledRow]:
+        return [*self._running.values(), *self._prefilling.values()]
+
+    def _enqueue(self, row: ScheduledRow) -> None:
+        row.state = RowState.WAITING
+        insort(self._waiting, row, key=lambda waiting: waiting.rank)
+
+    def _requeue(self, row: ScheduledRow) -> None:
+        self._take_out(row)
+        if row.generated:
+            row.twin = b""  # What it has said belongs to its prompt now.
+        row.prompt, row.max_tokens = row.length, row.max_tokens - row.generated
+        row.generated = row.done = 0
+        row.passed = row.restoring = False
+        self._enqueue(row)
+
+    def _take_out(self, row: ScheduledRow) -> None:
+        if row.state is RowState.WAITING:
+            self._waiting.remove(row)
+        else:
+            del (self._prefilling if row.state is RowState.PREFILLING else self._running)[row.request_id]
+
+    def _start_decoding(self, row: ScheduledRow) -> None:
+        self._take_out(row)
+        row.state = RowState.RUNNING
+        self._running[row.request_id] = row
+
+    def _next_waiting(self, *, taking: bool = False) -> ScheduledRow | None:
+        """The first row of the queue, by urgency and then by whose turn it is, that does not wait for what an earlier
+        one is computing: for a free place, or for `taking` another's."""
+        computing = [(row.rank, *_computing(row)) for row in self._prefilling.values()]
+        if self._shares.alone:
+            return next((row for row in self._waiting if not _waits(row, computing)), None)
+        turns = [((-row.priority, *self._shares.turn(row, taking=taking)), row) for row in self._waiting]
+        heapify(turns)
+        while turns:
+            _, row = heappop(turns)
+            if not _waits(row, computing):
+                return row
+        return None
+
+    def _may_join(self, row: ScheduledRow) -> bool:
+        """Whether a batch that fails with `row` in it would still name the culprit.
+
+        Nobody joins before a suspect is cleared, and a suspect joins only rows that a step has cleared.
+        """
+        if any(placed.suspect for placed in self._placed()):
+            return False
+        return not row.suspect or (not self._prefilling and all(other.generated for other in self._running.values()))
+
+    def _fits(self, row: ScheduledRow, placed: list[ScheduledRow]) -> bool:
+        """Whether `row` may be prefilled beside the rows `placed`."""
+        prefilling = sum(other.state is RowState.PREFILLING for other in placed)
+        if len(placed) >= self.limits.rows_max or prefilling >= self.limits.prefill_rows_max:
+            return False
+        return not placed or self._cost(placed, row) <= self.limits.kv_tokens_max
+
+    @staticmethod
+    def _cost(rows: list[ScheduledRow], extra: ScheduledRow | None = None) -> int:
+        """Tokens of the dense batch, with room for one more step (and for `extra`, with its headroom)."""
+        lengths = [row.length + STEP_TOKENS for row in rows]
+        if extra:
+            lengths.append(extra.prompt + max(STEP_TOKENS, min(extra.max_tokens, HEADROOM_TOKENS)))
+        return len(lengths) * max(lengths, default=0)
+
+    def _make_room(self) -> tuple[list[str], list[str]]:
+        """Send the least urgent rows back until the batch fits, of these one of those who have most places, the
+        youngest; a row alone that does not fit is cut."""
+        preempted: list[str] = []
+        placed = self._placed()
+        if self._cost(placed) <= self.limits.kv_tokens_max:
+            return [], []
+        placed = _by_claim(placed)
+        while self._cost(placed) > self.limits.kv_tokens_max:
+            if len(placed) == 1:
+                return preempted, [placed[0].request_id]
+            last = placed.pop()
+            self._requeue(last)
+            preempted.append(last.request_id)
+        return preempted, []
+
+    def _give_way(self) -> list[str]:
+        """Send back as few rows as let the next one in, of those that are less urgent, or whose tenant or flow has more
+        places than the next one's will have then. Where it is longer than all of them it takes one place only: in a
+        dense batch it would cost the room of many."""
+        placed = self._placed()
+        if not self._waiting or not placed:
+            return []
+        if self._shares.alone and all(row.priority >= self._waiting[0].priority for row in placed):
+            return []
+        coming = self._next_waiting(taking=True)
+        if coming is None or not self._may_join(coming) or self._fits(coming, placed):
+            return []
+        less_urgent = [row for row in placed if row.priority < coming.priority]
+        too_many = _too_many(coming, [row for row in placed if row.priority == coming.priority])
+        yielding = [*too_many, *_by_claim(less_urgent)]
+        staying = [row for row in placed if row not in yielding]
+        if not self._fits(coming, staying):
+            return []
+        leaving: list[ScheduledRow] = []
+        for row in yielding:
+            if self._fits(coming, [*staying, row]):
+                staying.append(row)
+            else:
+                leaving.append(row)
+        even = [row for row in leaving if row.priority == coming.priority]
+        if len(even) > 1 and coming.prompt > max(row.length for row in placed):
+            return []
+        for row in leaving:
+            self._requeue(row)
+        self._expected = coming
+        return [row.request_id for row in leaving]
+
+
+def _by_claim(rows: list[ScheduledRow]) -> list[ScheduledRow]:
+    """Those that keep their places longest first: the most urgent, then by how many of theirs have one, then as they
+    came."""
+    rows = sorted(rows, key=lambda row: row.order)
+    claims = zip(rows, depths(rows), strict=True)
+    return [row for row, _ in sorted(claims, key=lambda one: (-one[0].priority, one[1].tenant, one[0].order))]
+
+
+def _too_many(coming: ScheduledRow, placed: list[ScheduledRow]) -> list[ScheduledRow]:
+    """The rows whose tenant has more places than that of `coming` will have, or whose flow in the same tenant; the last
+    ones last."""
+    rows = [*sorted(placed, key=lambda row: row.order), coming]
+    *found, own = depths(rows)
+    claims = [
+        (depth.tenant, row.order, row)
+        for row, depth in zip(rows[:-1], found, strict=True)
+        if (depth.flow > own.flow if row.tenant == coming.tenant else depth.tenant > own.tenant)
+    ]
+    return [row for _, _, row in sorted(claims, key=lambda one: one[:2])]
+
+
+def _reaches(row: ScheduledRow) -> int:
+    """How much of a prompt that is being prefilled has KV, or will have it before anything is computed."""
+    return min(row.known, row.prompt) if row.restoring else row.done
+
+
+def _computing(row: ScheduledRow) -> tuple[bytes, int, int, bytes | None]:
+    """What a row being prefilled computes that others may reuse: its twin, and its next whole block's index, end in
+    tokens, and key (None where no whole block is left)."""
+    index = _reaches(row) // BLOCK_TOKENS
+    end = (index + 1) * BLOCK_TOKENS
+    return row.twin, index, end, row.keys[index] if index < len(row.keys) and end <= row.prompt else None
+
+
+def _waits(row: ScheduledRow, computing: list[tuple[tuple[int, int], bytes, int, int, bytes | None]]) -> bool:
+    """Whether a row before this one in rank computes what this one could reuse.
+
+    Equal block ids mean equal histories, so two rows that agree in the block being computed agree in all before.
+    """
+    for rank, twin, index, end, key in computing:
+        if rank >= row.rank:
+            continue
+        if twin and twin == row.twin:
+            return True
+        if key is not None and end <= row.prompt and index < len(row.keys) and key == row.keys[index]:
+            return True
+    return False

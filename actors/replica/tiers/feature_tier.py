@@ -1,0 +1,52 @@
+"""Pictures' features on the disk: kept like the open tails of conversations, after a parent of their own.
+
+So everything that holds for KV on the disk holds for them too: digests, owners, budgets, and the way between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ...protocol.media_ids import features_id, features_parent, name_at
+from ...protocol.messages import GenerateRequest, Media
+from ..execution.vision import Features
+from .disk_tier import DiskTier, WriteJob, Written
+
+
+class FeatureTier:
+    """For agents' pictures; `offer` is for the engine's thread, `load` for any but an event loop's."""
+
+    def __init__(self, disk: DiskTier) -> None:
+        self._disk = disk
+
+    def offer(self, request: GenerateRequest, media: Media, features: Features) -> None:
+        """Write down what was made of an agent's picture, behind the request; or that the agent has used it too."""
+        if not request.agent or not request.reusable:
+            return
+        name = name_at(request.prompt, media.start, len(media.tokens))
+        known = features_id(request.root_id, name)
+        parent = features_parent(request.root_id, name)
+        new = [] if known in self._disk.saved else [Written(parent, name, _named(features))]
+        job = WriteJob(request.agent, [known], [], new, limits=request.disk_limits)
+        if self._disk.accepts(job):
+            self._disk.write(job)
+
+    def load(self, request: GenerateRequest, indexes: Sequence[int]) -> dict[int, Features]:
+        """What the disk has for these of a request's pictures."""
+        found: dict[int, Features] = {}
+        for index in indexes:
+            media = request.media[index]
+            name = name_at(request.prompt, media.start, len(media.tokens))
+            arrays = self._disk.read(features_parent(request.root_id, name), name, request.agent)
+            if arrays is not None and "embeddings" in arrays:
+                levels = (arrays[f"level.{level}"] for level in range(len(arrays) - 1))
+                found[index] = Features(arrays["embeddings"], tuple(levels))
+        return found
+
+
+def _named(features: Features) -> dict[str, mx.array]:
+    return {"embeddings": features.embeddings} | {
+        f"level.{level}": array for level, array in enumerate(features.levels)
+    }

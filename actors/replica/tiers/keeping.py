@@ -1,0 +1,148 @@
+"""What rows leave: kept in memory, and what of it is an agent's memory until it is on the disk.
+
+A row's whole blocks go to the disk while it is still being prefilled, as soon as they are worth a few files, and the
+rest when it ends, however it ends. Their copies are computed with the next step and handed over then. Until the disk
+has them they are pinned in memory, so a next turn finds them in one place or the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..execution.executor import BatchExecutor
+from .disk_tier import DiskTier, WriteJob
+from .memory import Restored, RowMemory, Sequence, Unsaved
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 32 * 2**20
+"""How much of a row that goes on is worth writing."""
+
+
+@dataclass(frozen=True)
+class _SavedOrComing:
+    """The ids that are on the disk, or on their way there."""
+
+    saved: dict[bytes, None]
+    coming: set[bytes]
+
+    def __contains__(self, block: object) -> bool:
+        return block in self.saved or block in self.coming
+
+
+class Keeping:
+    """For the engine's thread. Memory only saves work, so a failure of it fails no request.
+
+    Args:
+        disk: where what agents' rows leave is written; None for nowhere.
+        later: runs something on the engine's thread, called on any.
+    """
+
+    def __init__(
+        self,
+        memory: RowMemory,
+        executor: BatchExecutor,
+        disk: DiskTier | None,
+        later: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._memory = memory
+        self._executor = executor
+        self._disk = disk
+        self._later = later
+        self._noted: list[WriteJob] = []
+        self._coming: set[bytes] = set()
+        self._writers = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether more waits to be written than may: no row is to begin before that is less."""
+        return self._disk is not None and self._disk.behind
+
+    # In the life of a row.
+
+    def put_back(self, sequence: Sequence, restored: Restored) -> None:
+        """As `RowMemory.put_back`."""
+        self._try(self._memory.put_back, sequence, restored)
+
+    def after_chunk(self, sequence: Sequence, computed: int) -> None:
+        """The row, which is being prefilled, holds `computed` tokens now."""
+        if sequence.request.reusable:
+            self._try(self._memory.keep_blocks, sequence, computed)
+            self._try(self._write_blocks, sequence)
+
+    def after_prompt(self, sequence: Sequence, computed: int) -> None:
+        """They were its prompt's last."""
+        if sequence.request.choices > 1:
+            self._try(self._memory.keep_tail, sequence, computed)
+        elif sequence.request.agent and sequence.request.reusable:
+            self._try(self._memory.keep_prompt_end, sequence, computed)
+
+    def before_step(self, decoding: Iterable[Sequence]) -> None:
+        """These rows are about to decode."""
+        for sequence in decoding:
+            if self._memory.fills_prompt(sequence):
+                self._try(self._memory.keep_prompt_tail, sequence)
+
+    def keep(self, sequence: Sequence, *, ended: bool = False, returns: bool = False) -> None:
+        """Keep all KV of a row that is about to leave; nothing where it has none, or nobody would find it.
+
+        Args:
+            ended: whether it has said all, and was not taken out.
+            returns: whether it goes back to the queue.
+        """
+        if (sequence.request.reusable or returns) and self._executor.holds(sequence.id):
+            self._try(self._memory.keep_all, sequence)
+            self._try(self._write_all, sequence, ended)
+
+    def _try(self, store: Callable[..., None], sequence: Sequence, *arguments: object) -> None:
+        try:
+            store(sequence, *arguments)
+        except Exception:
+            logger.exception("the KV of request %s is not kept", sequence.id)
+
+    # On the way to the disk.
+
+    def _write_blocks(self, sequence: Sequence) -> None:
+        """A row that goes on holds these blocks. Where the disk cannot keep up, the row keeps them meanwhile."""
+        disk = self._disk_of(sequence)
+        if disk is None:
+            return
+        known = _SavedOrComing(disk.saved, self._coming)
+        self._memory.drop_snapshots(sequence, known)
+        nbytes = self._memory.unsaved_bytes(sequence, known)
+        if nbytes >= PIECE_BYTES and disk.has_room(nbytes):
+            self._offer(disk, sequence, [], self._memory.unsaved_blocks(sequence, known))
+
+    def _write_all(self, sequence: Sequence, ended: bool) -> None:
+        """A row is about to leave, and all that it holds is kept; `ended` as for `RowMemory.unsaved`."""
+        disk = self._disk_of(sequence)
+        if disk is not None:
+            unsaved = self._memory.unsaved(sequence, _SavedOrComing(disk.saved, self._coming), ended=ended)
+            self._offer(disk, sequence, self._memory.used(sequence), unsaved)
+
+    def hand_over(self) -> None:
+        """What was noted in the step before."""
+        noted, self._noted = self._noted, []
+        for job in noted:
+            assert self._disk is not None
+            self._disk.write(job)
+
+    def _disk_of(self, sequence: Sequence) -> DiskTier | None:
+        return self._disk if self._memory.is_written(sequence) else None
+
+    def _offer(self, disk: DiskTier, sequence: Sequence, chain: list[bytes], unsaved: list[Unsaved]) -> None:
+        self._writers += 1
+        writer, blocks = f"written {self._writers}", {item.id for item in unsaved if item.id is not None}
+
+        def done() -> None:
+            self._coming -= blocks
+            self._memory.release(writer)
+
+        request = sequence.request
+        job = WriteJob(request.agent, chain, unsaved, limits=request.disk_limits, done=lambda: self._later(done))
+        if disk.accepts(job):
+            self._coming |= blocks
+            self._memory.hold(writer, sequence, unsaved)
+            self._noted.append(job)

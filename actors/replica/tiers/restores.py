@@ -1,0 +1,167 @@
+"""Rows that have a place and whose KV is read back from the disk before they begin.
+
+A row is read back when it is admitted, not when it comes: so what is read back counts as a running row's KV, and rows
+that wait hold none, however many they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from ....cluster.errors import Unavailable
+from ...protocol.block_ids import BLOCK_TOKENS
+from .disk_tier import DiskTier, Prompt
+from .memory import Restored, Sequence
+
+logger = logging.getLogger(__name__)
+
+READS_MAX = 2
+"""How many prompts are read back at a time. Each may be as large as the context, and more would only share the disk."""
+
+READ_WAIT_S = 30.0
+"""How long an admitted row waits for its KV at the most, its turn to read included; its prompt is computed then."""
+
+READ_WAIT_S_MIN = 5.0
+"""So long it waits in any case, and else for twice as long as computing would take."""
+
+TRIES_S = (0.5, 1.0, 1.0)
+"""How long after each failure a store is asked again that is starting anew: it fails at once."""
+
+AT_ONCE_S = 1.0
+
+PAUSE_S = 10.0
+"""How long a store is not asked that hangs: rows would wait for it one after the other."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A row that is being read back since `since` (seconds, of the monotonic clock), and waits `wait_s` for it."""
+
+    prompt: Prompt
+    hot_tokens: int
+    since: float
+    wait_s: float
+
+
+Deliver = Callable[[Reading, Restored | None], None]
+
+
+class Restores:
+    """For the engine's thread.
+
+    Args:
+        disk: None where nothing is read back.
+        deliver: called on a reader's thread with what was read, or None.
+    """
+
+    def __init__(self, disk: DiskTier | None, deliver: Deliver) -> None:
+        self._disk = disk
+        self._deliver = deliver
+        self._reading: dict[str, Reading] = {}
+        # Since when each reader that works has been at it.
+        self._working: dict[int, float] = {}
+        self._paused_until = 0.0
+        self._jobs: SimpleQueue[Reading] = SimpleQueue()
+        for number in range(READS_MAX if disk is not None else 0):
+            threading.Thread(target=self._read_forever, args=(number,), name=f"reader-{number}", daemon=True).start()
+
+    def __len__(self) -> int:
+        return len(self._reading)
+
+    def asks(self, sequence: Sequence, hot: int, *, plain: bool) -> bool:
+        """Whether the disk may have more of a row than the `hot` tokens that memory has.
+
+        Args:
+            plain: whether every beginning of what memory keeps can be reused.
+        """
+        request, tokens = sequence.request, len(sequence.tokens)
+        if self._disk is None or not (request.agent or sequence.ids) or hot >= tokens - 1:
+            return False
+        if not request.reusable or self._hangs():
+            return False
+        # All that the agent has had is in memory. Asking for what little is new would take longer than computing it.
+        return not (plain and 0 < request.remembered_tokens <= hot and tokens - hot < BLOCK_TOKENS)
+
+    def _hangs(self) -> bool:
+        """Whether reading would only make rows wait."""
+        now, working = time.monotonic(), list(self._working.values())
+        return now < self._paused_until or (
+            len(working) == READS_MAX and all(now - since > READ_WAIT_S for since in working)
+        )
+
+    def begin(self, sequence: Sequence, hot: int, tokens_per_s: float) -> None:
+        """Read a row back.
+
+        Args:
+            tokens_per_s: how fast what is not read back would be computed; 0 where nobody knows.
+        """
+        request = sequence.request
+        # A copy, as the row may leave and its tokens go on elsewhere.
+        prompt = Prompt(request.request_id, request.agent, request.root_id, list(sequence.ids), list(sequence.tokens))
+        compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else READ_WAIT_S
+        reading = Reading(prompt, hot, time.monotonic(), max(READ_WAIT_S_MIN, 2 * compute_s))
+        self._reading[request.request_id] = reading
+        self._jobs.put(reading)
+
+    def end(self, reading: Reading) -> bool:
+        """Something was read. False where nobody waits for it any more."""
+        if self._reading.get(reading.prompt.request_id) is not reading:
+            return False
+        del self._reading[reading.prompt.request_id]
+        return True
+
+    def leave(self, request_id: str) -> None:
+        """The row has lost its place; one that is not here is ignored."""
+        self._reading.pop(request_id, None)
+
+    def overdue(self) -> list[str]:
+        """Rows that have waited too long; they wait no more."""
+        if not self._reading:
+            return []
+        now = time.monotonic()
+        late = {
+            name: wait_s
+            for name, reading in self._reading.items()
+            if now - reading.since > (wait_s := min(reading.wait_s, READ_WAIT_S))
+        }
+        for name, wait_s in late.items():
+            logger.warning("request %s: nothing is read back within %.1f s", name, wait_s)
+            del self._reading[name]
+        return list(late)
+
+    def _read_forever(self, number: int) -> None:
+        while True:
+            reading = self._jobs.get()
+            restored = None
+            self._working[number] = time.monotonic()
+            try:
+                restored = self._read(reading)
+            except Exception:
+                # Whatever it is: this thread must live, and the row be computed.
+                logger.exception("request %s: nothing is read back", reading.prompt.request_id)
+            del self._working[number]
+            self._deliver(reading, restored)
+            # Else what was read would be held until the next.
+            del reading, restored
+
+    def _read(self, reading: Reading) -> Restored | None:
+        assert self._disk is not None
+        for pause_s in (*TRIES_S, 0.0):
+            # Who has waited too long, or left, needs no reading.
+            if self._reading.get(reading.prompt.request_id) is not reading or time.monotonic() < self._paused_until:
+                return None
+            began = time.monotonic()
+            try:
+                return self._disk.load(reading.prompt, reading.hot_tokens)
+            except Unavailable as error:
+                logger.warning("request %s: nothing is read back yet: %s", reading.prompt.request_id, error.message)
+                if time.monotonic() - began > AT_ONCE_S:
+                    break
+            time.sleep(pause_s)
+        self._paused_until = time.monotonic() + PAUSE_S
+        return None

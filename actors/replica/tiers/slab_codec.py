@@ -1,0 +1,173 @@
+"""Slabs as named arrays for the disk, and back.
+
+A part is called by its layer and what it is: `3.key_codes` and the other fields of `Sealed`, or `3.keys` and `3.values`
+in full precision, or `3.state.0` of a recurrent layer. bfloat16, which numpy does not know, travels as 16-bit numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from ..kv.caches import BlockRun, LayerKind, LayerKV, Layers, ModelCacheSpec, Slab
+from ..kv.sealing import TOKEN_AXES, Sealed
+
+_PAIR = ("keys", "values")
+_TOKEN_AXIS = dict(zip(Sealed._fields, TOKEN_AXES, strict=True)) | dict.fromkeys(_PAIR, 2)
+
+
+def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
+    """The slab's arrays by name, in the order of layers. They must have been evaluated."""
+    parts: dict[str, np.ndarray] = {}
+    states = iter(slab.states or ())
+    for index, (layer, entry) in enumerate(zip(spec.layers, slab.layers, strict=True)):
+        if entry is not None:
+            names = Sealed._fields if isinstance(entry, Sealed) else _PAIR
+            parts |= {f"{index}.{name}": to_numpy(array) for name, array in zip(names, entry, strict=True)}
+        elif layer.kind is LayerKind.RECURRENT and slab.states is not None:
+            arrays = enumerate(next(states))
+            parts |= {f"{index}.state.{number}": to_numpy(array) for number, array in arrays}
+    return parts
+
+
+@dataclass
+class _Stack:
+    """A part of layers that are alike, a row a layer, of which `places` have been read."""
+
+    array: np.ndarray
+    places: list[int] = field(default_factory=list)
+
+
+class SlabReader:
+    """Slabs of entries from their parts, in whatever order those are read.
+
+    Every slab has memory of its own, so what is kept of one keeps no other. Layers that are alike have theirs together
+    where a row is opened sooner for it: on a GPU. Elsewhere `run` joins the blocks of full layers as the parts come:
+    numpy does that in a quarter of the time that MLX takes on a CPU, while the bytes are in its caches.
+
+    Args:
+        count: how many entries.
+        joins: whether they are blocks one after the other, of which a `run` is wanted.
+        stacked: whether layers have their memory together.
+    """
+
+    def __init__(self, spec: ModelCacheSpec, count: int, *, joins: bool = False, stacked: bool = False) -> None:
+        self._spec = spec
+        self._parts: list[dict[str, mx.array]] = [{} for _ in range(count)]
+        self._stacks: list[dict[Layers, dict[str, _Stack]]] = [{} for _ in range(count)]
+        self._joined: dict[str, mx.array] | None = {} if joins and count > 1 and not stacked else None
+        self._full = {str(index) for index, layer in enumerate(spec.layers) if layer.kind is LayerKind.FULL}
+        several = [layers for layers in spec.alike if stacked and len(layers) > 1]
+        self._places = {str(index): (layers, place) for layers in several for place, index in enumerate(layers)}
+
+    def take(self, name: str, indexes: Sequence[int], array: np.ndarray) -> None:
+        """One part of several entries: `array[i]` is that of entry `indexes[i]`."""
+        layer, _, rest = name.partition(".")
+        for row, index in enumerate(indexes):
+            if layer not in self._places or not self._stack(index, *self._places[layer], rest, array[row]):
+                self._parts[index][name] = to_mlx(array[row])
+        axis = _TOKEN_AXIS.get(rest)
+        if self._joined is not None and axis is not None and layer in self._full:
+            if len(indexes) == len(self._parts) and array.ndim > axis + 1 and array.size:
+                self._joined[name] = to_mlx(_concatenated(array, axis))
+            else:
+                # One has failed, or is of another shape.
+                self._joined = None
+
+    def _stack(self, index: int, layers: Layers, place: int, name: str, array: np.ndarray) -> bool:
+        """Lay a layer's part beside those of the layers like it; whether it is of their shape."""
+        stacks = self._stacks[index].setdefault(layers, {})
+        if name not in stacks:
+            stacks[name] = _Stack(np.empty((len(layers), *array.shape[1:]), array.dtype))
+        found = stacks[name]
+        if array.shape[:1] != (1,) or array.shape[1:] != found.array.shape[1:] or array.dtype != found.array.dtype:
+            return False
+        found.array[place] = array[0]
+        found.places.append(place)
+        return True
+
+    def slab(self, index: int, tokens: int, window_from: int = 0) -> Slab:
+        """The slab of entry `index`, which has `tokens` tokens; once only.
+
+        Raises:
+            ValueError: it is a slab of other layers.
+        """
+        left, self._parts[index] = self._parts[index], {}
+        stacks, self._stacks[index] = self._stacks[index], {}
+        found: dict[Layers, LayerKV] = {}
+        for layers, parts in stacks.items():
+            whole = {name: to_mlx(stack.array) for name, stack in parts.items() if len(stack.places) == len(layers)}
+            entry = _entry(whole, "") if len(whole) == len(parts) else None
+            if entry is not None:
+                found[layers] = entry
+                continue
+            for name, stack in parts.items():
+                left |= {f"{layers[place]}.{name}": to_mlx(stack.array[place : place + 1]) for place in stack.places}
+        several = {number for layers in found for number in layers}
+        states: list[list[mx.array]] = []
+        for number, layer in enumerate(self._spec.layers):
+            if layer.kind is LayerKind.RECURRENT:
+                state: list[mx.array] = []
+                while (array := left.pop(f"{number}.state.{len(state)}", None)) is not None:
+                    state.append(array)
+                if state:
+                    states.append(state)
+            elif number not in several:
+                entry = _entry(left, f"{number}.")
+                if entry is not None:
+                    found[number,] = entry
+                elif not layer.window:
+                    raise ValueError(f"layer {number} has no KV")
+        recurrent = sum(layer.kind is LayerKind.RECURRENT for layer in self._spec.layers)
+        if left or len(states) not in (0, recurrent):
+            raise ValueError(f"not a slab of this model: {', '.join(sorted(left)[:3]) or 'a state is missing'}")
+        slab = Slab.of(len(self._spec.layers), found, tokens, window_from, states or None)
+        mx.eval(slab.arrays())
+        return slab
+
+    def joined(self, slabs: Sequence[Slab]) -> BlockRun | None:
+        """All entries' slabs as one; None where they are too different, or nothing would be gained."""
+        if not self._joined or len(slabs) != len(self._parts):
+            return None
+        joined, self._joined = self._joined, None
+        layers = [_entry(joined, f"{number}.") for number in range(len(self._spec.layers))]
+        run = BlockRun(layers, sum(slab.tokens for slab in slabs), states=slabs[-1].states, blocks=tuple(slabs))
+        mx.eval([array for entry in layers if entry is not None for array in entry])
+        return run
+
+
+def _entry(parts: dict[str, mx.array], prefix: str) -> LayerKV | None:
+    """Takes KV out of `parts`, where its arrays are named so."""
+    sealed = [parts.pop(prefix + name, None) for name in Sealed._fields]
+    pair = [parts.pop(prefix + name, None) for name in _PAIR]
+    if not any(array is None for array in sealed):
+        return Sealed(*(array for array in sealed if array is not None))
+    return (pair[0], pair[1]) if pair[0] is not None and pair[1] is not None else None
+
+
+def _concatenated(array: np.ndarray, axis: int) -> np.ndarray:
+    """`array[0]`, `array[1]`, ... after each other along `axis` of each.
+
+    What lies together stays together, so whole runs of bytes are moved and not numbers; `np.concatenate` takes up to
+    four times as long.
+    """
+    count, *shape = array.shape
+    nbytes = math.prod(shape[axis:]) * array.itemsize
+    pieces = array.reshape(count, -1).view(np.dtype((np.void, nbytes)))
+    joined = np.ascontiguousarray(pieces.T).view(array.dtype)
+    return joined.reshape(*shape[:axis], count * shape[axis], *shape[axis + 1 :])
+
+
+def to_numpy(array: mx.array) -> np.ndarray:
+    """An evaluated array as the disk has it."""
+    return np.array(array.view(mx.uint16)) if array.dtype == mx.bfloat16 else np.array(array)
+
+
+def to_mlx(array: np.ndarray) -> mx.array:
+    """The array that `to_numpy` was given."""
+    made = mx.array(array)
+    return made.view(mx.bfloat16) if array.dtype == np.uint16 else made

@@ -1,0 +1,1 @@
+"""Whether processes make progress, and what becomes of those that do not. Pure, but for the watchdog."""

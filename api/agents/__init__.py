@@ -1,0 +1,1 @@
+"""Agents' memory as a request sees it: recalled before it, kept when it ends."""

@@ -1,0 +1,210 @@
+"""`satchel agents`: list, show, move, fork and forget agents, over the running endpoint's HTTP interface."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from ...cluster.errors import SatchelError
+from .models import HomeOption, JsonOption, chosen_home
+
+if TYPE_CHECKING:
+    import httpx
+
+app = typer.Typer(
+    help="List the agents that the running server remembers, or show, move, fork or forget one.",
+    invoke_without_command=True,
+)
+
+_ANSWER_S = 30.0
+_MOVE_S = 3600.0
+"""Longer than any server takes for a move, which has its own limit (`timeouts.request_s`)."""
+
+AgentArgument = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many.")]
+AfterOption = Annotated[str, typer.Option("--after", metavar="AGENT", help="Go on after this one.")]
+
+
+@app.callback()
+def agents(context: typer.Context, json: JsonOption = False, home: HomeOption = None) -> None:
+    """List the agents that the running server remembers, or show, move, fork or forget one."""
+    context.obj = home
+    if context.invoked_subcommand is None:
+        _list(home, 20, "", json)
+
+
+@app.command("list")
+def list_agents(
+    context: typer.Context,
+    limit: LimitOption = 20,
+    after: AfterOption = "",
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """List agents by their ids."""
+    _list(home or context.obj, limit, after, json)
+
+
+@app.command()
+def show(context: typer.Context, agent: AgentArgument, json: JsonOption = False, home: HomeOption = None) -> None:
+    """Show what is known of an agent, and where it lives."""
+    with _endpoint(home or context.obj, _ANSWER_S) as session:
+        found = _ask(session, "GET", agent)
+        place = session.get(f"/v1/cluster/agents/{_name(agent)}")
+        # Where that cannot be said, the rest is worth showing.
+        found |= _json(place) if place.is_success else {}
+        found["object"] = "agent"
+    if json:
+        _print_json(found)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    from .views import size, table
+
+    console = Console(markup=False, highlight=False)
+    where = f" on {found['home']}" if found.get("home") else ""
+    copies = f", copies on {', '.join(found['copies'])}" if found.get("copies") else ""
+    count = len(found["pictures"])
+    pictures = f", {count:,} picture{'s' if count > 1 else ''}" if count else ""
+    words = f"{size(found['bytes'])} of words"
+    console.print(f"{found['id']}{where}{copies}: {found['tier']}, {words}{pictures}, used {_used(found)}")
+    shown = table("branch", "model", "tokens", "messages", "turns", "used")
+    for branch in found["branches"]:
+        numbers = [f"{branch[name]:,}" for name in ("tokens", "messages", "turns")]
+        shown.add_row(str(branch["branch"]), Text(branch["model"]), *numbers, _used(branch))
+    console.print(shown)
+
+
+@app.command()
+def move(
+    context: typer.Context,
+    agent: AgentArgument,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Its new home, as `satchel status` calls it.")],
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Make another node an agent's home: its memory goes there, and its next turns with it."""
+    with _endpoint(home or context.obj, _MOVE_S) as session:
+        done = _ask(session, "POST", agent, "/move", {"to": node})
+    if json:
+        _print_json(done)
+    elif not done["moved"]:
+        print(f"{agent} lives on {node} already")
+    else:
+        from .views import size
+
+        what = f"{done['tokens']:,} tokens, {done['blocks']:,} blocks, {size(done['bytes'])}"
+        print(f"{agent} has moved from {done['from'] or 'nowhere'} to {node}: {what} in {done['seconds']:.2f} s")
+
+
+@app.command()
+def fork(
+    context: typer.Context,
+    agent: AgentArgument,
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The new agent's id.")],
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Copy an agent's memory to a new id."""
+    with _endpoint(home or context.obj, _ANSWER_S) as session:
+        done = _ask(session, "POST", agent, "/fork", {"as": new})
+    if json:
+        _print_json(done)
+    else:
+        print(f"{new} remembers what {agent} does ({done['branches']} branches)")
+
+
+@app.command()
+def forget(context: typer.Context, agent: AgentArgument, json: JsonOption = False, home: HomeOption = None) -> None:
+    """Erase all that is known of an agent, on disk too."""
+    with _endpoint(home or context.obj, _ANSWER_S) as session:
+        done = _ask(session, "DELETE", agent)
+    if json:
+        _print_json(done)
+    else:
+        print(f"{agent} is forgotten")
+
+
+def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
+    with _endpoint(given, _ANSWER_S) as session:
+        page = _json(session.get("/v1/agents", params={"limit": str(limit), **({"after": after} if after else {})}))
+        homes = _homes(session)
+    for agent in page["data"]:
+        agent.update(homes.get(agent["id"], {}))
+    if as_json:
+        _print_json(page["data"])
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    from .views import size, table
+
+    shown = table("agent", "home", "copies", "model", "tokens", "turns", "words", "used")
+    for agent in page["data"]:
+        shown.add_row(
+            Text(agent["id"]),
+            Text(agent.get("home") or ""),
+            Text(", ".join(agent.get("copies", []))),
+            Text(agent["model"]),
+            f"{agent['tokens']:,}",
+            f"{agent['turns']:,}",
+            size(agent["bytes"]),
+            _used(agent),
+        )
+    console = Console(markup=False, highlight=False)
+    console.print(shown)
+    if page["has_more"]:
+        console.print(f"There are more: --after {page['last_id']}")
+
+
+def _homes(session: httpx.Client) -> dict[str, dict[str, Any]]:
+    """Home and copies by agent, of those that the cluster's view has; nothing where it cannot be had."""
+    answer = session.get("/v1/cluster")
+    if not answer.is_success:
+        return {}
+    return {each["id"]: {"home": each["home"], "copies": each["copies"]} for each in _json(answer)["agents"]}
+
+
+@contextmanager
+def _endpoint(given: Path | None, timeout_s: float) -> Iterator[httpx.Client]:
+    from .views import client
+
+    with client(chosen_home(given), timeout_s=timeout_s) as session:
+        yield session
+
+
+def _ask(session: httpx.Client, method: str, agent: str, action: str = "", body: dict[str, Any] | None = None) -> Any:
+    return _json(session.request(method, f"/v1/agents/{_name(agent)}{action}", json=body))
+
+
+def _name(agent: str) -> str:
+    """The id as a part of a path, in which dots alone would be taken for folders."""
+    return quote(agent, safe="").replace(".", "%2E")
+
+
+def _json(answer: httpx.Response) -> Any:
+    if not answer.is_success:
+        from .views import error_of
+
+        raise error_of(answer)
+    try:
+        return answer.json()
+    except ValueError:
+        raise SatchelError(f"the endpoint's answer to {answer.request.url.path} is not JSON") from None
+
+
+def _print_json(data: Any) -> None:
+    print(json_text.dumps(data, indent=2))
+
+
+def _used(shown: dict[str, Any]) -> str:
+    """When it was used last, by this machine's clock."""
+    return datetime.fromtimestamp(shown["last_used"]).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,167 @@
+"""The commands that bring machines into clusters and out again: `join`, `leave`, `up`, `down`, `install-service`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from ...cluster.config import Config, Home, default_config, load_config
+from ...cluster.errors import ClusterError, ConfigError
+from .models import HomeOption, chosen_home
+
+InvitationArgument = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Argument(
+        metavar="INVITATION", help="As `satchel invite` prints it on the head; without one, the last cluster again."
+    ),
+]
+NameOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--name", metavar="NAME", help="Of this node (else the machine's)."),
+]
+OwnAddressOption = Annotated[str, typer.Option("--address", metavar="ADDR", help="Of this machine, for the others.")]
+WaitOption = Annotated[float, typer.Option("--wait", min=0.0, metavar="SECONDS", help="For its end, at most.")]
+ConfigArgument = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Argument(metavar="CONFIG", help="A YAML file."),
+]
+PortOption = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--port", min=1, max=65535, help="The endpoint's port (else the config's)."),
+]
+ListenOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--listen", metavar="ADDR", help="The endpoint's address (else the config's); 0.0.0.0 is everyone."),
+]
+OrderedOption = Annotated[bool, typer.Option("--ordered", hidden=True)]
+
+
+def invite(home: HomeOption = None) -> None:
+    """Print what another machine must be told to join the cluster that runs here. It is good once, for an hour."""
+    from ...cluster.connection import find_cluster, is_loopback
+    from ...cluster.trust.invitations import LIFE_S
+    from ...cluster.trust.invitations import invite as run
+
+    record = find_cluster(chosen_home(home))
+    if record.joined:
+        raise ClusterError(f"{record.node} does not lead its cluster; invite on the head, at {record.door}")
+    invitation = run(Home(Path(record.home)), record.door)
+    _say(f"On the other machine, once and within {LIFE_S / 60:.0f} minutes:")
+    _say(f"  satchel join '{invitation.to_text()}'")
+    if is_loopback(record.door):
+        _say("That reaches this machine only; for others the first node in the config needs an address.")
+
+
+def join(
+    invitation: InvitationArgument = None,
+    name: NameOption = None,
+    own_address: OwnAddressOption = "",
+    ordered: OrderedOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Make this machine a node of a running cluster, until Ctrl-C."""
+    from ...cluster.bring_up.launch import JoinOrder
+    from .join import invited, own_node, read_order
+    from .join import join as run
+
+    where = chosen_home(home)
+    if ordered:
+        order = read_order()
+    else:
+        found = invited(invitation, where)
+        order = JoinOrder(found, own_node(name, own_address, found.door))
+    run(order, where, ordered=ordered)
+
+
+def leave(wait: WaitOption = 30.0, home: HomeOption = None) -> None:
+    """Take this machine out of the cluster that it has joined: ends the `satchel join` of this home."""
+    from .service import leave as run
+
+    run(chosen_home(home), wait_s=wait, say=_say)
+
+
+def up(
+    config: ConfigArgument = None,
+    port: PortOption = None,
+    listen: ListenOption = None,
+    home: HomeOption = None,
+) -> None:
+    """Serve in the background: as `serve`, but returns once the server is ready."""
+    from .serve import for_clients
+    from .service import log_file, satchel_command
+    from .service import up as run
+
+    where = chosen_home(home)
+    chosen = with_endpoint(load_config(config) if config is not None else default_config(), port, listen)
+    command = satchel_command("serve", "--home", str(where.root))
+    options = {"--config": config and config.expanduser().absolute(), "--port": port, "--listen": listen}
+    for option, value in options.items():
+        command += [] if value is None else [option, str(value)]
+    record = run(command, chosen, where, _say)
+    _say(f"Ready: {for_clients(record.endpoint_url or '', chosen.endpoint)[0]}/v1")
+    _say(f"The server runs in the background (process {record.pid}); its log is {log_file(where)}")
+    _say("`satchel status` shows it, `satchel down` ends it.")
+
+
+def down(
+    now: Annotated[bool, typer.Option("--now", help="Do not let running requests finish.")] = False,
+    wait: WaitOption = 120.0,
+    home: HomeOption = None,
+) -> None:
+    """End the running server of this home in order, however it was started."""
+    from .service import down as run
+
+    run(chosen_home(home), at_once=now, wait_s=wait, say=_say)
+
+
+def install_service(
+    config: ConfigArgument = None,
+    join: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--join", metavar="INVITATION", help="Be a node of a cluster instead of serving a config."),
+    ] = None,
+    name: NameOption = None,
+    own_address: OwnAddressOption = "",
+    only_print: Annotated[bool, typer.Option("--print", help="Show the file and write nothing.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Let this machine's service manager (launchd or systemd) keep a server, or a node. Starts nothing itself."""
+    from .service import head_service, install, node_service
+
+    where = chosen_home(home)
+    if (config is None) == (join is None):
+        raise ConfigError("say what to keep: a config to serve, or `--join INVITATION`")
+    if config is not None:
+        if name is not None or own_address:
+            raise ConfigError("--name and --address are for a node: `--join INVITATION`")
+        load_config(config)
+        service = head_service(config, where)
+    else:
+        if name is None:
+            raise ConfigError("a node needs `--name`")
+        from .join import invited, let_in, own_node
+
+        invitation = invited(join, where)
+        node = own_node(name, own_address, invitation.door)
+        if invitation.secret and not only_print:
+            # The service comes in by its certificate.
+            let_in(where, node, invitation)
+        service = node_service(invitation.door, name, own_address, where)
+    install(service, where, only_print=only_print, say=_say)
+
+
+def with_endpoint(config: Config, port: int | None, listen: str | None) -> Config:
+    """The config with the endpoint where the command line says."""
+    endpoint = config.endpoint
+    if port is not None:
+        endpoint = replace(endpoint, port=port)
+    if listen is not None:
+        endpoint = replace(endpoint, listen=listen)
+    return replace(config, endpoint=endpoint)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,274 @@
+"""`satchel join`: this machine becomes a node of a cluster, until a signal comes or whoever ordered it lets go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import select
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from ...cluster.bring_up.launch import READY, JoinOrder
+from ...cluster.bring_up.runtime import LocalCluster
+from ...cluster.config import Config, Home
+from ...cluster.errors import ActorAway, ClusterError, ModelLoadError, NoAnswer, SatchelError
+from ...cluster.home import HomeLock, prepare_home
+from ...cluster.nodes import Node
+from ...cluster.trust.admission import Admission, enter
+from ...cluster.trust.invitations import Invitation, remembered
+from .progress import Progress
+from .serve import POLL_S, StopSignals, as_sentence, leave
+
+ORDER_S = 30.0
+ORDER_BYTES_MAX = 65_536
+DRAIN_S = 4.0
+HAND_OVER_S = 18.0
+"""For giving the node's agents another home; `satchel leave` waits 30 s for all."""
+
+FORMER_S = 40.0
+"""How long a node waits until its former life is known to have ended; Ray takes 15 s to notice."""
+
+RETURN_S = 30.0
+"""How long replicas may take to be on their way to a node that has come back."""
+
+AGAIN_S = 0.5
+TOLD_S = 1.0
+
+
+def read_order() -> JoinOrder:
+    """The order on standard input.
+
+    Raises:
+        ClusterError: none comes.
+    """
+    descriptor, line, ends = sys.stdin.fileno(), b"", time.monotonic() + ORDER_S
+    while not line.endswith(b"\n") and len(line) < ORDER_BYTES_MAX:
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, ends - time.monotonic()))
+        part = os.read(descriptor, 4096) if readable else b""
+        if not part:
+            break
+        line += part
+    try:
+        return JoinOrder.from_line(line)
+    except ValueError as error:
+        raise ClusterError(str(error)) from None
+
+
+def own_node(name: str | None, address: str, head: str) -> Node:
+    """This machine as a node that no config describes.
+
+    Raises:
+        ClusterError: the name is none, or the head's address (`host:port`) is.
+    """
+    host, _, port = head.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        raise ClusterError(f"{head!r} is not the address of a cluster, HOST:PORT")
+    if not address:
+        # The address that is used towards the head; nothing is sent.
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))
+                address = str(probe.getsockname()[0])
+        except OSError as error:
+            raise ClusterError(f"there is no way to {host}: {error.strerror or error}") from None
+    name = name or re.sub(r"[^a-z0-9]+", "-", socket.gethostname().partition(".")[0].lower()).strip("-")[:63]
+    try:
+        return Node(name=name, address=address)
+    except ValueError:
+        raise ClusterError(f"{name!r} at {address!r} is no node: a name has letters, digits and dashes") from None
+
+
+def let_in(home: Home, node: Node, invitation: Invitation) -> Admission:
+    """As `enter`, where nobody runs on the home: what he knows of a cluster must not be replaced.
+
+    Raises:
+        HomeInUse: somebody does.
+    """
+    prepare_home(home)
+    lock = HomeLock(home)
+    lock.acquire()
+    lock.release()
+    return enter(home, node, invitation)
+
+
+def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
+    """Joins, serves, leaves, and ends the process: with exit code 0 after an orderly end.
+
+    Args:
+        ordered: leave when standard input closes, and say `READY` to whoever reads.
+    """
+    prepare_home(home)
+    signals = StopSignals()
+    signals.install()
+    progress = Progress()
+    cluster = LocalCluster(home, node=order.node)
+    start = _Start(order, cluster, progress)
+    try:
+        start.start()
+        while start.is_alive() and not signals.stop and not (ordered and _input_closed()):
+            start.join(POLL_S)
+            if start.connected.is_set() and not start.go_on.is_set():
+                signals.install()
+                start.go_on.set()
+        progress.close()
+        if start.is_alive():
+            start.withdraw(for_good=not ordered)
+            cluster.stop(abandon=True)
+            leave(0)
+        if start.error is not None:
+            start.withdraw(for_good=not ordered)
+            raise as_sentence(start.error, home)
+        signals.install()
+        progress.say(READY if ordered else f"{order.node.name} has joined {order.invitation.door}; Ctrl-C leaves")
+        _stay(cluster, signals, ordered)
+        progress.say("Leaving")
+        _leave_cluster(start, order.node, progress, for_good=not ordered)
+    except SatchelError as error:
+        cluster.stop()
+        print(f"satchel: {error.message}", file=sys.stderr)
+        leave(1)
+    cluster.stop()
+    leave(0)
+
+
+class _Start(threading.Thread):
+    """Joins and starts the node's actors; `error` is set where that failed."""
+
+    def __init__(self, order: JoinOrder, cluster: LocalCluster, progress: Progress) -> None:
+        super().__init__(name="join", daemon=True)
+        self._order, self._cluster, self._progress = order, cluster, progress
+        self.connected, self.go_on, self.begun = threading.Event(), threading.Event(), threading.Event()
+        self.replicas: dict[str, Any] = {}
+        self.error: BaseException | None = None
+
+    def withdraw(self, *, for_good: bool) -> None:
+        """Leave the cluster without having joined it: nobody waits for a node that never comes again."""
+        if for_good and self.begun.is_set():
+            _leave_cluster(self, self._order.node, self._progress, for_good=True)
+
+    def run(self) -> None:
+        try:
+            self._join()
+        except BaseException as error:
+            self.error = error
+
+    def _join(self) -> None:
+        self._progress.report(f"Joining {self._order.invitation.door}", None)
+        self._cluster.start(let_in(self._cluster.home, self._order.node, self._order.invitation))
+        self.connected.set()
+        self.go_on.wait()
+        self._await_name()
+        from ...actors.start import compare_models, start_node
+        from ..ray_backend.dispatch import cluster_config
+
+        config: Config = cluster_config()
+        self.begun.set()
+        self.replicas = start_node(config, self._order.node)
+        self._await_replicas(config)
+        self._progress.say(*asyncio.run(compare_models(self.replicas)))
+        self._cluster.note_processes()
+
+    def _await_name(self) -> None:
+        """Wait until no other node has this one's name. One that was killed and is started again has for a while.
+
+        Raises:
+            ClusterError: somebody else has it.
+        """
+        import ray
+
+        node, own = self._order.node, ray.get_runtime_context().get_node_id()
+        ends = time.monotonic() + FORMER_S
+        while True:
+            alive = [each for each in ray.nodes() if each["Alive"] and node.resource in each["Resources"]]
+            others = [each["NodeManagerAddress"] for each in alive if each["NodeID"] != own]
+            if not others:
+                return
+            if time.monotonic() > ends:
+                raise ClusterError(
+                    f"the cluster has a node {node.name} already, at {others[0]}; join by another --name"
+                )
+            self._progress.report(f"Waiting until the former {node.name} at {others[0]} is gone", None)
+            time.sleep(AGAIN_S)
+
+    def _await_replicas(self, config: Config) -> None:
+        """
+        Raises:
+            ModelLoadError: one does not load.
+        """
+        from ...actors.start import wait_until_ready
+
+        ends = time.monotonic() + RETURN_S
+        while True:
+            try:
+                asyncio.run(wait_until_ready(self.replicas, config.timeouts.model_load_s, self._progress.report))
+                return
+            except ModelLoadError as error:
+                # Those that come back with the node cannot be asked before they are here.
+                if not isinstance(error.__cause__, ActorAway) or time.monotonic() > ends:
+                    raise
+            time.sleep(AGAIN_S)
+
+
+def _stay(cluster: LocalCluster, signals: StopSignals, ordered: bool) -> None:
+    """Returns when it is time to leave.
+
+    Raises:
+        ClusterError: the cluster is gone.
+    """
+    while not signals.stop and not (ordered and _input_closed()):
+        time.sleep(POLL_S)
+        if (failure := cluster.failure()) is not None:
+            raise ClusterError(f"the cluster is gone: {failure}")
+        cluster.tend()
+
+
+def _leave_cluster(start: _Start, node: Node, progress: Progress, *, for_good: bool) -> None:
+    """Let the node's work end, and tell the others. One that leaves for good hands its agents over first."""
+    from ray.exceptions import RayError
+
+    from ...actors.protocol.clients import RouterClient
+    from ...actors.start import leave_node
+    from ..ray_backend.leaving import drain_and_hand_over
+
+    def work() -> None:
+        with suppress(NoAnswer, RayError, ValueError, TimeoutError):
+            if for_good:
+                limits = {"drain_s": DRAIN_S, "hand_over_s": HAND_OVER_S}
+                handed = asyncio.run(drain_and_hand_over(start.replicas, node, **limits))
+                if handed.moved or handed.left:
+                    progress.say(f"{handed.moved} of {handed.moved + handed.left} agents live on other nodes now")
+        leave_node(start.replicas, node, 0.0 if for_good else DRAIN_S, for_good)
+        # Else nobody would know for some seconds. Where the router restarts, it has forgotten the node anyway.
+        with suppress(NoAnswer):
+            RouterClient().lose_node(node.name).within(TOLD_S).wait()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(DRAIN_S + TOLD_S + 2.0 + (HAND_OVER_S if for_good else 0.0))
+
+
+def _input_closed() -> bool:
+    readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0.0)
+    return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
+
+
+def invited(where: str | None, home: Home) -> Invitation:
+    """What `satchel join` was told: an invitation; or nothing or HOST:PORT, for the cluster that this machine was in.
+
+    Raises:
+        ClusterError: it is none, or this machine has been in no cluster.
+    """
+    if where is not None and "#" in where:
+        try:
+            return Invitation.from_text(where)
+        except ValueError as error:
+            raise ClusterError(f"{where.partition('#')[0]}#… is {error}") from None
+    last = remembered(home)
+    if last is None:
+        raise ClusterError("this machine has joined no cluster yet: `satchel invite` on a head says what to type here")
+    return Invitation(where or last.door, last.fingerprint)

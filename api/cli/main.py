@@ -1,0 +1,146 @@
+"""The command line: `satchel serve | up | down | invite | join | leave | status | models | agents | keys | cert | …`.
+
+A mistake or a failure is one sentence on standard error and exit code 1 (2 for a wrong command line), never a
+traceback. Nothing heavy is imported until a command needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from ...cluster.config import Config, default_config, load_config
+from ...cluster.errors import SatchelError
+from .agents import app as agents
+from .cert import cert
+from .cluster import ListenOption, PortOption, down, install_service, invite, join, leave, up, with_endpoint
+from .keys import app as keys
+from .models import HomeOption, JsonOption, chosen_home
+from .models import app as models
+from .probe import probe
+
+app = typer.Typer(
+    name="satchel",
+    help="Serves MLX language models as one OpenAI endpoint, for agents that keep their memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.add_typer(models, name="models")
+app.add_typer(agents, name="agents")
+app.add_typer(keys, name="keys")
+
+ConfigOption = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(
+        "--config", metavar="FILE", help="A YAML file; without one, the two small models that ship are served."
+    ),
+]
+
+
+def _config(path: Path | None, port: int | None, listen: str | None) -> Config:
+    return with_endpoint(load_config(path) if path is not None else default_config(), port, listen)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from ...cluster.connection import satchel_version
+
+        print(f"satchel {satchel_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def satchel(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serves MLX language models from a handful of Macs as one OpenAI endpoint."""
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None, port: PortOption = None, listen: ListenOption = None, home: HomeOption = None
+) -> None:
+    """Serve the configured models until Ctrl-C or SIGTERM."""
+    from .serve import serve as run
+
+    run(_config(config, port, listen), chosen_home(home))
+
+
+@app.command()
+def status(json: JsonOption = False, home: HomeOption = None) -> None:
+    """Show the running server, its nodes, its models and its replicas."""
+    from .views import show_status
+
+    show_status(chosen_home(home), as_json=json)
+
+
+@app.command()
+def chat(
+    text: Annotated[Optional[str], typer.Argument(help="One message; without it, a conversation.")] = None,  # noqa: UP045
+    agent: Annotated[Optional[str], typer.Option("--agent", metavar="NAME", help="Whose memory to use.")] = None,  # noqa: UP045
+    model: Annotated[Optional[str], typer.Option("--model", metavar="NAME", help="Else the first one.")] = None,  # noqa: UP045
+    home: HomeOption = None,
+) -> None:
+    """Talk to a model of the running server."""
+    from .chat import chat as run
+
+    run(chosen_home(home), agent=agent, model=model, text=text)
+
+
+@app.command()
+def explain(
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="The `x-request-id` of a response, one of the last thousand.")
+    ],
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Say why a request went where it did, and what it was estimated to cost elsewhere."""
+    from .views import show_decision
+
+    show_decision(chosen_home(home), request_id, as_json=json)
+
+
+app.command()(probe)
+app.command()(cert)
+app.command()(up)
+app.command()(down)
+app.command()(invite)
+app.command()(join)
+app.command()(leave)
+app.command()(install_service)
+
+
+@app.command()
+def doctor(
+    config: ConfigOption = None,
+    port: PortOption = None,
+    listen: ListenOption = None,
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Check this machine; exit code 1 where something must be mended."""
+    from .views import show_doctor
+
+    show_doctor(_config(config, port, listen), chosen_home(home), as_json=json)
+
+
+def main() -> None:
+    """The entry point of the command `satchel`."""
+    try:
+        app()
+    except SatchelError as error:
+        print(f"satchel: {error.message}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); Python would complain once more while closing it.
+        sys.stdout = None
+        raise SystemExit(1) from None

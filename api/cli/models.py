@@ -1,0 +1,129 @@
+"""`satchel models`: list what is served, load a model into the running cluster, take one out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from ...cluster.config import Home
+from ...cluster.connection import find_cluster
+from ...cluster.environment import default_home
+
+if TYPE_CHECKING:
+    from ..client.cluster import Cluster
+    from .progress import Progress
+
+app = typer.Typer(
+    help="List the models of the running server, load another one, or unload one.", invoke_without_command=True
+)
+
+# typer reads these annotations at run time, where it knows `Optional` and not every form of `X | None`.
+HomeOption = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--home", metavar="DIR", help="Where the cluster keeps its state (else SATCHEL_HOME, ~/.satchel)."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TextOption = Optional[str]  # noqa: UP045
+
+
+class Dtype(StrEnum):
+    """What `Model.dtype` may be."""
+
+    auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+def chosen_home(given: Path | None) -> Home:
+    return Home(given.expanduser().absolute()) if given is not None else default_home()
+
+
+@app.callback()
+def models(context: typer.Context, json: JsonOption = False, home: HomeOption = None) -> None:
+    """List the models of the running server, the default first; or load one, or unload one."""
+    context.obj = home
+    if context.invoked_subcommand is None:
+        _list(home, json)
+
+
+@app.command("list")
+def list_models(context: typer.Context, json: JsonOption = False, home: HomeOption = None) -> None:
+    """List the models of the running server, the default first."""
+    _list(home or context.obj, json)
+
+
+@app.command()
+def load(
+    context: typer.Context,
+    source: Annotated[
+        str, typer.Argument(help="A Hub id (owner/name or owner/name@revision), a folder, embedded:NAME.")
+    ],
+    name: Annotated[
+        TextOption, typer.Option("--name", help="What clients call it (else the Hub id or the folder's name).")
+    ] = None,
+    adapter: Annotated[
+        TextOption, typer.Option("--adapter", help="A LoRA or DoRA adapter: a folder or Hub id.")
+    ] = None,
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="How many processes serve it.")] = 1,
+    context_tokens_max: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--context-tokens-max", min=1, help="Prompt and answer together (else the model's own)."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="The type it computes in.")] = Dtype.auto,
+    home: HomeOption = None,
+) -> None:
+    """Serve one more model, until it is unloaded or the server stops. It is downloaded if need be."""
+    with _connected(home or context.obj) as (cluster, progress):
+        loaded = cluster.load_sync(
+            source,
+            name=name,
+            adapter=adapter,
+            replicas=replicas,
+            context_tokens_max=context_tokens_max,
+            dtype=dtype.value,
+            report=progress.report,
+        )
+    progress.say(f"Loaded {loaded}")
+
+
+@app.command()
+def unload(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The model's name, as `satchel models` shows it.")],
+    home: HomeOption = None,
+) -> None:
+    """Serve a model no more. Its running requests are finished first."""
+    with _connected(home or context.obj) as (cluster, progress):
+        progress.report(f"Finishing what runs on {name}", None)
+        cluster.unload_sync(name)
+    progress.say(f"Unloaded {name}")
+
+
+@contextmanager
+def _connected(given: Path | None) -> Iterator[tuple[Cluster, Progress]]:
+    """Handles of the running server, and a progress bar that is gone afterwards."""
+    from .progress import Progress
+
+    home = chosen_home(given)
+    # Before Ray is imported, which takes seconds.
+    find_cluster(home)
+    from ..client.cluster import connect
+
+    progress = Progress()
+    try:
+        with connect(home.root) as cluster:
+            yield cluster, progress
+    finally:
+        progress.close()
+
+
+def _list(home: Path | None, as_json: bool) -> None:
+    from .views import show_models
+
+    show_models(chosen_home(home), as_json=as_json)

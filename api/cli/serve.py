@@ -1,0 +1,280 @@
+"""`satchel serve`: from a config to a running endpoint, and back to nothing.
+
+The main thread only waits: for the start-up, which runs in a thread of its own, for a signal, and for the cluster's
+death. So a signal is heard at once whatever Ray is doing. Ray's own handlers, which end the process on SIGTERM, are
+replaced as soon as Ray has installed them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn, Protocol
+
+from ...cluster.bring_up.launch import Launcher
+from ...cluster.bring_up.ports import check_endpoint, check_port_free
+from ...cluster.bring_up.runtime import LocalCluster
+from ...cluster.config import Config, Endpoint, Home
+from ...cluster.errors import SatchelError
+from ...cluster.home import prepare_home, write_private
+from ...cluster.keys import write_owner_key
+from ...cluster.trust.endpoint_certificate import read_certificate
+from ...cluster.trust.invitations import invite
+from .progress import Progress
+
+POLL_S = 0.1
+NODES_WAIT_S = 120.0
+"""How long the other machines may take before the endpoint is announced without them; they may still come."""
+
+_READ_S = 3.0
+"""How long a stopping server lets clients read the rest of their answers."""
+
+_SAME_SIGNAL_S = 0.4
+"""A terminal's Ctrl-C under `make` arrives twice: from the terminal, and handed on by make."""
+
+
+class Deployment(Protocol):
+    """What `satchel.api.serve.deploy` returns."""
+
+    url: str
+    models: list[str]
+
+    def drain(self, timeout_s: float) -> None: ...
+
+    def stop(self, timeout_s: float) -> None: ...
+
+
+class StopSignals:
+    """Counts SIGINT, SIGTERM and SIGHUP: the first asks for an orderly end, a later one for an end at once."""
+
+    def __init__(self) -> None:
+        self._first_at: float | None = None
+        self._again = False
+
+    def install(self) -> None:
+        """Takes the signals over; main thread only. A SIGHUP that is ignored (`nohup`) stays ignored."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._arrived)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._arrived)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+        elif now - self._first_at > _SAME_SIGNAL_S:
+            self._again = True
+
+    @property
+    def stop(self) -> bool:
+        return self._first_at is not None
+
+    @property
+    def at_once(self) -> bool:
+        return self._again
+
+
+class StartUp(threading.Thread):
+    """Brings everything up; `deployment` or `error` is set when the thread has ended, `connected` once Ray runs.
+
+    Then it waits for `go_on`, so that a signal while models load meets the server's handlers and not Ray's.
+    """
+
+    def __init__(self, config: Config, home: Home, cluster: LocalCluster, progress: Progress) -> None:
+        super().__init__(name="start-up", daemon=True)
+        self._config = config
+        self._home = home
+        self._cluster = cluster
+        self._progress = progress
+        self.connected = threading.Event()
+        self.go_on = threading.Event()
+        self.deployment: Deployment | None = None
+        self.launcher: Launcher | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._bring_up()
+        except BaseException as error:
+            self.error = error
+
+    def _bring_up(self) -> None:
+        started = time.monotonic()
+        self._progress.report("Starting Ray", None)
+        record = self._cluster.start()
+        self.connected.set()
+        self.go_on.wait()
+        self._progress.say(f"Ray started in {time.monotonic() - started:.0f} s; its logs are in {record.log_dir}")
+        from ..serve import deploy
+
+        machines = self._config.machines
+        if len(machines) > 1:
+            self.launcher = Launcher(
+                machines[1:], self._home, lambda: invite(self._home, record.door), self._progress.say
+            )
+        deployment = deploy(self._config, report=self._progress.report)
+        if self.launcher is not None:
+            self._progress.report("Waiting for the other nodes", None)
+            for late in self.launcher.wait(NODES_WAIT_S):
+                self._progress.say(f"Node {late}")
+        shown = None if self._config.endpoint.tls is None else str(self._home.shown_certificate_file)
+        self._cluster.publish_endpoint(deployment.url, shown)
+        self._cluster.note_processes()
+        self.deployment = deployment
+
+
+def serve(config: Config, home: Home) -> None:
+    """Serves until a signal comes, then ends the process: with exit code 0 after an orderly end, and with 1 and a
+    sentence on standard error where the home is in use, a model does not load or Ray died. Either way nothing is left.
+
+    Raises:
+        PortInUse: the endpoint's port is taken. Nothing has been started then.
+        ClusterError: the home cannot be used, or the address not be listened on, or strangers could use the endpoint,
+            or its certificate cannot be used.
+    """
+    check_port_free(config.endpoint.listen, config.endpoint.port)
+    prepare_home(home)
+    advice = check_endpoint(config.endpoint, home)
+    write_owner_key(home)
+    signals = StopSignals()
+    signals.install()
+    progress = Progress()
+    progress.say(f"Home is {home.root}", *(f"Warning: {each.found}; {each.mend}" for each in advice))
+    cluster = LocalCluster(home, node=config.machines[0], port=config.control_port, silent_s=config.timeouts.silent_s)
+    start_up = StartUp(config, home, cluster, progress)
+    try:
+        deployment = _start(start_up, home, cluster, signals, progress)
+        if deployment is not None:
+            _run(deployment, config, cluster, signals, progress)
+            _shut_down(deployment, config, signals, progress)
+    except SatchelError as error:
+        _stop(start_up, cluster)
+        print(f"satchel: {error.message}", file=sys.stderr)
+        leave(1)
+    _stop(start_up, cluster)
+    progress.say("Stopped")
+    leave(0)
+
+
+def _stop(start_up: StartUp, cluster: LocalCluster) -> None:
+    if start_up.launcher is not None:
+        start_up.launcher.stop()
+    cluster.stop()
+
+
+def _start(
+    start_up: StartUp, home: Home, cluster: LocalCluster, signals: StopSignals, progress: Progress
+) -> Deployment | None:
+    """Starts Ray and the models. None where a signal came first.
+
+    Raises:
+        SatchelError: something did not start.
+    """
+    start_up.start()
+    while start_up.is_alive() and not signals.stop:
+        start_up.join(POLL_S)
+        if start_up.connected.is_set() and not start_up.go_on.is_set():
+            signals.install()
+            start_up.go_on.set()
+    progress.close()
+    if signals.stop:
+        progress.say("Stopping while starting")
+        if start_up.launcher is not None:
+            start_up.launcher.stop()
+        cluster.stop(abandon=True)
+        return None
+    if start_up.deployment is None:
+        raise as_sentence(start_up.error, home)
+    return start_up.deployment
+
+
+def _run(
+    deployment: Deployment, config: Config, cluster: LocalCluster, signals: StopSignals, progress: Progress
+) -> None:
+    """Returns when a signal comes.
+
+    Raises:
+        SatchelError: the cluster died.
+    """
+    # Again: Ray's core took the signals over while it was initialized, and prints stack traces when one comes.
+    signals.install()
+    _announce(deployment, config, progress)
+    while not signals.stop:
+        time.sleep(POLL_S)
+        failure = cluster.failure()
+        if failure is not None and not signals.stop:
+            raise SatchelError(f"the endpoint is gone: {failure}")
+        cluster.tend()
+
+
+def _announce(deployment: Deployment, config: Config, progress: Progress) -> None:
+    url, trusting = for_clients(deployment.url, config.endpoint)
+    model = deployment.models[0]
+    progress.say(f"\nReady: {url}/v1", f"Models: {', '.join(deployment.models)}", "Try it:")
+    progress.say(
+        f"  curl {trusting}{url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',
+        "Ctrl-C stops.",
+    )
+
+
+def for_clients(url: str, endpoint: Endpoint) -> tuple[str, str]:
+    """The URL by which clients reach the endpoint that is at `url`, and what curl must be told to trust it."""
+    url = url.rstrip("/")
+    if endpoint.tls is None:
+        return url, ""
+    found = read_certificate(endpoint.tls.certificate)
+    return found.reached_at(url), f"--cacert {shlex.quote(found.path)} " if found.is_self_signed else ""
+
+
+def _shut_down(deployment: Deployment, config: Config, signals: StopSignals, progress: Progress) -> None:
+    drain_s = config.timeouts.drain_s
+    progress.say(f"Finishing running requests, for at most {drain_s:g} s; once more Ctrl-C stops at once")
+    _bounded(lambda: deployment.drain(drain_s), drain_s + 0.5, signals, progress)
+    _bounded(lambda: deployment.stop(_READ_S), _READ_S + 2.5, signals, progress)
+
+
+def _bounded(work: Callable[[], None], timeout_s: float, signals: StopSignals, progress: Progress) -> None:
+    """Runs `work` in a thread and waits until it ends, the time is up, or the user has lost patience."""
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    deadline = time.monotonic() + timeout_s
+    if not signals.at_once:
+        thread.start()
+        while thread.is_alive() and time.monotonic() < deadline and not signals.at_once:
+            thread.join(0.05)
+    if failures:
+        progress.say(f"Not stopped in order: {failures[0]}")
+
+
+def as_sentence(error: BaseException | None, home: Home) -> SatchelError:
+    """A failed start-up as an error to show; the traceback of an unexpected one goes into a file."""
+    if isinstance(error, SatchelError):
+        return error
+    log = home.run / "serve.log"
+    write_private(log, "".join(traceback.format_exception(error)))
+    return SatchelError(f"the server could not start: {type(error).__name__}: {error} (more in {log})")
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process now. Ray's own exit handlers would wait for a cluster that is no more."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(code)

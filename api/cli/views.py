@@ -1,0 +1,292 @@
+"""The commands that look and change nothing: `status`, `models`, `doctor`, `explain`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...cluster.config import Config, Home
+from ...cluster.connection import ClusterRecord, find_cluster
+from ...cluster.errors import NotRunning, SatchelError
+from ...cluster.keys import owner_key
+
+_COLUMNS = {
+    "satchel_requests_running": "runs",
+    "satchel_requests_waiting": "waits",
+    "satchel_requests_total": "requests",
+    "satchel_prompt_tokens_total": "in",
+    "satchel_cached_tokens_total": "cached",
+    "satchel_generated_tokens_total": "out",
+}
+"""A replica's numbers, by their names in `/metrics`."""
+
+
+def _replicas(metrics: str) -> dict[str, dict[str, Any]]:
+    """The replicas in Prometheus' text: name -> model, up, and the numbers of `_COLUMNS` by metric name."""
+    replicas: dict[str, dict[str, Any]] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            name = sample.labels.get("replica")
+            if name is None:
+                continue
+            entry = replicas.setdefault(name, {})
+            if sample.name == "satchel_replica_up":
+                entry.update(model=sample.labels.get("model", ""), up=sample.value == 1.0)
+            elif sample.name in _COLUMNS:
+                entry[sample.name] = int(sample.value)
+    return replicas
+
+
+def table(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
+    """A table that shows long names and paths whole, on several lines.
+
+    Args:
+        numbers: titles of further columns, each of which stays on one line.
+    """
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0) if numbers else (0, 1))
+    for title in titles:
+        made.add_column(title, overflow="fold")
+    for title in numbers:
+        made.add_column(title, justify="right", no_wrap=True)
+    return made
+
+
+def size(count: int | None) -> str:
+    """Bytes for people; "" where nobody knows."""
+    if count is None:
+        return ""
+    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while amount >= 999.5 and len(units) > 1:
+        amount /= 1000
+        units.pop(0)
+    return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
+
+
+def _cluster(session: httpx.Client) -> dict[str, Any]:
+    """The cluster without its agents; nothing where it cannot be had, which is when one looks at the rest."""
+    answer = session.get("/v1/cluster", params={"agents": "0"})
+    try:
+        return answer.json() if answer.is_success else {}
+    except ValueError:
+        return {}
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "" if bytes_per_s is None else f"{size(int(bytes_per_s))}/s"
+
+
+def _node_table(nodes: list[dict[str, Any]]) -> Table:
+    made = table("node", "up", "address", "links", numbers=("memory free", "KV memory", "KV disk", "agents"))
+    for node in nodes:
+        tiers = node.get("tiers", {})
+        links = [
+            f"{link['from']} {link['kind'] or ''} {_rate(link['bytes_per_s'])}".strip()
+            for link in node.get("links", [])
+        ]
+        made.add_row(
+            Text(node["name"]),
+            "yes" if node.get("up") else "no",
+            node.get("address", ""),
+            Text("\n".join(links)),
+            size(node.get("memory_free_bytes")),
+            size(tiers.get("memory_bytes")),
+            size(tiers.get("disk_bytes")),
+            "" if node.get("agents") is None else str(node["agents"]),
+        )
+    return made
+
+
+def show_status(home: Home, *, as_json: bool) -> None:
+    """Prints the server, its models and its replicas.
+
+    Raises:
+        NotRunning: no server runs on the home, or it does not answer.
+    """
+    record, url = running_endpoint(home)
+    with client(home, timeout_s=15.0) as session:
+        health = get_json(session, "/health", also=(503,))
+        metrics = session.get("/metrics")
+        if not metrics.is_success:
+            raise error_of(metrics)
+        cluster = _cluster(session)
+    replicas = _replicas(metrics.text)
+    for each in cluster.get("replicas", []):
+        if each["id"] in replicas:
+            names = ("node", "tokens_per_s", "pid", "model_id", "differs")
+            replicas[each["id"]].update({name: each.get(name) for name in names})
+    if as_json:
+        found = {
+            "home": str(home.root),
+            "url": url,
+            "pid": record.pid,
+            "version": record.version,
+            "logs": str(record.log_dir),
+            "status": health.get("status"),
+            "models": health.get("models", {}),
+            "disk_errors": health.get("disk_errors", {}),
+            "nodes": cluster.get("nodes", []),
+            "replicas": replicas,
+        }
+        print(json.dumps(found, indent=2))
+        return
+    console = Console()
+    console.print(f"{url}  {health.get('status', 'unknown')}  (process {record.pid}, version {record.version})")
+    if nodes := cluster.get("nodes"):
+        console.print(_node_table(nodes))
+        for node in nodes:
+            if node.get("disk_error"):
+                console.print(Text(f"{node['name']} keeps no KV on disk, and tries again: {node['disk_error']}"))
+            if node.get("agents_let_go"):
+                count = node["agents_let_go"]
+                console.print(Text(f"{node['name']} let {count} agents go for others (transcripts_bytes_max)"))
+    shown = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s"))
+    for name, entry in sorted(replicas.items()):
+        numbers = [str(entry.get(metric, "")) for metric in _COLUMNS]
+        rate = entry.get("tokens_per_s")
+        up = "yes" if entry.get("up") else "no"
+        names = [Text(name), Text(entry.get("node", "")), Text(entry.get("model", ""))]
+        shown.add_row(*names, up, *numbers, "" if rate is None else f"{rate:g}")
+    for name, answers in health.get("models", {}).items():
+        if not any(entry.get("model") == name for entry in replicas.values()):
+            shown.add_row("", "", Text(name), "yes" if answers else "no")
+    console.print(shown)
+    for name, entry in sorted(replicas.items()):
+        if differs := entry.get("differs"):
+            how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
+            console.print(Text(f"{name} computes otherwise than others ({how}): it shares agents' words, not their KV"))
+
+
+def show_models(home: Home, *, as_json: bool) -> None:
+    """Prints the models.
+
+    Raises:
+        NotRunning: no server runs on the home, or it does not answer.
+    """
+    with client(home, timeout_s=15.0) as session:
+        found = get_json(session, "/v1/models")
+    if as_json:
+        print(json.dumps(found.get("data", []), indent=2))
+        return
+    shown = table("model", "context", "memory")
+    for model in found.get("data", []):
+        shown.add_row(model.get("id", ""), f"{model.get('max_model_len', 0):,} tokens", model.get("memory", ""))
+    Console().print(shown)
+
+
+def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
+    """Prints why a request went where it did, with what it was estimated to cost everywhere.
+
+    Raises:
+        NotRunning: no server runs on the home, or it does not answer.
+        SatchelError: nothing is remembered of the request.
+    """
+    with client(home, timeout_s=15.0) as session:
+        found = get_json(session, f"/v1/cluster/decisions/{quote(request_id, safe='')}")
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    console = Console(markup=False, highlight=False)
+    console.print(f"{found['replica']} on {found['node'] or 'a node that is not known'}: {found['why']}")
+    pulled = f", {found['pull_tokens']} of them pulled from {found['pull_from']}" if found.get("pull_from") else ""
+    console.print(f"{found['cached_tokens']} tokens of the prompt need not be computed there{pulled}.")
+    console.print("Estimated seconds to the first token:")
+    costs: dict[str, dict[str, float]] = found.get("costs_s", {})
+    terms = list(dict.fromkeys(term for cost in costs.values() for term in cost))
+    shown = table("replica", numbers=tuple(terms))
+    for name, cost in sorted(costs.items(), key=lambda item: item[1].get("total", 0.0)):
+        style = "bold" if name == found["replica"] else ""
+        shown.add_row(Text(name), *(f"{cost[term]:.4f}" if term in cost else "" for term in terms), style=style)
+    console.print(shown)
+
+
+def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
+    """Prints what the doctor found. Exits with 1 where something failed."""
+    from ...cluster.bring_up.doctor import examine
+
+    checks = examine(config, home)
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+        shown = table("check", "", "found", "how to mend it")
+        for check in checks:
+            shown.add_row(
+                check.name, Text(check.result, style=colours[check.result]), Text(check.found), Text(check.mend)
+            )
+        Console().print(shown)
+    if any(check.result == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+def running_endpoint(home: Home) -> tuple[ClusterRecord, str]:
+    """The running cluster and its endpoint's URL.
+
+    Raises:
+        NotRunning: no server runs, or its models are still loading.
+    """
+    record = find_cluster(home)
+    if record.endpoint_url is None:
+        raise NotRunning("the server is still starting; try again in a moment")
+    return record, record.endpoint_url.rstrip("/")
+
+
+@contextmanager
+def client(home: Home, *, timeout_s: float) -> Iterator[httpx.Client]:
+    """An HTTP client of the endpoint that runs on the home, with its owner's key. It turns connection failures into
+    sentences. Proxies are for other hosts.
+
+    Raises:
+        NotRunning: nothing runs there, or does not answer.
+    """
+    record, url = running_endpoint(home)
+    options: dict[str, Any] = {"timeout": httpx.Timeout(timeout_s, connect=5.0), "trust_env": False}
+    if key := owner_key(home):
+        options["headers"] = {"Authorization": f"Bearer {key}"}
+    if record.certificate is not None:
+        # Only here: it imports cryptography, which takes a while.
+        from ...cluster.trust.endpoint_certificate import client_context
+
+        options["verify"] = client_context(record.certificate)
+    try:
+        with httpx.Client(base_url=url, **options) as session:
+            yield session
+    except httpx.TimeoutException:
+        raise NotRunning(f"the endpoint at {url} does not answer in time") from None
+    except httpx.TransportError as error:
+        raise NotRunning(f"cannot reach the endpoint at {url}: {error}") from None
+
+
+def error_of(response: httpx.Response) -> SatchelError:
+    """What a failed response says, as an error. The body must have been read."""
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text.strip()[:200] or "no reason given"
+    return SatchelError(f"the endpoint answered {response.status_code}: {message}")
+
+
+def get_json(session: httpx.Client, path: str, *, also: tuple[int, ...] = ()) -> Any:
+    """The JSON at a path.
+
+    Raises:
+        SatchelError: the status is not 2xx nor one of `also`, or the body is not JSON.
+    """
+    response = session.get(path)
+    if not response.is_success and response.status_code not in also:
+        raise error_of(response)
+    try:
+        return response.json()
+    except ValueError:
+        raise SatchelError(f"the endpoint's answer to {path} is not JSON") from None

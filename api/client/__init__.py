@@ -1,0 +1,1 @@
+"""Python handles: agents and actors of a running cluster, from scripts, notebooks and Ray tasks."""

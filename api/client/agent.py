@@ -1,0 +1,194 @@
+"""One agent as a Python handle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from ..agents.memory import AgentMemory
+from ..generation.options import make_options
+from ..generation.remembered import Remembered
+from ..generation.requests import ChatRequest, agent_key
+from ..generation.streams import Finished
+from ..text.row_text import TextDelta
+from ..views.agents import agent_info, forget_agent, fork_agent, release_agent
+from ..views.generation import Generator
+from .background import BackgroundLoop, Feed, blocking, on_loop
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What putting something into an agent's memory took: the tokens of its whole conversation now, how many of them
+    were in memory already, and how many were computed."""
+
+    tokens: int
+    cached_tokens: int
+    computed_tokens: int
+
+
+class Agent:
+    """One agent: each turn continues its transcript, which the cluster keeps: it outlives this handle and the server.
+
+    Turns of one agent run one after the other, whoever asks. Methods with `_sync` are for code without an event loop.
+
+    Attributes:
+        remembered: of the turn or injection that ended last here, whether it is kept in the agent's memory, and why
+            not; None before the first. An answer is returned even where nothing can be kept of it.
+    """
+
+    def __init__(
+        self, generator: Generator, loop: BackgroundLoop, agent_id: str, model: str, system: str | None
+    ) -> None:
+        self.agent_id = agent_id
+        self.remembered: Remembered | None = None
+        self._generator = generator
+        self._loop = loop
+        self._key = agent_key(agent_id)
+        self._model = model
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+
+    @on_loop
+    async def ask(self, text: str, **options: Any) -> str:
+        """Say `text` and return the whole answer. Options as in `Cluster.generate`.
+
+        Raises:
+            AgentBusy: an earlier turn of this agent takes longer than `timeouts.turn_wait_s`.
+        """
+        async with aclosing(self._turn(text, options)) as pieces:
+            return "".join([piece async for piece in pieces])
+
+    ask_sync = blocking(ask)
+
+    async def chat(self, text: str, **options: Any) -> AsyncIterator[str]:
+        """Say `text` and yield the answer as it comes. A turn left early is not remembered."""
+        feed = await self._loop.wait(self._start_feed(text, options))
+        try:
+            while (piece := await self._loop.wait(feed.next())) is not None:
+                yield piece
+        finally:
+            await self._loop.wait(feed.close())
+
+    def chat_sync(self, text: str, **options: Any) -> Iterator[str]:
+        """`chat` for code without an event loop."""
+        feed = self._loop.run(self._start_feed(text, options))
+        try:
+            while (piece := self._loop.run(feed.next())) is not None:
+                yield piece
+        finally:
+            self._loop.run(feed.close())
+
+    @on_loop
+    async def inject(self, messages: str | Sequence[Any]) -> Injection:
+        """Put messages (a string is one of the user) into the agent's memory, without a reply. They are computed now,
+        so that the next turn need not.
+
+        Raises:
+            AgentBusy: an earlier turn of this agent takes longer than `timeouts.turn_wait_s`.
+        """
+        given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        usage, self.remembered = await self._generator.inject(self._request(given, {}))
+        return Injection(usage.prompt_tokens, usage.cached_tokens, usage.prompt_tokens - usage.cached_tokens)
+
+    inject_sync = blocking(inject)
+
+    @on_loop
+    async def fork(self, as_id: str) -> Agent:
+        """A new agent with a copy of this one's memory. KV is shared, not copied; under `share: agent` the new one
+        computes its own at its first turn.
+
+        Raises:
+            AgentNotFound: nothing is known of this agent yet.
+            AgentExists: there is an agent `as_id`.
+        """
+        await fork_agent(self._memory.store, self._key, as_id)
+        other = Agent(self._generator, self._loop, as_id, self._model, None)
+        other._opening = self._opening
+        return other
+
+    fork_sync = blocking(fork)
+
+    @on_loop
+    async def release(self) -> int:
+        """Drop this agent's KV from the replicas' memory and keep what is on the disk. Returns the number of bytes.
+
+        Raises:
+            AgentNotFound: nothing is known of this agent.
+        """
+        return (await release_agent(self._memory.store, self._key))["bytes"]
+
+    release_sync = blocking(release)
+
+    @on_loop
+    async def move(self, node: str) -> dict[str, Any]:
+        """Make another node this agent's home; its memory goes there, and its next turns with it.
+
+        Returns:
+            `from`, `to`, `moved` (False where it was there already), `tokens`, `blocks`, `bytes` and `seconds`.
+
+        Raises:
+            InvalidRequest: there is no such node.
+            AgentNotFound: nothing is known of this agent.
+            AgentBusy: a turn of it is under way.
+        """
+        return await self._memory.moves.move(self._key, node)
+
+    move_sync = blocking(move)
+
+    @on_loop
+    async def forget(self) -> bool:
+        """Erase all that is known of this agent; a turn under way is not remembered. Returns whether there was any."""
+        return await forget_agent(self._memory, self._key)
+
+    forget_sync = blocking(forget)
+
+    @on_loop
+    async def info(self) -> dict[str, Any]:
+        """Tokens, blocks, bytes, messages, branches, pictures, model and last use (see `agent_views.agent_info`).
+
+        Raises:
+            AgentNotFound: nothing is known of this agent.
+        """
+        return await agent_info(self._memory.store, self._generator.backend, self._key)
+
+    info_sync = blocking(info)
+
+    @on_loop
+    async def transcript(self) -> list[dict[str, Any]]:
+        """What was said so far, as OpenAI messages; [] for an agent that nothing is known of."""
+        return await asyncio.to_thread(json.loads, await self._memory.store.call("transcript", self._key))
+
+    transcript_sync = blocking(transcript)
+
+    @property
+    def _memory(self) -> AgentMemory:
+        assert self._generator.memory is not None
+        return self._generator.memory
+
+    def _request(self, messages: Sequence[Any], options: dict[str, Any]) -> ChatRequest:
+        return ChatRequest(
+            messages,
+            model=self._model,
+            agent=self.agent_id,
+            options=make_options(**options),
+            agent_continue=True,
+            opening=self._opening,
+        )
+
+    async def _start_feed(self, text: str, options: dict[str, Any]) -> Feed:
+        return Feed(self._turn(text, options), self._generator.config.endpoint.unread_tokens_max)
+
+    async def _turn(self, text: str, options: dict[str, Any]) -> AsyncGenerator[str, None]:
+        stream = await self._generator.start_chat(self._request([{"role": "user", "content": text}], options))
+        try:
+            async with aclosing(aiter(stream)) as events:
+                async for event in events:
+                    if isinstance(event, TextDelta):
+                        yield event.text
+                    elif isinstance(event, Finished):
+                        self.remembered = stream.remembered
+        finally:
+            await stream.abort()

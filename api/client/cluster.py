@@ -1,0 +1,276 @@
+"""Python handles: agents and actors of a running cluster, from a script, a notebook, or inside Ray tasks and actors.
+
+Everything runs on one background event loop a `Cluster`, so the same object serves any number of threads and event
+loops, and the synchronous forms work without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ...actors.protocol import registry
+from ...actors.protocol.clients import ReplicaClient, RouterClient
+from ...actors.start import Report, find_replicas, load_model, unload_model
+from ...cluster.config import Home, Model, parse_model
+from ...cluster.connection import connect_ray, connect_ray_address, find_cluster
+from ...cluster.environment import default_home
+from ...cluster.errors import NotRunning
+from ...cluster.keys import OWNER
+from ..agents.memory import AgentMemory
+from ..generation.options import make_options
+from ..generation.remembered import Remembered
+from ..generation.requests import ChatRequest, CompletionRequest
+from ..generation.streams import Answer, TextStream
+from ..ray_backend.dispatch import RayBackend, cluster_config
+from ..ray_backend.homes import AgentHomes
+from ..ray_backend.store import RayStore
+from ..text.logprobs import ShownToken
+from ..views.agents import agent_page
+from ..views.cluster import node_views
+from ..views.generation import Generator
+from .agent import Agent
+from .background import BackgroundLoop, blocking, on_loop
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A finished answer. Lengths are tokens; `cached_tokens` of the prompt were not computed again. `reasoning` is what
+    a model that thinks said before; `logprobs` has an entry a token where the option asked for them. `node` is the
+    replica's, "" where that is not known. `remembered` says what the agent's memory has of it, None where none is."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    replica: str
+    why: str
+    reasoning: str = ""
+    logprobs: list[ShownToken] | None = None
+    node: str = ""
+    remembered: Remembered | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def connect(home: str | os.PathLike[str] | None = None, address: str | None = None) -> Cluster:
+    """Connect to a running cluster.
+
+    Args:
+        home: the server's SATCHEL_HOME; by default the environment's, else `~/.satchel`. Inside a Ray task or actor of
+            the cluster nothing is needed.
+        address: the Ray address (`host:port`) instead of the one that `home` records; the token and, between machines,
+            the certificates are `home`'s, which must have joined the cluster once.
+
+    Raises:
+        NotRunning: no server runs there.
+    """
+    if not ray.is_initialized():
+        where = Home(Path(home).expanduser().absolute()) if home is not None else default_home()
+        if address is None:
+            connect_ray(find_cluster(where))
+        else:
+            connect_ray_address(address, where)
+    return Cluster()
+
+
+class Cluster:
+    """A running cluster. Get one from `connect`; close it, or use it as a context manager.
+
+    Attributes:
+        config: what the cluster was started with.
+    """
+
+    def __init__(self) -> None:
+        # Chats need it, on a thread of the loop's. MLX keeps something of the thread that imports it, and aborts a
+        # process that ends together with that thread; the main thread ends last.
+        importlib.import_module("mlx_lm.tokenizer_utils")
+        self.config = cluster_config()
+        self._loop = BackgroundLoop()
+        self._generator = self._loop.run(self._make_generator())
+
+    async def _make_generator(self) -> Generator:
+        homes = AgentHomes(self.config)
+        return Generator(
+            RayBackend(self.config, homes),
+            self.config,
+            memory=AgentMemory(RayStore(homes), copy_wait_s=self.config.copy_wait_s),
+        )
+
+    @property
+    def router(self) -> RouterClient:
+        """The router. Each of its methods is a call: `await cluster.router.alive("qwen")`, or without an event loop
+        `cluster.router.alive("qwen").wait()`."""
+        return RouterClient()
+
+    def replicas(self) -> dict[str, ReplicaClient]:
+        """The replicas by id; their methods are calls, as the router's are."""
+        return find_replicas(registry.entries())
+
+    @on_loop
+    async def load(
+        self,
+        source: str,
+        *,
+        name: str | None = None,
+        adapter: str | None = None,
+        replicas: int = 1,
+        context_tokens_max: int | None = None,
+        dtype: str = "auto",
+        report: Report | None = None,
+    ) -> str:
+        """Serve one more model, and return its name once it answers. It is gone when the server stops.
+
+        Args:
+            source: a Hub id (`owner/name`, `owner/name@revision`), a folder, or `embedded:NAME`.
+            name: what clients call it; by default the Hub id, or the folder's name.
+            adapter: a LoRA or DoRA adapter as mlx-lm writes them, a folder or a Hub id.
+            report: called with what is going on and the fraction done, None where unknown.
+
+        Raises:
+            ConfigError: an argument is out of range.
+            InvalidRequest: the name is taken.
+            ModelLoadError: the model cannot be loaded; nothing of it runs then.
+        """
+        model = _model(
+            source, name=name, adapter=adapter, replicas=replicas, context_tokens_max=context_tokens_max, dtype=dtype
+        )
+        await load_model(model, self.config, report or _say_nothing)
+        return model.name
+
+    load_sync = blocking(load)
+
+    @on_loop
+    async def unload(self, name: str) -> None:
+        """Serve a model no more. Its running requests have `timeouts.drain_s` to finish.
+
+        Raises:
+            ModelNotFound: no such model is served.
+            InvalidRequest: it is the only one.
+        """
+        await unload_model(name, self.config.timeouts.drain_s)
+
+    unload_sync = blocking(unload)
+
+    def agent(self, agent_id: str, *, model: str = "", system: str | None = None) -> Agent:
+        """The agent `agent_id`, whose transcript the cluster keeps.
+
+        Args:
+            model: which model answers; "" is the default one.
+            system: a system message that a new transcript begins with.
+
+        Raises:
+            InvalidRequest: not an agent id (1 to 128 of `A-Z a-z 0-9 . _ : @ -`).
+        """
+        return Agent(self._generator, self._loop, agent_id, model, system)
+
+    @on_loop
+    async def agents(self, *, limit: int = 20, after: str = "") -> list[dict[str, Any]]:
+        """What the cluster remembers of its agents, by their ids: see `Agent.info`.
+
+        Args:
+            limit: how many, at most 100.
+            after: the id after which the list goes on.
+        """
+        assert self._generator.memory is not None
+        page = await agent_page(self._generator.memory.store, self._generator.backend, OWNER, limit, after)
+        return page["data"]
+
+    agents_sync = blocking(agents)
+
+    @on_loop
+    async def nodes(self) -> list[dict[str, Any]]:
+        """The machines of the cluster, the head first, as `GET /v1/cluster` shows them: names, addresses, which are up,
+        their replicas, the links between them with measured bytes a second, free memory, KV in memory and on disk.
+
+        Raises:
+            Unavailable: the control store does not answer.
+        """
+        return node_views(*await asyncio.gather(self._backend.nodes(), self._backend.stats()))
+
+    nodes_sync = blocking(nodes)
+
+    @on_loop
+    async def generate(self, prompt: str | Sequence[Any], *, model: str = "", agent: str = "", **options: Any) -> Reply:
+        """Answer one prompt: a string is continued as it stands, a list of messages is a conversation.
+
+        Args:
+            agent: the agent id to route and remember by; "" for none.
+            options: the fields of `api.options.Options`, such as temperature, seed, max_tokens, stop, logprobs.
+
+        Raises:
+            RequestError: what is wrong with the request.
+            Unavailable: no replica takes it now.
+        """
+        chosen = make_options(**options)
+        if isinstance(prompt, str):
+            work = CompletionRequest(prompt, model=model, agent=agent, options=chosen)
+            (stream,) = await self._generator.start_completion(work)
+        else:
+            stream = await self._generator.start_chat(ChatRequest(prompt, model=model, agent=agent, options=chosen))
+        return _reply(stream, await stream.collect())
+
+    generate_sync = blocking(generate)
+
+    @property
+    def _backend(self) -> RayBackend:
+        backend = self._generator.backend
+        assert isinstance(backend, RayBackend)
+        return backend
+
+    def close(self) -> None:
+        """Stop reading; rows still running for this handle end, and whoever waits for one gets `NotRunning`. Ray stays
+        connected."""
+        with suppress(NotRunning):
+            self._loop.run(self._generator.loader.close())
+            self._loop.run(self._backend.close())
+        self._loop.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _model(source: str, *, name: str | None = None, **fields: Any) -> Model:
+    return parse_model(source=source, name=_default_name(source) if name is None else name, **fields)
+
+
+def _default_name(source: str) -> str:
+    """The Hub id without its revision, or the folder's name."""
+    folder = Path(source).expanduser()
+    return folder.resolve().name if folder.is_dir() else source.removeprefix("embedded:").partition("@")[0]
+
+
+def _say_nothing(what: str, fraction: float | None) -> None:
+    return None
+
+
+def _reply(stream: TextStream, answer: Answer) -> Reply:
+    return Reply(
+        text=answer.text,
+        finish_reason=answer.reason,
+        prompt_tokens=answer.usage.prompt_tokens,
+        completion_tokens=answer.usage.completion_tokens,
+        cached_tokens=answer.usage.cached_tokens,
+        replica=stream.replica,
+        why=stream.why,
+        reasoning=answer.reasoning,
+        logprobs=answer.logprobs,
+        node=stream.node,
+        remembered=stream.remembered,
+    )
+
+
+__all__ = ["Agent", "Cluster", "Reply", "connect"]

@@ -1,0 +1,88 @@
+"""Transcripts: messages in OpenAI's form, what an answer adds to them, and whether one conversation continues another.
+
+Plain functions on plain data, in a worker thread where transcripts are long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..text.json_slices import TooManyValues, check_values
+from ..text.pipeline import ToolCall
+
+Message = dict[str, Any]
+
+_ARGUMENTS_VALUES_MAX = 25_000
+
+
+def openai_form(messages: Sequence[Message]) -> list[Message]:
+    """Messages that `check_messages` has brought into the templates' form, in OpenAI's: arguments are JSON text."""
+    out: list[Message] = []
+    for message in messages:
+        if "tool_calls" in message:
+            message = {**message, "tool_calls": [_openai_call(call) for call in message["tool_calls"]]}
+        out.append(message)
+    return out
+
+
+def _openai_call(call: Message) -> Message:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def called_with(arguments: str) -> Any:
+    """A call's arguments as JSON says them; the text itself if it is no JSON, or too much to parse in one go."""
+    with suppress(ValueError, RecursionError, TooManyValues):
+        check_values([arguments], _ARGUMENTS_VALUES_MAX)
+        return json.loads(arguments)
+    return arguments
+
+
+def answer_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
+    """An answer as the message that a client would send back."""
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+class History:
+    """A transcript's length and digest: enough to see that another one begins with it.
+
+    What clients leave out when they send an answer back does not count: reasoning, the calls' ids, the way in which
+    arguments are written.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.length = len(messages)
+        self.digest = _digest(messages)
+
+    def begins(self, messages: Sequence[Message]) -> bool:
+        """Whether `messages`, and more of them, begin with this one. An empty one begins nothing."""
+        return 0 < self.length < len(messages) and _digest(messages[: self.length]) == self.digest
+
+
+def _digest(messages: Sequence[Message]) -> bytes:
+    hasher = hashlib.sha256()
+    for message in messages:
+        calls = [_said(call["function"]) for call in message.get("tool_calls", ())]
+        line = json.dumps([message["role"], message["content"], calls], sort_keys=True)
+        hasher.update(line.encode("ascii") + b"\n")
+    return hasher.digest()
+
+
+def _said(function: Message) -> list[Any]:
+    arguments = function["arguments"]
+    return [function["name"], called_with(arguments) if isinstance(arguments, str) else arguments]

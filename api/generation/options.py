@@ -1,0 +1,193 @@
+"""How to generate: every field that a caller may set, its limits, and what it means where it is left open."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+from ...actors.protocol.messages import Sampling
+from ...cluster.errors import InvalidRequest, quoted
+
+CHOICES_MAX = 16
+TOP_LOGPROBS_MAX = 20
+
+_STOPS_MAX = 16
+_STOP_CHARACTERS_MAX = 1024
+_STOP_TOKENS_MAX = 64
+_BIASES_MAX = 1024
+_BIAS_MAX = 100
+_TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+
+# Below this, dividing logits by the temperature overflows; the limit is greedy.
+_GREEDY_BELOW = 1e-5
+
+
+def _stop_strings(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > _STOPS_MAX:
+        raise ValueError(f"has {len(stops)} strings; at most {_STOPS_MAX} are possible")
+    if not all(0 < len(stop) <= _STOP_CHARACTERS_MAX for stop in stops):
+        raise ValueError(f"every stop string must have 1 to {_STOP_CHARACTERS_MAX} characters")
+    return tuple(stops)
+
+
+def _token_ids(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not all(type(token) is int and token >= 0 for token in value):
+        raise ValueError("must be a list of token ids")
+    if len(value) > _STOP_TOKENS_MAX:
+        raise ValueError(f"has {len(value)} token ids; at most {_STOP_TOKENS_MAX} are possible")
+    return tuple(value)
+
+
+def _biases(value: Any) -> Any:
+    pairs = value.items() if isinstance(value, Mapping) else value if isinstance(value, tuple) else None
+    if pairs is None:
+        raise ValueError("must be an object of token ids and numbers")
+    if len(pairs) > _BIASES_MAX:
+        raise ValueError(f"has {len(pairs)} tokens; at most {_BIASES_MAX} are possible")
+    biases: dict[int, float] = {}
+    for key, bias in pairs:
+        # JSON's keys are strings; Python callers write numbers.
+        if type(key) is not int and not (isinstance(key, str) and _TOKEN.fullmatch(key)):
+            raise ValueError(f"{quoted(key)} is no token id")
+        if type(bias) not in (int, float) or not -_BIAS_MAX <= bias <= _BIAS_MAX:
+            raise ValueError(f"the bias of token {key} must be a number from -{_BIAS_MAX} to {_BIAS_MAX}")
+        biases[int(key)] = float(bias)
+    return tuple(biases.items())
+
+
+_Int64 = Field(ge=-(2**63), le=2**63 - 1)
+Temperature = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, le=2**63 - 1)]
+MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases, json_schema_input_type=dict[str, float])]
+Seed = Annotated[int, _Int64]
+Priority = Annotated[int, _Int64]
+MaxTokens = Annotated[int, Field(ge=1, le=2**63 - 1)]
+MinTokens = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Stop = Annotated[tuple[str, ...], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str])]
+StopTokenIds = Annotated[tuple[int, ...], BeforeValidator(_token_ids, json_schema_input_type=list[int])]
+TopLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)]
+Choices = Annotated[int, Field(ge=1, le=CHOICES_MAX)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+TimeoutS = Annotated[float, Field(ge=0.001, le=1e9, allow_inf_nan=False)]
+
+_SILENT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What neither the caller nor the model decides."""
+
+
+@validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class Options:
+    """How to generate. Numbers out of range raise pydantic's `ValidationError`; `make_options` an `InvalidRequest`.
+
+    What a field does is in `Sampling`, whose names these are. Where `temperature`, `top_p`, `top_k`, `min_p` or
+    `repetition_penalty` is None the model's own generation config decides, else they are off (and `temperature` 1).
+    `top_k` 0 or -1 is off. `logit_bias` is given as a mapping of token ids, numbers or their decimal digits.
+
+    Without `seed` every prompt draws its own. Without `max_tokens` a row may fill the context, within
+    `scheduling.max_tokens_max`; more than is left of the context means what is left. `stop` are strings that end the
+    answer where they occur in its content; the reasoning before it is not searched. `timeout_s` counts from the
+    request's arrival to its last token; `timeouts.request_s` bounds it.
+    """
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = ()
+    seed: Seed | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens = 0
+    stop: Stop = ()
+    stop_token_ids: StopTokenIds = ()
+    ignore_eos: bool = False
+    logprobs: TopLogprobs | None = None
+    priority: Priority = 0
+    timeout_s: TimeoutS | None = None
+
+    def sampling(
+        self, own: Mapping[str, float], *, seed: int, max_tokens: int, vocabulary_size: int, choice: int = 0
+    ) -> Sampling:
+        """These options with nothing left open, for one row.
+
+        Args:
+            own: the model's own sampling, by field.
+            max_tokens: what the row may generate.
+        """
+        chosen: dict[str, Any] = {
+            name: own.get(name, silent) if getattr(self, name) is None else getattr(self, name)
+            for name, silent in _SILENT.items()
+        }
+        if chosen["temperature"] < _GREEDY_BELOW:
+            chosen["temperature"] = 0.0
+        chosen["top_k"] = min(max(int(chosen["top_k"]), 0), vocabulary_size)
+        return Sampling(
+            **chosen,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=list(self.logit_bias),
+            seed=seed,
+            choice=choice,
+            max_tokens=max_tokens,
+            min_tokens=min(self.min_tokens, max_tokens),
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=list(self.stop_token_ids),
+            logprobs=self.logprobs,
+        )
+
+    def check_tokens(self, vocabulary_size: int) -> None:
+        """
+        Raises:
+            InvalidRequest: a token id that the model does not have.
+        """
+        for name, tokens in (
+            ("logit_bias", [token for token, _ in self.logit_bias]),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            for token in tokens:
+                if not 0 <= token < vocabulary_size:
+                    raise InvalidRequest(
+                        f"{name} has token id {token}; the model has token ids 0 to {vocabulary_size - 1}", param=name
+                    )
+
+
+def make_options(**fields: Any) -> Options:
+    """`Options` from fields of which None means the default.
+
+    Raises:
+        InvalidRequest: `param` is the field.
+    """
+    try:
+        options = Options(**{name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise invalid(error) from None
+    if options.max_tokens is not None and options.min_tokens > options.max_tokens:
+        raise InvalidRequest("min_tokens is more than max_tokens", param="min_tokens")
+    return options
+
+
+def invalid(error: ValidationError) -> InvalidRequest:
+    """The first of pydantic's complaints as Satchel's error, with the place as `param`."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return invalid_at(first["loc"], first["msg"])
+
+
+def invalid_at(place: Sequence[int | str], complaint: str) -> InvalidRequest:
+    """One of pydantic's complaints as Satchel's error."""
+    where = ""
+    for part in place:
+        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part
+    message = complaint.removeprefix("Value error, ")
+    return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)

@@ -1,0 +1,244 @@
+"""What callers ask for, and its way to token ids: ``check -> render -> encode``, in a worker thread."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...actors.model_files.processors import PictureProcessor
+from ...actors.protocol.media_ids import is_word
+from ...actors.protocol.messages import Media
+from ...cluster.errors import ContextLengthExceeded, InvalidRequest
+from ...cluster.keys import OWNER
+from ..media.prompt import Medium, media_said, place, with_references, with_words
+from ..text.continuation import PICTURES_CHANGED, Continuation, Line, Match, continue_text
+from ..text.model import TextModel
+from ..text.spelling import common_length
+from .backend import ServedModel
+from .callers import OWNING, Caller
+from .conversation import check_messages, check_prompts, check_tools, check_vocabulary
+from .history import Message, openai_form
+from .options import Options
+
+_AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What every request has.
+
+    `model` "" is the default model; `agent` is the agent's id or "" for none. `request_id` appears in logs and need not
+    be unique. `choices` is how many answers every prompt gets. Where `options` are silent about it a row generates at
+    most `max_tokens_default`; `max_tokens_field` is the caller's name for what they say. `waited_s` have passed since
+    the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`.
+    """
+
+    model: str = ""
+    agent: str = ""
+    options: Options = field(default_factory=Options)
+    request_id: str = ""
+    choices: int = 1
+    max_tokens_default: int | None = None
+    max_tokens_field: str = "max_tokens"
+    waited_s: float = 0.0
+    caller: Caller = OWNING
+    cache_salt: str = ""
+
+    @property
+    def agent_key(self) -> str:
+        """As `agent_key`.
+
+        Raises:
+            InvalidRequest: not an agent id.
+        """
+        return agent_key(self.agent, self.caller.tenant)
+
+
+@dataclass(frozen=True)
+class ChatRequest(Request):
+    """A conversation to continue.
+
+    `messages` and `tools` are in OpenAI's form, unchecked; with `use_tools` False the tools are checked and the model
+    is not told of them. `template_kwargs` are variables for the chat template.
+
+    With `agent_continue` the messages are appended to the agent's stored transcript, which `opening` comes before where
+    there is none yet.
+    """
+
+    messages: Sequence[Any]
+    tools: Sequence[Any] = ()
+    use_tools: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    agent_continue: bool = False
+    opening: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class CompletionRequest(Request):
+    """Text to continue; `prompt` in any of OpenAI's four forms, unchecked."""
+
+    prompt: Any
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A rendered conversation.
+
+    `prompt` has words in the place of pictures, which are `media`, made of what is `shown`. `thinking` says that the
+    prompt ends inside a block of reasoning. `text` is what `prompt` spells, `messages` the whole conversation in
+    OpenAI's form, and `continuation` how the prompt continues what an agent remembers, None where there is nothing to
+    continue.
+    """
+
+    prompt: list[int]
+    tools: list[dict[str, Any]]
+    thinking: bool
+    text: str
+    messages: list[Message]
+    continuation: Continuation | None = None
+    media: list[Media] = field(default_factory=list)
+    shown: list[Medium] = field(default_factory=list)
+
+    @property
+    def remembered_tokens(self) -> int:
+        """How many of the prompt's first tokens the agent has had; 0 where it continues nothing."""
+        return 0 if self.continuation is None else self.continuation.kept_tokens
+
+
+@dataclass(frozen=True)
+class Past:
+    """What an agent remembers: the transcript that a request is appended to, lines that its prompt may continue, and
+    for each of those the words of its pictures."""
+
+    messages: Sequence[Message] = ()
+    lines: Sequence[Line] = ()
+    words: Sequence[Sequence[int]] = ()
+
+
+def agent_key(agent: str, tenant: str = OWNER) -> str:
+    """The key under which the backend knows an agent of the tenant; "" for none.
+
+    Raises:
+        InvalidRequest: not an agent id.
+    """
+    if not agent:
+        return ""
+    if _AGENT.fullmatch(agent) is None:
+        raise InvalidRequest("agent_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ -", param="agent_id")
+    return f"{tenant}/{agent}"
+
+
+def _too_long(amount: str, model: ServedModel, where: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"{where} has {amount} tokens; the context of {model.name!r} is {model.context_tokens} tokens, at least one of "
+        "which is for the answer",
+        param=where.partition("[")[0],
+    )
+
+
+def _check_length(prompt: list[int], model: ServedModel, where: str) -> None:
+    if len(prompt) >= model.context_tokens:
+        raise _too_long(str(len(prompt)), model, where)
+
+
+def _check_least(text: TextModel, string: str, model: ServedModel, where: str) -> None:
+    # Megabytes take seconds to encode, so what cannot fit is refused before.
+    if (least := text.tokens_min(string, model.context_tokens)) >= model.context_tokens:
+        raise _too_long(f"at least {least}", model, where)
+
+
+def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, special_tokens: bool) -> list[int]:
+    _check_least(text, string, model, where)
+    return text.encode(string, special_tokens=special_tokens)
+
+
+def prepare_chat(
+    text: TextModel,
+    model: ServedModel,
+    request: ChatRequest,
+    past: Past | None = None,
+    media: Sequence[Medium] = (),
+    *,
+    reply: bool = True,
+) -> Chat:
+    """Check, render and encode a conversation.
+
+    Args:
+        past: what the agent remembers.
+        media: the request's pictures and videos, in order.
+        reply: whether the prompt ends where the assistant begins, or with the last message.
+
+    Raises:
+        InvalidRequest: messages or tools are wrong, or the model's template refuses them.
+        ContextLengthExceeded: they do not fit.
+    """
+    past, pictures = past or Past(), text.pictures
+    messages = _checked(request.messages, media, pictures)
+    if request.agent_continue and (before := past.messages or request.opening):
+        said = media_said(before)
+        messages, media = [*_checked(before, said, pictures), *messages], [*said, *media]
+    tools = check_tools(request.tools)
+    if not request.use_tools:
+        tools = []
+    if tools and not text.has_tool_calls:
+        raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
+    rendered = text.render(messages, tools, request.template_kwargs)
+    if not reply:
+        closed = text.render(messages, tools, request.template_kwargs, generation_prompt=False)
+        # Where the template writes the end of a conversation otherwise, an answer could not follow it.
+        rendered = closed if closed and rendered.startswith(closed) else rendered
+    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
+    placed = None if pictures is None else place(pictures, rendered, shown)
+    if placed is not None:
+        rendered = placed.text
+    continuation = None
+    if past.lines:
+        _check_least(text, rendered, model, "messages")
+        continuation = continue_text(rendered, past.lines, text)
+        prompt = continuation.tokens
+    else:
+        prompt = _encode(text, rendered, model, "messages", special_tokens=False)
+    if not prompt:
+        raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
+    _check_length(prompt, model, "messages")
+    spans: list[Media] = []
+    if pictures is not None and placed is not None:
+        prompt, spans = with_words(pictures, prompt, placed)
+        if continuation is not None and continuation.line is not None and past.words:
+            continuation = _seen_alike(continuation, prompt, past.words[continuation.line])
+    said = openai_form(with_references(messages, shown))
+    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, said, continuation, spans, shown)
+
+
+def _checked(messages: Any, media: Sequence[Medium], pictures: PictureProcessor | None) -> list[Message]:
+    if pictures is None:
+        return check_messages(messages)
+    return check_messages(messages, iter([[one.part for one in medium.shown(pictures)] for medium in media]))
+
+
+def _seen_alike(continuation: Continuation, prompt: list[int], words: Sequence[int]) -> Continuation:
+    """How the prompt continues the line if its pictures count too: another picture is another conversation."""
+    places = [place for place, token in enumerate(prompt) if is_word(token)]
+    same = common_length([prompt[place] for place in places], list(words))
+    if same == len(words):
+        return continuation
+    kept = continuation.kept_tokens if same == len(places) else min(continuation.kept_tokens, places[same])
+    return replace(continuation, match=Match.DIVERGE, kept_tokens=kept, reason=PICTURES_CHANGED)
+
+
+def prepare_completion(
+    text: TextModel, model: ServedModel, request: CompletionRequest, prompts_max: int
+) -> list[list[int]]:
+    prompts: list[list[int]] = []
+    several = isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), None), int)
+    for index, prompt in enumerate(check_prompts(request.prompt, prompts_max=prompts_max)):
+        where = f"prompt[{index}]" if several else "prompt"
+        tokens = _encode(text, prompt, model, where, special_tokens=True) if isinstance(prompt, str) else prompt
+        check_vocabulary(tokens, model.vocabulary_size, where)
+        if not tokens:
+            raise InvalidRequest(f"{where} is empty", param="prompt")
+        _check_length(tokens, model, where)
+        prompts.append(tokens)
+    return prompts

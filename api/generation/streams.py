@@ -1,0 +1,276 @@
+"""Running rows as streams of events: reading them, their deadlines, and stopping them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from ...actors.protocol.messages import RowUpdate
+from ...cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
+from ..text.logprobs import ShownToken
+from ..text.pipeline import ReasoningDelta, ToolCall
+from ..text.row_text import RowText, TextDelta
+from .backend import Generation, ServedModel
+from .remembered import Remembered
+
+_ABORT_WAIT_S = 5.0
+_INTERLEAVED_EVENTS_MAX = 256
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one row, or of several added up.
+
+    `cached_tokens` of the prompt were not computed again; `reasoning_tokens` are those of the answer's tokens that went
+    into its block of reasoning, markers included. Of the choices of one prompt only the first counts the prompt.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a stream. `reason` is `stop`, `length` or `tool_calls`."""
+
+    reason: str
+    usage: Usage
+
+
+Event = TextDelta | ReasoningDelta | ToolCall | Finished
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer; `text` is its content. `logprobs` is None where nobody asked for them."""
+
+    text: str
+    tool_calls: list[ToolCall]
+    reason: str
+    usage: Usage
+    reasoning: str = ""
+    logprobs: list[ShownToken] | None = None
+
+
+class TextStream:
+    """One running row as text. Iterate it once, or `collect` it; then or instead `abort` it.
+
+    Args:
+        prompt_tokens: length of the prompt in tokens.
+        choice: which of the prompt's choices it is.
+        deadline: by the event loop's clock.
+        abort: starts taking a generation out of its batch, in a task that nobody's cancellation ends.
+        on_end: called once with the tokens of its answer, when the row has ended or its abort has begun.
+
+    Attributes:
+        model: the served model.
+        replica, node, why: where the row was taken and why there.
+        prompt_tokens: length of the prompt in tokens.
+        remembered: what its agent's memory has of the answer, complete with `Finished`; None for nobody's.
+        first_event_at: when the first event came out, by `time.perf_counter`; None before.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        row: RowText,
+        *,
+        model: ServedModel,
+        prompt_tokens: int,
+        choice: int = 0,
+        deadline: float,
+        abort: Callable[[Generation], asyncio.Task[None]],
+        on_end: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        self.model = model
+        self.replica = generation.replica
+        self.node = generation.node
+        self.why = generation.why
+        self.prompt_tokens = prompt_tokens
+        self.remembered: Remembered | None = None
+        self.first_event_at: float | None = None
+        self._generation = generation
+        self._updates = aiter(generation)
+        self._row = row
+        self._choice = choice
+        self._deadline = deadline
+        self._abort = abort
+        self._on_end = on_end
+        self._over = False
+        self._cached_tokens = 0
+
+    @property
+    def model_id(self) -> bytes:
+        """The id that the model has where the row is now."""
+        return self._generation.model_id
+
+    def __aiter__(self) -> AsyncGenerator[Event, None]:
+        return self._timed()
+
+    async def _timed(self) -> AsyncGenerator[Event, None]:
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                if self.first_event_at is None:
+                    self.first_event_at = time.perf_counter()
+                yield event
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        """Ends with exactly one `Finished`.
+
+        Raises:
+            SatchelError: the row failed, or ran into its deadline.
+        """
+        try:
+            finish = None
+            while finish is None:
+                update = await self._next()
+                if update.cached_tokens is not None:
+                    self._cached_tokens = update.cached_tokens
+                finish = update.finish
+                if finish == "error":
+                    self._end()
+                    raise from_wire(update.error or {"kind": "GenerationFailed", "message": "the row failed"})
+                events = self._row.add(update.tokens, update.logprobs)
+                if finish is not None:
+                    self._end()
+                for event in events:
+                    yield event
+                if self._row.stopped:
+                    finish = "stop"
+                    await self.abort()
+            if finish not in ("stop", "length"):
+                raise GenerationFailed(f"the row ended with {finish!r} before its answer was complete")
+            for event in self._row.finish():
+                yield event
+            yield Finished("tool_calls" if self._row.calls and finish == "stop" else finish, self._usage())
+        finally:
+            await self.abort()
+
+    def _usage(self) -> Usage:
+        row = self._row
+        if self._choice:
+            return Usage(0, row.tokens, 0, row.reasoning_tokens)
+        return Usage(self.prompt_tokens, row.tokens, self._cached_tokens, row.reasoning_tokens)
+
+    async def _next(self) -> RowUpdate:
+        timeout = asyncio.timeout_at(self._deadline)
+        try:
+            async with timeout:
+                return await anext(self._updates)
+        except StopAsyncIteration:
+            raise GenerationFailed("the replica ended the row without an end of its answer") from None
+        except TimeoutError:
+            if timeout.expired():
+                raise DeadlineExceeded(
+                    "the request took longer than its timeout_s or timeouts.request_s allows"
+                ) from None
+            raise
+
+    async def collect(self) -> Answer:
+        """The whole answer.
+
+        Raises:
+            SatchelError: as iterating does.
+        """
+        text: list[str] = []
+        reasoning: list[str] = []
+        calls: list[ToolCall] = []
+        logprobs: list[ShownToken] | None = [] if self._row.follows_tokens else None
+        try:
+            async for event in self:
+                if isinstance(event, TextDelta):
+                    text.append(event.text)
+                    if logprobs is not None:
+                        logprobs += event.logprobs or ()
+                elif isinstance(event, ReasoningDelta):
+                    reasoning.append(event.text)
+                elif isinstance(event, ToolCall):
+                    calls.append(event)
+                else:
+                    return Answer(
+                        "".join(text), calls, event.reason, event.usage, reasoning="".join(reasoning), logprobs=logprobs
+                    )
+        finally:
+            await self.abort()
+        raise GenerationFailed("the row ended without an end of its answer")
+
+    async def abort(self) -> None:
+        """Take the row out of its batch unless it has ended. Cancelling the caller does not cancel this."""
+        await abort_all([self])
+
+    def begin_abort(self) -> asyncio.Task[None] | None:
+        """As `abort`, without waiting. None where there is nothing to do."""
+        if self._over:
+            return None
+        self._end()
+        return self._abort(self._generation)
+
+    def _end(self) -> None:
+        self._over = True
+        self._on_end(self._row.tokens)
+
+
+async def abort_all(streams: Sequence[TextStream]) -> None:
+    """Abort every one, and wait a limited time for that."""
+    # All are begun before the first wait, so a cancellation arriving here leaves none behind.
+    tasks = {task for stream in streams if (task := stream.begin_abort()) is not None}
+    if tasks:
+        await asyncio.wait(tasks, timeout=_ABORT_WAIT_S)
+
+
+async def collect_all(streams: Sequence[TextStream]) -> list[Answer]:
+    """The whole answers, in order. Where one fails, all are aborted and its error is raised."""
+    tasks = [asyncio.create_task(stream.collect()) for stream in streams]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await abort_all(streams)
+
+
+async def interleave(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Event], None]:
+    """The events of all streams as they come, each with its stream's index. The first failure ends everything."""
+    if len(streams) == 1:
+        async with aclosing(aiter(streams[0])) as events:
+            async for event in events:
+                yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, Event] | Exception | None] = asyncio.Queue(_INTERLEAVED_EVENTS_MAX)
+
+    async def forward(index: int, stream: TextStream) -> None:
+        try:
+            async for event in stream:
+                await queue.put((index, event))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await abort_all(streams)

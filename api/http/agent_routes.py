@@ -1,0 +1,147 @@
+"""The routes under `/v1/agents` and `/v1/cache`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from ...cluster.audit import Audit
+from ...cluster.errors import AgentNotFound, DeadlineExceeded, Unavailable
+from ..agents.memory import AgentMemory
+from ..generation.callers import Caller
+from ..generation.remembered import HEADER
+from ..generation.requests import ChatRequest, agent_key
+from ..openai.bodies import ForkBody, InjectBody
+from ..views.agents import PAGE_MAX, agent_info, agent_page, forget_agent, fork_agent, release_agent
+from ..views.generation import Generator
+from .cluster_routes import MoveBody
+from .exchange import BodyReader, CancelOnDisconnect
+from .guard import require_admin
+
+
+class AgentRoutes:
+    """What can be done with agents, and with the KV that replicas keep for reuse."""
+
+    def __init__(self, generator: Generator, bodies: BodyReader, audit: Audit | None = None) -> None:
+        self._generator = generator
+        self._bodies = bodies
+        self._audit = audit
+
+    async def list_agents(
+        self, request: Request, limit: Annotated[int, Query(ge=1, le=PAGE_MAX)] = 20, after: str = ""
+    ) -> Response:
+        """The agents that are remembered, by their ids; `limit` and `after` page through them."""
+        caller: Caller = request.state.caller
+        page = await agent_page(self._memory.store, self._generator.backend, caller.tenant, limit, after)
+        # Agents of other tenants are among these.
+        return JSONResponse(page if caller.admin else {**page, "let_go": None})
+
+    async def get_agent(self, request: Request, agent_id: str) -> Response:
+        """One agent."""
+        return JSONResponse(await agent_info(self._memory.store, self._generator.backend, _key(request, agent_id)))
+
+    async def inject(self, request: Request, agent_id: str) -> Response:
+        """Put messages into an agent's memory, without a reply."""
+        _key(request, agent_id)
+        body = await self._bodies.read(request, InjectBody)
+        waited_s = time.perf_counter() - request.state.arrived
+        work = ChatRequest(
+            messages=body.messages,
+            model=body.model or "",
+            agent=agent_id,
+            agent_continue=True,
+            request_id=request.state.request_id,
+            waited_s=waited_s,
+            caller=request.state.caller,
+        )
+        async with CancelOnDisconnect(request.receive):
+            usage, remembered = await self._generator.inject(work)
+        answer = {
+            "id": f"inject-{secrets.token_hex(12)}",
+            "object": "agent.injection",
+            "agent_id": agent_id,
+            "tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "computed_tokens": usage.prompt_tokens - usage.cached_tokens,
+        }
+        if (said := remembered.body) is None:
+            return JSONResponse(answer)
+        return JSONResponse({**answer, "satchel": said}, headers={HEADER: remembered.header})
+
+    async def fork(self, request: Request, agent_id: str) -> Response:
+        """Copy an agent to a new id."""
+        key = _key(request, agent_id)
+        body = await self._bodies.read(request, ForkBody)
+        limits = request.state.caller.disk_limits
+        return JSONResponse(await fork_agent(self._memory.store, key, body.target, limits))
+
+    async def release(self, request: Request, agent_id: str) -> Response:
+        """Drop an agent's KV from the replicas' memory; what is on the disk stays."""
+        return JSONResponse(await release_agent(self._memory.store, _key(request, agent_id)))
+
+    async def move(self, request: Request, agent_id: str) -> Response:
+        """Make another node an agent's home. A client that leaves does not stop it. For administrators."""
+        require_admin(request.state.caller)
+        key = _key(request, agent_id)
+        body = await self._bodies.read(request, MoveBody)
+        limit_s = self._generator.config.timeouts.request_s
+        try:
+            async with asyncio.timeout(limit_s):
+                done = await self._memory.moves.move(key, body.to)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the agent was not moved within {limit_s:g} s (timeouts.request_s)") from None
+        self._note(request, "agent moved", agent=agent_id, to=body.to)
+        return JSONResponse(done)
+
+    async def forget(self, request: Request, agent_id: str) -> Response:
+        """Erase an agent's memory."""
+        if not await forget_agent(self._memory, _key(request, agent_id)):
+            raise AgentNotFound(f"there is no agent {agent_id!r}", param="id")
+        return JSONResponse({"id": agent_id, "object": "agent.deleted", "deleted": True})
+
+    async def clear_cache(self, request: Request) -> Response:
+        """Let every replica drop the KV that it keeps for reuse. Agents' memory stays. For administrators."""
+        require_admin(request.state.caller)
+        freed = await self._memory.store.clear()
+        self._note(request, "cache cleared", bytes=freed)
+        return JSONResponse({"object": "cache.deleted", "deleted": True, "bytes": freed})
+
+    async def cache_stats(self, request: Request) -> Response:
+        """What the replicas keep for reuse, and what that has saved. For administrators."""
+        require_admin(request.state.caller)
+        stats = [each for each in await self._generator.backend.stats() if each.answers]
+        answer = {
+            "object": "cache.stats",
+            "hits": sum(each.prefix_hits_total for each in stats),
+            "misses": sum(each.prefix_misses_total for each in stats),
+            "tokens_saved": sum(each.cached_tokens_total for each in stats),
+            "entry_count": sum(each.prefix_blocks for each in stats),
+            "current_memory_bytes": sum(each.prefix_bytes for each in stats),
+        }
+        return JSONResponse(answer)
+
+    def _note(self, request: Request, what: str, **details: Any) -> None:
+        if self._audit is not None:
+            caller: Caller = request.state.caller
+            who = {"tenant": caller.tenant, "key": caller.key, "host": caller.host}
+            self._audit.note(what, **who, request_id=request.state.request_id, **details)
+
+    @property
+    def _memory(self) -> AgentMemory:
+        if self._generator.memory is None:
+            raise Unavailable("this endpoint keeps no agents' memory", retry_after_s=None)
+        return self._generator.memory
+
+
+def _key(request: Request, agent_id: str) -> str:
+    """The agent's key; whoever asks names only agents of their own.
+
+    Raises:
+        InvalidRequest: not an agent id.
+    """
+    return agent_key(agent_id, request.state.caller.tenant)

@@ -1,0 +1,129 @@
+"""What keeps web pages out. A browser sends the requests of any page that its user looks at, also to this machine.
+
+A page of another origin is refused by its `Origin`, or by what the browser says of its site. A page whose own name was
+made to point here (DNS rebinding) is refused by its `Host`. Bodies must say that they are JSON: what a page can send
+without asking first, cannot.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...cluster.config import Endpoint
+from ...cluster.errors import NotAllowed, SatchelError, UnsupportedMediaType
+from .exchange import error_response
+
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.ASCII)
+_JSON = re.compile(r"application/([a-z0-9.-]+\+)?json *(;.*)?", re.ASCII)
+_OTHER_SITES = ("cross-site", "same-site")
+
+
+class Hosts:
+    """The names and addresses that the endpoint answers to.
+
+    What it listens on, and `endpoint.hosts`. On a loopback address that is `localhost` and every loopback address; on
+    all addresses of the machine every address, which no page can claim as its name, and the machine's own name.
+
+    Args:
+        certified: the names that the endpoint's certificate is for, which may be replaced.
+    """
+
+    def __init__(self, endpoint: Endpoint, certified: Callable[[], Sequence[str]] = tuple) -> None:
+        self._certified = certified
+        self._names = {host.lower().rstrip(".") for host in endpoint.hosts}
+        listen = endpoint.listen.lower()
+        self._address = _address(listen)
+        if self._address is None:
+            self._names.add(listen.rstrip("."))
+        if self._address is None or not self._address.is_loopback:
+            own = socket.gethostname().lower().removesuffix(".local")
+            self._names |= {own, f"{own}.local"}
+        if listen == "localhost" or (self._address is not None and (self._is_any or self._address.is_loopback)):
+            self._names.add("localhost")
+
+    @property
+    def _is_any(self) -> bool:
+        return self._address is not None and self._address.is_unspecified
+
+    def __contains__(self, host: str) -> bool:
+        """Whether `host`, without a port, is one of them."""
+        address = _address(host)
+        if host in self._names or host in self._certified():
+            return True
+        if address is None:
+            return False
+        if self._address is None:
+            return address.is_loopback and "localhost" in self._names
+        return self._is_any or address == self._address or (address.is_loopback and self._address.is_loopback)
+
+
+class BrowserGuard:
+    """Middleware: refuses what a page of another origin sends, requests to other hosts, and bodies that are not JSON.
+
+    Args:
+        origins: other origins whose pages may use the endpoint, as `http://localhost:3000`, lowercase; `*` for all.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Hosts, origins: Sequence[str]) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope["method"], Headers(scope=scope))) is not None:
+            await error_response(refusal)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, method: str, headers: Headers) -> SatchelError | None:
+        # HTTP/1.0 has none, and no browser speaks that.
+        for host in (given := headers.getlist("host")):
+            found = _AUTHORITY.fullmatch(host.lower())
+            if found is None or found[1].rstrip(".") not in self._hosts:
+                return NotAllowed(f"this endpoint does not answer to the host {host[:200]!r} (endpoint.hosts)")
+        for origin in headers.getlist("origin"):
+            if not self._may(origin.lower(), given):
+                return NotAllowed(f"pages of {origin[:200]!r} may not use this endpoint (endpoint.origins)")
+        if (
+            "origin" not in headers
+            and headers.get("sec-fetch-site") in _OTHER_SITES
+            and not (method == "GET" and headers.get("sec-fetch-mode") == "navigate")
+        ):
+            return NotAllowed("pages of other sites may not use this endpoint (endpoint.origins)")
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if has_body and not _JSON.fullmatch(headers.get("content-type", "").lower()):
+            return UnsupportedMediaType("the body's Content-Type must be application/json")
+        return None
+
+    def _may(self, origin: str, hosts: Sequence[str]) -> bool:
+        if "*" in self._origins or origin in self._origins:
+            return True
+        try:
+            parts = urlsplit(origin)
+            port = parts.port
+        except ValueError:
+            return False
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            return False
+        port = port or (443 if parts.scheme == "https" else 80)
+        return any(_authority(host.lower(), port) == (parts.hostname, port) for host in hosts)
+
+
+def _authority(host: str, default_port: int) -> tuple[str, int] | None:
+    """Name and port of a Host header; one without a port has that of the page's scheme."""
+    found = _AUTHORITY.fullmatch(host)
+    return (found[1].strip("[]"), int(found[2] or default_port)) if found else None
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None

@@ -1,0 +1,92 @@
+"""The routes under `/v1/cluster`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+
+from ...cluster.errors import Unavailable
+from ..agents.memory import AgentMemory
+from ..generation.backend import Backend
+from ..generation.callers import Caller
+from ..generation.requests import agent_key
+from ..openai.answers import error_body
+from ..views.cluster import AGENTS_MAX, TokenRates, cluster_view
+from .guard import require_admin
+
+VIEW_S = 12.0
+"""How long everything that a view asks may take together."""
+
+FRESH_S = 1.0
+"""How long a view is shown again, so that whoever looks often asks the cluster no more for it."""
+
+
+class MoveBody(BaseModel):
+    """The body of `/v1/agents/{id}/move`; `to` is the name of a node."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    to: str
+
+
+class ClusterRoutes:
+    """What nodes and replicas do, and why requests went where they did. For administrators."""
+
+    def __init__(self, backend: Backend, memory: AgentMemory | None) -> None:
+        self._backend = backend
+        self._store = memory.store if memory is not None else None
+        self._rates = TokenRates(time.monotonic)
+        self._views: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
+        """With a tenant's agents and without any: when each was begun, and who makes it."""
+
+    async def show(self, request: Request, agents: Annotated[int, Query(ge=0, le=AGENTS_MAX)] = AGENTS_MAX) -> Response:
+        """Nodes, replicas and the first of the caller's agents; `agents` says how many of those at most."""
+        caller: Caller = request.state.caller
+        require_admin(caller)
+        # Shielded: others may wait for the same view.
+        view = await asyncio.shield(self._view(caller.tenant if agents else None))
+        shown = view["agents"][:agents]
+        if len(shown) < len(view["agents"]):
+            view = {**view, "agents": shown, "agents_count": len(shown), "agents_has_more": True}
+        return JSONResponse(view)
+
+    def _view(self, tenant: str | None) -> asyncio.Task[dict[str, Any]]:
+        """The view that is being made or has just been, else a new one."""
+        begun_at, task = self._views.get(tenant, (0.0, None))
+        if task is None or (task.done() and time.monotonic() - begun_at > FRESH_S):
+            # Nobody's child: the request that asked first may end before the others.
+            task = asyncio.create_task(self._look(tenant), context=contextvars.Context())
+            self._views[tenant] = time.monotonic(), task
+        return task
+
+    async def _look(self, tenant: str | None) -> dict[str, Any]:
+        store = None if tenant is None else self._store
+        try:
+            async with asyncio.timeout(VIEW_S):
+                return await cluster_view(self._backend, store, self._rates, tenant=tenant or "")
+        except TimeoutError:
+            raise Unavailable(f"the cluster did not answer within {VIEW_S:.0f} s") from None
+
+    async def where(self, request: Request, agent_id: str) -> Response:
+        """The home of one agent of the caller's, and which nodes have copies of its memory."""
+        caller: Caller = request.state.caller
+        require_admin(caller)
+        key = agent_key(agent_id, caller.tenant)
+        if self._store is None:
+            raise Unavailable("this endpoint keeps no agents' memory", retry_after_s=None)
+        return JSONResponse({"id": agent_id, "object": "agent.place", **await self._store.where(key)})
+
+    async def explain(self, request: Request, request_id: str) -> Response:
+        """Why a recent request went where it did."""
+        require_admin(request.state.caller)
+        decision = await self._backend.explain(request_id)
+        if decision is None:
+            message = f"no decision about request {request_id!r} is remembered"
+            return JSONResponse(error_body(404, message, code="decision_not_found", param="request_id"), 404)
+        return JSONResponse({"object": "decision", "id": request_id, **decision})

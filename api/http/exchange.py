@@ -1,0 +1,320 @@
+"""What the routes share: request ids, errors as responses, reading a body, and noticing that the client has gone.
+
+Pure ASGI, so it works the same under uvicorn and under Ray Serve, and a cancelled request is a cancelled coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from types import TracebackType
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...cluster.config import Config
+from ...cluster.errors import InvalidRequest, RequestTooLarge, SatchelError, SlowBody, Unavailable
+from ..generation.options import invalid_at
+from ..openai.answers import error_body
+from ..openai.bodies import Body, parse_body
+from .metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+_HEADER_CHARACTERS_MAX = 1024
+STALL_S = 60.0
+BODY_GRACE_S = 10.0
+BODY_RATE = 16 * 2**10
+"""Bytes a second: below a poor mobile connection."""
+
+Refused = Callable[[str], None]
+"""Hears why a request is refused for want of room."""
+
+_LARGE_BYTES = 256 * 2**10
+"""A larger body takes more than a few milliseconds to parse."""
+
+_CLIENT_GONE = 499
+"""nginx's number for it; nobody is left to read it, but the metrics are."""
+
+
+def header_text(text: str) -> str:
+    """`text` as a header value: one line of printable ASCII."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text[:_HEADER_CHARACTERS_MAX]).strip()
+
+
+class _Stalled(Exception):
+    """The client takes nothing."""
+
+
+class RequestContext:
+    """Outermost middleware: gives every request an id and every response `x-request-id`, counts it, and turns an
+    unexpected exception into a 500 that shows the id and nothing else. A client that takes nothing for `STALL_S` is
+    taken for gone.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        arrived = time.perf_counter()
+        request_id = _given_request_id(scope) or uuid.uuid4().hex
+        scope.setdefault("state", {}).update(request_id=request_id, arrived=arrived)
+        status = _CLIENT_GONE
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                headers = [*message.get("headers", []), (b"x-request-id", request_id.encode("ascii"))]
+                message = {**message, "headers": headers}
+            try:
+                async with asyncio.timeout(STALL_S):
+                    await send(message)
+            except TimeoutError:
+                raise _Stalled from None
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except _Stalled:
+            # The server closes the connection of an answer that was left unfinished.
+            _log.warning("request %s: the client took nothing for %.0f s", request_id, STALL_S)
+        except Exception:
+            _log.exception("request %s failed", request_id)
+            if started:
+                raise
+            body = error_body(500, f"internal error in request {request_id}", code="internal_error")
+            await JSONResponse(body, status_code=500)(scope, receive, send_with_id)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.request_ended(route, status, time.perf_counter() - arrived)
+
+
+def _given_request_id(scope: Scope) -> str | None:
+    """The caller's id, where it sent a valid one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(given):
+                return given
+    return None
+
+
+def error_response(error: SatchelError) -> Response:
+    headers: dict[str, str] = {}
+    if error.status == 503 or error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1)))
+    body = error_body(error.status, error.message, code=error.code, param=error.param)
+    return JSONResponse(body, status_code=error.status, headers=headers)
+
+
+async def _on_satchel_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SatchelError)
+    log_failure(_log, f"request {request.state.request_id}", error)
+    return error_response(error)
+
+
+def log_failure(log: logging.Logger, what: str, error: SatchelError, *, told: bool = True) -> None:
+    """A line for what happens in every life of a server, with where it came from if it should not have happened. None
+    for what a status below 500 has `told` the client."""
+    if error.status >= 500 or not told:
+        log.warning("%s: %s", what, error.message, exc_info=error if error.status == 500 else None)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message, code = f"there is no {request.url.path} here", "not_found"
+    elif error.status_code == 405:
+        message, code = f"{request.url.path} does not take {request.method}", "method_not_allowed"
+    else:
+        message, code = str(error.detail), "http_error"
+    body = error_body(error.status_code, message, code=code)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    # The first part is where it was: in the query.
+    return error_response(invalid_at(first["loc"][1:], first["msg"]))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error that leaves `app` has OpenAI's shape."""
+    app.add_exception_handler(SatchelError, _on_satchel_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+
+
+class BodyReader:
+    """Reads requests' bodies, within the limits of the config's `endpoint`.
+
+    A body that comes slower than `BODY_RATE` is not waited for. Where all together are too large, the largest of those
+    that have taken longer than `BODY_GRACE_S` makes room, so nobody keeps the others out with bodies that do not end.
+    """
+
+    def __init__(self, config: Config, refused: Refused = lambda why: None) -> None:
+        self._refused = refused
+        self._limits = config.endpoint
+        self._timeout_s = config.timeouts.request_s
+        self._held = 0
+        self._arriving: set[_Arriving] = set()
+        self._large = asyncio.Lock()
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """The body, parsed and validated. Those that take long are parsed one at a time.
+
+        Raises:
+            InvalidRequest: as `parse_body`.
+            RequestTooLarge, Unavailable, SlowBody, ClientDisconnect: as `_reading`.
+        """
+        async with self._reading(request) as data, self._large if len(data) > _LARGE_BYTES else nullcontext():
+            return await asyncio.to_thread(parse_body, kind, data, self._limits)
+
+    @asynccontextmanager
+    async def _reading(self, request: Request) -> AsyncIterator[bytearray]:
+        """The whole body, counted until the block ends.
+
+        Raises:
+            RequestTooLarge: more than `bytes_max`, announced or found while reading.
+            Unavailable: more than `together_bytes_max` with what others hold.
+            SlowBody: it came too slowly, or took longer than `timeout_s`.
+            ClientDisconnect: the client went away first.
+        """
+        bytes_max = self._limits.body_bytes_max
+        too_large = RequestTooLarge(f"the body is larger than {bytes_max} bytes (endpoint.body_bytes_max)")
+        announced = request.headers.get("content-length")
+        if announced is not None:
+            if not (announced.isascii() and announced.isdigit()):
+                raise InvalidRequest("Content-Length is not a number")
+            if len(announced) > 18 or int(announced) > bytes_max:
+                raise too_large
+        arriving = _Arriving(self._timeout_s)
+        self._arriving.add(arriving)
+        try:
+            try:
+                async with arriving.limit:
+                    async for chunk in request.stream():
+                        arriving.take(chunk)
+                        self._held += len(chunk)
+                        if len(arriving.body) > bytes_max:
+                            raise too_large
+                        self._make_room(arriving)
+            except TimeoutError:
+                raise self._too_large_together() if arriving.makes_room else arriving.too_slow() from None
+            self._arriving.discard(arriving)
+            yield arriving.body
+        finally:
+            self._arriving.discard(arriving)
+            self._held -= len(arriving.body)
+
+    def _make_room(self, newest: _Arriving) -> None:
+        going = sum(len(it.body) for it in self._arriving if it.makes_room)
+        if self._held - going <= self._limits.bodies_bytes_max:
+            return
+        late = [it for it in self._arriving if it.age_s > BODY_GRACE_S and not (it.makes_room or it.limit.expired())]
+        largest = max(late, key=lambda it: len(it.body), default=newest)
+        if largest is newest:
+            raise self._too_large_together()
+        # What it holds is free in the next turn of the loop.
+        largest.makes_room = True
+        largest.limit.reschedule(0.0)
+
+    def _too_large_together(self) -> Unavailable:
+        why = "the requests that are being read are too large together (endpoint.bodies_bytes_max)"
+        self._refused(why)
+        return Unavailable(why, retry_after_s=1.0)
+
+
+class _Arriving:
+    """A body on its way. `limit` ends the waiting for it, and moves with what has come."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._ends = self._began + timeout_s
+        self.limit = asyncio.timeout(min(BODY_GRACE_S, timeout_s))
+        self.body = bytearray()
+        self.makes_room = False
+
+    @property
+    def age_s(self) -> float:
+        return self._loop.time() - self._began
+
+    def take(self, chunk: bytes) -> None:
+        """Each byte buys time, at most `BODY_GRACE_S` of it: a pause of that length is allowed, a trickle is not."""
+        self.body += chunk
+        until = self.limit.when()
+        if until is not None and not self.makes_room:
+            bought = until + len(chunk) / BODY_RATE
+            self.limit.reschedule(min(bought, self._loop.time() + BODY_GRACE_S, self._ends))
+
+    def too_slow(self) -> SlowBody:
+        if self._loop.time() >= self._ends:
+            return SlowBody("the body did not arrive within timeouts.request_s")
+        return SlowBody(f"the body came slower than {BODY_RATE} bytes a second")
+
+
+class CancelOnDisconnect:
+    """``async with CancelOnDisconnect(receive):`` cancels the block when the client goes away.
+
+    Leaving it then raises `ClientDisconnect`. Enter it after the body has been read, when the next message can only be
+    the disconnection. A cancellation from outside passes through, so a server that cancels by itself is fine too.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._gone = True
+            self._task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._watcher.done():
+            self._watcher.cancel()
+        elif not self._watcher.cancelled() and (failure := self._watcher.exception()) is not None:
+            # Under Ray Serve this is how a cancelled request's channel ends, so it is no more than a trace.
+            _log.debug("watching for the client's disconnection ended", exc_info=failure)
+        if not self._gone:
+            return
+        if kind is None or not issubclass(kind, asyncio.CancelledError):
+            # The block ended in the moment of the disconnection: take the cancellation that is on its way.
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError as cancelled:
+                error = cancelled
+        if self._task.uncancel() <= self._cancelling and (error is None or isinstance(error, asyncio.CancelledError)):
+            raise ClientDisconnect from None

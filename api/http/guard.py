@@ -1,0 +1,130 @@
+"""What lets callers in: every request but `/health` needs a key, as soon as keys were made or strangers can reach the
+endpoint. Pure ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...cluster.audit import Audit
+from ...cluster.errors import KeyRefused, NotAllowed, RateLimited, SatchelError, Unavailable
+from ...cluster.keys import KEY_BEGINS, Key, KeyLimits, KeyRing
+from ..generation.callers import Caller, Meter
+from .exchange import error_response
+
+CHECKS_MAX = 32
+"""Keys seen for the first time that may wait for their check; a known one waits for none."""
+
+HEALTH = "/health"
+_SECRET_MAX = 256
+
+
+class KeyGuard:
+    """Middleware: puts a `Caller` into the request's state as `caller`, or refuses the request.
+
+    Args:
+        keys: None lets everybody in.
+        audit: where refusals are written down.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing | None, audit: Audit | None = None) -> None:
+        self._app = app
+        self._keys = keys
+        self._audit = audit
+        self._meters: dict[str, Meter] = {}
+        self._checking = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = scope.get("client")
+        host = client[0] if client else ""
+        try:
+            caller = await self._caller(scope, host)
+        except SatchelError as error:
+            response = error_response(error)
+            if isinstance(error, KeyRefused):
+                self._note(scope, host)
+                response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
+            return
+        scope["state"]["caller"] = caller
+        if (meter := caller.meter) is None or scope["path"] == HEALTH:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(meter.headers())
+            await send(message)
+
+        try:
+            meter.take_request()
+        except RateLimited as error:
+            await error_response(error)(scope, receive, send_with_limits)
+            return
+        await self._app(scope, receive, send_with_limits)
+
+    async def _caller(self, scope: Scope, host: str) -> Caller:
+        keys = self._keys
+        if keys is None or keys.is_open:
+            return Caller(host=host)
+        secret = _secret(Headers(scope=scope))
+        if not secret and scope["path"] == HEALTH:
+            return Caller(tenant="", host=host, admin=False)
+        if not secret:
+            raise KeyRefused("this endpoint needs a key: Authorization: Bearer KEY, or x-api-key: KEY")
+        key = keys.remembered(secret)
+        if key is None:
+            key = await self._check(keys, secret)
+        if not isinstance(key, Key):
+            raise KeyRefused("this key is not known here, or has been revoked")
+        return Caller(key.name, host, key.id, key.admin, self._meter(key))
+
+    async def _check(self, keys: KeyRing, secret: str) -> Key | None:
+        if self._checking >= CHECKS_MAX:
+            raise Unavailable("too many keys are being checked now")
+        self._checking += 1
+        try:
+            return await asyncio.to_thread(keys.check, secret)
+        finally:
+            self._checking -= 1
+
+    def _meter(self, key: Key) -> Meter | None:
+        if key.limits == KeyLimits():
+            return None
+        meter = self._meters.get(key.id)
+        if meter is None or meter.limits != key.limits:
+            meter = self._meters[key.id] = Meter(key.limits, time.monotonic)
+        return meter
+
+    def _note(self, scope: Scope, host: str) -> None:
+        if self._audit is not None:
+            shown = _secret(Headers(scope=scope))
+            details = {"key": shown[:19]} if shown.startswith(KEY_BEGINS) else {}
+            self._audit.note_refusal("key refused", host=host, path=scope["path"][:200], **details)
+
+
+def _secret(headers: Headers) -> str:
+    """The key that a request shows, "" for none."""
+    given = [headers.get("x-api-key", "")]
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        given.insert(0, token.strip())
+    # Clients that are told of one header often fill the other with something.
+    return max(
+        (secret[:_SECRET_MAX] for secret in given), key=lambda secret: (secret.startswith(KEY_BEGINS), bool(secret))
+    )
+
+
+def require_admin(caller: Caller) -> None:
+    """
+    Raises:
+        NotAllowed: the caller's key is no administrator's.
+    """
+    if not caller.admin:
+        raise NotAllowed("this needs a key made with --admin")

@@ -1,0 +1,158 @@
+"""What `/metrics` shows: the replicas' numbers, read at every scrape, and this process's own of its requests.
+
+Names, units and labels are Prometheus conventions. An endpoint of several processes shows the requests of the one that
+was asked; the replicas' numbers are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ..agents.memory import AgentMemory
+from ..generation.backend import NodeState, ReplicaStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
+
+
+class _Replicas(Collector):
+    """One reading of the replicas. Totals of a replica that did not answer are left out, not shown as a reset to 0."""
+
+    def __init__(self, stats: Sequence[ReplicaStats], failovers: int) -> None:
+        self._stats = stats
+        self._failovers = failovers
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("satchel_replica_up", "Whether the replica answers.", labels=["replica", "model"])
+        for stats in self._stats:
+            up.add_metric([stats.replica, stats.model], float(stats.answers))
+        yield up
+        yield self._gauge("satchel_requests_running", "Requests in the replica's batch.", "running")
+        yield self._gauge("satchel_requests_waiting", "Requests in the replica's queue.", "waiting")
+        yield self._gauge("satchel_prefix_blocks", "KV blocks kept for reuse.", "prefix_blocks")
+        yield self._gauge("satchel_prefix_bytes", "Bytes of KV kept for reuse.", "prefix_bytes")
+        yield self._counter("satchel_requests", "Requests accepted.", "requests_total")
+        yield self._counter("satchel_prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens_total")
+        yield self._counter("satchel_cached_tokens", "Prompt tokens not computed again.", "cached_tokens_total")
+        yield self._counter("satchel_generated_tokens", "Tokens generated.", "generated_tokens_total")
+        yield self._counter("satchel_restored_tokens", "Tokens whose KV came back from disk.", "restored_tokens_total")
+        yield self._counter("satchel_written_bytes", "Bytes of KV written to disk.", "written_bytes_total")
+        yield self._counter("satchel_unwritten_turns", "Turns whose KV could not be written.", "unwritten_turns_total")
+        yield self._counter("satchel_blocks_corrupt", "Entries on disk that were damaged.", "blocks_corrupt_total")
+        yield self._counter("satchel_failed_checks", "Times KV was dropped for wrong tables.", "failed_checks_total")
+        hits = "Pictures that were not encoded, because their features or KV were known."
+        yield self._counter("satchel_vision_cache_hits", hits, "vision_cache_hits_total")
+        yield self._counter("satchel_vision_encodes", "Pictures that were encoded.", "vision_encodes_total")
+        went_on = "Answers that went on after their replica was lost."
+        yield CounterMetricFamily("satchel_failovers", went_on, value=self._failovers)
+
+    def _gauge(self, name: str, help_text: str, field: str) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=["replica"])
+        for stats in self._stats:
+            family.add_metric([stats.replica], getattr(stats, field))
+        return family
+
+    def _counter(self, name: str, help_text: str, field: str) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=["replica"])
+        for stats in self._stats:
+            if stats.answers:
+                family.add_metric([stats.replica], getattr(stats, field))
+        return family
+
+
+class _Nodes(Collector):
+    """One reading of the nodes; of those that were not heard nothing."""
+
+    def __init__(self, nodes: Sequence[NodeState]) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterable[Metric]:
+        opened = GaugeMetricFamily("satchel_disk_open", "Whether KV is kept on the node's disk.", labels=["node"])
+        gone = "Agents that were let go because others needed the room (transcripts_bytes_max)."
+        let_go = CounterMetricFamily("satchel_agents_let_go", gone, labels=["node"])
+        for node in self._nodes:
+            if node.agents_let_go is not None:
+                opened.add_metric([node.name], float(not node.disk_error))
+                let_go.add_metric([node.name], node.agents_let_go)
+        yield opened
+        yield let_go
+
+
+class Metrics:
+    """The metrics of one application."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "satchel_http_requests", "HTTP requests by route and status.", ["route", "status"], registry=self.registry
+        )
+        self._duration = Histogram(
+            "satchel_http_request_duration_seconds",
+            "From a request's arrival to the last byte of its response.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._first_token = Histogram(
+            "satchel_time_to_first_token_seconds",
+            "From a request's arrival to the first text of its answer.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    def request_ended(self, route: str, status: int, duration_s: float) -> None:
+        """Count one request. `route` is a route's pattern, never a path that a caller made up."""
+        self._requests.labels(route, str(status)).inc()
+        self._duration.labels(route).observe(duration_s)
+
+    def first_token(self, model: str, duration_s: float) -> None:
+        self._first_token.labels(model).observe(duration_s)
+
+    def render(self, stats: Sequence[ReplicaStats], failovers: int, nodes: Sequence[NodeState] = ()) -> bytes:
+        """Everything in Prometheus' text format.
+
+        Args:
+            failovers: how many rows went on after their replica was lost, since this process was started.
+        """
+        replicas = CollectorRegistry()
+        replicas.register(_Replicas(stats, failovers))
+        replicas.register(_Nodes(nodes))
+        return generate_latest(replicas) + generate_latest(self.registry)
+
+
+class AgentMetrics(Collector):
+    """The counters of one `AgentMemory`."""
+
+    def __init__(self, memory: AgentMemory) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterable[Metric]:
+        memory = self._memory
+        yield _counter("satchel_prefix_match", "Prompts by how they continue their agent.", "match", memory.matches)
+        yield _counter(
+            "satchel_prefix_recomputed_tokens",
+            "Tokens in an agent's memory that a prompt could not continue, by reason.",
+            "reason",
+            memory.recomputed,
+        )
+        yield _counter("satchel_agent_turns", "Agents' turns by what became of them.", "outcome", memory.commits)
+        yield _counter("satchel_turns_not_kept", "Turns whose words are not kept, by reason.", "reason", memory.unkept)
+        copied = "Turns of which fewer nodes had the words in time than should (replication)."
+        yield CounterMetricFamily("satchel_turns_not_copied", copied, value=memory.uncopied)
+        yield CounterMetricFamily("satchel_moves", "Agents moved to another node.", value=memory.moves.total)
+        carried = "Bytes of KV that went with agents to other nodes."
+        yield CounterMetricFamily("satchel_moved_bytes", carried, value=memory.moves.bytes_total)
+
+
+def _counter(name: str, help_text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=[label])
+    for value, count in sorted(counts.items()):
+        family.add_metric([value], count)
+    return family

@@ -1,0 +1,1 @@
+"""Pictures and films: fetched, decoded, and put into prompts."""

@@ -1,0 +1,279 @@
+"""Loads the pictures and videos of messages: from where callers say, to the pixels that models are shown.
+
+Everything is limited by the config's `media`: sizes, times, how much is decoded at a time, how much is held. What a
+caller causes is an `InvalidRequest` that names the part of the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from cachetools import LRUCache
+
+from ...cluster.config import Media
+from ...cluster.errors import InvalidRequest, SatchelError, Unavailable
+from .decode import Shown, Undecodable, decode, measure
+from .files import Unreadable, data_url, read_file
+from .sources import Picture, PictureSource, VideoSource
+from .video import FRAME_PIXELS_MIN, FRAMES_A_SECOND, Sampling, decode_video, evenly
+from .web import Fetcher, Unfetchable
+
+T = TypeVar("T")
+
+_FETCHES_MAX = 8
+_READS_MAX = 4
+_VIDEO_FETCHES_MAX = 4
+_VIDEOS_MAX = 2
+_READ_HERE_MAX = 1 << 16
+_CACHE_PART = 4
+"""What is kept for later requests may be a quarter of what may be held."""
+
+
+class Workshop:
+    """Threads that decode, and a limit on the pixels that they decode at a time. First come, first served."""
+
+    def __init__(self, threads: int, pixels_max: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._free = self._pixels_max = pixels_max
+        self._turn = asyncio.Lock()
+        self._given_back = asyncio.Event()
+
+    async def run(self, pixels: int, work: Callable[..., T], *arguments: object) -> T:
+        """Do the work when there is room for so many pixels.
+
+        Who waits may be cancelled. Work that has begun goes on, and its room is taken until it ends.
+        """
+        pixels = min(pixels, self._pixels_max)
+        async with self._turn:
+            while self._free < pixels:
+                self._given_back.clear()
+                await self._given_back.wait()
+            self._free -= pixels
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        future.add_done_callback(lambda done: self._give_back(done, pixels))
+        return await asyncio.shield(future)
+
+    def _give_back(self, done: asyncio.Future[T], pixels: int) -> None:
+        self._free += pixels
+        self._given_back.set()
+        if not done.cancelled():
+            # Nobody else looks at the error of work whose caller has gone.
+            done.exception()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class PictureShelf:
+    """Which pictures are held, by requests or for later ones. Those kept for later ones go where room is needed."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._kept: LRUCache[bytes, list[Picture]] = LRUCache(bytes_max // _CACHE_PART, getsizeof=_bytes)
+        self._held: WeakValueDictionary[int, Picture] = WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._reserved_bytes = 0
+        self._given_back = asyncio.Event()
+
+    def find(self, key: bytes) -> list[Picture] | None:
+        return self._kept.get(key)
+
+    @asynccontextmanager
+    async def room(self, wanted_bytes: int) -> AsyncIterator[None]:
+        """Room for pictures that are made and held in the block. Waits for room that others have and may not need.
+
+        Raises:
+            Unavailable: requests hold too much.
+        """
+        while (needed := self._held_bytes() + wanted_bytes) + self._reserved_bytes > self._bytes_max:
+            if self._kept:
+                self._kept.popitem()
+            elif needed > self._bytes_max:
+                raise Unavailable(
+                    "the pictures of all requests are too large together (media.held_bytes_max)", retry_after_s=1.0
+                )
+            else:
+                self._given_back.clear()
+                await self._given_back.wait()
+        self._reserved_bytes += wanted_bytes
+        try:
+            yield
+        finally:
+            self._reserved_bytes -= wanted_bytes
+            self._given_back.set()
+
+    def hold(self, pictures: Sequence[Picture]) -> None:
+        """Count them for as long as anybody has them."""
+        for picture in pictures:
+            self._held[next(self._numbers)] = picture
+
+    def keep(self, key: bytes, pictures: list[Picture]) -> None:
+        """Keep them for later requests, as far as there is room."""
+        with suppress(ValueError):
+            self._kept[key] = pictures
+
+    def _held_bytes(self) -> int:
+        # A frame at another time of its video is another picture of the same pixels.
+        return sum({id(picture.pixels): len(picture.pixels) for picture in list(self._held.values())}.values())
+
+
+def _bytes(pictures: Sequence[Picture]) -> int:
+    return sum(len(picture.pixels) for picture in pictures)
+
+
+class PictureLoader:
+    """Loads pictures and videos; belongs to one event loop."""
+
+    def __init__(self, limits: Media) -> None:
+        self._limits = limits
+        self._fetcher = Fetcher(limits)
+        # Of contents in memory, by whether they are videos and whether they are fetched. Videos take long, and
+        # pictures do not wait for them.
+        self._turns = {
+            (False, True): asyncio.Semaphore(_FETCHES_MAX),
+            (False, False): asyncio.Semaphore(_READS_MAX),
+            (True, True): asyncio.Semaphore(_VIDEO_FETCHES_MAX),
+            (True, False): asyncio.Semaphore(_VIDEOS_MAX),
+        }
+        self._pictures = Workshop(min(_READS_MAX, os.cpu_count() or 1), limits.pixels_max, "picture")
+        self._videos = Workshop(_VIDEOS_MAX, _VIDEOS_MAX * limits.pixels_max, "video")
+        self._shelf = PictureShelf(limits.held_bytes_max)
+
+    async def load_all(self, sources: Sequence[PictureSource | VideoSource]) -> list[list[Picture]]:
+        """Every source's pictures, in order: one of a picture, the frames of a video. The first error ends all.
+
+        Raises:
+            InvalidRequest, Unavailable: as `load`; or they are more than `pictures_max`.
+        """
+        if len(sources) > self._limits.pictures_max:
+            raise InvalidRequest(
+                f"messages: at most {self._limits.pictures_max} pictures go into one request (media.pictures_max)",
+                param="messages",
+            )
+        return await _together([self._load_either(source) for source in sources])
+
+    async def _load_either(self, source: PictureSource | VideoSource) -> list[Picture]:
+        return await self.load_video(source) if isinstance(source, VideoSource) else [await self.load(source)]
+
+    async def load(self, source: PictureSource) -> Picture:
+        """
+        Raises:
+            InvalidRequest: whatever a caller can cause; `param` is the source's place.
+            Unavailable: pictures of requests hold too much memory.
+        """
+        shown = Shown.of(source)
+
+        async def decoded(data: bytes) -> list[Picture]:
+            pixels = await self._pictures.run(len(data), measure, data, shown, self._limits.pixels_max)
+            async with self._shelf.room(3 * pixels):
+                picture = await self._pictures.run(max(pixels, len(data)), decode, data, shown, self._limits.pixels_max)
+                self._shelf.hold([picture])
+            return [picture]
+
+        return (await self._load(source.url, source.where, shown, decoded, video=False))[0]
+
+    async def load_video(self, source: VideoSource) -> list[Picture]:
+        """The frames to show, in order, each with its time.
+
+        Raises:
+            InvalidRequest, Unavailable: as `load`.
+        """
+        limits = self._limits
+        frames_most = max(1, limits.pixels_max // (2 * FRAME_PIXELS_MIN))
+        frames_max = min(source.frames_max or limits.frames_max, limits.frames_max, frames_most)
+        if source.url is None:
+            return await self._load_frames(source, frames_max)
+        sampling = Sampling(
+            fps=source.fps or FRAMES_A_SECOND,
+            frames_max=frames_max,
+            pixels_max=limits.pixels_max,
+            timeout_s=limits.timeout_s,
+            shown_min=source.pixels_min,
+            shown_max=source.pixels_max,
+        )
+
+        async def decoded(data: bytes) -> list[Picture]:
+            async with self._shelf.room(3 * limits.pixels_max // 2):
+                frames = await self._videos.run(limits.pixels_max, decode_video, data, sampling)
+                self._shelf.hold(frames)
+            return frames
+
+        return await self._load(source.url, source.where, sampling, decoded, video=True)
+
+    async def _load_frames(self, source: VideoSource, frames_max: int) -> list[Picture]:
+        rate = source.fps or FRAMES_A_SECOND
+        chosen = evenly(list(enumerate(source.frames)), frames_max)
+        most = max(1, self._limits.pixels_max // len(chosen))
+        smaller = [
+            replace(frame, pixels_max=min(frame.pixels_max or most, most), pixels_min=min(frame.pixels_min or 1, most))
+            for _, frame in chosen
+        ]
+        pictures = await _together([self.load(frame) for frame in smaller])
+        timed = [replace(picture, seconds=index / rate) for (index, _), picture in zip(chosen, pictures, strict=True)]
+        self._shelf.hold(timed)
+        return timed
+
+    async def _load(
+        self, url: str, where: str, how: object, decoded: Callable[[bytes], Awaitable[list[Picture]]], *, video: bool
+    ) -> list[Picture]:
+        """What `decoded` makes of the content, unless the same was made of the same content before."""
+        try:
+            async with self._turns[video, _is_remote(url)]:
+                data = await self._content(url)
+                key = await self._read(_key, data, how)
+                pictures = self._shelf.find(key)
+                if pictures is None:
+                    pictures = await decoded(data)
+                    self._shelf.keep(key, pictures)
+                return pictures
+        except (Undecodable, Unfetchable, Unreadable) as error:
+            raise InvalidRequest(f"{where} {error}", param=where) from error
+
+    async def _read(self, work: Callable[..., bytes], content: bytes | str, how: object) -> bytes:
+        """What `work` makes of a content. For a small one a thread would take longer: frames are small, and many."""
+        if len(content) <= _READ_HERE_MAX:
+            return work(content, how)
+        return await self._pictures.run(len(content), work, content, how)
+
+    async def _content(self, url: str) -> bytes:
+        if _is_remote(url):
+            return await self._fetcher.fetch(url)
+        if url[:5].lower() == "data:":
+            return await self._read(data_url, url, self._limits.source_bytes_max)
+        bytes_max = self._limits.source_bytes_max
+        return await self._pictures.run(bytes_max, read_file, url, self._limits.file_roots, bytes_max)
+
+    async def close(self) -> None:
+        self._pictures.close()
+        self._videos.close()
+        await self._fetcher.close()
+
+
+def _is_remote(url: str) -> bool:
+    return url[:4].lower() == "http"
+
+
+def _key(data: bytes, how: object) -> bytes:
+    """Names a file's content and what is made of it."""
+    return hashlib.sha256(hashlib.sha256(data).digest() + repr(how).encode()).digest()
+
+
+async def _together(loads: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(load) for load in loads]
+    except* SatchelError as errors:
+        error = errors.exceptions[0]
+    else:
+        return [task.result() for task in tasks]
+    raise error

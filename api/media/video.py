@@ -1,0 +1,214 @@
+"""From a video's bytes to some of its frames. Blocking: for worker threads.
+
+Animated pictures are read by Pillow. Films are read by OpenCV's FFmpeg in a process of its own (`video_worker.py`),
+which may be given back at any time and whose crash is one refused request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+import msgpack
+from PIL import Image
+
+from ...actors.protocol.media_ids import picture_hash
+from ...cluster.environment import snapshot
+from .decode import Shown, Undecodable, UnknownFormat, as_picture, check_size, opened, rgb
+from .sources import Picture
+
+T = TypeVar("T")
+
+FRAMES_A_SECOND = 2.0
+"""Frames of a second that are taken where nobody says how many; also what lists of frames are taken to have."""
+FRAME_PIXELS_MIN = 64 * 64
+"""Of a video with more frames than can have so many pixels each, fewer are taken: no model sees smaller ones."""
+_ANIMATED = ("GIF", "WEBP", "PNG")
+_KNOWN = "MP4, WebM, Matroska, AVI and animated GIF, WebP and PNG"
+_USUAL_FRAME_S = 0.1
+_ALMOST = 1e-6
+_WORKER_START_S = 15.0
+_ONLY = "input_format;{0}|format_whitelist;{0}|protocol_whitelist;pipe"
+_LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
+_SANDBOX_EXEC = "/usr/bin/sandbox-exec"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which frames are taken of a video, and within which limits.
+
+    Attributes:
+        fps: how many of a second.
+        frames_max: how many in all; of more so many are kept, evenly.
+        pixels_max: of a frame as it is in the file, and of all that are kept while reading.
+        shown_max, shown_min: pixels of a frame as it is shown, where the caller asks for that.
+        timeout_s: for decoding.
+    """
+
+    fps: float
+    frames_max: int
+    pixels_max: int
+    timeout_s: float
+    shown_max: int | None = None
+    shown_min: int | None = None
+
+    def shown(self) -> Shown:
+        """The size of one frame. Up to twice `frames_max` are held while reading."""
+        most = max(1, self.pixels_max // (2 * self.frames_max))
+        return Shown(None, min(self.shown_min or 1, most), min(self.shown_max or most, most))
+
+
+class FrameSampler:
+    """Takes frames on an even grid out of a stream of unknown length, at most `2 * frames_max` at a time."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._step_s = 1 / sampling.fps
+        self._frames_max = sampling.frames_max
+        self._next_s = 0.0
+        self._taken: list[Picture] = []
+
+    def wants(self, seconds: float) -> bool:
+        """Whether a frame that is shown at this time is one to take."""
+        return seconds + _ALMOST >= self._next_s
+
+    def take(self, frame: Picture) -> None:
+        self._taken.append(frame)
+        if len(self._taken) == 2 * self._frames_max:
+            self._taken = self._taken[::2]
+            self._step_s *= 2
+        self._next_s = (math.floor((frame.seconds + _ALMOST) / self._step_s) + 1) * self._step_s
+
+    def frames(self) -> list[Picture]:
+        """
+        Raises:
+            Undecodable: there was none.
+        """
+        if not self._taken:
+            raise Undecodable("has no frame that can be read")
+        return evenly(self._taken, self._frames_max)
+
+
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """At most `most` of `items`, evenly spread from the first to the last."""
+    if len(items) <= most:
+        return list(items)
+    if most == 1:
+        return [items[0]]
+    return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
+
+
+def decode_video(data: bytes, sampling: Sampling) -> list[Picture]:
+    """Frames of a video, in order, each with its time.
+
+    Raises:
+        Undecodable: it is no video, is damaged or too large, or takes longer than `timeout_s`.
+    """
+    try:
+        return _film(data, sampling) if container(data) else _animation(data, sampling)
+    except UnknownFormat:
+        raise UnknownFormat(f"is no video that can be read; known are {_KNOWN}") from None
+
+
+def container(data: bytes) -> str:
+    """FFmpeg's name for what reads this film, by its first bytes; "" if it is none.
+
+    FFmpeg is left no choice: it also reads playlists and descriptions of sessions, which name other files and hosts.
+    """
+    if data[4:8] == b"ftyp":
+        return "mov"
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"
+    return "avi" if data[:4] == b"RIFF" and data[8:12] == b"AVI " else ""
+
+
+class Deadline:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    def check(self) -> None:
+        """
+        Raises:
+            Undecodable: it has passed.
+        """
+        if time.monotonic() > self._end:
+            raise Undecodable(f"takes longer than {self._timeout_s:g} s to decode (media.timeout_s)")
+
+
+def _animation(data: bytes, sampling: Sampling) -> list[Picture]:
+    sampler, deadline = FrameSampler(sampling), Deadline(sampling.timeout_s)
+    with opened(data, sampling.pixels_max) as image:
+        if image.format not in _ANIMATED:
+            raise UnknownFormat
+        for seconds in _frame_times(image, sampling.pixels_max):
+            deadline.check()
+            if sampler.wants(seconds):
+                sampler.take(as_picture(rgb(image.copy()), sampling.shown(), seconds))
+    return sampler.frames()
+
+
+def _frame_times(image: Image.Image, pixels_max: int) -> Iterator[float]:
+    """Goes through an animation; while `image` is a frame, gives the seconds at which it is shown."""
+    seconds = 0.0
+    for index in itertools.count():
+        try:
+            image.seek(index)
+        except EOFError:
+            return
+        check_size(*image.size, pixels_max)
+        image.load()
+        if index == 0 and image.info.get("default_image"):
+            # What an animated PNG shows where animations are unknown is no frame of it.
+            continue
+        yield seconds
+        seconds += (image.info.get("duration") or 0) / 1000 or _USUAL_FRAME_S
+
+
+def _worker(sampling: Sampling) -> list[str]:
+    return ["-m", "satchel.api.media.video_worker", json.dumps(asdict(sampling))]
+
+
+def _film(data: bytes, sampling: Sampling) -> list[Picture]:
+    # Nothing else of this process's own environment, in which there may be keys.
+    environment = {name: value for name, value in snapshot().items() if name in _LIBRARY_PATHS}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OPENCV_LOG_LEVEL": "SILENT",
+        "OPENCV_FFMPEG_CAPTURE_OPTIONS": _ONLY.format(container(data)),
+    }
+    try:
+        run = subprocess.run(
+            [*_sandbox(), sys.executable, "-P", *_worker(sampling)],
+            input=data,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            cwd="/",
+            # The worker keeps the limit itself while all is well.
+            timeout=sampling.timeout_s + _WORKER_START_S,
+        )
+        answer = msgpack.unpackb(run.stdout)
+    except (subprocess.TimeoutExpired, ValueError, msgpack.UnpackException):
+        raise Undecodable("is damaged, or takes too much time or memory to decode") from None
+    if isinstance(answer, str):
+        raise Undecodable(answer)
+    return [_frame(*frame) for frame in answer]
+
+
+def _sandbox() -> list[str]:
+    """What starts a process without a network on macOS. On Linux the worker leaves it by itself."""
+    if sys.platform == "darwin" and os.access(_SANDBOX_EXEC, os.X_OK):
+        return [_SANDBOX_EXEC, "-p", "(version 1)(allow default)(deny network*)"]
+    return []
+
+
+def _frame(width: int, height: int, pixels: bytes, seconds: float) -> Picture:
+    return Picture(width, height, pixels, picture_hash(width, height, pixels), seconds)

@@ -1,0 +1,167 @@
+"""Reads one film from standard input, in a process of its own, and writes some of its frames to standard output.
+
+FFmpeg believes what a file says about itself, and has had its share of bugs. Here it has a limit of memory, no file but
+the one it is given, the one demuxer that belongs to that, no network where the system allows it (Linux with namespaces,
+macOS), and nobody else's requests beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import itertools
+import json
+import math
+import resource
+import struct
+import sys
+from typing import Any
+
+import msgpack
+import psutil
+from PIL import Image
+
+from .decode import Undecodable, as_picture, check_size
+from .sources import Picture
+from .video import Deadline, FrameSampler, Sampling
+
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_BYTES_MAX = 256 * 2**20
+_BYTES_A_PIXEL = 40
+"""And so many for each pixel of the largest frame: frames that a decoder looks back at, and those that are kept."""
+_THREADS = 2
+_DAMAGED = "is a video that cannot be read, or is damaged"
+_FRAMES_A_SECOND = 25.0
+_HEAD_BYTES = 16
+"""No part of a file is looked for in its last so many bytes. As many may be missing: some tools count a head twice."""
+_FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+_MATROSKA = b"\x1a\x45\xdf\xa3"
+_HOLDS_FRAMES = frozenset(
+    (b"moov", b"moof", b"mdat", b"RIFF", b"\x18\x53\x80\x67", b"\x1f\x43\xb6\x75", b"\xa0", b"\xa3")
+)
+"""MP4's boxes, AVI's whole, and Matroska's segment, cluster, group of blocks and simple block."""
+
+
+def read_film(data: bytes, sampling: Sampling) -> list[Picture]:
+    """
+    Raises:
+        Undecodable: it cannot be read, is cut off, is too large, or takes too long.
+    """
+    import cv2
+
+    deadline, sampler = Deadline(sampling.timeout_s), FrameSampler(sampling)
+    _check_whole(data, deadline)
+    _limit_memory(_BYTES_MAX + _BYTES_A_PIXEL * sampling.pixels_max)
+    stream: Any = io.BytesIO(data)
+    film = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, _THREADS])
+    if not film.isOpened():
+        raise Undecodable(_DAMAGED)
+    width, height = film.get(cv2.CAP_PROP_FRAME_WIDTH), film.get(cv2.CAP_PROP_FRAME_HEIGHT)
+    check_size(int(width), int(height), sampling.pixels_max)
+    rate = film.get(cv2.CAP_PROP_FPS)
+    rate = rate if math.isfinite(rate) and rate > 0 else _FRAMES_A_SECOND
+    seconds = 0.0
+    for index in itertools.count():
+        if not film.grab():
+            break
+        deadline.check()
+        stated = film.get(cv2.CAP_PROP_POS_MSEC) / 1000
+        # Some files have no times, or wrong ones.
+        seconds = stated if math.isfinite(stated) and stated > seconds else max(seconds, index / rate)
+        if sampler.wants(seconds):
+            sampler.take(_picture(film.retrieve(), sampling, seconds))
+    return sampler.frames()
+
+
+def _check_whole(data: bytes, deadline: Deadline) -> None:
+    """FFmpeg reads a file that is cut off as if it were whole. What gives it away is a part that goes on past the end.
+
+    Containers' numbers of frames and durations are too often estimates. What this does not notice: a cut just between
+    two parts of a file that does not tell its whole size (a fragmented MP4, a live WebM), and an AVI without sizes.
+
+    Raises:
+        Undecodable: bytes are missing at its end.
+    """
+    if data[4:8] in _FIRST_BOXES:
+        ends = _box
+    elif data[:4] == b"RIFF":
+        ends = _chunk
+    elif data[:4] == _MATROSKA:
+        ends = _element
+    else:
+        return
+    at = 0
+    while at + _HEAD_BYTES <= len(data):
+        deadline.check()
+        kind, at = ends(data, at)
+        if kind in _HOLDS_FRAMES and at > len(data) + _HEAD_BYTES:
+            raise Undecodable(f"is a video that is cut off: {len(data)} bytes of at least {at}")
+
+
+def _box(data: bytes, at: int) -> tuple[bytes, int]:
+    """What part of an MP4 begins here, and where it ends."""
+    size, kind = struct.unpack_from(">I4s", data, at)
+    if size == 1:
+        (size,) = struct.unpack_from(">Q", data, at + 8)
+    return kind, at + size if size >= 8 else len(data)
+
+
+def _chunk(data: bytes, at: int) -> tuple[bytes, int]:
+    """What part of an AVI begins here, and where it ends."""
+    kind, size = struct.unpack_from("<4sI", data, at)
+    return kind, at + 8 + size + size % 2 if 0 < size < 2**32 - 1 else len(data)
+
+
+def _element(data: bytes, at: int) -> tuple[bytes, int]:
+    """What part of a Matroska file begins here, and where it ends; if it does not say, where its first part begins."""
+    size_at = at + 9 - data[at].bit_length()
+    body = size_at + 9 - data[size_at].bit_length()
+    unknown = 2 ** (7 * (body - size_at)) - 1
+    size = int.from_bytes(data[size_at:body]) & unknown
+    return data[at:size_at], body + size if size != unknown else body
+
+
+def _picture(retrieved: tuple[bool, Any], sampling: Sampling, seconds: float) -> Picture:
+    worked, frame = retrieved
+    if not worked or frame.ndim != 3:
+        raise Undecodable(_DAMAGED)
+    check_size(frame.shape[1], frame.shape[0], sampling.pixels_max)
+    # OpenCV gives blue, green, red.
+    return as_picture(Image.fromarray(frame[..., ::-1].copy()), sampling.shown(), seconds)
+
+
+def _leave_network() -> None:
+    """On Linux: a network namespace in which there is nothing, of which this process alone is a member."""
+    if sys.platform == "linux":
+        c = ctypes.CDLL(None, use_errno=True)
+        # Who is not root needs a namespace of users around it. Where neither is allowed the network stays.
+        if c.unshare(_CLONE_NEWNET) != 0:
+            c.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+
+
+def _limit_memory(further_bytes: int) -> None:
+    """Let this process allocate so much more; macOS knows no such limit and keeps none."""
+    if sys.platform == "linux":
+        most = psutil.Process().memory_info().vms + further_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    # While there is one thread: a process of several may not leave its users' namespace.
+    _leave_network()
+    sampling = Sampling(**json.loads(sys.argv[1]))
+    try:
+        frames = read_film(sys.stdin.buffer.read(), sampling)
+    except Undecodable as refusal:
+        answer: Any = str(refusal)
+    except ImportError:
+        answer = "is a film, and OpenCV, which reads films, does not load here"
+    else:
+        answer = [(frame.width, frame.height, frame.pixels, frame.seconds) for frame in frames]
+    sys.stdout.buffer.write(msgpack.packb(answer) or b"")
+
+
+if __name__ == "__main__":
+    main()

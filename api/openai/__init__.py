@@ -1,0 +1,1 @@
+"""OpenAI's wire format: bodies in, bodies and events out."""

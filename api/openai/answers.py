@@ -1,0 +1,183 @@
+"""OpenAI's wire format on the way out: response bodies, stream chunks and errors."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...cluster.errors import SatchelError
+from ..generation.backend import ServedModel
+from ..generation.remembered import Remembered
+from ..generation.streams import Answer, Usage
+from ..text.logprobs import ShownToken, chat_logprobs, completion_logprobs
+from ..text.pipeline import ToolCall
+from ..text.row_text import TextDelta
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def _tool_call_body(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _chat_choice(index: int, answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [_tool_call_body(call) for call in answer.tool_calls]
+    logprobs = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.reason}
+
+
+def _completion_choice(index: int, answer: Answer) -> dict[str, Any]:
+    logprobs = None if answer.logprobs is None else completion_logprobs(answer.logprobs)
+    return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.reason}
+
+
+def chat_body(model: str, answers: list[Answer], remembered: Remembered | None = None) -> dict[str, Any]:
+    """A `chat.completion`. `content` is "" where the answer is tool calls or reasoning and nothing else; `satchel` says
+    what its agent's memory lacks."""
+    body = _body("chatcmpl", "chat.completion", model, answers, _chat_choice)
+    return body | _said(remembered)
+
+
+def completion_body(model: str, answers: list[Answer]) -> dict[str, Any]:
+    """A `text_completion`; the choices of the first prompt come first."""
+    return _body("cmpl", "text_completion", model, answers, _completion_choice)
+
+
+def _body(
+    prefix: str, kind: str, model: str, answers: list[Answer], choice: Callable[[int, Answer], dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice(index, answer) for index, answer in enumerate(answers)],
+        "usage": usage_body(sum((answer.usage for answer in answers), Usage(0, 0, 0))),
+    }
+
+
+def _said(remembered: Remembered | None) -> dict[str, Any]:
+    """The field that says what is not as expected, where something is not."""
+    said = None if remembered is None else remembered.body
+    return {} if said is None else {"satchel": said}
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode("ascii") + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class _Chunks:
+    """Server-sent events of one streamed answer. Escapes leave only ASCII in them, so no line separator gets in."""
+
+    def __init__(self, id: str, kind: str, model: str, include_usage: bool) -> None:
+        head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
+        self._head = f"data: {json.dumps(head, separators=(',', ':'))[:-1]},"
+        self._include_usage = include_usage
+
+    def _chunk(self, choice: str, more: str = "") -> bytes:
+        # Built from strings: one goes out for every token of every client.
+        tail = f',"usage":null{more}}}\n\n' if self._include_usage else f"{more}}}\n\n"
+        return f'{self._head}"choices":[{choice}]{tail}'.encode("ascii")
+
+    def usage(self, usage: Usage) -> bytes:
+        return f'{self._head}"choices":[],"usage":{json.dumps(usage_body(usage))}}}\n\n'.encode("ascii")
+
+
+class ChatChunks(_Chunks):
+    """Chunks of a streamed chat: `start` once, then text and calls, `finish` for every choice, then maybe `usage`."""
+
+    def __init__(self, model: str, include_usage: bool) -> None:
+        super().__init__(f"chatcmpl-{secrets.token_hex(12)}", "chat.completion.chunk", model, include_usage)
+
+    def _delta(self, index: int, delta: str, *, logprobs: str = "null", reason: str = "null", more: str = "") -> bytes:
+        choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}}}'
+        return self._chunk(choice, more)
+
+    def start(self, choices: int) -> bytes:
+        return b"".join(self._delta(index, '{"role":"assistant","content":""}') for index in range(choices))
+
+    def text(self, index: int, delta: TextDelta) -> bytes:
+        logprobs = _logprobs(chat_logprobs, delta.logprobs)
+        return self._delta(index, f'{{"content":{json.dumps(delta.text)}}}', logprobs=logprobs)
+
+    def reasoning(self, index: int, text: str) -> bytes:
+        return self._delta(index, f'{{"reasoning_content":{json.dumps(text)}}}')
+
+    def tool_call(self, index: int, call: ToolCall) -> bytes:
+        return self._delta(index, json.dumps({"tool_calls": [{"index": call.index, **_tool_call_body(call)}]}))
+
+    def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:
+        said = _said(remembered)
+        more = "," + json.dumps(said, separators=(",", ":"))[1:-1] if said else ""
+        return self._delta(index, "{}", reason=json.dumps(reason), more=more)
+
+
+class CompletionChunks(_Chunks):
+    """Chunks of streamed completions; those of several choices interleave, told apart by `index`."""
+
+    def __init__(self, model: str, include_usage: bool) -> None:
+        super().__init__(f"cmpl-{secrets.token_hex(12)}", "text_completion", model, include_usage)
+
+    def _choice(self, index: int, text: str, *, logprobs: str = "null", reason: str = "null") -> bytes:
+        choice = f'{{"index":{index},"text":{json.dumps(text)},"logprobs":{logprobs},"finish_reason":{reason}}}'
+        return self._chunk(choice)
+
+    def start(self, choices: int) -> bytes:
+        return b""
+
+    def text(self, index: int, delta: TextDelta) -> bytes:
+        return self._choice(index, delta.text, logprobs=_logprobs(completion_logprobs, delta.logprobs))
+
+    def reasoning(self, index: int, text: str) -> bytes:
+        raise AssertionError("completions have no reasoning")
+
+    def tool_call(self, index: int, call: ToolCall) -> bytes:
+        raise AssertionError("completions have no tool calls")
+
+    def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:
+        return self._choice(index, "", reason=json.dumps(reason))
+
+
+def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[ShownToken] | None) -> str:
+    return "null" if tokens is None else json.dumps(body(tokens))
+
+
+def model_body(model: ServedModel) -> dict[str, Any]:
+    """An entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it;
+    `memory` what its layers keep."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "satchel",
+        "max_model_len": model.context_tokens,
+        "memory": model.memory,
+    }
+
+
+def error_body(status: int, message: str, *, code: str, param: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "service_unavailable" if status == 503 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_event(error: SatchelError) -> bytes:
+    """The event that ends a stream which failed."""
+    return _event(error_body(error.status, error.message, code=error.code, param=error.param))

@@ -1,0 +1,1 @@
+"""The backend over Ray: the router asked, replicas' frames read, the stores called."""

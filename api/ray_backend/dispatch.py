@@ -1,0 +1,402 @@
+"""The backend over Ray: the router asked, the replicas' frames read, each row's tokens dealt out to it (`rows.py`).
+
+One `RayBackend` lives on one event loop. Its `Link` to a replica is a *consumer* there: it asks for one frame after the
+other with the new tokens of all its rows. The rows of a process that asks no more are taken out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import psutil
+import ray
+from cachetools import FIFOCache
+from ray.exceptions import RayError
+
+from ...actors.protocol import registry
+from ...actors.protocol.block_ids import block_ids, is_shared, root_id, scope_of
+from ...actors.protocol.calls import Call
+from ...actors.protocol.clients import ANSWER_S, SILENCE_S, ReplicaClient, RouterClient
+from ...actors.protocol.media_ids import features_needed
+from ...actors.protocol.messages import (
+    Chain,
+    Decision,
+    GenerateRequest,
+    Media,
+    ModelInfo,
+    NodeReport,
+    ReplicaStats,
+    RouteRequest,
+    RowUpdate,
+)
+from ...cluster.config import Config
+from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, NoReplica, ReplicaDied, ReplicaLost
+from ..generation.backend import NodeState, RowRequest, ServedModel
+from ..views.cluster import SeenNodes, node_states
+from .homes import AgentHomes
+from .rows import RayGeneration
+from .served import ServedModels, detached
+
+logger = logging.getLogger(__name__)
+
+SENT_MAX = 4096
+
+
+class Link:
+    """This consumer's connection to one replica: its client, the rows running there, and the reading of its frames.
+
+    Args:
+        node: where the replica is, "" where nobody has said.
+    """
+
+    def __init__(self, backend: RayBackend, replica: str, node: str) -> None:
+        self.replica = replica
+        self.node = node
+        self.client = ReplicaClient(replica)
+        # Of its own: what a broken link left at a living replica is not heard by the next one.
+        self.consumer = f"consumer-{uuid.uuid4().hex}"
+        self.rows: dict[str, tuple[RayGeneration, int]] = {}
+        self.broken = asyncio.Event()
+        self.heard = False
+        """Whether it has answered."""
+        self.died = False
+        """Whether its process has ended, as far as Ray can tell."""
+        self.probation = asyncio.Lock()
+        """Held by the one row there that may be what ended another replica."""
+        self.sent = SentPictures()
+        self._backend = backend
+        self._reading = detached(self._read())
+
+    async def abort(self, request_ids: list[str]) -> None:
+        try:
+            await self.client.abort(request_ids)
+        except NoAnswer:
+            logger.debug("replica %s was lost before the abort", self.replica)
+
+    async def _read(self) -> None:
+        reason, number, lost = "it forgot this consumer", 0, False
+        try:
+            while True:
+                asked = time.monotonic()
+                frame = await self.client.next_frame(self.consumer, number)
+                if frame is None:
+                    break
+                self.heard = True
+                number += 1
+                for update in frame.rows:
+                    self._deal(update)
+        except Exception as error:
+            # Whatever it is: rows that nobody reads must not wait. Where this process itself stood still for a while,
+            # as on a Mac that slept, that says nothing of the replica.
+            reason = type(error.__cause__ or error).__name__
+            lost = not isinstance(error, ActorSilent) or time.monotonic() - asked < 2 * SILENCE_S
+            self.died = isinstance(error, ActorLost)
+        self._backend.unlink(self, lost)
+        self._break(reason)
+
+    def _deal(self, update: RowUpdate) -> None:
+        row, placement = self.rows.get(update.request_id, (None, 0))
+        if row is None:
+            return
+        if update.finish is not None:
+            del self.rows[update.request_id]
+            self._backend.release(self.replica, update.request_id)
+        row.put(placement, update)
+
+    def _break(self, reason: str) -> None:
+        """Every row there goes on elsewhere or anew, and none there unheard."""
+        rows, self.rows = self.rows, {}
+        logger.warning("the link to replica %s broke (%s); %d rows go on elsewhere", self.replica, reason, len(rows))
+        self._backend.background(self.abort(list(rows)))
+        self.broken.set()
+        kind = ReplicaDied if self.died else ReplicaLost
+        for row, placement in rows.values():
+            row.put(placement, kind(f"replica {self.replica} was lost"))
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._reading.cancel()
+
+
+class RayBackend:
+    """`backend.Backend` over the actors of a running cluster. Make it on the event loop that uses it."""
+
+    def __init__(self, config: Config, homes: AgentHomes | None = None) -> None:
+        self.config = config
+        self._homes = homes or AgentHomes(config)
+        self.failovers = 0
+        self._links: dict[str, Link] = {}
+        self._model_ids: dict[str, list[bytes]] = {}
+        self._served = ServedModels(_info)
+        self._router = RouterClient()
+        self._background: set[asyncio.Task[Any]] = set()
+
+    async def models(self) -> list[ServedModel]:
+        return await self._served.models()
+
+    async def names(self) -> list[str]:
+        """The name of every served model, loaded yet or not, the default first."""
+        return [entry.model.name for entry in await self._served.entries()]
+
+    async def generate(self, model: ServedModel, row: RowRequest) -> RayGeneration:
+        name = row.agent.partition("/")[2]
+        scope = scope_of(self.config.share, row.tenant, name, row.request_id, row.cache_salt)
+        root = root_id(model.model_id, scope)
+        request_s = self.config.timeouts.request_s
+        request = GenerateRequest(
+            request_id=row.request_id,
+            consumer="",
+            model=model.name,
+            agent=row.agent,
+            prompt=row.prompt,
+            block_ids=await asyncio.to_thread(block_ids, root, row.prompt),
+            root_id=root,
+            sampling=row.sampling,
+            priority=row.priority,
+            deadline_s=request_s if row.deadline_s is None else min(row.deadline_s, request_s),
+            choices=row.choices,
+            media=list(row.media),
+            remembered_tokens=row.remembered_tokens,
+            reusable=is_shared(scope),
+            model_id=model.model_id,
+            tenant=row.tenant,
+            flow=row.flow,
+            memory_bytes_max=row.memory_bytes_max,
+            disk_bytes_max=row.disk_bytes_max,
+        )
+        generation = RayGeneration(self, request, row.beside, scope)
+        await generation.start()
+        return generation
+
+    async def health(self) -> dict[str, bool]:
+        """For every served model, whether a replica answers, and requests for it would be understood here."""
+        known = {model.name for model in await self.models()}
+        stats = await self.stats()
+        answering = {stat.model for stat in stats if stat.answers}
+        return {name: name in known and name in answering for name in await self.names()}
+
+    async def stats(self) -> list[ReplicaStats]:
+        placed = await self._placed()
+
+        async def ask(name: str, model: str, node: str) -> ReplicaStats:
+            try:
+                stats = await ReplicaClient(name).stats()
+            except NoAnswer:
+                return ReplicaStats(name, model, answers=False, node=node)
+            return replace(stats, node=stats.node or node)
+
+        return await asyncio.gather(*(ask(name, *where) for name, where in placed.items()))
+
+    async def pids(self) -> dict[str, int]:
+        names = list(await self._placed())
+        infos = await asyncio.gather(*map(_info, names))
+        return {name: info.pid for name, info in zip(names, infos, strict=True) if info is not None}
+
+    async def nodes(self) -> list[NodeState]:
+        """As `Backend.nodes`.
+
+        Raises:
+            NoReplica: the control store does not answer.
+        """
+        described, seen = await asyncio.gather(self._described(), self._seen())
+        return node_states(self.config.machines, seen, described)
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        found = await self._router.explain(request_id)
+        if found is None:
+            return None
+        return asdict(found if found.node else replace(found, node=await self._placed_on(found.replica)))
+
+    async def close(self) -> None:
+        """Stop reading, and end the rows still running."""
+        self._served.close()
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            link.close()
+        for link in links:
+            await link.abort(list(link.rows))
+
+    # For RayGeneration and Link.
+
+    def model_ids(self, model: str) -> Sequence[bytes]:
+        """The ids that a model's replicas had when it was last routed to; nodes may compute differently."""
+        return self._model_ids.get(model, ())
+
+    async def route(
+        self, request: GenerateRequest, exclude: Sequence[str], beside: str, others: Sequence[GenerateRequest] = ()
+    ) -> Decision:
+        """The router's decision.
+
+        Args:
+            others: the request as it is for replicas of other model ids.
+
+        Raises:
+            NoReplica: the router said so, or is itself restarting.
+        """
+        message = RouteRequest(
+            request_id=request.request_id,
+            model=request.model,
+            agent=request.agent,
+            block_ids=request.block_ids,
+            prompt_tokens=len(request.prompt),
+            exclude=list(exclude),
+            beside=beside,
+            near=self._homes.known(request.agent) if request.agent else "",
+            pictures=_pictures_of(request),
+            model_id=request.model_id,
+            others=[Chain(other.model_id, other.block_ids, _pictures_of(other)) for other in others],
+        )
+        try:
+            decision = await self._router.route(message)
+        except NoAnswer as error:
+            raise NoReplica(error.message, retry_after_s=error.retry_after_s) from error
+        self._model_ids[request.model] = decision.model_ids
+        if not decision.node:
+            # The replica has not said where it is.
+            decision = replace(decision, node=await self._placed_on(decision.replica))
+        return decision
+
+    def lose(self, replica: str) -> None:
+        """Tell the router that a call to the replica failed."""
+        self._tell(self._router.lose(replica))
+
+    def release(self, replica: str, request_id: str) -> None:
+        """Tell the router that the request is no load on the replica: it was refused, or has ended."""
+        self._tell(self._router.release(replica, request_id))
+
+    def link(self, decision: Decision) -> Link:
+        """The connection to the replica, opened on first use."""
+        replica = decision.replica
+        link = self._links.get(replica)
+        if link is None:
+            link = self._links[replica] = Link(self, replica, decision.node)
+        return link
+
+    def unlink(self, link: Link, lost: bool) -> None:
+        """Let a broken link go, and where the replica seems to be `lost`, tell the router."""
+        self._links.pop(link.replica, None)
+        if not lost:
+            return
+        self.lose(link.replica)
+        if link.node:
+            self.background(self._check(link.node))
+
+    async def _check(self, node: str) -> None:
+        """Where the whole node has ended, nothing else there is asked any more."""
+        await self._homes.check(node)
+
+    async def node_lives(self, node: str) -> bool:
+        """Whether the node still runs, as far as can be seen now."""
+        return await self._homes.check(node)
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` on its own; it must not raise."""
+        task = detached(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _tell(self, call: Call[None]) -> None:
+        async def tell() -> None:
+            # A router that restarts has forgotten this anyway.
+            with suppress(NoAnswer):
+                await call
+
+        self.background(tell())
+
+    async def _placed_on(self, replica: str) -> str:
+        """The node on which the registry has placed it, "" where it does not say."""
+        with suppress(NoReplica):
+            return (await self._placed()).get(replica, ("", ""))[1]
+        return ""
+
+    async def _placed(self) -> dict[str, tuple[str, str]]:
+        """Model and node of every served replica, by its id."""
+        entries = await self._served.entries()
+        return {name: (entry.model.name, node) for entry in entries for name, node in entry.replicas.items()}
+
+    async def _described(self) -> list[NodeReport]:
+        """What the router knows of the nodes; nothing where it is restarting."""
+        try:
+            return await self._router.nodes()
+        except NoAnswer:
+            return []
+
+    async def _seen(self) -> SeenNodes:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.to_thread(_seen_nodes)
+        except (RayError, RuntimeError, TimeoutError) as error:
+            raise NoReplica("the cluster's control store does not answer now", retry_after_s=2.0) from error
+
+
+async def _info(replica: str) -> ModelInfo | None:
+    """What the replica says of its model; None where it has not loaded it, or does not answer in time."""
+    with suppress(NoAnswer):
+        return await ReplicaClient(replica).info()
+    return None
+
+
+def _seen_nodes() -> SeenNodes:
+    """What the control store says of the nodes, and this process of the machine on which it runs."""
+    own, alive, here = ray.get_runtime_context().get_node_id(), [], ""
+    for node in ray.nodes():
+        names = [name for name in node["Resources"] if node["Alive"]]
+        alive += names
+        if node["NodeID"] == own:
+            here = next((name for name in names if name.startswith("satchel-node-")), "")
+    return SeenNodes(registry.nodes(), frozenset(alive), here, psutil.virtual_memory().available)
+
+
+def _pictures_of(request: GenerateRequest) -> list[tuple[bytes, int, int, bool]]:
+    """As `RouteRequest.pictures`."""
+    spans = [(one.start, len(one.tokens)) for one in request.media]
+    needed = features_needed(request.root_id, request.prompt, spans)
+    return [(*each, bool(one.pixels)) for each, one in zip(needed, request.media, strict=True)]
+
+
+def cluster_config() -> Config:
+    """The config of the running cluster that Ray is connected to.
+
+    Raises:
+        NoReplica: no router runs there.
+    """
+    try:
+        return RouterClient().config().wait()
+    except NoAnswer as error:
+        raise NoReplica("no Satchel router runs in this Ray cluster") from error
+
+
+class SentPictures:
+    """Of one replica, the latest `SENT_MAX`."""
+
+    def __init__(self) -> None:
+        self._sent: FIFOCache[tuple[bytes, bytes], None] = FIFOCache(SENT_MAX)
+
+    def without(self, request: GenerateRequest) -> GenerateRequest:
+        """The request without the pixels that have been sent; itself where it has none of those."""
+        if not any(self._knows(request, one) for one in request.media):
+            return request
+        return replace(
+            request, media=[replace(one, pixels=[]) if self._knows(request, one) else one for one in request.media]
+        )
+
+    def note(self, request: GenerateRequest) -> None:
+        """The replica has taken the request, and has or had all of its pictures."""
+        for one in request.media:
+            if one.pixels:
+                self._sent[request.root_id, one.key] = None
+
+    def forget(self, request: GenerateRequest) -> None:
+        """The replica lacks some of the request's pictures."""
+        for one in request.media:
+            self._sent.pop((request.root_id, one.key), None)
+
+    def _knows(self, request: GenerateRequest, one: Media) -> bool:
+        return bool(one.pixels) and (request.root_id, one.key) in self._sent

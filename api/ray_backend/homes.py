@@ -1,0 +1,281 @@
+"""Where agents' memory is: asked of the router, kept as long as it is right, and taken over where a node is lost.
+
+An agent that no store knows gets a home by its name alone, so everybody who asks chooses the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import ray
+from cachetools import LRUCache
+from ray.exceptions import RayError
+
+from ...actors.kv_store.replication.peers import copy_nodes
+from ...actors.protocol.clients import RouterClient
+from ...actors.protocol.handles import actor_handle, store_actor_name
+from ...actors.protocol.messages import AgentPlace
+from ...cluster.config import Config
+from ...cluster.errors import SatchelError, Unavailable, from_wire
+from ...cluster.nodes import Node
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KNOWN_MAX = 10_000
+NODES_S = 1.0
+"""How long the list of living nodes is believed."""
+
+ROUTER_S = 2.0
+ANSWER_S = 180.0
+"""How long a store that lives may take for an answer, beside the wait for a turn."""
+
+ADOPT_S = 5.0
+LOOK_S = 1.0
+"""How often it is checked, while a store is waited for, whether its node still lives."""
+
+SILENT_READS = 20
+"""A store that had not reported in so many lists of nodes, one after the other, is waited for no more. Longer than a
+slow disk takes for one thing, and counted: where everything stood still it has reported again by then."""
+
+FIRST_LOOK_S = 0.2
+"""The first time it is: Ray takes a second to say that a process is gone."""
+
+
+TABLE_S = 2.0
+
+CONNECT_S = 0.5
+"""How long Ray may take to say where its part of a node listens, and that one to take a connection."""
+
+
+class AgentHomes:
+    """For one event loop."""
+
+    def __init__(self, config: Config) -> None:
+        self._router = RouterClient()
+        self._head = config.machines[0].name
+        self._known: LRUCache[str, str] = LRUCache(KNOWN_MAX)
+        self._nodes = {self._head: True}
+        self._read_at = -NODES_S
+        self._silent_reads: dict[str, int] = {}
+        self._stores: dict[str, Any] = {}
+        self._adoptions: dict[str, asyncio.Task[str]] = {}
+        self._checks: dict[str, asyncio.Task[bool]] = {}
+        # A turn may wait that long for the one before it, and a move for KV.
+        self._answer_s = config.timeouts.turn_wait_s + ANSWER_S
+
+    def known(self, agent: str) -> str:
+        """The node where the agent's memory was found last, "" where it was not looked for."""
+        return self._known.get(agent, "")
+
+    def note(self, agent: str, node: str) -> None:
+        """It is there."""
+        self._known[agent] = node
+
+    def forget(self, agent: str) -> None:
+        """It is not there any more."""
+        self._known.pop(agent, None)
+
+    async def moved(self, agent: str, node: str, epoch: int) -> None:
+        """It is there since that home epoch: the router need not wait to hear so from the node."""
+        self.note(agent, node)
+        try:
+            await self._router.moved(agent, node, epoch).within(ROUTER_S)
+        except Unavailable as error:
+            logger.warning("%s", error.message)
+
+    async def alive(self) -> list[str]:
+        """The nodes whose stores report, the head where nobody can tell."""
+        return [name for name, lives in (await self.nodes()).items() if lives] or [self._head]
+
+    async def nodes(self) -> dict[str, bool]:
+        """Every node that was heard, and whether its store reports; what was known last where nobody can tell."""
+        if time.monotonic() - self._read_at > NODES_S:
+            try:
+                found = await self._router.nodes().within(ROUTER_S)
+            except Unavailable as error:
+                logger.warning("%s", error.message)
+            else:
+                self._nodes = {node.name: node.alive for node in found}
+                self._read_at = time.monotonic()
+                silent = [name for name, lives in self._nodes.items() if not lives]
+                self._silent_reads = {name: self._silent_reads.get(name, 0) + 1 for name in silent}
+        return self._nodes
+
+    async def check(self, node: str) -> bool:
+        """Whether the node still runs, as far as can be seen now: what was asked of it has failed, or takes long.
+
+        Where it does not, the router is told, so that nobody waits until it is silent for too long.
+        """
+        return await _shared(self._checks, node, lambda: self._check(node))
+
+    async def _check(self, node: str) -> bool:
+        if not await has_ended(node):
+            return True
+        logger.warning("nothing runs on node %s any more", node)
+        try:
+            await self._router.lose_node(node).within(ROUTER_S)
+        except Unavailable as error:
+            logger.warning("%s", error.message)
+        self._nodes[node] = False
+        for agent in [agent for agent, home in self._known.items() if home == node]:
+            self.forget(agent)
+        return False
+
+    async def locate(self, agent: str) -> str:
+        """The node to ask for the agent's memory. Where its home is lost, a copy becomes its home.
+
+        Raises:
+            Unavailable: its memory is on nodes that are not there.
+        """
+        if (node := self._known.get(agent)) is not None:
+            return node
+        place = await self.where(agent)
+        if place is None:
+            node = copy_nodes(agent, await self.alive(), 1)[0]
+        elif place.alive:
+            node = place.home
+        elif place.copies:
+            node = await _shared(self._adoptions, agent, lambda: self._adopt(agent, place))
+        else:
+            lost = place.home or "a node that has left"
+            raise Unavailable(f"the memory of agent {agent.partition('/')[2]!r} is on {lost}, which does not answer")
+        self.note(agent, node)
+        return node
+
+    async def _adopt(self, agent: str, place: AgentPlace) -> str:
+        for node in place.copies:
+            try:
+                epoch = await self.ask(node, "adopt", agent, place.epoch, timeout_s=ADOPT_S)
+            except SatchelError as error:
+                logger.warning("node %s cannot take over agent %s: %s", node, agent, error.message)
+                continue
+            logger.warning("agent %s lives on %s now (epoch %d); %s is lost", agent, node, epoch, place.home)
+            return node
+        raise Unavailable(f"no copy of the memory of agent {agent.partition('/')[2]!r} answers")
+
+    async def where(self, agent: str) -> AgentPlace | None:
+        """None where no store knows the agent; one node knows where it is.
+
+        Raises:
+            Unavailable: that is not known now.
+        """
+        try:
+            found = await self._router.places([agent]).within(ROUTER_S)
+        except Unavailable:
+            if len(self._nodes) > 1:
+                raise
+            return None
+        if found.places:
+            return found.places[0]
+        if found.unheard:
+            raise Unavailable(f"node {found.unheard[0]} has not said yet which agents it has", retry_after_s=1.0)
+        return None
+
+    async def places(self, agents: Sequence[str]) -> dict[str, AgentPlace]:
+        """As `where`, by agent, of those that stores know.
+
+        Raises:
+            Unavailable: the router does not answer.
+        """
+        found = await self._router.places(agents).within(ROUTER_S)
+        return {place.agent: place for place in found.places}
+
+    async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float | None = None, **named: Any) -> Any:
+        """What the store of a node answers.
+
+        Raises:
+            SatchelError: what it raised; `Unavailable` where it has died, its node is lost, or the time is up.
+        """
+        try:
+            handle = self._stores.get(node)
+            if handle is None:
+                handle = self._stores[node] = await asyncio.to_thread(actor_handle, store_actor_name(node))
+            call = getattr(handle, method)
+            # What a turn leaves may be a megabyte to write down.
+            sent = (
+                await asyncio.to_thread(call.remote, *arguments, **named)
+                if method == "commit"
+                else call.remote(*arguments, **named)
+            )
+            answer = await self._while_alive(node, sent, timeout_s)
+        except (RayError, ValueError, TimeoutError) as error:
+            self._stores.pop(node, None)
+            if not isinstance(error, TimeoutError):
+                await self.check(node)
+            message = f"the store of agents' memory on {node} does not answer now"
+            raise Unavailable(message, retry_after_s=2.0) from error
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer["result"]
+
+    async def _while_alive(self, node: str, sent: Any, timeout_s: float | None) -> Any:
+        """The answer. Ray takes 14 s to notice that a machine is gone, the router 5.
+
+        Raises:
+            TimeoutError: the node is lost, or the time is up.
+        """
+        answer = asyncio.ensure_future(sent)
+        ends = time.monotonic() + (self._answer_s if timeout_s is None else timeout_s)
+        look_s = FIRST_LOOK_S
+        try:
+            while True:
+                left = ends - time.monotonic()
+                done, _ = await asyncio.wait({answer}, timeout=min(look_s, max(0.0, left)))
+                if done:
+                    return answer.result()
+                if node not in await self.alive() or not await self.check(node) or time.monotonic() >= ends:
+                    raise TimeoutError
+                if self._silent_reads.get(node, 0) >= SILENT_READS:
+                    # The only node there is; or that counts as alive because nobody can tell.
+                    raise TimeoutError
+                look_s = LOOK_S
+        finally:
+            answer.cancel()
+
+
+async def _shared(tasks: dict[str, asyncio.Task[T]], key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What `work` returns, done once for all who ask at the same time, whichever of them gives up."""
+    task = tasks.get(key)
+    if task is None:
+        # In a context of its own: Ray cancels the calls that it takes for a request's children with the request.
+        task = tasks[key] = asyncio.create_task(work(), context=contextvars.Context())
+        task.add_done_callback(lambda _: tasks.pop(key, None))
+    return await asyncio.shield(task)
+
+
+async def has_ended(node: str) -> bool:
+    """Whether nothing of the cluster runs on that node any more. False where that cannot be told now."""
+    try:
+        async with asyncio.timeout(TABLE_S):
+            ports = await asyncio.to_thread(_ports, Node(name=node).resource)
+    except (RayError, RuntimeError, TimeoutError):
+        return False
+    return all(await asyncio.gather(*(_refuses(host, port) for host, port in ports)))
+
+
+def _ports(resource: str) -> list[tuple[str, int]]:
+    """Where the Ray processes listen that offer this resource, as far as Ray knows; none once it knows of their end."""
+    return [
+        (node["NodeManagerAddress"], node["NodeManagerPort"])
+        for node in ray.nodes()
+        if node["Alive"] and resource in node["Resources"]
+    ]
+
+
+async def _refuses(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

@@ -1,0 +1,88 @@
+"""A node leaves its cluster for good: its running answers end, its agents get another home, then it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayError
+
+from ...actors.kv_store.replication.peers import copy_nodes
+from ...actors.protocol.clients import ReplicaClient, RouterClient
+from ...actors.protocol.handles import actor_handle, store_actor_name
+from ...actors.start import drain
+from ...cluster.errors import NoAnswer
+from ...cluster.nodes import Node
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 4
+"""How many agents are handed over at the same time; a move waits for the network and for disks."""
+
+ACTOR_S = 2.0
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """How many agents have found another home, and how many have only the copies that others had before."""
+
+    moved: int = 0
+    left: int = 0
+
+
+async def drain_and_hand_over(
+    replicas: Mapping[str, ReplicaClient], node: Node, *, drain_s: float, hand_over_s: float
+) -> HandedOver:
+    """Let no more agents come, finish what the node's replicas are doing, at most `drain_s`, then move its agents to
+    other nodes, at most `hand_over_s`."""
+    try:
+        store: Any = await asyncio.to_thread(actor_handle, store_actor_name(node.name))
+        await asyncio.wait_for(store.drain.remote(), ACTOR_S)
+    finally:
+        await drain(replicas, drain_s)
+
+    router = RouterClient()
+    nodes = await router.nodes().within(ACTOR_S)
+    others = [other.name for other in nodes if other.alive and other.name != node.name]
+    agents = await router.agents_on(node.name).within(ACTOR_S)
+    if not others:
+        return HandedOver(left=len(agents))
+
+    async def move(agent: str) -> bool:
+        places = (await router.places([agent]).within(ACTOR_S)).places
+        # Where a copy is, little has to travel.
+        copies = [copy for place in places for copy in place.copies]
+        answer = await store.move.remote(agent, next(iter(copies), copy_nodes(agent, others, 1)[0]))
+        if "error" in answer:
+            logger.warning("agent %s is not handed over: %s", agent, answer["error"])
+        return "result" in answer
+
+    return await hand_over(agents, move, hand_over_s)
+
+
+async def hand_over(agents: list[str], move: Callable[[str], Awaitable[bool]], within_s: float) -> HandedOver:
+    """Move all agents, a few at the same time; those that have not moved after `within_s` are left.
+
+    Args:
+        move: whether the agent has another home now.
+    """
+    waiting, moved = iter(agents), 0
+    ends = time.monotonic() + within_s
+
+    async def move_some() -> None:
+        nonlocal moved
+        for agent in waiting:
+            try:
+                has_moved = await asyncio.wait_for(move(agent), max(0.0, ends - time.monotonic()))
+                moved += has_moved
+            except (NoAnswer, RayError, TimeoutError) as error:
+                logger.warning("agent %s is not handed over: %s", agent, type(error).__name__)
+            if time.monotonic() >= ends:
+                return
+
+    await asyncio.gather(*(move_some() for _ in range(AT_ONCE)))
+    return HandedOver(moved, len(agents) - moved)

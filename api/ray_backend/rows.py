@@ -1,0 +1,375 @@
+"""One row's way from replica to replica: placed, followed, and placed again where its replica is lost.
+
+A row may itself be what ends a replica's process. So it is a *suspect* while the last process that had it ended before
+it drew a token there. Of the suspects at one replica one is tried at a time, until its first token clears it: the next
+process that ends so says which of them it was, and that one is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...actors.protocol.block_ids import block_ids, root_id
+from ...actors.protocol.messages import Decision, GenerateRequest, RowUpdate
+from ...cluster.environment import default_home
+from ...cluster.errors import (
+    ActorLost,
+    ActorSilent,
+    GenerationFailed,
+    NoAnswer,
+    PictureLost,
+    ReplicaDied,
+    ReplicaLost,
+    SatchelError,
+    SlowReader,
+    Unavailable,
+    from_wire,
+)
+from ...cluster.incidents import note_incident_aside
+
+if TYPE_CHECKING:
+    from .dispatch import Link, RayBackend
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ATTEMPTS = 4
+"""How many replicas a row is offered to before its refusal is final, and how many it may lose without progress."""
+
+DEATHS_MAX = 2
+"""A row is given up when so many replicas' processes have ended, one after the other, before it drew a token there."""
+
+PROGRESS_TOKENS = 16
+"""A row that has drawn so many at one replica may lose as many replicas as before its first."""
+
+RECOVERY_S = 20.0
+"""How long a row whose replica was lost waits for one to go on with; a lone replica restarts in this time."""
+
+RECOVERY_POLL_S = 0.25
+
+
+class RayGeneration:
+    """One row, followed from replica to replica. Implements `backend.Generation`.
+
+    Every submission is a new *placement*; what an earlier one still says is not heard. What waits for the reader is
+    bounded: past `endpoint.unread_tokens_max` tokens the row is taken out and the iteration ends with `SlowReader`.
+
+    Args:
+        beside: a replica that has just taken a request with the same prompt, "" for none.
+        scope: who may reuse its blocks.
+    """
+
+    def __init__(self, backend: RayBackend, request: GenerateRequest, beside: str = "", scope: str = "") -> None:
+        self.replica = ""
+        self.node = ""
+        self.why = ""
+        self.move_to = ""
+        self._backend = backend
+        self._request = request
+        self._beside = beside
+        self._scope = scope
+        self._started = time.monotonic()
+        self._updates: asyncio.Queue[tuple[int, RowUpdate | SatchelError]] = asyncio.Queue()
+        self._unread = 0
+        self._tokens: list[int] = []
+        self._placement = 0
+        self._losses = 0
+        self._deaths = 0
+        self._probation: asyncio.Lock | None = None
+        self._probation_s = 0.0
+        self._link: Link | None = None
+        self._lacks_pixels = False
+        self._over = False
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def model_id(self) -> bytes:
+        return self._request.model_id
+
+    def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
+        """Take what a link heard of the row's placement."""
+        if isinstance(update, RowUpdate):
+            if placement == self._placement and (update.tokens or update.finish is not None):
+                self._end_probation()
+            unread_max = self._backend.config.endpoint.unread_tokens_max
+            # Not by what comes now: a stalled event loop gets much at once and is no slow reader.
+            if self._unread > unread_max and update.finish is None:
+                self._give_up(unread_max)
+                return
+            self._unread += len(update.tokens)
+        self._updates.put_nowait((placement, update))
+
+    def _give_up(self, unread_max: int) -> None:
+        """The reader is too slow: what waits for it goes, and the row leaves its replica."""
+        while not self._updates.empty():
+            self._updates.get_nowait()
+        self._unread = 0
+        error = SlowReader(f"more than {unread_max} tokens of the answer waited to be read")
+        self._updates.put_nowait((self._placement, error))
+        if (leaving := self._leave()) is not None:
+            self._backend.background(leaving)
+
+    async def start(self, exclude: Sequence[str] = ()) -> None:
+        """Find a replica that takes the row.
+
+        Args:
+            exclude: replicas to turn to last.
+
+        Raises:
+            SatchelError: the last refusal, when none does.
+        """
+        tried = list(exclude)
+        refusal: SatchelError | None = None
+        for _ in range(ATTEMPTS):
+            ids = self._backend.model_ids(self._request.model)
+            others = [await self._as_called(other) for other in ids if other != self.model_id]
+            decision = await self._backend.route(self._request, tried, self._beside, others)
+            if refusal is not None and decision.replica in tried:
+                self._backend.release(decision.replica, self.request_id)
+                break
+            refusal = await self._offer(decision)
+            if refusal is None:
+                return
+            if not isinstance(refusal, Unavailable):
+                break
+            tried.append(decision.replica)
+        assert refusal is not None
+        raise refusal
+
+    async def _offer(self, decision: Decision) -> SatchelError | None:
+        """None where the replica took the row, else why not."""
+        self.replica, self.node, self.why = decision.replica, decision.node, decision.why
+        self.move_to = decision.move_to
+        self._placement += 1
+        try:
+            self._request = await self._as_called(decision.model_id)
+            link = self._backend.link(decision)
+            if self._deaths:
+                await self._begin_probation(link)
+            self._link = link
+            link.rows[self.request_id] = (self, self._placement)
+            request = replace(
+                self._request,
+                consumer=link.consumer,
+                pull_from=decision.pull_from,
+                pull_tokens=decision.cached_tokens if decision.pull_from else 0,
+            )
+            refusal = await self._submit(link, request)
+        except asyncio.CancelledError:
+            await asyncio.shield(self.abort())
+            raise
+        except NoAnswer as error:
+            reason = type(error.__cause__ or error).__name__
+            logger.warning("replica %s is lost: %s", decision.replica, reason)
+            link = self._link
+            self._unlink()
+            self._backend.lose(decision.replica)
+            # One that was dead before may not have heard of the row.
+            if link is not None and link.heard and (link.died or isinstance(error, ActorLost)):
+                await self._note_death()
+            if self._deaths >= DEATHS_MAX:
+                return self._guilty()
+            return ReplicaLost(f"replica {decision.replica} was lost")
+        if refusal is None:
+            return None
+        self._unlink()
+        self._backend.release(decision.replica, self.request_id)
+        return refusal
+
+    async def _as_called(self, model_id: bytes) -> GenerateRequest:
+        """The request with its blocks called as they are at replicas of that model id; b"" is whatever it is now."""
+        if model_id in (b"", self.model_id):
+            return self._request
+        root = root_id(model_id, self._scope)
+        ids = await asyncio.to_thread(block_ids, root, self._request.prompt)
+        return replace(self._request, model_id=model_id, root_id=root, block_ids=ids)
+
+    async def _submit(self, link: Link, request: GenerateRequest) -> SatchelError | None:
+        """None where the replica took it, else why not.
+
+        Raises:
+            NoAnswer: the replica is lost.
+        """
+        refusal: SatchelError | None = None
+        for sent in (link.sent.without(request), request):
+            self._lacks_pixels = sent is not request
+            refusal = None
+            try:
+                await _unless_broken(link, link.client.submit(sent))
+            except NoAnswer:
+                raise
+            except SatchelError as refused:
+                refusal = refused
+            if not (self._lacks_pixels and isinstance(refusal, PictureLost)):
+                break
+            link.sent.forget(request)
+        if refusal is None:
+            link.sent.note(request)
+        return refusal
+
+    def _unlink(self) -> bool:
+        """Expect no more updates. False where none were expected."""
+        self._end_probation()
+        link, self._link = self._link, None
+        return link is not None and link.rows.pop(self.request_id, None) is not None
+
+    async def _begin_probation(self, link: Link) -> None:
+        """Wait until no other suspect is tried there.
+
+        Raises:
+            NoAnswer: the replica is lost.
+        """
+        began = time.monotonic()
+        probation = link.probation
+        try:
+            await _unless_broken(link, probation.acquire())
+        finally:
+            self._probation_s += time.monotonic() - began
+        if link.broken.is_set():
+            # The one before was lost with the replica, in the same moment.
+            probation.release()
+            raise ActorSilent(f"replica {link.replica} is silent")
+        self._probation = probation
+
+    def _end_probation(self) -> None:
+        """The row is no suspect there any more."""
+        probation, self._probation = self._probation, None
+        if probation is not None:
+            probation.release()
+
+    async def _note_death(self) -> None:
+        """The replica's process has ended before the row drew a token there."""
+        self._deaths += 1
+        # What ends a whole node is no row.
+        if self._deaths == DEATHS_MAX and self.node and not await self._backend.node_lives(self.node):
+            self._deaths -= 1
+
+    def _guilty(self) -> GenerationFailed:
+        """Why the row is given up."""
+        what = f"{DEATHS_MAX} replicas ended, one after the other, while they began to compute"
+        text = f"{what} request {self.request_id.rpartition('/')[0]} for {self._request.model} ({self.replica} last)"
+        note_incident_aside(default_home(), "given_up", text)
+        return GenerationFailed(f"{what} this request: it is not tried again")
+
+    def __aiter__(self) -> AsyncIterator[RowUpdate]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[RowUpdate]:
+        try:
+            while not self._over:
+                placement, update = await self._updates.get()
+                if isinstance(update, RowUpdate):
+                    self._unread -= len(update.tokens)
+                if placement != self._placement:
+                    continue
+                if isinstance(update, SlowReader):
+                    raise update
+                if isinstance(update, SatchelError):
+                    await self._go_on(update)
+                    continue
+                if (lost := self._picture_lost(update)) is not None:
+                    await self._go_on(lost)
+                    continue
+                self._tokens.extend(update.tokens)
+                if self._request.generated:
+                    # A second replica: the client was told what the first one reused.
+                    update = replace(update, cached_tokens=None)
+                self._over = update.finish is not None
+                yield update
+        finally:
+            await self.abort()
+
+    def _picture_lost(self, update: RowUpdate) -> SatchelError | None:
+        """The row's end, where that is only for want of a picture that the replica was thought to have."""
+        if update.error is None or not self._lacks_pixels or self._link is None:
+            return None
+        error = from_wire(update.error)
+        if not isinstance(error, PictureLost):
+            return None
+        self._link.sent.forget(self._request)
+        return error
+
+    async def _go_on(self, loss: SatchelError) -> None:
+        """Submit the row again with the tokens so far in its prompt; where its replica was lost to another one, or to
+        the same one restarted.
+
+        The noise of sampling is a function of seed and position, so the text goes on as if nothing had happened.
+        """
+        self._unlink()
+        done = len(self._tokens)
+        self._losses = 1 if done >= PROGRESS_TOKENS else self._losses + 1
+        if done:
+            self._deaths = 0
+        elif isinstance(loss, ReplicaDied):
+            await self._note_death()
+            if self._deaths >= DEATHS_MAX:
+                raise self._guilty()
+        first = self._request
+        left = first.sampling.max_tokens - done
+        if self._losses > ATTEMPTS or left <= 0 < done:
+            raise loss
+        prompt = first.prompt + self._tokens
+        now = time.monotonic()
+        self._request = replace(
+            first,
+            prompt=prompt,
+            block_ids=await asyncio.to_thread(block_ids, first.root_id, prompt),
+            sampling=replace(first.sampling, max_tokens=left),
+            generated=first.generated + done,
+            # Its companions have said something else by now.
+            choices=1,
+            deadline_s=max(0.1, first.deadline_s - (now - self._started)),
+        )
+        self._tokens, self._started, self._beside, self._probation_s = [], now, "", 0.0
+        lost = [self.replica] if isinstance(loss, ReplicaLost) else []
+        while True:
+            try:
+                await self.start(lost)
+                self._backend.failovers += len(lost)
+                return
+            except Unavailable:
+                if time.monotonic() - now - self._probation_s > RECOVERY_S:
+                    raise
+            await asyncio.sleep(RECOVERY_POLL_S)
+
+    async def abort(self) -> None:
+        """Take the row out wherever it runs. Does nothing for a row that has ended."""
+        self._over = True
+        if (leaving := self._leave()) is not None:
+            await leaving
+
+    def _leave(self) -> Coroutine[Any, Any, None] | None:
+        """Expect nothing more; the call that takes the row out, None where it runs nowhere."""
+        link = self._link
+        if not self._unlink() or link is None:
+            return None
+        self._backend.release(self.replica, self.request_id)
+        return link.abort([self.request_id])
+
+
+async def _unless_broken(link: Link, call: Awaitable[T]) -> T:
+    """The answer to a call.
+
+    Raises:
+        SatchelError: what the replica said, or `NoAnswer`; also where its link has broken first, as a machine that is
+            gone answers nothing for long.
+    """
+    answer = asyncio.ensure_future(call)
+    broken = asyncio.ensure_future(link.broken.wait())
+    try:
+        await asyncio.wait({answer, broken}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ActorSilent(f"replica {link.replica} is silent")
+        return answer.result()
+    finally:
+        answer.cancel()
+        broken.cancel()

@@ -1,0 +1,146 @@
+"""What is served now: the registry's models, and what their replicas say about them.
+
+Nothing here makes a request wait for a replica that does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from ...actors.protocol import registry
+from ...actors.protocol.messages import ModelInfo
+from ...actors.protocol.registry import Entry
+from ...cluster.errors import NoReplica
+from ..generation.backend import ServedModel
+
+logger = logging.getLogger(__name__)
+
+REGISTRY_WAIT_S = 2.0
+"""How long a request waits for the registry before it goes by what was read last."""
+
+FIRST_ANSWER_S = 1.0
+"""How long requests wait for what a model's replicas say when they are asked for the first time."""
+
+ASK_AGAIN_S = 1.0
+
+Ask = Callable[[str], Awaitable[ModelInfo | None]]
+"""What a replica says of its model; None where it has not loaded it, or does not answer in time."""
+
+
+def detached(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task with a context of its own.
+
+    Ray notes in the context which request it serves, takes every call made there for the request's child, and cancels
+    all of them when the request's client hangs up. What serves many requests must be nobody's child.
+    """
+    return asyncio.create_task(work, context=contextvars.Context())
+
+
+@dataclass
+class _Asking:
+    """The asking of one model's replicas. Requests wait for the first asking only, and until `waits_until`."""
+
+    task: asyncio.Task[None]
+    waits_until: float
+    again_at: float = math.inf
+
+
+class ServedModels:
+    """One event loop's view of what is served, half a second old at most."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._entries: tuple[Entry, ...] | None = None
+        self._read_at = -math.inf
+        self._reading: asyncio.Task[None] | None = None
+        self._known: dict[Entry, ServedModel] = {}
+        self._asking: dict[Entry, _Asking] = {}
+
+    async def entries(self) -> tuple[Entry, ...]:
+        """Every served model, the default first, whether it has answered yet or not.
+
+        Raises:
+            NoReplica: the registry could never be read.
+        """
+        if time.monotonic() - self._read_at > registry.READ_S:
+            if self._reading is None or self._reading.done():
+                self._reading = detached(self._read())
+            await asyncio.wait({self._reading}, timeout=REGISTRY_WAIT_S)
+        if self._entries is None:
+            raise NoReplica("the cluster's control store does not answer now", retry_after_s=2.0)
+        return self._entries
+
+    async def models(self) -> list[ServedModel]:
+        """The models whose replicas have ever answered, the default first."""
+        entries = await self.entries()
+        now = time.monotonic()
+        first = []
+        for entry in entries:
+            if entry in self._known:
+                continue
+            asking = self._asking.get(entry)
+            if asking is None or now >= asking.again_at:
+                waits_until = now + FIRST_ANSWER_S if asking is None else now
+                asking = self._asking[entry] = _Asking(detached(self._learn(entry)), waits_until)
+            if now < asking.waits_until and not asking.task.done():
+                first.append(asking)
+        if first:
+            waits_until = max(asking.waits_until for asking in first)
+            await asyncio.wait({asking.task for asking in first}, timeout=waits_until - now)
+        return [self._known[entry] for entry in entries if entry in self._known]
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        tasks = [asking.task for asking in self._asking.values()]
+        for task in [*tasks, self._reading]:
+            if task is not None:
+                task.cancel()
+
+    async def _read(self) -> None:
+        try:
+            entries = await asyncio.to_thread(registry.entries)
+        except Exception:
+            # The control store restarts: what was served before is the best guess.
+            logger.warning("the registry cannot be read", exc_info=True)
+            return
+        self._entries, self._read_at = entries, time.monotonic()
+        for gone in (self._known.keys() | self._asking.keys()) - set(entries):
+            self._known.pop(gone, None)
+            if (asking := self._asking.pop(gone, None)) is not None:
+                asking.task.cancel()
+
+    async def _learn(self, entry: Entry) -> None:
+        """Ask the model's replicas about it, all at once; the first that has loaded it is believed."""
+        asked = [asyncio.ensure_future(self._ask(name)) for name in entry.replicas]
+        try:
+            for answer in asyncio.as_completed(asked):
+                info = await answer
+                if info is not None:
+                    self._known[entry] = _served(info)
+                    return
+        finally:
+            for task in asked:
+                task.cancel()
+            if (asking := self._asking.get(entry)) is not None:
+                asking.again_at = time.monotonic() + ASK_AGAIN_S
+
+
+def _served(info: ModelInfo) -> ServedModel:
+    return ServedModel(
+        name=info.name,
+        model_id=info.model_id,
+        folder=info.folder,
+        context_tokens=info.context_tokens,
+        vocabulary_size=info.vocabulary_size,
+        created=info.created,
+        memory=info.layers,
+        files_id=info.files_id,
+        trust_remote_code=info.trust_remote_code,
+    )

@@ -1,0 +1,406 @@
+"""Text on one side, token ids on the other: tokenizer, chat template, incremental detokenizing, stop strings.
+
+Everything here is computation without I/O, except `load_text_model`. Rendering and encoding may take milliseconds to
+seconds and belong in a worker thread; a `Detokenizer` and a `StopMatcher` cost microseconds a token.
+"""
+
+from __future__ import annotations
+
+import codecs
+import inspect
+import json
+import logging
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...actors.model_files.end_tokens import read_end_tokens
+from ...actors.model_files.foreign_code import own_code_only
+from ...actors.model_files.processors import PictureProcessor, sees
+from ...actors.protocol.media_ids import is_word
+from ...cluster.errors import InvalidRequest, ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+REPLACEMENT = "\ufffd"
+
+# A character has at most four bytes, so a window this long that still ends in U+FFFD holds bytes that are invalid.
+_HELD_TOKENS_MAX = 8
+_CONTEXT_TOKENS = 6
+
+_LONG_TOKEN_CHARACTERS = 8
+"""A text with more characters a token than this is rare."""
+_COUNTED_CHARACTERS = 2**16
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """GPT-2's reversible map of bytes to printable characters, inverted."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text one at a time. The pieces, `flush` included, concatenate to the whole text."""
+
+    def add(self, token: int) -> str:
+        """The text that became complete with `token`; "" while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer; incomplete bytes become U+FFFD."""
+        ...
+
+
+class ByteDetokenizer:
+    """For byte-level BPE: every token is a fixed string of bytes, so a UTF-8 decoder is all the state there is.
+
+    Replaces invalid bytes by maximal subparts, as the one-shot decoder of `tokenizers` does.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes]) -> None:
+        self._piece = piece
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        return self._decoder.decode(self._piece(token))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For every other decoder: decodes a short window twice a token and emits the difference.
+
+    `tokenizers.decoders.DecodeStream` takes 1.4 µs a token where this takes 2.3, but it holds invalid bytes for ever,
+    cannot be flushed, and is not for tokenizers in Python.
+
+    Args:
+        decode: token ids to text.
+        context: tokens before the first one. Decoders that strip a leading space then keep it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(context[-_CONTEXT_TOKENS:])
+        self._known = len(self._window)
+
+    def add(self, token: int) -> str:
+        self._window.append(token)
+        return self._emit(final=False)
+
+    def flush(self) -> str:
+        return self._emit(final=True)
+
+    def _emit(self, *, final: bool) -> str:
+        known, text = self._decode(self._window[: self._known]), self._decode(self._window)
+        new = text[len(known) :]
+        held = len(self._window) - self._known
+        if not final and held < _HELD_TOKENS_MAX and (not new or text.endswith(REPLACEMENT)):
+            return ""
+        self._window = self._window[self._known :]
+        self._known = len(self._window)
+        return new
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces, and never lets a part of one out; a stage of a `Pipeline`.
+
+    The match that ends first wins, and of those that end together the longest. So the result does not depend on how
+    the text was cut into pieces. `matched` is set by a match; no more text comes out then.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched = False
+
+    def add(self, text: str) -> list[str]:
+        """The text that can go out."""
+        if self.matched:
+            return []
+        buffer = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if found:
+            self.matched = True
+            cut = min(found)[1]
+            self._held = ""
+        else:
+            cut = len(buffer) - longest_held(buffer, self._stops)
+            self._held = buffer[cut:]
+        return [buffer[:cut]] if cut else []
+
+    def flush(self) -> list[str]:
+        """What was held back because a stop string might have begun there."""
+        held, self._held = self._held, ""
+        return [held] if held else []
+
+
+def longest_held(text: str, markers: Iterable[str]) -> int:
+    """How many of the last characters of `text` are a proper prefix of a marker; the longest such suffix."""
+    cut = len(text)
+    for marker in markers:
+        at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while 0 <= at < cut:
+            if marker.startswith(text[at:]):
+                cut = at
+            at = text.find(marker[0], at + 1)
+    return len(text) - cut
+
+
+class TextModel:
+    """The text side of one served model: its tokenizer, its chat template and its forms of tool calls and reasoning.
+
+    Thread-safe. `hidden_tokens` never become text: special tokens and every end-of-sequence token. `tool_call_tokens`
+    and `think_tokens` mark tool calls and reasoning, whether they are hidden or not. `byte_level` says that a token's
+    bytes are the same wherever it stands.
+
+    Args:
+        wrapper: mlx-lm's `TokenizerWrapper`.
+        sampling: the model's own sampling by field, for requests that are silent about it.
+        pictures: what the model's processor makes of pictures; None where it takes none.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        *,
+        name: str = "",
+        sampling: Mapping[str, float] | None = None,
+        pictures: PictureProcessor | None = None,
+    ) -> None:
+        self.name = name
+        self.sampling = dict(sampling or {})
+        self.pictures = pictures
+        self._wrapper = wrapper
+        self._tokenizer = wrapper._tokenizer
+        self._backend = _rust_tokenizer(self._tokenizer)
+        self.byte_level = self._backend is not None and _is_byte_level(self._backend)
+        self._pieces: dict[int, bytes] = {}
+        self._bytes = _bytes_by_character()
+        # Unicode normalization makes at most a handful of characters into one.
+        self._token_characters_max = 4 * max(map(len, self._tokenizer.get_vocab()), default=1)
+        self.end_tokens = frozenset(wrapper.eos_token_ids)
+        self.hidden_tokens = self.end_tokens | frozenset(self._tokenizer.all_special_ids) | self._special_added()
+        self.has_tool_calls = bool(wrapper.has_tool_calling and wrapper.tool_parser)
+        self.tool_call_start: str = wrapper.tool_call_start or ""
+        self.tool_call_end: str = wrapper.tool_call_end or ""
+        self.tool_parser: Callable[[str, Any], Any] | None = wrapper.tool_parser
+        markers = (*(wrapper.tool_call_start_tokens or ()), *(wrapper.tool_call_end_tokens or ()))
+        self.tool_call_tokens = frozenset(markers) - self.end_tokens
+        self.has_thinking = bool(wrapper.has_thinking)
+        self.think_start: str = wrapper.think_start or ""
+        self.think_end: str = wrapper.think_end or ""
+        markers = (*(wrapper.think_start_tokens or ()), *(wrapper.think_end_tokens or ()))
+        self.think_tokens = frozenset(markers) - self.end_tokens
+
+    def _special_added(self) -> frozenset[int]:
+        added = self._tokenizer.added_tokens_decoder
+        return frozenset(token for token, entry in added.items() if entry.special)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        Args:
+            template_kwargs: variables for the template, such as `enable_thinking`.
+            generation_prompt: whether it ends where the assistant begins, or with the last message.
+
+        Raises:
+            InvalidRequest: the model has no chat template, its template refuses these messages, or a variable has a
+                name that is taken.
+        """
+        if not self._wrapper.has_chat_template:
+            raise InvalidRequest(f"the model {self.name!r} has no chat template; use /v1/completions", param="model")
+        extra = dict(template_kwargs or {})
+        if extra and (taken := _taken_names() & extra.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs: {min(taken)!r} is not for callers to set", param="chat_template_kwargs"
+            )
+        try:
+            # A template is a program that comes with the model: it may fail in any way on messages it does not expect.
+            return self._wrapper.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=generation_prompt, tokenize=False, **extra
+            )
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(f"the model's chat template refused: {reason}", param="messages") from error
+
+    def plain(self, tokens: Sequence[int]) -> Sequence[int]:
+        """`tokens` with the model's own in the place of words (see `kv_store.media`)."""
+        if self.pictures is None or not any(map(is_word, tokens)):
+            return tokens
+        return array("I", [self.pictures.token_of(token) if is_word(token) else token for token in tokens])
+
+    def ends_in_thought(self, prompt: str) -> bool:
+        """Whether `prompt` ends with an opened block of reasoning, so that the answer begins inside it."""
+        if not self.has_thinking:
+            return False
+        at = prompt.rfind(self.think_start)
+        return at >= 0 and not prompt[at + len(self.think_start) :].strip()
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`. `special_tokens` adds those that the tokenizer puts around a text by itself.
+
+        Raises:
+            InvalidRequest: `text` is not valid Unicode.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"text with an unpaired surrogate at character {error.start}") from None
+        if self._backend is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens))
+        # A batch of one, because `Tokenizer.encode` keeps the interpreter lock and this does not.
+        return self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
+
+    def tokens_min(self, text: str, enough: int) -> int:
+        """A number of tokens that `text` surely has. What has far more than `enough` is found without encoding it all:
+        it would take seconds, and what comes out would be as large."""
+        least = len(text) // self._token_characters_max
+        if least >= enough or self._backend is None or len(text) <= _LONG_TOKEN_CHARACTERS * enough:
+            return least
+        tokens = 0
+        for start in range(0, len(text), _COUNTED_CHARACTERS):
+            piece = text[start : start + _COUNTED_CHARACTERS].encode("utf-8", "replace").decode()
+            # A cut adds a few tokens, never as many as there are.
+            tokens += len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
+            if tokens >= 2 * enough:
+                break
+        return max(least, tokens // 2)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens` in one go, special tokens included."""
+        if self._backend is not None:
+            return self._backend.decode(list(tokens), skip_special_tokens=False)
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
+        """A fresh detokenizer for one row. `context`: the tokens that the text continues, where it continues some."""
+        if self.byte_level:
+            return ByteDetokenizer(self._piece)
+        return WindowDetokenizer(self.decode, context)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of `token` in the middle of a text. Where not `byte_level`, its neighbours may change them."""
+        if self.byte_level:
+            return self._piece(token)
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._bytes_alone(token)
+        return piece
+
+    def _bytes_alone(self, token: int) -> bytes:
+        if self._backend is not None and (byte := _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or "")):
+            return bytes.fromhex(byte[1])
+        # Decoders may strip a leading space, but not that of a second token.
+        return self.decode([token, token])[len(self.decode([token])) :].encode()
+
+    def _piece(self, token: int) -> bytes:
+        piece = self._pieces.get(token)
+        if piece is None:
+            assert self._backend is not None
+            # Ids past the tokenizer's end exist where a model pads its vocabulary; they have no text.
+            written = self._backend.id_to_token(token) or ""
+            try:
+                piece = bytes([self._bytes[character] for character in written])
+            except KeyError:
+                piece = written.encode("utf-8")
+            self._pieces[token] = piece
+        return piece
+
+
+def _taken_names() -> set[str]:
+    """What transformers and the code above pass to a template themselves."""
+    from transformers import PreTrainedTokenizerBase
+
+    return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages", "conversations"}
+
+
+def _rust_tokenizer(tokenizer: Any) -> Any | None:
+    """The `tokenizers.Tokenizer` inside, or None where Python code stands before it that must run too.
+
+    Using it directly is what makes encoding thread-safe: transformers' own `encode` sets truncation on shared state.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    kind = type(tokenizer)
+    if backend is None or kind.encode is not PreTrainedTokenizerBase.encode:
+        return None
+    if kind.decode is not PreTrainedTokenizerBase.decode:
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _is_byte_level(backend: Any) -> bool:
+    from tokenizers import decoders
+
+    return isinstance(backend.decoder, decoders.ByteLevel)
+
+
+def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False) -> TextModel:
+    """The text side of the model in `folder`, whose own code runs only if it is `trusted`. Takes up to seconds.
+
+    Raises:
+        ModelLoadError: no tokenizer there, or one that does not load.
+    """
+    # Imported here because mlx_lm brings MLX with it, which only processes that serve text need.
+    from mlx_lm import tokenizer_utils
+
+    path = Path(folder)
+    name = name or path.name
+    with own_code_only(name, path, trusted=trusted):
+        try:
+            options = {"trust_remote_code": trusted}
+            wrapper = tokenizer_utils.load(path, options, eos_token_ids=sorted(read_end_tokens(path)) or None)
+        except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+            raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error
+    pictures = _pictures(path, trusted=trusted)
+    return TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures)
+
+
+def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:
+    if not sees(path):
+        return None
+    try:
+        return PictureProcessor.load(path, trusted=trusted)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError) as error:
+        # The replica serves it for text too, and says so.
+        logger.warning("%s takes no pictures here: %s", path.name, error)
+        return None
+
+
+def _own_sampling(path: Path) -> dict[str, float]:
+    """What generation_config.json says of sampling; `do_sample: false` is greedy. Values out of range are left out."""
+    try:
+        config = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    limits = {
+        "temperature": (0.0, 10.0),
+        "top_p": (1e-9, 1.0),
+        "top_k": (0, 2**31 - 1),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (1e-9, 10.0),
+    }
+    own = {name: config[name] for name in limits if type(config.get(name)) in (int, float)}
+    own = {name: value for name, value in own.items() if limits[name][0] <= value <= limits[name][1]}
+    if config.get("do_sample") is False:
+        # The filters do nothing there; the penalty does.
+        own = {"temperature": 0.0} | {name: own[name] for name in ("repetition_penalty",) if name in own}
+    return own

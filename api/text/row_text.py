@@ -1,0 +1,145 @@
+"""One row's tokens as text: ``tokens -> characters -> pieces -> events``, a few microseconds a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ...actors.protocol.messages import TokenLogprobs
+from ...cluster.errors import GenerationFailed
+from .logprobs import ShownToken, TokenLedger
+from .model import Detokenizer, StopMatcher, TextModel
+from .pipeline import Piece, Pipeline, ReasoningDelta, ToolCall, text_of
+from .reasoning import ReasoningSplitter
+from .tool_calls import ToolCallSplitter
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """More of the answer's content.
+
+    `logprobs` are the tokens that are complete with it, None where nobody asked for them. `text` is empty only in an
+    answer's last one, where a token is left over of which only a part was shown.
+    """
+
+    text: str
+    logprobs: list[ShownToken] | None = None
+
+
+TextEvent = TextDelta | ReasoningDelta | ToolCall
+
+
+class RowText:
+    """Makes events of one row's tokens. Nothing follows once `stopped`.
+
+    Args:
+        reasoning, stops, calls: what is looked for in the text; None and () for nothing.
+        stop_tokens: tokens that end the row and are no part of its text, besides the model's own end tokens.
+        logprobs: follow the tokens; `add` must be given their logarithms then.
+
+    Attributes:
+        follows_tokens: whether events have `logprobs`.
+        tokens, reasoning_tokens, calls: how many there were.
+    """
+
+    def __init__(
+        self,
+        text: TextModel,
+        detokenizer: Detokenizer,
+        *,
+        reasoning: ReasoningSplitter | None = None,
+        stops: Sequence[str] = (),
+        calls: ToolCallSplitter | None = None,
+        stop_tokens: Sequence[int] = (),
+        logprobs: bool = False,
+    ) -> None:
+        self._text = text
+        self._detokenizer = detokenizer
+        self._end_tokens = text.end_tokens | frozenset(stop_tokens) if stop_tokens else text.end_tokens
+        self._reasoning = reasoning
+        self._stops = StopMatcher(stops) if stops else None
+        self._splitter = calls
+        self._pipeline = Pipeline([stage for stage in (reasoning, self._stops, calls) if stage is not None])
+        self._ledger = TokenLedger(text) if logprobs else None
+        self.follows_tokens = logprobs
+        self.tokens = 0
+        self.reasoning_tokens = 0
+        self.calls = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops is not None and self._stops.matched
+
+    def add(self, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> list[TextEvent]:
+        """
+        Raises:
+            GenerationFailed: logarithms are missing.
+        """
+        if self._ledger is not None and len(logprobs or ()) != len(tokens):
+            raise GenerationFailed("the replica sent tokens without their logprobs")
+        pieces: list[Piece] = []
+        for index, token in enumerate(tokens):
+            if self.stopped:
+                break
+            self.tokens += 1
+            thinking = self._thinking
+            if not self._hidden(token):
+                piece = self._detokenizer.add(token)
+                if self._ledger is not None and logprobs is not None:
+                    self._ledger.add(token, piece, logprobs[index])
+                if piece:
+                    pieces += self._pipeline.add(piece)
+            if thinking or self._thinking:
+                self.reasoning_tokens += 1
+        return self._events(pieces)
+
+    def finish(self) -> list[TextEvent]:
+        """What was held back, once all tokens are there or a stop string was found."""
+        pieces: list[Piece] = []
+        if piece := self._detokenizer.flush():
+            if self._ledger is not None:
+                self._ledger.settle(piece)
+            pieces += self._pipeline.add(piece)
+        events = self._events([*pieces, *self._pipeline.flush()])
+        if self._ledger is not None and (rest := self._ledger.finish()):
+            last = events[-1] if events else None
+            if isinstance(last, TextDelta):
+                events[-1] = TextDelta(last.text, [*(last.logprobs or ()), *rest])
+            else:
+                events.append(TextDelta("", rest))
+        return events
+
+    @property
+    def _thinking(self) -> bool:
+        return self._reasoning is not None and self._reasoning.inside
+
+    def _hidden(self, token: int) -> bool:
+        if token in self._end_tokens:
+            return True
+        if token not in self._text.hidden_tokens:
+            return False
+        # Some models write their markers, and a call's name and arguments between them, as special tokens.
+        if self._reasoning is not None and not self._reasoning.over and token in self._text.think_tokens:
+            return False
+        return self._splitter is None or not (self._splitter.inside or token in self._text.tool_call_tokens)
+
+    def _events(self, pieces: list[Piece]) -> list[TextEvent]:
+        """One event for all text of a kind that comes together, with the tokens that stand behind it."""
+        events: list[TextEvent] = []
+        for kind, run in groupby(pieces, type):
+            if kind is ToolCall:
+                calls = [piece for piece in run if isinstance(piece, ToolCall)]
+                self.calls += len(calls)
+                events += calls
+                continue
+            text = "".join(text_of(piece) for piece in run)
+            if kind is str:
+                events.append(TextDelta(text, None if self._ledger is None else self._ledger.show(text)))
+                continue
+            if self._ledger is not None:
+                self._ledger.skip(text)
+            if kind is ReasoningDelta:
+                events.append(ReasoningDelta(text))
+        return events

@@ -1,0 +1,382 @@
+"""Which bytes a line's tokens spell, and which tokens always split a text: what continuing by text stands on.
+
+A line is compared with a new text in UTF-8 bytes, not in characters: a border between two tokens may lie inside a
+character, and bytes that are no text all look alike (U+FFFD) once they are characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .model import REPLACEMENT, TextModel
+
+SPELLS_OTHERWISE = "tokens spell another text"
+NO_TEXT = "bytes that are no text"
+
+_Items = TypeVar("_Items", bytes, list[int])
+
+# How SentencePiece writes a space.
+_META_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_TOKENS_MAX = 2**32
+_LEADS_TRIED = 16
+# What a piece says that surely equals no text: this byte never occurs in UTF-8.
+_NOTHING = b"\xff"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A conversation as the memory holds it.
+
+    Args:
+        text: what `tokens` stand for: the rendered prompt and the answer, special tokens spelled out.
+        tokens: the exact ids, drawn ones included.
+    """
+
+    text: str
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class IndexedLine(Line):
+    """A line prepared for comparing, worth keeping while the line is. Made by `Spelling.index`, for that model only.
+
+    Args:
+        data: `text` in UTF-8.
+        ends: (spelled tokens + 1,) int64; after the first k tokens, `ends[k]` bytes of `data` are spelled. Inside a
+            stretch that is known only as a whole, the end of that stretch.
+        added: (added tokens,) int64; the places of added tokens among those.
+        fault: why the tokens after those are not spelled; "" where all are.
+        fault_at: the byte of `data` where they begin to differ.
+    """
+
+    data: bytes = field(repr=False)
+    ends: np.ndarray = field(repr=False)
+    added: np.ndarray = field(repr=False)
+    fault: str
+    fault_at: int
+
+    def tokens_within(self, limit: int) -> int:
+        """How many of the first tokens end within the first `limit` bytes."""
+        return int(np.searchsorted(self.ends, limit, side="right")) - 1
+
+
+class _Pieces(dict[int, bytes]):
+    """The bytes of every token that was asked for; at most the vocabulary."""
+
+    def __init__(self, spell: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._spell = spell
+
+    def __missing__(self, token: int) -> bytes:
+        piece = self[token] = self._spell(token)
+        return piece
+
+
+class Spelling:
+    """What the tokens of one model spell. Thread-safe; `spelling_of` keeps one a model.
+
+    `byte_level`: every token border can be told by counting bytes, because nothing is put into a text.
+    `joins_by_merges`: the tokens up to a border between two of them are what their text alone gives, whatever follows.
+    """
+
+    def __init__(self, model: TextModel) -> None:
+        self.backend, self._added = _inside(model)
+        self._model = model
+        self._concatenates = self.backend is not None and (model.byte_level or _is_sentencepiece(self.backend))
+        self._pieces = _Pieces(self._spell)
+        self._added_tokens = np.array(sorted(self._added), np.int64)
+        self._by_content = {entry.content.encode(): token for token, entry in self._added.items() if entry.content}
+        self._lengths = sorted({len(content) for content in self._by_content}, reverse=True)
+        self._alone: dict[int, bool] = {}
+        self._space_first = self._concatenates and self._puts_space("")
+        # The same behind every added token, so one that surely splits a text tells.
+        few = islice(self._added, _LEADS_TRIED)
+        lead = next((self._added[token].content for token in few if self.stands_alone(token)), "")
+        self._space_later = bool(lead) and self._concatenates and self._puts_space(lead)
+        self.byte_level = model.byte_level and not self._space_first
+        self.joins_by_merges = self._joins_by_merges()
+
+    def index(self, line: Line) -> IndexedLine:
+        """`line` prepared: a few milliseconds for 100,000 tokens, more where the tokenizer changes the text."""
+        if isinstance(line, IndexedLine):
+            return line
+        data = utf8(line)
+        tokens = np.fromiter(line.tokens, np.int64, len(line.tokens))
+        added = np.flatnonzero(np.isin(tokens, self._added_tokens))
+        spelled, ends = b"", np.zeros(len(tokens) + 1, np.int64)
+        if self._concatenates:
+            pieces = list(map(self._pieces.__getitem__, line.tokens))
+            spelled = b"".join(pieces)
+            np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=ends[1:])
+        if self._concatenates and spelled == data:
+            count, fault_at = len(tokens), len(data)
+        else:
+            count, fault_at = self._align(line, data, spelled, ends, added)
+        fault = ""
+        if count < len(tokens):
+            fault = NO_TEXT if data.startswith(REPLACEMENT.encode(), fault_at) else SPELLS_OTHERWISE
+        added = added[: int(np.searchsorted(added, count))]
+        return IndexedLine(line.text, line.tokens, data, ends[: count + 1], added, fault, fault_at)
+
+    def sizes(self, tokens: Sequence[int]) -> np.ndarray:
+        """(len(tokens) + 1,) int64: how many bytes the first tokens spell, from none to all. Byte-level only."""
+        ends = np.zeros(len(tokens) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, map(self._pieces.__getitem__, tokens)), np.int64, len(tokens)), out=ends[1:])
+        return ends
+
+    def join(self, tokens: Sequence[int]) -> bytes:
+        """What `tokens` spell. Byte-level only."""
+        return b"".join(map(self._pieces.__getitem__, tokens))
+
+    def word_borders(self, data: bytes) -> np.ndarray:
+        """The bytes at which the words of a text end, words being what is tokenized apart. Byte-level only."""
+        assert self.backend is not None
+        encoding = self.backend.encode_batch([data.decode("utf-8", "replace")], add_special_tokens=False)[0]
+        words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
+        return self.sizes(encoding.ids)[1:][np.append(words[1:] != words[:-1], True)[: len(words)]]
+
+    def content(self, token: int) -> bytes:
+        """The text of an added token."""
+        return self._added[token].content.encode()
+
+    def added_at(self, data: bytes, at: int, *, after_space: bool) -> int | None:
+        """The added token that surely splits a text at byte `at`, if there is one.
+
+        Args:
+            after_space: whether it may be one that takes in white space before it, where there is some.
+        """
+        for length in self._lengths:
+            token = self._by_content.get(data[at : at + length])
+            if token is None:
+                continue
+            takes_in = self._added[token].lstrip and data[max(0, at - 4) : at].decode("utf-8", "ignore")[-1:].isspace()
+            return token if self.stands_alone(token) and (after_space or not takes_in) else None
+        return None
+
+    def stands_alone(self, token: int) -> bool:
+        """Whether an added token is found wherever its text stands, unless a longer one begins there too.
+
+        It splits the text then: what is before and behind it is tokenized apart.
+        """
+        alone = self._alone.get(token)
+        if alone is None:
+            alone = self._alone[token] = self._is_alone(token)
+        return alone
+
+    def _is_alone(self, token: int) -> bool:
+        entry, content = self._added[token], self._added[token].content
+        if not content or content[0].isspace() or entry.single_word:
+            return False
+        if self.backend is not None:
+            if entry.normalized and self.backend.normalizer is not None:
+                return False
+            if entry.special and self.backend.encode_special_tokens:
+                return False
+        if self._concatenates and self._pieces[token] != content.encode():
+            return False
+        if self._model.encode(content) != [token]:
+            return False
+        others = (other.content for other in self._added.values() if other.content)
+        return not any(_begins_inside(content, other) or _begins_inside(other, content) for other in others)
+
+    def _spell(self, token: int) -> bytes:
+        if not 0 <= token < _TOKENS_MAX:
+            return _NOTHING
+        if self._model.byte_level:
+            return self._model.token_bytes(token)
+        assert self.backend is not None
+        written = self.backend.id_to_token(token) or ""
+        if byte := _BYTE_TOKEN.fullmatch(written):
+            return bytes.fromhex(byte[1])
+        return written.replace(_META_SPACE, " ").encode()
+
+    def _puts_space(self, lead: str) -> bool:
+        """Whether a text that begins after `lead` gets a space that it does not have."""
+        return self.join(self._model.encode(lead + "a")[bool(lead) :]) == b" a"
+
+    def _joins_by_merges(self) -> bool:
+        from tokenizers import models
+
+        model = self.backend.model if self.backend is not None else None
+        if not isinstance(model, models.BPE) or model.ignore_merges or model.dropout:
+            return False
+        splits = _state(self.backend.pre_tokenizer) if self.backend is not None else None
+        # Patterns may look at what follows, so that words end elsewhere; these only look at the spaces.
+        return splits is None or splits["type"] == "Metaspace" or "String" in splits.get("pattern", ())
+
+    def _align(self, line: Line, data: bytes, spelled: bytes, ends: np.ndarray, added: np.ndarray) -> tuple[int, int]:
+        """Walks from added token to added token where the tokens do not spell the text to the letter.
+
+        Turns `ends`, offsets in `spelled`, into offsets in `data`.
+
+        Returns:
+            How many of the first tokens are aligned, and the first byte that is not.
+        """
+        sizes, first, at = ends.copy(), 0, 0
+        for place in [*added.tolist(), len(line.tokens)]:
+            own = sizes[first : place + 1] - sizes[first]
+            segment = spelled[int(sizes[first]) : int(sizes[place])]
+            skip, stop = self._skip(segment, data, at, later=first > 0), None
+            if skip is not None:
+                ends[first + 1 : place + 1] = np.maximum(own[1:] - skip, 0) + at
+                stop = self._past(line, place, data, at + len(segment) - skip)
+                ends[place + 1 : place + 2] = stop or 0
+            if stop is None:
+                stop = self._past_whole(line, first, place, data, at)
+                ends[first + 1 : place + 2] = stop or 0
+            if stop is None:
+                skip = int(self._has_space(first > 0) and segment[:1] == b" " and data[at : at + 1] != b" ")
+                same = common_length(segment[skip:], data[at : at + len(segment)])
+                count = int(np.searchsorted(own, same + skip, side="right")) - 1 if self._concatenates else 0
+                ends[first + 1 : first + count + 1] = np.maximum(own[1 : count + 1] - skip, 0) + at
+                return first + count, at + same
+            first, at = place + 1, self._past_spaces(line, place, data, stop)
+        return len(line.tokens), at
+
+    def _has_space(self, later: bool) -> bool:
+        return self._space_later if later else self._space_first
+
+    def _skip(self, segment: bytes, data: bytes, at: int, *, later: bool) -> int | None:
+        """How many bytes of `segment` to leave out so that the text at `at` begins with it, where it can."""
+        if not self._concatenates:
+            return None
+        if data.startswith(segment, at):
+            return 0
+        spaced = self._has_space(later) and segment[:1] == b" " and data.startswith(segment[1:], at)
+        return 1 if spaced else None
+
+    def _past(self, line: Line, place: int, data: bytes, at: int) -> int | None:
+        """Where the text of the added token at `place` ends, if it begins at byte `at`."""
+        if place == len(line.tokens):
+            return at
+        token = line.tokens[place]
+        if self._added[token].lstrip:
+            at = _behind_spaces(data, at)
+        piece = self._pieces[token]
+        return at + len(piece) if data.startswith(piece, at) else None
+
+    def _past_whole(self, line: Line, first: int, place: int, data: bytes, at: int) -> int | None:
+        """Where a stretch ends, its added token included, if the tokenizer too makes such tokens of its text.
+
+        For what spells another text than it was made of: normalized, lower-cased, unknown characters. The added token
+        before the stretch is decoded with it, because it tells decoders that this is not the beginning.
+        """
+        stop, before = len(data), self._added[line.tokens[first - 1]].content if first else ""
+        if place < len(line.tokens):
+            content = self.content(line.tokens[place])
+            stop = data.find(content, at) + len(content)
+            if stop < at + len(content):
+                return None
+        text = before + data[at:stop].decode("utf-8", "replace")
+        stretch = line.tokens[max(first - 1, 0) : place + 1]
+        if not all(0 <= token < _TOKENS_MAX for token in stretch):
+            return None
+        given = self._model.decode(stretch)
+        # Bytes that are no text look alike without being alike.
+        if REPLACEMENT in given:
+            return None
+        same = given == text or given == self._model.decode(self._model.encode(text))
+        return stop if same else None
+
+    def _past_spaces(self, line: Line, place: int, data: bytes, at: int) -> int:
+        """`at`, or behind the white space that the added token at `place` takes in."""
+        if place < len(line.tokens) and self._added[line.tokens[place]].rstrip:
+            return _behind_spaces(data, at)
+        return at
+
+
+def spelling_of(model: TextModel) -> Spelling:
+    """The one of this model, made the first time.
+
+    To be moved: a field of `TextModel`.
+    """
+    spelling = vars(model).get("_spelling")
+    if spelling is None:
+        spelling = vars(model)["_spelling"] = Spelling(model)
+    return spelling
+
+
+def utf8(line: Line) -> bytes:
+    """The text of `line`. Lone surrogates become bytes that no valid text has."""
+    return line.data if isinstance(line, IndexedLine) else line.text.encode("utf-8", "surrogatepass")
+
+
+def common_length(one: _Items, other: _Items) -> int:
+    """How many of the first items are equal. Compares slices, so that no loop goes over the items."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    # The first difference lies in [low, high).
+    step = 64
+    while low + step < high and one[low : low + step] == other[low : low + step]:
+        low, step = low + step, 2 * step
+    high = min(high, low + step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _inside(model: TextModel) -> tuple[Any | None, dict[int, Any]]:
+    """The rust tokenizer, or None, and the added tokens by id.
+
+    To be moved: public fields of `TextModel`.
+    """
+    return model._backend, dict(model._tokenizer.added_tokens_decoder)
+
+
+def _state(part: Any | None) -> dict[str, Any] | None:
+    """What a part of a rust tokenizer is made of, as in tokenizer.json."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _is_sentencepiece(backend: Any) -> bool:
+    """Whether tokens are written with `▁` for a space, and texts are their pieces in a row but for a first space."""
+    state = _state(backend.decoder)
+    if state is None:
+        return False
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    spaces = [step for step in steps if step["type"] == "Metaspace" or step["type"] == "Replace"]
+    if [step.get("replacement") or step.get("pattern") for step in spaces] not in (
+        [_META_SPACE],
+        [{"String": _META_SPACE}],
+    ):
+        return False
+    others = [step for step in steps if step not in spaces]
+    return all(
+        step["type"] in ("ByteFallback", "Fuse")
+        or (step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0))
+        for step in others
+    )
+
+
+def _begins_inside(inner: str, outer: str) -> bool:
+    """Whether `inner` may begin in `outer` past its first character, all of it or as far as `outer` goes."""
+    at = outer.find(inner[0], 1)
+    while at > 0:
+        if outer.startswith(inner, at) or inner.startswith(outer[at:]):
+            return True
+        at = outer.find(inner[0], at + 1)
+    return False
+
+
+def _behind_spaces(data: bytes, at: int, width: int = 256) -> int:
+    """The first byte from `at` on that is not white space."""
+    while at < len(data):
+        piece = data[at : at + width].decode("utf-8", "ignore")
+        spaces = len(piece) - len(piece.lstrip())
+        at += len(piece[:spaces].encode())
+        if spaces < len(piece) or not piece:
+            break
+    return at

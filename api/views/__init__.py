@@ -1,0 +1,1 @@
+"""Answers, agents and the cluster as clients see them, by HTTP or Python."""

@@ -1,0 +1,229 @@
+"""The cluster as clients see it, and moving an agent in it: shared by the HTTP routes and the Python handles.
+
+Nothing here knows Ray: what was heard of nodes comes as data, and what is done is asked of a store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...actors.protocol.messages import NodeReport
+from ...cluster.errors import SatchelError
+from ...cluster.nodes import Node
+from ..agents.store import Store
+from ..generation.backend import Backend, NodeState, ReplicaStats
+from .agents import agent_id_of
+
+if TYPE_CHECKING:
+    from ...actors.protocol.registry import NodeEntry
+
+AGENTS_MAX = 1000
+"""How many agents one view of the cluster shows."""
+
+RATE_OVER_S = 0.5
+"""The shortest time over which tokens a second are measured, and a reading that is older than `RATE_AGE_S` says nothing
+about now."""
+
+RATE_AGE_S = 10.0
+
+
+@dataclass(frozen=True)
+class SeenNodes:
+    """What the control store says of the nodes.
+
+    Attributes:
+        joined: those that have joined and not left.
+        resources: names of all that living machines offer; each node's own is among them while it lives.
+        here: the resource of the machine on which this was read, "" where it is none of the cluster.
+        memory_free_bytes: of that machine.
+    """
+
+    joined: tuple[NodeEntry, ...]
+    resources: frozenset[str]
+    here: str
+    memory_free_bytes: int
+
+
+def node_states(machines: Sequence[Node], seen: SeenNodes, described: Iterable[NodeReport]) -> list[NodeState]:
+    """The nodes, those of the config first and in its order. One that has left is none, though the router remembers it.
+
+    Args:
+        described: what the router knows of them.
+    """
+    addresses = {node.name: node.address for node in machines}
+    links = {node.name: tuple((str(link.address), str(link.kind)) for link in node.data_links) for node in machines}
+    for entry in seen.joined:
+        # How it joined last is newer than what the config says.
+        addresses[entry.name], links[entry.name] = entry.address, entry.links
+    heard = {each.name: each for each in described}
+    states = []
+    for name, address in addresses.items():
+        resource = f"satchel-node-{name}"
+        # Ray takes many seconds to notice that a machine is gone, the router few.
+        said = heard.get(name) or NodeReport(name, resource in seen.resources)
+        states.append(
+            NodeState(
+                name=name,
+                address=address,
+                links=links[name],
+                up=said.alive,
+                rates=said.links,
+                memory_free_bytes=seen.memory_free_bytes if resource == seen.here else said.memory_free_bytes,
+                disk_bytes=said.used_bytes,
+                disk_free_bytes=None if said.free_bytes < 0 else said.free_bytes,
+                disk_full=said.disk_full,
+                disk_error=said.disk_error,
+                agents_let_go=said.agents_let_go,
+                blocks=said.blocks,
+                agents=said.agents,
+                draining=said.draining,
+            )
+        )
+    return states
+
+
+class TokenRates:
+    """Tokens a second by replica, from the replicas' totals as they were read last."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._reading = asyncio.Lock()
+        self._read_at = 0.0
+        self._totals: dict[str, int] = {}
+
+    async def read(
+        self, read: Callable[[], Awaitable[list[ReplicaStats]]]
+    ) -> tuple[list[ReplicaStats], dict[str, float]]:
+        """The replicas now, and what each generates. Where nothing recent is known of one that works, this takes
+        `RATE_OVER_S`."""
+        async with self._reading:
+            return await self._read(read)
+
+    async def _read(
+        self, read: Callable[[], Awaitable[list[ReplicaStats]]]
+    ) -> tuple[list[ReplicaStats], dict[str, float]]:
+        stats = await read()
+        now = self._clock()
+        working = {each.replica for each in stats if each.running}
+        if working and not (working <= self._totals.keys() and RATE_OVER_S <= now - self._read_at <= RATE_AGE_S):
+            self._keep(stats, now)
+            await asyncio.sleep(RATE_OVER_S)
+            stats = await read()
+            now = self._clock()
+        past_s = max(now - self._read_at, 1e-9)
+        rates = {
+            # A replica that was started anew counts from 0.
+            each.replica: max(0.0, (each.generated_tokens_total - self._totals[each.replica]) / past_s)
+            for each in stats
+            if each.answers and each.replica in self._totals and past_s <= RATE_AGE_S
+        }
+        self._keep(stats, now)
+        return stats, {each.replica: rates.get(each.replica, 0.0) for each in stats if each.answers}
+
+    def _keep(self, stats: Iterable[ReplicaStats], now: float) -> None:
+        self._read_at = now
+        self._totals = {each.replica: each.generated_tokens_total for each in stats if each.answers}
+
+
+async def cluster_view(backend: Backend, store: Store | None, rates: TokenRates, *, tenant: str) -> dict[str, Any]:
+    """Nodes, replicas, and the tenant's first agents by their ids.
+
+    Args:
+        store: of the agents; None leaves them out.
+
+    Raises:
+        Unavailable: the control store does not answer. A store that does not leaves the agents out.
+    """
+    nodes, (stats, tokens_per_s), pids = await asyncio.gather(
+        backend.nodes(), rates.read(backend.stats), backend.pids()
+    )
+    return {
+        "object": "cluster",
+        "nodes": node_views(nodes, stats),
+        "replicas": [_replica_view(each, stats, pids, tokens_per_s) for each in stats],
+        **await _agents_view(store, tenant, nodes),
+    }
+
+
+def node_views(nodes: Sequence[NodeState], stats: Iterable[ReplicaStats]) -> list[dict[str, Any]]:
+    """The nodes, with what their replicas hold."""
+    replicas = list(stats)
+    return [_node_view(node, nodes, [each for each in replicas if each.node == node.name]) for node in nodes]
+
+
+def _node_view(node: NodeState, nodes: Sequence[NodeState], replicas: Sequence[ReplicaStats]) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "address": node.address,
+        "addresses": [{"address": address, "kind": kind} for address, kind in node.links],
+        "up": node.up or any(each.answers for each in replicas),
+        # Those that load, have failed or are silent.
+        "waits_for": [each.replica for each in replicas if not each.answers],
+        "draining": node.draining,
+        "replicas": [each.replica for each in replicas],
+        # KV is pulled over the other node's fastest link.
+        "links": [
+            {
+                "from": other.name,
+                "kind": other.links[0][1] if other.links else None,
+                "bytes_per_s": node.rates.get(other.name),
+            }
+            for other in nodes
+            if other is not node
+        ],
+        "memory_free_bytes": node.memory_free_bytes,
+        "disk_free_bytes": node.disk_free_bytes,
+        "disk_full": node.disk_full,
+        "disk_error": node.disk_error or None,
+        "agents_let_go": node.agents_let_go,
+        "tiers": {"memory_bytes": sum(each.prefix_bytes for each in replicas), "disk_bytes": node.disk_bytes},
+        "agents": node.agents,
+    }
+
+
+def _replica_view(
+    stats: ReplicaStats, every: Iterable[ReplicaStats], pids: Mapping[str, int], tokens_per_s: Mapping[str, float]
+) -> dict[str, Any]:
+    rate = tokens_per_s.get(stats.replica)
+    return {
+        "id": stats.replica,
+        "node": stats.node,
+        "pid": pids.get(stats.replica),
+        "model": stats.model,
+        "model_id": stats.model_id or None,
+        # With those KV is not shared.
+        "differs": _differing(stats, every),
+        "up": stats.answers,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "tokens_per_s": None if rate is None else round(rate, 1),
+    }
+
+
+def _differing(stats: ReplicaStats, every: Iterable[ReplicaStats]) -> dict[str, str]:
+    """How the replica computes, of what replicas of its model do not all do alike."""
+    others = [each.computing for each in every if each.model == stats.model and each.model_id]
+    return {name: value for name, value in stats.computing.items() if any(other.get(name) != value for other in others)}
+
+
+async def _agents_view(store: Store | None, tenant: str, nodes: Sequence[NodeState]) -> dict[str, Any]:
+    unknown = {"agents": [], "agents_count": None, "agents_has_more": False}
+    if store is None:
+        return unknown
+    try:
+        found = await store.call("agents", tenant, f"{tenant}/", AGENTS_MAX + 1)
+        keys = [str(each["agent"]) for each in found[:AGENTS_MAX]]
+        places = await store.places(keys)
+    except SatchelError:
+        # Nodes and replicas are looked at when something does not answer.
+        return unknown
+    only = nodes[0].name if len(nodes) == 1 else None
+    shown = []
+    for key in keys:
+        place = places.get(key) or {}
+        home = place.get("home") or only
+        shown.append({"id": agent_id_of(key), "home": home, "copies": list(place.get("copies", ()))})
+    return {"agents": shown, "agents_count": len(shown), "agents_has_more": len(found) > AGENTS_MAX}

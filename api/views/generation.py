@@ -1,0 +1,394 @@
+"""From messages to text: the pipeline that the HTTP endpoint and the Python handles share.
+
+One request goes ``check -> render -> encode`` in a worker thread, then to the backend as token ids, and comes back as
+a `TextStream` for every choice: ``tokens -> characters -> reasoning -> stop strings -> tool calls -> events``, on the
+event loop, a few microseconds a token. Nothing here knows HTTP or Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ...cluster.config import Config
+from ...cluster.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MemoryFull,
+    ModelNotFound,
+    NoReplica,
+    QuotaExceeded,
+    Unavailable,
+    quoted,
+)
+from ..agents.memory import AgentMemory, Kept, Turn
+from ..agents.streams import TurnStream, keeping
+from ..generation.backend import Backend, Generation, RowRequest, ServedModel
+from ..generation.callers import OWNING, Admission, Caller
+from ..generation.conversation import sources_in
+from ..generation.options import Options
+from ..generation.remembered import OVER_QUOTA, UNANSWERED, Remembered
+from ..generation.requests import Chat, ChatRequest, CompletionRequest, Past, Request, prepare_chat, prepare_completion
+from ..generation.streams import TextStream, Usage, abort_all
+from ..media.fetch import PictureLoader
+from ..media.prompt import Medium
+from ..media.sources import VideoSource
+from ..text.model import TextModel, load_text_model
+from ..text.reasoning import ReasoningSplitter
+from ..text.row_text import RowText
+from ..text.tool_calls import ToolCallSplitter, call_parser
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request that has been checked. `deadline` is by the event loop's clock; `row_text` makes what reads a row. The
+    first choice of a `chat` is remembered by the agent whose `turn` this is."""
+
+    request: Request
+    model: ServedModel
+    text: TextModel
+    agent: str
+    deadline: float
+    prompts: list[list[int]]
+    row_text: Callable[[list[int]], RowText]
+    turn: Turn | None = None
+    chat: Chat | None = None
+
+
+class Generator:
+    """Starts rows on a backend. One an event loop; it loads each model's tokenizer once.
+
+    Args:
+        memory: what agents remember; None for nothing.
+        load_text: for tests.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: Config,
+        *,
+        memory: AgentMemory | None = None,
+        load_text: Callable[..., TextModel] = load_text_model,
+    ) -> None:
+        self.backend = backend
+        self.config = config
+        self.memory = memory
+        self.loader = PictureLoader(config.media)
+        self._load_text = load_text
+        self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        # A generation may send its pictures again. As long as it lives the loader counts them.
+        self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
+
+    async def served(self, name: str = "", caller: Caller = OWNING) -> ServedModel:
+        """The model called `name`; "" is the first one that the caller may use.
+
+        Raises:
+            ModelNotFound: no such model that the caller may use.
+            NoReplica: it is served and has not been loaded yet.
+        """
+        names = [name for name in await self.backend.names() if caller.may_use(name)]
+        wanted = name or next(iter(names), "")
+        for model in await self.backend.models():
+            if model.name == wanted and wanted in names:
+                return model
+        if wanted in names:
+            raise NoReplica(f"the model {wanted!r} is still loading", param="model")
+        raise ModelNotFound(f"the model {quoted(wanted)} does not exist", param="model")
+
+    async def text_model(self, model: ServedModel) -> TextModel:
+        """The text side of `model`, loaded on first use.
+
+        Raises:
+            ModelLoadError: its tokenizer does not load.
+        """
+        key = (model.folder, model.words_id)
+        task = self._texts.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            trusted = model.trust_remote_code
+            loading = asyncio.to_thread(self._load_text, model.folder, name=model.name, trusted=trusted)
+            task = asyncio.create_task(loading)
+            self._texts[key] = task
+            # Those of models that are served no more go.
+            served = {key, *((other.folder, other.words_id) for other in await self.backend.models())}
+            self._texts = {known: text for known, text in self._texts.items() if known in served}
+        # Shielded: one waiting request that goes away must not end the loading for the others.
+        return await asyncio.shield(task)
+
+    async def start_chat(self, request: ChatRequest) -> TextStream:
+        """As `start_chats`, for a request of one choice."""
+        (stream,) = await self.start_chats(request)
+        return stream
+
+    async def start_chats(self, request: ChatRequest) -> list[TextStream]:
+        """Check, render, encode and queue a conversation; a stream for every choice, in order.
+
+        Returns once replicas have accepted all rows; where one is refused, none runs. What an agent is told and its
+        first answer are remembered. A request with `agent_continue` waits for the agent's turn.
+
+        Raises:
+            RequestError: what is wrong with the request.
+            AgentBusy: another turn of the agent takes too long.
+            Unavailable: no replica takes it now.
+            DeadlineExceeded: none took it in time.
+        """
+        async with self._turn() as turns:
+
+            async def prepare(deadline: float) -> _Job:
+                return await self._prepare_chat(request, deadline, turns)
+
+            return await self._run(request, prepare)
+
+    async def inject(self, request: ChatRequest) -> tuple[Usage, Remembered]:
+        """Put messages at the end of an agent's transcript and compute them, without a reply. What that took, and what
+        became of it in the agent's memory.
+
+        Raises:
+            RequestError, AgentBusy, Unavailable, DeadlineExceeded: as `start_chats` does.
+            MemoryFull, QuotaExceeded, Unavailable: it is not kept.
+        """
+        options = Options(temperature=0.0)
+        silent = replace(request, options=options, max_tokens_default=0, agent_continue=True, choices=1)
+        async with self._turn() as turns:
+            jobs: list[_Job] = []
+
+            async def prepare(deadline: float) -> _Job:
+                job = await self._prepare_chat(silent, deadline, turns, reply=False)
+                jobs.append(job)
+                return replace(job, turn=None)
+
+            (stream,) = await self._run(silent, prepare)
+            usage = (await stream.collect()).usage
+            chat, turn = jobs[0].chat, jobs[0].turn
+            assert chat is not None and turn is not None
+            kept = Kept(chat.prompt, chat.text, chat.messages, chat.continuation, stream.model_id, injected=True)
+            await turn.commit(kept)
+            if why := turn.remembered.unkept:
+                # Being kept is all that it was for.
+                kind = {UNANSWERED: Unavailable, OVER_QUOTA: QuotaExceeded}.get(why, MemoryFull)
+                raise kind(f"what was injected is not kept: {why}")
+            return usage, turn.remembered
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[list[Turn]]:
+        """A place for the turn of a request; it is given back where the request fails."""
+        turns: list[Turn] = []
+        try:
+            yield turns
+        except BaseException:
+            for turn in turns:
+                turn.leave()
+            raise
+
+    async def _prepare_chat(
+        self, request: ChatRequest, deadline: float, turns: list[Turn], *, reply: bool = True
+    ) -> _Job:
+        agent = request.agent_key
+        _check_salt(request)
+        if request.agent_continue and not agent:
+            raise InvalidRequest("agent_continue needs an agent: X-Agent-ID or agent_id", param="agent_continue")
+        if request.agent_continue and self.memory is None:
+            raise InvalidRequest("agent_continue: this endpoint keeps no agents' memory", param="agent_continue")
+        model, text = await self._chosen(request)
+        media = await self._media(request) if text.pictures is not None else []
+        turn, past = None, None
+        if agent and self.memory is not None:
+            turn = self.memory.turn(
+                agent, model.words_id, text, continues=request.agent_continue, limits=request.caller.disk_limits
+            )
+            turns.append(turn)
+            await turn.open()
+            past = Past(turn.messages, [known.line for known in turn.lines], [known.words for known in turn.lines])
+        chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
+        if turn is not None and self.memory is not None:
+            self.memory.count(chat.continuation, turn.lines)
+        parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
+
+        def row_text(prompt: list[int]) -> RowText:
+            start, end = text.think_start, text.think_end
+            return RowText(
+                text,
+                text.detokenizer(),
+                reasoning=ReasoningSplitter(start, end, inside=chat.thinking) if text.has_thinking else None,
+                stops=request.options.stop,
+                calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse) if parse else None,
+                stop_tokens=request.options.stop_token_ids,
+                logprobs=request.options.logprobs is not None,
+            )
+
+        return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat)
+
+    async def _media(self, request: ChatRequest) -> list[Medium]:
+        """The pictures and videos of a request, in order."""
+        # In a thread: there may be thousands of parts.
+        sources = await asyncio.to_thread(sources_in, request.messages)
+        if not sources:
+            return []
+        loaded = await self.loader.load_all(sources)
+        return [Medium(frames, isinstance(source, VideoSource)) for source, frames in zip(sources, loaded, strict=True)]
+
+    async def start_completion(self, request: CompletionRequest) -> list[TextStream]:
+        """Check, encode and queue the prompts; the choices of the first come first. Otherwise as `start_chats`."""
+
+        async def prepare(deadline: float) -> _Job:
+            agent = request.agent_key
+            _check_salt(request)
+            model, text = await self._chosen(request)
+            prompts_max = self.config.scheduling.queue_requests_max // request.choices
+            prompts = await asyncio.to_thread(prepare_completion, text, model, request, prompts_max)
+
+            def row_text(prompt: list[int]) -> RowText:
+                return RowText(
+                    text,
+                    text.detokenizer(prompt),
+                    stops=request.options.stop,
+                    stop_tokens=request.options.stop_token_ids,
+                    logprobs=request.options.logprobs is not None,
+                )
+
+            return _Job(request, model, text, agent, deadline, prompts, row_text)
+
+        return await self._run(request, prepare)
+
+    async def _run(self, request: Request, prepare: Callable[[float], Awaitable[_Job]]) -> list[TextStream]:
+        limit_s = self.config.timeouts.request_s
+        if request.options.timeout_s is not None:
+            limit_s = min(limit_s, request.options.timeout_s)
+        deadline = asyncio.get_running_loop().time() + limit_s - request.waited_s
+        timeout = asyncio.timeout_at(deadline)
+        try:
+            async with timeout:
+                return await self._start_all(await prepare(deadline))
+        except TimeoutError:
+            if timeout.expired():
+                raise DeadlineExceeded(f"no replica took the request within {limit_s:g} s") from None
+            raise
+
+    async def _chosen(self, request: Request) -> tuple[ServedModel, TextModel]:
+        """The request's model, once it is known that it can do what the options ask."""
+        model = await self.served(request.model, request.caller)
+        request.caller.priority(request.options.priority)
+        scheduling = self.config.scheduling
+        options, limit = request.options, scheduling.max_tokens_max
+        if limit is not None and options.max_tokens is not None and options.max_tokens > limit:
+            name = request.max_tokens_field
+            raise InvalidRequest(f"{name}: at most {limit} tokens are possible (scheduling.max_tokens_max)", param=name)
+        if request.choices > scheduling.queue_requests_max:
+            raise InvalidRequest(f"n: at most {scheduling.queue_requests_max} choices are possible", param="n")
+        options.check_tokens(model.vocabulary_size)
+        return model, await self.text_model(model)
+
+    async def _start_all(self, job: _Job) -> list[TextStream]:
+        """Every prompt's first row, then the others beside it, where the prompt will be computed already."""
+        given = job.request.options.seed
+        seeds = [secrets.randbits(63) if given is None else given for _ in job.prompts]
+        starts = list(zip(job.prompts, seeds, strict=True))
+        rows = len(starts) * job.request.choices
+        admission = job.request.caller.admit(rows, sum(len(prompt) for prompt in job.prompts))
+        first: list[TextStream] = []
+        try:
+            first = await _all_or_none([self._start(job, admission, prompt, seed) for prompt, seed in starts])
+            others = range(1, job.request.choices)
+            rest = await _all_or_none(
+                [
+                    self._start(job, admission, prompt, seed, choice, stream.replica)
+                    for (prompt, seed), stream in zip(starts, first, strict=True)
+                    for choice in others
+                ]
+            )
+        except BaseException:
+            await abort_all(first)
+            admission.close()
+            raise
+        size = len(others)
+        return [row for i, stream in enumerate(first) for row in (stream, *rest[i * size : (i + 1) * size])]
+
+    async def _start(
+        self, job: _Job, admission: Admission, prompt: list[int], seed: int, choice: int = 0, beside: str = ""
+    ) -> TextStream:
+        request, model = job.request, job.model
+        sampling = request.options.sampling(
+            job.text.sampling,
+            seed=seed,
+            choice=choice,
+            max_tokens=self._max_tokens(request, model.context_tokens - len(prompt)),
+            vocabulary_size=model.vocabulary_size,
+        )
+        # Callers choose request ids and may repeat them; rows must differ.
+        row_id = f"{request.request_id or 'row'}/{secrets.token_hex(8)}"
+        row = RowRequest(
+            agent=job.agent,
+            prompt=prompt,
+            sampling=sampling,
+            request_id=row_id,
+            priority=request.caller.priority(request.options.priority),
+            tenant=request.caller.tenant,
+            flow=job.agent or f"{request.caller.tenant}/ {request.caller.host}",
+            cache_salt=request.cache_salt,
+            memory_bytes_max=request.caller.limits.memory_bytes_max,
+            disk_bytes_max=request.caller.limits.disk_bytes_max,
+            deadline_s=max(0.001, job.deadline - asyncio.get_running_loop().time()),
+            choices=request.choices,
+            beside=beside,
+            media=[] if job.chat is None else job.chat.media,
+            remembered_tokens=0 if job.chat is None else job.chat.remembered_tokens,
+        )
+        generation = await self.backend.generate(model, row)
+        if job.chat is not None:
+            self._shown[generation] = job.chat.shown
+        how: dict[str, Any] = {
+            "model": model,
+            "prompt_tokens": len(prompt),
+            "choice": choice,
+            "deadline": job.deadline,
+            "abort": self._begin_abort,
+            "on_end": admission.end_row,
+        }
+        if job.turn is None or job.chat is None or choice:
+            return TextStream(generation, job.row_text(prompt), **how)
+        keep = keeping(job.turn, job.chat, job.text, generation)
+        return TurnStream(generation, job.row_text(prompt), turn=job.turn, keep=keep, **how)
+
+    def _max_tokens(self, request: Request, left: int) -> int:
+        wanted = request.options.max_tokens
+        limits = [request.max_tokens_default, self.config.scheduling.max_tokens_max] if wanted is None else [wanted]
+        return min([left, *(limit for limit in limits if limit is not None)])
+
+    def _begin_abort(self, generation: Generation) -> asyncio.Task[None]:
+        # A task of its own: the caller is often being cancelled, which is when the row must be stopped.
+        task = asyncio.create_task(generation.abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborted)
+        return task
+
+    def _aborted(self, task: asyncio.Task[None]) -> None:
+        self._aborts.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("aborting a row failed", exc_info=error)
+
+
+def _check_salt(request: Request) -> None:
+    if request.cache_salt and request.agent:
+        message = "cache_salt is for requests without an agent: an agent's memory is found by its id"
+        raise InvalidRequest(message, param="cache_salt")
+
+
+async def _all_or_none(starts: Sequence[Coroutine[Any, Any, TextStream]]) -> list[TextStream]:
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        await abort_all([stream for stream in done if isinstance(stream, TextStream)])
+        raise

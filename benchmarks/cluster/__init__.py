@@ -1,0 +1,1 @@
+"""Several nodes: moving KV, first tokens after a move, recovery."""

@@ -1,0 +1,1 @@
+"""What memory takes, costs in quality and saves."""

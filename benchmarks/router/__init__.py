@@ -1,0 +1,1 @@
+"""The router's decisions at scale, and its rule beside others and other projects' routers."""

@@ -1,0 +1,1 @@
+"""Pictures and videos: what keeping features and KV saves and takes, beside other servers."""

@@ -1,0 +1,255 @@
+"""Checks of this machine before anything is started. Each says what was found and, where it matters, how to mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+
+from ..config import Config, Endpoint, Home
+from ..connection import find_cluster
+from ..environment import is_macos, short_temporary_root
+from ..errors import ClusterError, NotRunning, PortInUse
+from ..incidents import Incident, incidents
+from ..trust.endpoint_certificate import check_certificate
+from .ports import check_port_free
+
+_GIB = 2**30
+_MEMORY_BYTES_MIN = 8 * _GIB
+_DISK_BYTES_MIN = 10 * _GIB
+_OPEN_FILES_MIN = 1024
+_SOCKET_PATH_BYTES_MAX = 103
+_RAY_SOCKET = "/satchel-12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+_LATELY_S = 24 * 3600.0
+_MENDS = {
+    "stuck": "look into the log that it left; a GPU or a disk may be at fault",
+    "silent": "look whether somebody stopped it (a debugger, SIGSTOP), or memory ran out",
+    "died": "where nothing else here says why, look whether the system ended it for want of memory",
+    "node": "look at that machine and at the network between",
+    "disk": "make room, or lower disk_bytes_max",
+    "given_up": "report the request with its model: it ends whoever computes it",
+    "refused": "raise that limit, or have clients ask less at once",
+    "certificate": "mend the files of endpoint.tls; they are taken within seconds",
+}
+_PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check. `mend` is empty where nothing needs mending."""
+
+    name: str
+    result: Literal["ok", "warn", "fail"]
+    found: str
+    mend: str = ""
+
+
+def examine(config: Config, home: Home) -> list[Check]:
+    """Runs every check; takes a few seconds. It starts no server and changes nothing but the home's folder."""
+    checks: list[Callable[[], Check]] = [
+        check_python,
+        *[lambda name=name: check_version(name) for name in _PINNED],
+        check_ray_binaries,
+        check_mlx,
+        check_memory,
+        lambda: check_disk(home),
+        check_open_files,
+        lambda: check_home(home),
+        check_sockets,
+        lambda: check_run(home),
+        lambda: check_port(config, home),
+    ]
+    certificate = check_tls(config.endpoint, datetime.now(UTC))
+    return [*(check() for check in checks), *certificate, *check_lately(home, time.time())]
+
+
+def check_python() -> Check:
+    found = platform.python_version()
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Check("python", "ok", found)
+    return Check("python", "fail", found, "use Python 3.11, 3.12 or 3.13")
+
+
+def _pin(package: str) -> str | None:
+    """The exact version that Satchel's own metadata asks for."""
+    for text in importlib.metadata.requires("satchel") or []:
+        wanted = Requirement(text)
+        if wanted.name != package or (wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        for specifier in wanted.specifier:
+            if specifier.operator == "==":
+                return specifier.version
+    return None
+
+
+def check_version(package: str) -> Check:
+    wanted = _pin(package)
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(package, "fail", "not installed", f"install {package}=={wanted}")
+    if wanted is not None and found != wanted:
+        return Check(package, "fail", f"{found}, but {wanted} is needed", f"install {package}=={wanted}")
+    return Check(package, "ok", found)
+
+
+def check_ray_binaries() -> Check:
+    spec = importlib.util.find_spec("ray")
+    if spec is None or spec.origin is None:
+        return Check("ray binaries", "fail", "Ray is not installed", "install Satchel's requirements again")
+    core = Path(spec.origin).parent / "core" / "src" / "ray"
+    for binary in (core / "gcs" / "gcs_server", core / "raylet" / "raylet"):
+        if not os.access(binary, os.X_OK):
+            return Check("ray binaries", "fail", f"{binary} is missing or not executable", "install Ray again")
+    return Check("ray binaries", "ok", str(core))
+
+
+def check_mlx() -> Check:
+    """A small product on MLX's default device, in a process of its own: a broken driver can end a process."""
+    program = "import mlx.core as mx; x = mx.ones((64, 64)); print((x @ x).sum().item(), mx.default_device())"
+    try:
+        run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=90)
+    except subprocess.TimeoutExpired:
+        return Check("mlx device", "fail", "a 64 x 64 product did not end within 90 s", "restart the machine")
+    value, _, device = run.stdout.strip().partition(" ")
+    if run.returncode != 0 or value != "262144.0":
+        said = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+        return Check("mlx device", "fail", said, "install MLX again; on macOS it needs Apple silicon and macOS 14")
+    if is_macos() and "gpu" not in device:
+        return Check("mlx device", "warn", device, "MLX does not see the GPU: use an arm64 Python, not one for Intel")
+    return Check("mlx device", "ok", device)
+
+
+def check_memory() -> Check:
+    memory = psutil.virtual_memory()
+    found = f"{memory.total / _GIB:.0f} GiB, {memory.available / _GIB:.1f} GiB available"
+    if memory.total < _MEMORY_BYTES_MIN:
+        return Check("memory", "warn", found, "choose small models; 16 GiB is comfortable")
+    if memory.available < 2 * _GIB:
+        return Check("memory", "warn", found, "close other programs before serving")
+    return Check("memory", "ok", found)
+
+
+def check_disk(home: Home) -> Check:
+    folder = home.root
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    found = f"{free / _GIB:.0f} GiB free at {folder}"
+    if free < _DISK_BYTES_MIN:
+        return Check("disk", "warn", found, "make room: model weights take gigabytes")
+    return Check("disk", "ok", found)
+
+
+def check_open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} open files"
+    # Ray raises its own limit as far as the hard one allows.
+    if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES_MIN:
+        return Check("open files", "warn", f"{found}, at most {hard}", "raise the hard limit (`ulimit -Hn 4096`)")
+    return Check("open files", "ok", found)
+
+
+def check_home(home: Home) -> Check:
+    try:
+        home.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=home.root):
+            pass
+        status = home.root.stat()
+    except OSError as error:
+        return Check("home", "fail", f"cannot write to {home.root}: {error.strerror}", "choose another with --home")
+    if status.st_uid != os.getuid():
+        return Check("home", "fail", f"{home.root} belongs to somebody else", "choose another with --home")
+    if status.st_mode & 0o077:
+        return Check("home", "warn", f"others may enter {home.root}", f"chmod 700 {home.root}")
+    return Check("home", "ok", str(home.root))
+
+
+def check_sockets() -> Check:
+    root = short_temporary_root()
+    length = len(os.fsencode(str(root) + _RAY_SOCKET))
+    if length > _SOCKET_PATH_BYTES_MAX:
+        return Check("sockets", "fail", f"paths below {root} take {length} bytes of 103", "make /tmp writable")
+    try:
+        with tempfile.TemporaryDirectory(dir=root) as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/s")
+    except OSError as error:
+        return Check("sockets", "fail", f"cannot make a socket below {root}: {error.strerror}", "make /tmp writable")
+    return Check("sockets", "ok", f"paths below {root} take {length} bytes of 103")
+
+
+def check_run(home: Home) -> Check:
+    try:
+        record = find_cluster(home)
+    except NotRunning as error:
+        if home.cluster_file.exists() or home.session_file.exists():
+            return Check("run", "warn", error.message, "nothing to do: the next `satchel serve` cleans up")
+        return Check("run", "ok", "no server runs on this home")
+    return Check("run", "ok", f"a server runs (process {record.pid}) at {record.endpoint_url or 'no address yet'}")
+
+
+def check_port(config: Config, home: Home) -> Check:
+    listen, port = config.endpoint.listen, config.endpoint.port
+    try:
+        check_port_free(listen, port)
+    except PortInUse as error:
+        try:
+            if (find_cluster(home).endpoint_url or "").endswith(f":{port}"):
+                return Check("port", "ok", f"{listen}:{port} is in use by the server on this home")
+        except NotRunning:
+            pass
+        return Check("port", "fail", f"{listen}:{port} is in use", error.message.partition("; ")[2])
+    except ClusterError as error:
+        return Check("port", "fail", error.message, "choose another with --listen or --port")
+    return Check("port", "ok", f"{listen}:{port} is free")
+
+
+def check_tls(endpoint: Endpoint, now: datetime) -> list[Check]:
+    """Of the endpoint's certificate: nothing where it has none."""
+    if endpoint.tls is None:
+        return []
+    try:
+        found, advice = check_certificate(endpoint.tls, now)
+    except ClusterError as error:
+        what, _, mend = error.message.partition("; ")
+        return [Check("certificate", "fail", what, mend)]
+    if advice:
+        return [Check("certificate", "warn", each.found, each.mend) for each in advice]
+    return [Check("certificate", "ok", f"{found.days_left(now)} days left, for {', '.join(found.names)}")]
+
+
+def check_lately(home: Home, now_s: float) -> list[Check]:
+    """What went wrong in the last 24 hours, a line for every kind: how often, and the last time.
+
+    Args:
+        now_s: Unix time.
+    """
+    kinds: dict[str, list[Incident]] = defaultdict(list)
+    for incident in incidents(home, now_s - _LATELY_S):
+        kinds[incident.kind].append(incident)
+    if not kinds:
+        return [Check("last 24 h", "ok", "nothing went wrong here")]
+    checks = []
+    for kind, found in sorted(kinds.items(), key=lambda item: item[1][-1].at_s):
+        last = found[-1]
+        times = "once" if len(found) == 1 else f"{len(found)} times, last"
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at_s))
+        checks.append(Check(f"last 24 h: {kind}", "warn", f"{times} at {at}: {last.text}", _MENDS.get(kind, "")))
+    return checks

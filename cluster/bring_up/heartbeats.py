@@ -1,0 +1,167 @@
+"""Signs of life of a machine's Satchel processes, sent by datagrams to its server, which ends those that give none.
+
+A process watches over itself (`satchel.actors.supervision.watchdog`) as long as its interpreter runs. One that is
+stopped, or whose interpreter is held by a call that never returns, cannot. Silence is counted by polls and never by the
+clock: where everything stood still, as on a Mac that slept, nobody has been silent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..incidents import Kind
+from ..processes import ProcessMark
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+_MESSAGE_BYTES_MAX = 1024
+
+
+class HeartbeatSender:
+    """The heart of one process, known as `name`.
+
+    Args:
+        path: the socket of the machine's server; None sends nothing.
+    """
+
+    def __init__(self, path: Path | None, name: str) -> None:
+        self._path, self._name = path, name
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def beat(self, *, leaving: bool = False) -> None:
+        """Give a sign of life; with `leaving` the last one, before an end that was asked for."""
+        if self._path is None:
+            return
+        message = json.dumps({"pid": os.getpid(), "name": self._name, "leaving": leaving}).encode()
+        try:
+            self._socket.sendto(message, str(self._path))
+        except OSError:
+            # The server stands still, or has ended, which is not ours to notice.
+            _log.debug("a heartbeat was not taken")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@dataclass
+class _Heard:
+    name: str
+    mark: ProcessMark
+    silent_polls: int = 0
+
+
+class Heartbeats:
+    """Which processes were heard, and since when they were not. No socket, no process, no clock.
+
+    Args:
+        silent_polls_max: after so many polls without a sign of life a process is to be ended.
+    """
+
+    def __init__(self, silent_polls_max: int) -> None:
+        self._silent_polls_max = silent_polls_max
+        self._heard: dict[int, _Heard] = {}
+        self._by_name: dict[str, int] = {}
+
+    def hear(self, mark: ProcessMark, name: str, *, leaving: bool = False) -> int | None:
+        """A sign of life. Returns the id of the process in whose place this one has come, None where there is none."""
+        if leaving:
+            self._heard.pop(mark.pid, None)
+            self._by_name.pop(name, None)
+            return None
+        before, self._by_name[name] = self._by_name.get(name), mark.pid
+        known = self._heard.get(mark.pid)
+        if known is None or known.mark != mark:
+            self._heard[mark.pid] = _Heard(name, mark)
+        else:
+            known.silent_polls = 0
+        return None if before in (None, mark.pid) else before
+
+    def poll(self, is_alive: Callable[[ProcessMark], bool]) -> list[tuple[str, ProcessMark]]:
+        """One more poll. Returns the processes that have been silent for too long, by name, each of them once."""
+        for pid in [pid for pid, heard in self._heard.items() if not is_alive(heard.mark)]:
+            del self._heard[pid]
+        silent = []
+        for heard in self._heard.values():
+            heard.silent_polls += 1
+            if heard.silent_polls == self._silent_polls_max:
+                silent.append((heard.name, heard.mark))
+        return silent
+
+
+class HeartbeatListener:
+    """Hears the processes of one session on a socket, and ends those that are silent.
+
+    Args:
+        path: of the socket, in a folder that only this user may enter. It is made.
+        silent_s: how long a process may give no sign of life.
+        say: hears what happened (`died`, `silent`) in a sentence.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(self, path: Path, silent_s: float, say: Callable[[Kind, str], None]) -> None:
+        self._say = say
+        self._silent_s = silent_s
+        self._heartbeats = Heartbeats(max(1, round(silent_s / POLL_S)))
+        self._marks: dict[int, ProcessMark] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(str(path))
+
+    def listen(self, session: int) -> None:
+        """Take what has come; of processes of other Unix sessions nothing."""
+        while True:
+            try:
+                data = json.loads(self._socket.recv(_MESSAGE_BYTES_MAX))
+                pid, name, leaving = int(data["pid"]), str(data["name"]), bool(data["leaving"])
+            except BlockingIOError:
+                return
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            mark = self._mark(pid, session)
+            if mark is None:
+                continue
+            former = self._heartbeats.hear(mark, name, leaving=leaving)
+            if former is not None:
+                self._say("died", f"{name} (process {former}) has ended; it was started again as process {pid}")
+
+    def poll(self, session: int) -> None:
+        """Call it every `POLL_S`, after `listen`."""
+        silent = self._heartbeats.poll(ProcessMark.is_alive)
+        self._marks = {pid: mark for pid, mark in self._marks.items() if mark.is_alive()}
+        for name, mark in silent:
+            if _session_of(mark.pid) != session or not mark.is_alive():
+                continue
+            what = f"gave no sign of life for {self._silent_s:g} s: it was ended"
+            self._say("silent", f"{name} (process {mark.pid}) {what}")
+            try:
+                os.kill(mark.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _mark(self, pid: int, session: int) -> ProcessMark | None:
+        """Who that is; None for a process of another session, or none."""
+        mark = self._marks.get(pid)
+        if mark is None and _session_of(pid) == session and (mark := ProcessMark.of(pid)) is not None:
+            self._marks[pid] = mark
+        return mark
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None

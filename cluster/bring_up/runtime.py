@@ -1,0 +1,339 @@
+"""A cluster on this machine: started, and taken down without a trace.
+
+One server process owns one home. It holds the home's lock, starts Ray in a session of its own, so that Ctrl-C in a
+terminal reaches the server and not Ray, and writes down what it started before anybody can kill it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from .. import environment
+from ..config import Home, Timeouts
+from ..connection import NAMESPACE, ClusterRecord, connect_ray, satchel_version, versions
+from ..errors import ClusterError, NotRunning
+from ..home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
+from ..incidents import Kind, note_incident_aside
+from ..nodes import Node
+from ..processes import ProcessMark, Session, end_session
+from ..trust.admission import Admission
+from ..trust.door import Door
+from .heartbeats import POLL_S, HeartbeatListener
+from .ray_node import RayReport, RaySpec
+
+_log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Small: KV bytes never pass Ray's object store."""
+
+_HEAD_START_TIMEOUT_S = 120.0
+_NOTE_PROCESSES_S = 15.0
+_STOP_GRACE_S = 1.5
+_STOP_KILL_S = 3.0
+
+
+def clean_up_after_killed_run(home: Home) -> None:
+    """Ends what a killed server left running and removes its folder. The home's lock must be held.
+
+    Raises:
+        ClusterError: some process cannot be ended.
+    """
+    data = read_json(home.session_file)
+    if data is not None:
+        session = Session.from_dict(data)
+        remaining = end_session(session, grace_s=0.0) if session is not None else []
+        if remaining:
+            raise ClusterError(f"processes {remaining} of the previous run cannot be ended; end them first")
+        folder = Path(str(data.get("private_dir", "")))
+        if folder.name.startswith("satchel-") and folder.is_dir() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+    home.session_file.unlink(missing_ok=True)
+    home.cluster_file.unlink(missing_ok=True)
+
+
+class LocalCluster:
+    """Ray on this machine, for one server. `start` once, `stop` as often as you like, from any thread.
+
+    Args:
+        node: this machine.
+        port: where machines join a led cluster; 0 takes a free one.
+        silent_s: how long one of Satchel's processes may give no sign of life.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        *,
+        cpus: int | None = None,
+        node: Node | None = None,
+        port: int = 0,
+        silent_s: float = Timeouts().silent_s,
+    ) -> None:
+        self._home = home
+        self._silent_s = silent_s
+        self._listener: HeartbeatListener | None = None
+        self._noted_at = self._polled_at = 0.0
+        self._cpus = cpus
+        self._node = node or Node(name="local")
+        self._port = port
+        self._lock = HomeLock(home)
+        self._admission: Admission | None = None
+        self._door: Door | None = None
+        self._head: subprocess.Popen[bytes] | None = None
+        self._session: Session | None = None
+        self._private_dir: Path | None = None
+        self._record: ClusterRecord | None = None
+        self._connected = False
+        self._guard = threading.Lock()
+        self._stopping = False
+
+    @property
+    def home(self) -> Home:
+        return self._home
+
+    @property
+    def record(self) -> ClusterRecord:
+        """The running cluster.
+
+        Raises:
+            NotRunning: it has not been started, or has been stopped.
+        """
+        if self._record is None:
+            raise NotRunning("the cluster is not running")
+        return self._record
+
+    def start(self, admission: Admission | None = None) -> ClusterRecord:
+        """Takes the home, cleans up after a killed run, starts Ray and connects this process to it.
+
+        Takes about eight seconds on two cores.
+
+        Args:
+            admission: to the cluster to join; None leads one, with a door for others.
+
+        Raises:
+            HomeInUse: another server uses the home.
+            PortInUse: others cannot join at that port.
+            ClusterError: Ray does not start. Nothing is left behind then.
+        """
+        prepare_home(self._home)
+        self._lock.acquire()
+        try:
+            clean_up_after_killed_run(self._home)
+            self._admission = admission
+            ensure_token(self._home)
+            if admission is None:
+                self._door = Door(self._home, self._node, self._port, versions())
+            self._launch_head()
+            # Takes a second, in which Ray starts.
+            environment.enter_ray_environment(self._home, one_machine=self._node.is_loopback)
+            import ray  # noqa: F401
+
+            report = self._await_head()
+            if self._door is not None:
+                self._door.open(report.address)
+            self._record = self._describe(report)
+            write_private_json(self._home.cluster_file, asdict(self._record))
+            connect_ray(self._record)
+            self._connected = True
+        except BaseException:
+            self.stop()
+            raise
+        self.note_processes()
+        return self._record
+
+    def publish_endpoint(self, url: str, certificate: str | None = None) -> ClusterRecord:
+        """Tells others where the endpoint is, and the file with its certificate."""
+        self._record = replace(self.record, endpoint_url=url, certificate=certificate)
+        write_private_json(self._home.cluster_file, asdict(self._record))
+        return self._record
+
+    def tend(self) -> None:
+        """Look after what runs here: end what gives no sign of life, and now and then note the processes. Call it
+        several times a second, as long as the cluster is to run."""
+        now = time.monotonic()
+        if self._listener is not None and self._session is not None:
+            self._listener.listen(self._session.sid)
+            if now - self._polled_at >= POLL_S:
+                self._polled_at = now
+                self._listener.poll(self._session.sid)
+        if now - self._noted_at >= _NOTE_PROCESSES_S:
+            self._noted_at = now
+            self.note_processes()
+
+    def note_processes(self) -> None:
+        """Writes down Ray's present processes, so that a later run could end them. Call it after starting actors."""
+        with self._guard:
+            if self._session is not None and not self._stopping:
+                self._session = self._session.refreshed()
+                try:
+                    self._write_session()
+                except ClusterError as error:
+                    # On a full disk the older note stays, and the server goes on.
+                    _log.warning("the processes are not noted: %s", error.message)
+
+    def failure(self) -> str | None:
+        """Why the cluster is no more, in a sentence; None while it lives."""
+        if self._head is None or self._stopping or self._head.poll() is None:
+            return None
+        return f"Ray ended by itself; what it logged is in {self._home.ray_logs}"
+
+    def stop(self, *, abandon: bool = False) -> None:
+        """Ends every process of the cluster, removes its files and frees the home. Takes at most 8 s.
+
+        Args:
+            abandon: kill at once, and leave this process's connection alone: another thread of it may still use Ray,
+                which ends a process that calls it after a disconnection. The caller ends the process next.
+        """
+        with self._guard:
+            first = not self._stopping
+            self._stopping = True
+            if not first:
+                return
+            if self._door is not None:
+                self._door.close()
+            if self._connected and not abandon:
+                _disconnect_ray()
+            self._end_processes(grace_s=0.0 if abandon else _STOP_GRACE_S)
+            if self._listener is not None:
+                self._listener.close()
+            if self._private_dir is not None:
+                shutil.rmtree(self._private_dir, ignore_errors=True)
+            if self._lock.is_held:
+                self._home.cluster_file.unlink(missing_ok=True)
+                self._home.session_file.unlink(missing_ok=True)
+            self._record = None
+            self._lock.release()
+
+    def _launch_head(self) -> None:
+        with self._guard:
+            if self._stopping:
+                raise ClusterError("stopped while starting")
+            self._private_dir = Path(tempfile.mkdtemp(prefix="satchel-", dir=environment.short_temporary_root()))
+            # Ray opens its own folder to everyone; the one around it stays closed.
+            spec = RaySpec(
+                name=self._node.name,
+                address=self._node.address,
+                resource=self._node.resource,
+                head=self._admission.ray if self._admission is not None else None,
+                temp_dir=str(self._private_dir / "ray"),
+                private_dir=str(self._private_dir),
+                logs_dir=str(self._home.ray_logs),
+                object_store_bytes=OBJECT_STORE_BYTES,
+                cpus=self._cpus,
+            )
+            heartbeats = self._private_dir / "heartbeats"
+            self._listener = HeartbeatListener(heartbeats, self._silent_s, self._note)
+            log = os.open(self._home.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                self._head = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "satchel.cluster.bring_up.ray_node"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    cwd=self._private_dir,
+                    env=environment.child_environment(
+                        self._home, one_machine=self._node.is_loopback, heartbeats=heartbeats
+                    ),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(log)
+            mark = ProcessMark.of(self._head.pid)
+            self._session = Session(self._head.pid, (mark,) if mark is not None else ())
+            self._write_session()
+            assert self._head.stdin is not None
+            try:
+                self._head.stdin.write((json.dumps(asdict(spec)) + "\n").encode())
+                self._head.stdin.flush()
+            except BrokenPipeError:
+                raise ClusterError("Ray did not start" + _last_words(self._home.log_file)) from None
+
+    def _note(self, kind: Kind, text: str) -> None:
+        _log.warning("%s", text)
+        note_incident_aside(self._home, kind, text)
+
+    def _write_session(self) -> None:
+        if self._session is not None:
+            data = {**self._session.to_dict(), "private_dir": str(self._private_dir)}
+            write_private_json(self._home.session_file, data)
+
+    def _await_head(self) -> RayReport:
+        assert self._head is not None and self._head.stdout is not None
+        deadline = time.monotonic() + _HEAD_START_TIMEOUT_S
+        line = b""
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select([self._head.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                raise ClusterError(f"Ray did not start within {_HEAD_START_TIMEOUT_S:.0f} s")
+            part = os.read(self._head.stdout.fileno(), 65536)
+            if not part:
+                raise ClusterError("Ray did not start" + _last_words(self._home.log_file))
+            line += part
+        return RayReport(**json.loads(line))
+
+    def _describe(self, report: RayReport) -> ClusterRecord:
+        me = ProcessMark.of(os.getpid())
+        assert me is not None and self._session is not None and self._private_dir is not None
+        return ClusterRecord(
+            address=report.address,
+            home=str(self._home.root),
+            namespace=NAMESPACE,
+            version=satchel_version(),
+            endpoint_url=None,
+            pid=me.pid,
+            pid_created_s=me.created_s,
+            temp_dir=str(self._private_dir / "ray"),
+            ray_sid=self._session.sid,
+            node=self._node.name,
+            door=self._door.address if self._door is not None else self._admission.door if self._admission else "",
+            joined=self._admission is not None,
+        )
+
+    def _end_processes(self, *, grace_s: float) -> None:
+        if self._session is None or self._head is None:
+            return
+        if self._head.stdin is not None:
+            # What ends from now on has not ended by itself. Where it had ended before, there may be more to flush.
+            with suppress(BrokenPipeError):
+                self._head.stdin.close()
+        # Once Ray runs, its parent is the keeper. That goes last, so that it can collect its children.
+        spare = self._head.pid if self._record is not None else None
+        end_session(self._session, grace_s=grace_s, kill_s=_STOP_KILL_S, spare=spare)
+        if self._head.stdout is not None:
+            self._head.stdout.close()
+        try:
+            self._head.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            self._head.kill()
+            self._head.wait(timeout=1.0)
+
+
+def _disconnect_ray() -> None:
+    import ray
+
+    # Ray waits without a limit for a cluster that has died.
+    thread = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    thread.start()
+    thread.join(timeout=1.5)
+
+
+def _last_words(log: Path) -> str:
+    """The end of Ray's start-up log as the end of a sentence, or nothing."""
+    try:
+        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return ""
+    lines = [line for line in lines if line]
+    return f": {lines[-1]} (more in {log})" if lines else ""

@@ -1,0 +1,144 @@
+"""What the machine's own service manager must be told to keep Satchel running: a launchd agent, or a systemd unit.
+
+Texts only: nothing here writes a file or starts anything. Both restart the server when it fails and leave it alone when
+it was ended in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import plistlib
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+
+STOP_S = 90
+"""How long an orderly end may take before the manager kills: answers are finished first."""
+
+RETRY_S = 15
+
+
+@dataclass(frozen=True)
+class Service:
+    """One process to be kept.
+
+    Attributes:
+        name: unique among this user's services, such as `satchel-serve`.
+        description: one line.
+        command: the program, by its full path, and its arguments.
+        folder: where it is started, by which relative paths in a config are found.
+        log: what it prints, where the manager keeps no journal.
+    """
+
+    name: str
+    description: str
+    command: tuple[str, ...]
+    folder: Path
+    log: Path
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: a part cannot be written down for a service manager.
+        """
+        for part in (self.name, self.description, *self.command, str(self.folder), str(self.log)):
+            if any(ord(character) < 32 or ord(character) == 127 for character in part):
+                raise ConfigError(f"{part!r} has characters that no service's file can have")
+        if not Path(self.command[0]).is_absolute():
+            raise ConfigError(f"the program {self.command[0]!r} is not named by its full path")
+
+
+def service_name(role: str, home: Path, default_home: Path) -> str:
+    """The name of the service with this role (`serve` or `join`); other homes than the default one are told apart."""
+    if home == default_home:
+        return f"satchel-{role}"
+    return f"satchel-{role}-{hashlib.sha256(str(home).encode()).hexdigest()[:8]}"
+
+
+def launchd_path(service: Service, user_home: Path) -> Path:
+    return user_home / "Library" / "LaunchAgents" / f"{service.name}.plist"
+
+
+def launchd_plist(service: Service) -> bytes:
+    """The property list of a launchd agent (see `man launchd.plist`).
+
+    Raises:
+        ConfigError: a part cannot be written down.
+    """
+    service.check()
+    return plistlib.dumps(
+        {
+            "Label": service.name,
+            "ProgramArguments": list(service.command),
+            "WorkingDirectory": str(service.folder),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": RETRY_S,
+            "ExitTimeOut": STOP_S,
+            # Else macOS gives it little of the processor and of the disk.
+            "ProcessType": "Interactive",
+            "StandardOutPath": str(service.log),
+            "StandardErrorPath": str(service.log),
+        }
+    )
+
+
+def launchd_advice(service: Service, path: Path, uid: int) -> list[str]:
+    """How to load it, how to take it out again, and where it says what."""
+    return [
+        f"Start it, now and at every login:  launchctl bootstrap gui/{uid} {shlex.quote(str(path))}",
+        f"Stop it for good:                  launchctl bootout gui/{uid}/{service.name}",
+        f"What it says:                      {service.log}",
+    ]
+
+
+def systemd_path(service: Service, user_home: Path) -> Path:
+    return user_home / ".config" / "systemd" / "user" / f"{service.name}.service"
+
+
+def systemd_unit(service: Service) -> str:
+    """The text of a systemd user unit (see `man systemd.service`).
+
+    Raises:
+        ConfigError: a part cannot be written down.
+    """
+    service.check()
+    program, *arguments = service.command
+    # In the program's path systemd looks for no variables, in what follows it does.
+    command = [_quoted(program), *(_quoted(argument).replace("$", "$$") for argument in arguments)]
+    return f"""\
+[Unit]
+Description={service.description.replace("%", "%%")}
+
+[Service]
+Type=exec
+ExecStart={" ".join(command)}
+WorkingDirectory={str(service.folder).replace("%", "%%")}
+Restart=on-failure
+RestartSec={RETRY_S}
+TimeoutStopSec={STOP_S}
+# Only the server is asked to end: it finishes the running answers and ends Ray itself.
+KillMode=mixed
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def systemd_advice(service: Service) -> list[str]:
+    """How to load it, how to take it out again, and where it says what."""
+    start = f"systemctl --user daemon-reload && systemctl --user enable --now {service.name}"
+    return [
+        f"Start it, now and at every login:  {start}",
+        "Keep it while nobody is logged in: loginctl enable-linger",
+        f"Stop it for good:                  systemctl --user disable --now {service.name}",
+        f"What it says:                      journalctl --user -u {service.name}",
+    ]
+
+
+def _quoted(word: str) -> str:
+    """The word as systemd reads it back: in quotes, with its own characters and specifiers escaped."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"'

@@ -1,0 +1,1 @@
+"""Whom a cluster believes: invitations, certificates, and the door on the head."""

@@ -1,0 +1,175 @@
+"""The door of a cluster, on its head: lets machines in that have an invitation, or that have been in before.
+
+TLS 1.3 with the head's certificate, one line of JSON each way. A machine knows the head by the fingerprint of its key
+and says nothing before. It says its invitation's secret, unless it shows a certificate of this cluster, and asks for a
+certificate. It hears all that it must know: Ray's address and secret, its certificate, and whose certificates to trust.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+import threading
+from typing import Any
+
+from ..config import Home
+from ..errors import PortInUse
+from ..nodes import Node
+from .certificates import Authority, keep, request
+from .invitations import find_invitation, use_up
+from .strangers import Strangers
+
+logger = logging.getLogger(__name__)
+
+REQUEST_BYTES_MAX = 16_384
+CALLERS_MAX = 16
+TALK_S = 10.0
+"""For all that is said, from the first byte to the last."""
+
+_PAUSE_S = 0.05
+_CLOSE_S = 5.0
+
+
+class Door:
+    """Listens at one address, for the cluster that `home` leads. `open` once, `close` as often as you like.
+
+    Args:
+        home: with the cluster's secret.
+        node: this machine; the door is at its address.
+        port: 0 takes a free one.
+        versions: of what all machines must have the same.
+
+    Attributes:
+        address: `HOST:PORT`.
+
+    Raises:
+        PortInUse: the port cannot be listened on.
+        ClusterError: there can be no certificates in this home.
+    """
+
+    def __init__(self, home: Home, node: Node, port: int, versions: str, *, talk_s: float = TALK_S) -> None:
+        self._home, self._versions, self._talk_s = home, versions, talk_s
+        self._authority = Authority(home)
+        keep(home, self._authority.sign(request(home), node), self._authority.certificate)
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._context.verify_mode = ssl.CERT_OPTIONAL
+        self._context.load_verify_locations(home.authority_file)
+        self._context.load_cert_chain(home.certificate_file, home.key_file)
+        self._listener = _listener(node.address, port)
+        host, found = self._listener.getsockname()[:2]
+        self.address = f"[{host}]:{found}" if ":" in host else f"{host}:{found}"
+        self._ray = ""
+        self._strangers: Strangers[socket.socket] = Strangers(CALLERS_MAX)
+        self._callers: dict[socket.socket, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="door", daemon=True)
+        self._closed = False
+
+    def open(self, ray_address: str) -> None:
+        """Let machines in, to the cluster whose Ray is there."""
+        self._ray = ray_address
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._accept_forever(), self._loop)
+
+    def callers(self) -> int:
+        """How many are at the door."""
+        return len(self._callers)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+        self._listener.close()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _accept_forever(self) -> None:
+        while True:
+            try:
+                sock, (address, *_) = await self._loop.sock_accept(self._listener)
+            except OSError as error:
+                # Too many open files, for one: all there is to do is wait.
+                logger.warning("nobody can be let in: %s", error.strerror or error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if (gone := self._strangers.add(sock, address)) is not None:
+                self._callers[gone].cancel()
+            task = self._callers[sock] = asyncio.create_task(self._receive(sock))
+            # Also where it is sent away before it was heard.
+            task.add_done_callback(lambda _, sock=sock: self._forget(sock))
+            await asyncio.sleep(0)
+
+    async def _receive(self, sock: socket.socket) -> None:
+        transport = None
+        try:
+            async with asyncio.timeout(self._talk_s):
+                reader = asyncio.StreamReader(limit=REQUEST_BYTES_MAX)
+                protocol = asyncio.StreamReaderProtocol(reader)
+                transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, sock, ssl=self._context)
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                said = await reader.readuntil(b"\n")
+                shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+                answer = self._answer(said, member=shown is not None)
+                writer.write(json.dumps(answer).encode() + b"\n")
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            logger.info("somebody at the door has not come in: %s", error)
+        finally:
+            if transport is not None:
+                transport.abort()
+
+    def _forget(self, sock: socket.socket) -> None:
+        self._strangers.remove(sock)
+        del self._callers[sock]
+        sock.close()
+
+    def _answer(self, said: bytes, *, member: bool) -> dict[str, Any]:
+        try:
+            asked = json.loads(said)
+            node = Node(name=asked["name"], address=asked["address"])
+            secret, versions = str(asked["secret"]), str(asked["versions"])
+            certificate = self._authority.sign(str(asked["request"]), node)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return {"error": "the cluster does not understand this machine; install the same version of Satchel"}
+        invitation = None if member else find_invitation(self._home, secret)
+        if invitation is None and not member:
+            return {"error": "the invitation is not good, or not any more; `satchel invite` on the head makes another"}
+        if versions != self._versions:
+            return {"error": f"the cluster runs {self._versions}, this machine {versions}; install the same"}
+        if invitation is not None and not use_up(invitation):
+            return {"error": "the invitation has been used; `satchel invite` on the head makes another"}
+        return {
+            "ray": self._ray,
+            "token": self._home.token_file.read_text(encoding="ascii"),
+            "certificate": certificate,
+            "authority": self._authority.certificate,
+        }
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, port))
+        sock.listen(64)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise PortInUse(f"machines cannot join at {address}:{port}: {error.strerror or error}") from None
+    return sock

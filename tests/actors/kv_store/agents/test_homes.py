@@ -1,0 +1,319 @@
+"""The laws of one node's places: epochs only grow, one role follows another, and damage never makes a home."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from satchel.actors.kv_store.agents.agents import Agents
+from satchel.actors.kv_store.agents.branches import AgentLimits, Commit, Content, Head
+from satchel.actors.kv_store.agents.database import NAME, SCHEMA_VERSION, AgentDatabase
+from satchel.actors.kv_store.agents.homes import (
+    LIFE,
+    NOWHERE,
+    Homes,
+    Memory,
+    Place,
+    Role,
+    buried_up_to,
+    life_end,
+    newest,
+    outranks,
+)
+from satchel.cluster.errors import AgentElsewhere, AgentNotFound, StaleEpoch, Unavailable
+
+X = "t/x"
+MODEL = b"m" * 32
+
+
+class Node:
+    """One node's memory."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.database = AgentDatabase(folder)
+        self.agents = Agents(self.database, AgentLimits(), lambda agent, model: b"")
+        self.homes = Homes(self.database, self.agents.end_turn)
+
+    def speak(self, text: str, agent: str = X) -> Head:
+        commit = Commit(MODEL, content(text), 1, self.agents.sequence)
+        outcome = self.agents.commit(agent, commit, 0.0, 0.0)
+        assert outcome.kept
+        self.homes.settle(agent)
+        return next(head for head in self.agents.heads(agent) if head.branch == outcome.branch)
+
+    def forget(self, agent: str = X) -> None:
+        with self.database.transaction():
+            self.agents.bury(agent, 0.0)
+            self.homes.bury(agent, 0)
+
+    def copy(self, memory: Memory, *, send: bool = True) -> list[int]:
+        heads = [head for head, _ in memory.branches]
+        contents = {head.branch: found for head, found in memory.branches} if send else {}
+        return self.homes.take_copy(memory.agent, memory.epoch, heads, contents)
+
+    def said(self, agent: str = X) -> list[str]:
+        return sorted(found.text for head in self.agents.heads(agent) if (found := self.agents.content(head)))
+
+
+def content(text: str) -> Content:
+    return Content(b"".join(ord(letter).to_bytes(4, "little") for letter in text), text, b"[]")
+
+
+def test_an_agent_is_at_home_where_it_first_spoke_and_nowhere_else():
+    node = Node()
+    assert node.homes.place(X) == NOWHERE and node.homes.claims([X]) == []
+    node.homes.check(X)
+    node.speak("one")
+    assert node.homes.place(X) == Place(1, Role.HOME) and node.homes.every() == [X]
+
+
+def test_a_copy_is_no_home_until_it_is_adopted():
+    home, copy = Node(), Node()
+    home.speak("one")
+    assert copy.copy(home.homes.memory(X)) == []
+    assert copy.homes.place(X) == Place(1, Role.COPY) and copy.said() == ["one"]
+    with pytest.raises(AgentElsewhere):
+        copy.homes.check(X)
+    assert copy.homes.adopt(X, 1) == copy.homes.adopt(X, 1) == Place(2, Role.HOME), "asked twice it happens once"
+    copy.homes.check(X)
+    assert copy.homes.adopt(X, 7) == Place(8, Role.HOME), "above what anybody has heard of"
+    with pytest.raises(AgentNotFound):
+        Node().homes.adopt(X, 1)
+
+
+def test_contents_that_are_missing_are_asked_for_and_nothing_changes_meanwhile():
+    home, copy = Node(), Node()
+    first = home.speak("one")
+    assert copy.copy(home.homes.memory(X), send=False) == [first.branch]
+    assert copy.homes.place(X) == NOWHERE and copy.said() == []
+    copy.copy(home.homes.memory(X))
+    assert copy.copy(home.homes.memory(X), send=False) == [], "what is there needs not come again"
+    home.agents.forget(X, 0.0)
+    home.speak("two")
+    copy.copy(home.homes.memory(X))
+    assert copy.said() == ["two"], "what the home dropped goes"
+
+
+def test_no_copy_replaces_a_later_state():
+    """A later home's, this node's own, or a life's that is over."""
+    home, node = Node(), Node()
+    home.speak("old")
+    old = home.homes.memory(X)
+    home.speak("new")
+    node.copy(home.homes.memory(X))
+    assert node.copy(old) == [] and node.said() == ["new", "old"], "sent earlier, it came later"
+    node.homes.adopt(X, 1)
+    for epoch in (1, 2):
+        with pytest.raises(StaleEpoch):
+            node.copy(replace(old, epoch=epoch))
+    with pytest.raises(Unavailable):
+        node.copy(replace(old, epoch=3))
+    node.forget()
+    with pytest.raises(StaleEpoch):
+        node.copy(replace(old, epoch=LIFE - 1))
+    assert node.said() == []
+
+
+def test_a_copy_of_a_later_home_is_taken_whatever_numbers_it_has():
+    """Numbers count at one home; which home is right its epoch alone says."""
+    former, later, node = Node(), Node(), Node()
+    former.agents.witness([replace(former.speak("x", "t/other"), epoch=1000)])
+    former.speak("of the former")
+    node.copy(former.homes.memory(X))
+    later.speak("of the later")
+    later.homes.adopt(X, 1)
+    memory = later.homes.memory(X)
+    assert newest(head for head, _ in memory.branches) < newest(node.agents.heads(X))
+    assert node.copy(memory) == [] and node.said() == ["of the later"] and node.homes.place(X) == Place(2, Role.COPY)
+
+
+def test_who_had_the_turn_at_a_home_that_another_one_replaced_has_it_no_more():
+    """Nobody would give it back: the agent would be busy until its lease is over."""
+    for replace_it, ends in (
+        (lambda node: node.homes.demote(X, 2), True),
+        (lambda node: node.homes.adopt(X, 5), True),
+        (lambda node: node.homes.adopt(X, 0), False),
+    ):
+        node = Node()
+        node.speak("one")
+        node.agents.begin(X, "turn", 0.0, 60.0)
+        replace_it(node)
+        assert (node.agents.turn_ends(X) is None) == ends
+    copy = Node()
+    copy.copy(node.homes.memory(X))
+    copy.agents.begin(X, "turn", 0.0, 60.0)
+    copy.homes.adopt(X, 0)
+    assert copy.agents.turn_ends(X) is None
+
+
+def test_a_home_that_is_replaced_becomes_a_copy_once_its_words_are_handed_over():
+    home, other = Node(), Node()
+    one = home.speak("one")
+    other.copy(home.homes.memory(X))
+    other.homes.adopt(X, 1)
+    home.speak("two")
+    assert not home.homes.demote(X, 2, frozenset({(one.branch, one.epoch)})), "it has spoken since"
+    lacking = other.homes.lacking(home.homes.memory(X))
+    assert [found.text for _, found in lacking] == ["two"]
+    other.agents.take_in(X, lacking, 0.0)
+    assert other.said() == ["one", "two"] and other.homes.lacking(home.homes.memory(X)) == []
+    handed = frozenset((head.branch, head.epoch) for head in home.agents.heads(X))
+    assert home.homes.demote(X, 2, handed) and home.homes.place(X) == Place(1, Role.COPY)
+    assert home.homes.demote(X, 2), "it is none any more"
+    assert not other.homes.demote(X, 1), "a lower epoch says nothing"
+    with pytest.raises(AgentElsewhere):
+        home.homes.lacking(other.homes.memory(X))
+
+
+def test_what_goes_on_with_a_branch_has_it_already():
+    home = Node()
+    home.speak("hello")
+    head = home.agents.heads(X)[0]
+    longer = Commit(MODEL, content("hello you"), 1, home.agents.sequence, head.branch, head.epoch)
+    home.agents.commit(X, longer, 0.0, 0.0)
+    for text, lacks in (("hello", False), ("hello you", False), ("hello me", True), ("hello you too", True)):
+        assert bool(home.homes.lacking(Memory(X, 1, [(head, content(text))]))) == lacks
+    assert home.homes.lacking(Memory(X, 1, [(replace(head, model=b"o" * 32), content("hello"))]))
+    assert home.homes.lacking(Memory(X, 1, [(head, replace(content(""), messages=b"[1]"))])), "no tokens are no proof"
+
+
+def test_branches_that_are_taken_in_keep_apart_from_those_that_are_there():
+    """Two nodes may have gone on with the same branch."""
+    home = Node()
+    head = home.speak("here")
+    home.agents.take_in(X, [(head, content("there")), (replace(head, branch=5, epoch=7), content("else"))], 0.0)
+    heads = home.agents.heads(X)
+    assert home.said() == ["else", "here", "there"]
+    assert len({head.branch for head in heads}) == len({head.epoch for head in heads}) == 3
+    home.agents.check([X])
+
+
+def test_a_life_that_is_over_ends_every_home_of_it_and_the_next_is_above():
+    home = Node()
+    home.speak("one")
+    home.homes.adopt(X, 5)
+    home.forget()
+    assert home.homes.place(X) == Place(LIFE - 1, Role.GONE) and buried_up_to(home.homes.place(X)) == LIFE - 1
+    with pytest.raises(AgentNotFound):
+        home.homes.adopt(X, LIFE + 3)
+    home.speak("two")
+    assert home.homes.place(X) == Place(LIFE, Role.HOME) and buried_up_to(home.homes.place(X)) == LIFE - 1
+    assert home.homes.lacking(Memory(X, LIFE - 1, [(home.agents.heads(X)[0], content("one"))])) == []
+    home.forget()
+    assert home.homes.place(X).epoch == 2 * LIFE - 1
+    with pytest.raises(AgentNotFound):
+        Node().homes.memory(X)
+
+
+def test_a_copy_of_a_life_that_is_over_is_not_adopted():
+    """Somebody knows of a later life, so the agent was forgotten since: what it said before must not come back."""
+    home, copy = Node(), Node()
+    home.speak("one")
+    copy.copy(home.homes.memory(X))
+    for above in (LIFE, 2 * LIFE + 3):
+        with pytest.raises(AgentNotFound):
+            copy.homes.adopt(X, above)
+    assert copy.homes.place(X) == Place(1, Role.COPY)
+    assert copy.homes.adopt(X, 3) == Place(4, Role.HOME), "of its own life it is"
+
+
+def test_what_was_buried_elsewhere_is_news_only_where_it_changes_something():
+    node = Node()
+    assert node.homes.to_bury([(X, LIFE - 1)]) == [(X, LIFE - 1)], "KV may be here"
+    node.speak("one")
+    assert node.homes.to_bury([(X, LIFE - 1)]) and not node.homes.to_bury([(X, 0)])
+    node.forget()
+    assert not node.homes.to_bury([(X, LIFE - 1)])
+    node.speak("two")
+    assert not node.homes.to_bury([(X, LIFE - 1)]) and node.homes.to_bury([(X, life_end(LIFE))])
+    assert buried_up_to(NOWHERE) == -1
+
+
+def test_of_two_homes_exactly_one_is_right():
+    rng = random.Random(3)
+    for _ in range(500):
+        one, other = ((rng.randrange(3), rng.choice("ab")) for _ in range(2))
+        assert outranks(*one, *other) + outranks(*other, *one) == (one != other)
+    assert outranks(2, "b", 1, "a") and outranks(1, "a", 1, "b")
+
+
+def test_a_copy_whose_memory_had_to_make_room_claims_nothing():
+    home, copy = Node(), Node()
+    home.speak("one")
+    copy.copy(home.homes.memory(X))
+    copy.database.erase(X)
+    assert copy.homes.claims([X]) == [] and copy.homes.every() == [X]
+    assert copy.copy(home.homes.memory(X)) == [] and copy.homes.claims([X])
+
+
+def test_numbers_of_two_nodes_never_meet():
+    nodes = [Node(), Node()]
+    for residue, node in enumerate(nodes):
+        node.agents.count_apart(residue, 16)
+        node.agents.witness([replace(nodes[0].speak("x"), epoch=1000)])
+    numbers = [{node.speak(str(count)).epoch for count in range(50)} for node in nodes]
+    assert not numbers[0] & numbers[1] and min(*numbers[0], *numbers[1]) > 1000
+    assert newest(nodes[0].agents.heads(X)) == max(numbers[0])
+
+
+def test_places_last_and_one_that_was_tampered_with_is_a_copy_to_be_adopted(tmp_path):
+    """Neither a home, which could be a second one, nor forgotten."""
+    node = Node(tmp_path)
+    for agent in (X, "t/y"):
+        node.speak("one", agent)
+        node.homes.adopt(agent, 4)
+    node.database.close()
+    with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as raw:
+        raw.execute("UPDATE homes SET epoch = 99 WHERE agent = ?", (X,))
+    again = Node(tmp_path)
+    assert again.homes.place("t/y") == Place(5, Role.HOME)
+    assert again.homes.place(X) == Place(0, Role.COPY) and again.database.damaged_total
+    with pytest.raises(AgentElsewhere):
+        again.homes.check(X)
+    assert again.homes.adopt(X, 5) == Place(6, Role.HOME)
+    for epoch, role, mac in (("text", 1, b""), (1, 9, b""), (1, 1, None), (2**70 // 2**8, None, b"x")):
+        again.database._db.execute("UPDATE homes SET epoch=?, role=?, mac=? WHERE agent=?", (epoch, role, mac, X))
+        assert again.homes.place(X) == Place(0, Role.COPY)
+    again.database.close()
+
+
+def test_a_file_of_the_first_schema_is_taken_over(tmp_path):
+    """Its contents went by branch alone; now they go by agent too, as branches of two nodes may have one number."""
+    node = Node(tmp_path)
+    heads = [node.speak("one"), node.speak("two"), node.speak("three", "t/y")]
+    node.database.close()
+    with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as raw:
+        raw.execute("ALTER TABLE contents RENAME TO newer")
+        raw.execute("CREATE TABLE contents (branch INTEGER PRIMARY KEY, tokens BLOB, text BLOB, messages BLOB)")
+        raw.execute("INSERT INTO contents SELECT branch, tokens, text, messages FROM newer")
+        raw.execute("DROP TABLE newer")
+        raw.execute("DROP TABLE homes")
+        raw.execute("DROP TABLE let_go")
+        raw.execute("PRAGMA user_version = 1")
+    again = Node(tmp_path)
+    assert again.said() == ["one", "two"] and again.said("t/y") == ["three"]
+    assert again.homes.place(X) == Place(1, Role.HOME) and again.agents.sequence >= max(head.epoch for head in heads)
+    assert again.database._one("PRAGMA user_version") == SCHEMA_VERSION and again.database.set_aside_total == 0
+    with again.database.transaction():
+        again.database.put(replace(heads[0], agent="t/z"), content("of another node"))
+    assert again.said() == ["one", "two"] and again.said("t/z") == ["of another node"]
+    again.speak("four")
+    again.database.close()
+    assert Node(tmp_path).said() == ["four", "one", "two"]
+
+
+def test_all_agents_are_heard_of_in_pages(monkeypatch):
+    monkeypatch.setattr("satchel.actors.kv_store.agents.homes._PAGE", 3)
+    node = Node()
+    agents = sorted(f"t/{number}" for number in range(10))
+    for agent in agents[:7]:
+        node.speak("x", agent)
+    for agent in agents[5:]:
+        node.forget(agent)
+    assert node.homes.every() == agents
+    assert [place.role for _, place in node.homes.claims(agents)] == [Role.HOME] * 5 + [Role.GONE] * 5

@@ -1,0 +1,187 @@
+"""After the index of KV was lost agents' branches tell who owns what, and forgetting one costs no other anything."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from satchel.actors.kv_store import ownership
+from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.protocol.entries import Entry
+from satchel.cluster.errors import DiskError
+from tests.worlds import kv_node
+from tests.worlds.kv_files import MODEL, ROOT, chain, tail
+from tests.worlds.kv_node import ALICE, BOB, CAROL, DAVE, Node, spoken
+
+nodes = kv_node.nodes
+"""A fixture."""
+
+
+async def test_after_the_index_was_lost_agents_own_what_they_remember_and_forgetting_one_costs_the_others_nothing(node):
+    system = chain(1)
+    hers = chain(2, first=10, parent=system[0].id, owners=(ALICE,))
+    his = chain(1, first=50, parent=system[0].id, owners=(BOB,))
+    her_tail, his_tail = tail([7, 8], 1, parent=hers[1].id, owners=(ALICE,)), tail([5], 2, owners=(BOB,))
+    orphan = chain(1, first=90, owners=(CAROL,))
+    system = [Entry(system[0].id, ROOT, system[0].tokens, system[0].parts, owners=(CAROL,))]
+    await node.speak(ALICE, [*spoken(*system, *hers), 7, 8, 9])
+    await node.speak(BOB, spoken(*system, *his))
+    await node.speak(BOB, [5, 6])
+    await node.put(*system, *hers, *his, *orphan)
+    for each in (her_tail, his_tail):
+        await node.put(each)
+    everything = [*system, *hers, *his, her_tail, his_tail]
+    node = await node.restarted(lose_index=True)
+    assert node.disk.rebuilt and node.has(*everything, *orphan)
+    assert node.owned.settled_total == len(everything)
+    assert [record.id for record in node.disk.uncertain()] == [orphan[0].id]
+    await node.forget(DAVE)
+    assert node.has(*everything) and not node.on_disk(orphan[0]), "what nobody claims may be anybody's"
+    await node.forget(ALICE)
+    assert node.has(*system, *his, his_tail) and not any(node.on_disk(entry) for entry in (*hers, her_tail))
+    await node.forget(BOB)
+    assert node.disk.stats()["files"] == 0, "the first owner in its file does not keep it: he claims nothing"
+    node.close()
+
+
+async def test_after_the_index_was_lost_nothing_of_who_was_forgotten_comes_back(node):
+    """The file still names its first owner, and the forgotten one's late, uncommitted file lies beside it."""
+    shared, hers = chain(1, owners=(ALICE,)), chain(1, first=40, owners=(ALICE,))
+    again, late = chain(1, first=60, owners=(ALICE,)), chain(1, first=80, owners=(ALICE,))
+    await node.speak(ALICE, spoken(*shared))
+    await node.speak(BOB, spoken(*shared))
+    await node.put(*shared)
+    await node.call("disk_touch", MODEL, [shared[0].id], BOB)
+    await node.forget(ALICE)
+    await node.speak(ALICE, spoken(*again))
+    await node.put(*again)
+    await node.write(hers)
+    await node.write(late)
+    node = await node.restarted(lose_index=True)
+    assert node.has(*shared, *again) and not node.on_disk(hers[0]) and not node.on_disk(late[0])
+    await node.forget(BOB)
+    assert node.has(*again) and not node.on_disk(shared[0])
+    node.close()
+
+
+async def test_what_may_be_a_forgotten_ones_does_not_survive_the_loss_of_the_index(node, monkeypatch):
+    """She came later than the file, was forgotten, and the process died before it erased what she had."""
+    monkeypatch.setattr(ownership, "ERASE_TRIES", 1)
+    monkeypatch.setattr(ownership, "ERASE_RETRY_S", 0.01)
+    entries, his = chain(1, owners=(CAROL,)), chain(1, first=40, owners=(CAROL,))
+    await node.speak(ALICE, spoken(*entries))
+    await node.speak(BOB, spoken(*his))
+    await node.put(*entries, *his)
+    await node.call("disk_touch", MODEL, [entry.id for entry in (*entries, *his)], ALICE)
+
+    def failing(*arguments: Any) -> None:
+        raise DiskError("not now")
+
+    monkeypatch.setattr(node.disk, "forget", failing)
+    await node.forget(ALICE)
+    node = await node.restarted(lose_index=True)
+    assert node.has(*his) and not node.on_disk(entries[0])
+    node.close()
+
+
+async def test_settling_that_was_cut_off_goes_on_at_the_next_start(node, monkeypatch):
+    monkeypatch.setattr(ownership, "_SETTLED_TOGETHER", 1)
+    entries = chain(4, owners=(CAROL,))
+    await node.speak(ALICE, spoken(*entries))
+    await node.put(*entries)
+    settle, calls = DiskStore.settle, 0
+
+    def dying(self: DiskStore, owners: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise DiskError("cut off")
+        return settle(self, owners)
+
+    with monkeypatch.context() as cut:
+        cut.setattr(DiskStore, "settle", dying)
+        node = await node.restarted(lose_index=True)
+    assert len(list(node.disk.uncertain())) == 2
+    node = await node.restarted()
+    assert list(node.disk.uncertain()) == [] and node.has(*entries)
+    await node.forget(CAROL)
+    assert node.has(*entries)
+    await node.forget(ALICE)
+    assert node.disk.stats()["files"] == 0
+    node.close()
+
+
+async def test_what_is_forgotten_while_owners_are_settled_goes_all_the_same(node, monkeypatch):
+    hers, his = chain(2, owners=(ALICE,)), chain(2, first=40, owners=(BOB,))
+    await node.speak(ALICE, spoken(*hers))
+    await node.speak(BOB, spoken(*his))
+    await node.put(*hers, *his)
+    node.close()
+    (node.folder / "index").write_bytes(b"garbage" * 1000)
+    settle, forgetting = DiskStore.settle, threading.Event()
+
+    def slow(self: DiskStore, owners: Any) -> int:
+        assert forgetting.wait(10)
+        return settle(self, owners)
+
+    monkeypatch.setattr(DiskStore, "settle", slow)
+    node = Node(node.folder)
+    await node.call("forget", ALICE)
+    forgetting.set()
+    await node.owned.idle()
+    assert node.has(*his) and not any(node.on_disk(entry) for entry in hers)
+    node.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_comes_together_only_what_some_agent_remembers_is_left(node, monkeypatch, seed):
+    """Turns, late writes, deletions, restarts and lost indexes in any order: of a forgotten life nothing stays, and
+    nobody's deletion takes what another agent, or the same one since, remembers and has committed."""
+    monkeypatch.setattr(ownership, "CLAIM_WAIT_S", 0.01)
+    rng = random.Random(seed)
+    agents = [ALICE, BOB, CAROL]
+    known: dict[str, list[Entry]] = {}
+    late: list[dict[str, Any]] = []
+    everything: dict[bytes, Entry] = {}
+    committed: set[tuple[str, bytes]] = set()
+    for step in range(40):
+        agent = rng.choice(agents)
+        act = rng.choice(("turn", "turn", "turn", "late turn", "commit late", "forget", "restart"))
+        if act in ("turn", "late turn"):
+            entries = chain(rng.randint(1, 3), first=rng.choice((0, 10 * step)), owners=(agent,))
+            everything.update({entry.id: entry for entry in entries})
+            await node.speak(agent, spoken(*entries))
+            known.setdefault(agent, []).extend(entries)
+            record = await node.write(entries)
+            if act == "late turn":
+                late.append(record)
+            else:
+                await node.call("disk_commit", record)
+                await node.call("disk_touch", MODEL, [entry.id for entry in entries], agent)
+                committed.update((agent, entry.id) for entry in entries)
+        elif act == "commit late" and late:
+            await node.call("disk_commit", late.pop(rng.randrange(len(late))))
+        elif act == "forget":
+            await node.forget(agent)
+            known.pop(agent, None)
+            committed = {(who, entry) for who, entry in committed if who != agent}
+        elif act == "restart":
+            # What was written for the last process does not count any more.
+            late.clear()
+            node = await node.restarted(lose_index=rng.random() < 0.5)
+        remembered = {entry.id for entries in known.values() for entry in entries}
+        live = {block for block in everything if node.disk.locate(MODEL, [block]) != [None]}
+        assert live <= remembered, f"seed {seed}, step {step}: {act}"
+        assert {entry for _, entry in committed} <= live, f"seed {seed}, step {step}: {act}"
+    for record in late:
+        await node.call("disk_commit", record)
+    await node.owned.idle()
+    node.disk.compact()
+    remembered = {entry.id for entries in known.values() for entry in entries}
+    left = [entry for entry in everything.values() if entry.id not in remembered and node.on_disk(entry)]
+    assert not left, f"seed {seed}"
+    node.disk.check(payload=True)
+    node.close()

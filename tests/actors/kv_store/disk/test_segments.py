@@ -1,0 +1,335 @@
+"""Segment files: what is read is what was written, or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from satchel.actors.kv_store.disk import segment_reader, segments
+from satchel.actors.kv_store.disk.io import DiskIO
+from satchel.actors.kv_store.disk.segment_reader import EntryReader, StoredEntry, read_entries
+from satchel.actors.kv_store.disk.segments import grouped, read_key
+from satchel.actors.protocol.entries import (
+    ENTRIES_MAX,
+    Entry,
+    EntryDigest,
+    Location,
+    Part,
+    SegmentRecord,
+    mac,
+    owner_tag,
+    tail_id,
+)
+from satchel.cluster.errors import DiskError, DiskFull, InvalidRecord
+from tests.worlds.kv_files import (
+    KEY,
+    MODEL,
+    ROOT,
+    Failing,
+    NoSync,
+    arrays,
+    chain,
+    file_of,
+    places,
+    random_parts,
+    same,
+    write_file,
+)
+
+
+def open_files() -> int:
+    return len(list(Path("/dev/fd").iterdir()))
+
+
+def test_random_signatures_come_back_byte_for_byte(tmp_path):
+    for seed in range(40):
+        rng = random.Random(seed)
+        shape = random_parts(rng)
+        entries = []
+        for number in range(rng.randint(1, ENTRIES_MAX)):
+            bits = np.random.default_rng([seed, number])
+            parts = {}
+            for name, dtype, lengths in shape:
+                size = int(np.prod(lengths, dtype=int)) * dtype.itemsize
+                parts[name] = np.frombuffer(bits.bytes(size), dtype=dtype).reshape(lengths)
+            entries.append(Entry.of_tail(ROOT, [seed, number], parts))
+        record = write_file(tmp_path, entries, meta={"0.k": "bfloat16"})
+        assert file_of(tmp_path, record).stat().st_size == record.nbytes
+        locations = places(SegmentRecord.from_wire(msgpack.unpackb(msgpack.packb(record.to_wire()))))
+        wanted = rng.sample(range(len(entries)), rng.randint(1, len(entries)))
+        read = read_entries(tmp_path, KEY, [Location.from_wire(locations[slot].to_wire()) for slot in wanted])
+        for slot, stored in zip(wanted, read, strict=True):
+            assert isinstance(stored, StoredEntry), f"seed {seed}: {stored}"
+            assert same(stored.parts, entries[slot].parts), f"seed {seed}"
+            assert stored.meta == {"0.k": "bfloat16"}
+
+
+def test_arrays_that_lie_otherwise_in_memory_are_stored_in_order(tmp_path):
+    wide = np.arange(48, dtype=np.uint32).reshape(4, 12)
+    entry = Entry.of_tail(ROOT, [1], {"t": wide.T, "s": wide[::2, ::3]})
+    (stored,) = read_entries(tmp_path, KEY, places(write_file(tmp_path, [entry])))
+    assert isinstance(stored, StoredEntry) and same(stored.parts, entry.parts)
+
+
+def test_a_part_of_all_entries_is_one_run_and_safetensors_reads_it(tmp_path):
+    entries = chain(5)
+    record = write_file(tmp_path, entries)
+    path = file_of(tmp_path, record)
+    with safe_open(path, "np") as file:
+        assert file.metadata()["format"] == "satchel.segment.2"
+    for name, stacked in load_file(path).items():
+        assert np.array_equal(stacked, np.stack([entry.parts[name] for entry in entries]))
+    data = path.read_bytes()
+    at = [data.index(b"".join(entry.parts[name].tobytes() for entry in entries)) for name in entries[0].parts]
+    assert at == sorted(at), "layer after layer"
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_entries_of_several_files_are_read_layer_after_layer(tmp_path):
+    with_state, without = chain(3, state=True), chain(4, first=10)
+    locations = [*places(write_file(tmp_path, without)), *places(write_file(tmp_path, with_state))]
+    order = [locations[index] for index in (5, 0, 4, 1, 6, 3)]
+    source = [[*without, *with_state][index] for index in (5, 0, 4, 1, 6, 3)]
+    names = []
+    with EntryReader(tmp_path, KEY, order) as reader:
+        for read in reader.parts():
+            names.append(read.name)
+            for row, index in enumerate(read.indexes):
+                assert np.array_equal(read.array[row], source[index].parts[read.name])
+        assert not reader.failures
+    assert names == ["0.k.codes", "0.k.scales", "0.state", "1.k.codes", "1.k.scales", "1.state"]
+
+
+def test_one_run_is_one_read(tmp_path, monkeypatch):
+    locations = places(write_file(tmp_path, chain(16)))
+    sizes = []
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: sizes.append(len(buffers[0])) or real(fd, buffers, at))
+    read_entries(tmp_path, KEY, locations[3:11])
+    assert sizes == [8 * part.nbytes for part in chain(1)[0].parts.values()]
+
+
+def test_more_files_than_may_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_reader, "FILES_OPEN_MAX", 2)
+    entries = chain(7)
+    locations = [places(write_file(tmp_path, [entry]))[0] for entry in entries]
+    before = open_files()
+    with EntryReader(tmp_path, KEY, locations) as reader:
+        assert open_files() == before + 2
+        list(reader.parts())
+    assert open_files() == before
+    read = read_entries(tmp_path, KEY, locations)
+    assert all(
+        isinstance(stored, StoredEntry) and same(stored.parts, entry.parts)
+        for stored, entry in zip(read, entries, strict=True)
+    )
+
+
+def bad_entries() -> Iterator[tuple[str, list[Entry]]]:
+    good, other = chain(2)
+    parts = good.parts
+    yield "none", []
+    yield "seventeen", chain(17)
+    yield "twice", [good, good]
+    yield "different shapes", [good, Entry(other.id, other.parent, other.tokens, arrays(1, length=4))]
+    yield "different names", [good, Entry(other.id, other.parent, other.tokens, arrays(1, layers=1))]
+    yield "no parts", [Entry(good.id, good.parent, good.tokens, {})]
+    yield "a dtype", [Entry(good.id, good.parent, good.tokens, {"a": np.zeros(3)})]
+    yield "another byte order", [Entry(good.id, good.parent, good.tokens, {"a": np.zeros(3, dtype=">u4")})]
+    yield "a name", [Entry(good.id, good.parent, good.tokens, {"__metadata__": np.zeros(3, dtype="u1")})]
+    yield "a name with a surrogate", [Entry(good.id, good.parent, good.tokens, {"\ud800": np.zeros(3, dtype="u1")})]
+    yield "a short block", [Entry(good.id, good.parent, [1] * 255, parts)]
+    yield "a long block", [Entry(good.id, good.parent, [1] * 257, parts)]
+    yield "an empty tail", [Entry.of_tail(ROOT, [], parts)]
+    yield "an endless tail", [Entry.of_tail(ROOT, [1] * 100_000, parts)]
+    yield "a tail of another id", [Entry(good.id, ROOT, [1], parts, tail=True)]
+    yield "a short id", [Entry(b"x", good.parent, good.tokens, parts)]
+    yield "a short parent", [Entry(good.id, b"", good.tokens, parts)]
+    yield "negative tokens", [Entry(good.id, good.parent, [-1] * 256, parts)]
+    yield "large tokens", [Entry(good.id, good.parent, [2**32] * 256, parts)]
+    yield "text for tokens", [Entry(good.id, good.parent, ["a"] * 256, parts)]  # type: ignore[list-item]
+    yield "a negative window", [Entry(good.id, good.parent, good.tokens, parts, window_from=-1)]
+    yield "no owners", [Entry(good.id, good.parent, good.tokens, parts, owners=())]
+
+
+def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
+    for name, entries in bad_entries():
+        with pytest.raises(InvalidRecord):
+            write_file(tmp_path, entries)
+            pytest.fail(name)
+    for session in ("", "a/b", "..", "a.b", "x" * 65):
+        with pytest.raises(InvalidRecord):
+            write_file(tmp_path, chain(1), session=session)
+    with pytest.raises(InvalidRecord):
+        write_file(tmp_path, chain(1), model=b"short")
+    with pytest.raises(InvalidRecord):
+        write_file(tmp_path, chain(1), meta={"a": "x" * 100_000})
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EIO, DiskError)]
+)
+def test_a_disk_that_fails_at_any_step_of_writing_leaves_nothing(tmp_path, number, kind):
+    counted = Failing(-1, OSError)
+    (tmp_path / "counted").mkdir()
+    write_file(tmp_path / "counted", chain(2), io=counted)
+    assert counted.steps == [
+        "folder",
+        "sync folder",
+        "folder",
+        "sync folder",
+        "create",
+        "write",
+        "sync",
+        "rename",
+        "sync folder",
+    ]
+    for at in range(len(counted.steps)):
+        root = tmp_path / str(at)
+        root.mkdir()
+        with pytest.raises(kind):
+            write_file(root, chain(2), io=Failing(at, lambda: OSError(number, os.strerror(number))))
+        assert not [path for path in root.rglob("*") if path.is_file()], f"step {at}"
+
+
+def test_short_writes_are_completed(tmp_path, monkeypatch):
+    real = os.writev
+
+    def short(descriptor: int, buffers: list[memoryview]) -> int:
+        return real(descriptor, [buffers[0][: 1 + len(buffers[0]) // 2]])
+
+    monkeypatch.setattr(os, "writev", short)
+    entries = chain(3)
+    read = read_entries(tmp_path, KEY, places(write_file(tmp_path, entries, io=DiskIO())))
+    assert all(
+        isinstance(stored, StoredEntry) and same(stored.parts, entry.parts)
+        for stored, entry in zip(read, entries, strict=True)
+    )
+
+
+def test_records_from_other_processes_are_believed_only_if_they_can_be_right(tmp_path):
+    wire = write_file(tmp_path, chain(2)).to_wire()
+    rng = random.Random(11)
+    junk = [None, True, -1, 2**70, 1.5, "x", b"x", [], {}, bytes(32), "a" * 1000, [[b"", b""]]]
+    for _ in range(400):
+        changed = dict(wire)
+        for name in rng.sample(list(wire), rng.randint(1, 3)):
+            changed[name] = rng.choice(junk)
+        if rng.random() < 0.2:
+            del changed[rng.choice(list(changed))]
+        if rng.random() < 0.3:
+            facts = bytearray(wire["entries"][0][0])
+            facts[rng.randrange(len(facts))] ^= 1 << rng.randrange(8)
+            changed["entries"] = [[bytes(facts), wire["entries"][0][1]]]
+        try:
+            SegmentRecord.from_wire(changed)
+        except InvalidRecord:
+            continue
+    for other in (None, [], "x", {}, {**wire, "more": 1}):
+        with pytest.raises(InvalidRecord):
+            SegmentRecord.from_wire(other)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("name", [None, b"x", 1, "x" * 257]),
+        ("nbytes", [-1, 2**62, True, 1.0, "1", None]),
+        ("model", [b"short", bytes(33), "x" * 32, None]),
+        ("epoch", [-1, 2**62, True, 1.0, "1", None]),
+        ("written_s", [None, "now", True]),
+        ("meta", [None, [], {"a": 1}, {1: "a"}, {"a": "\ud800"}]),
+        ("entries", [None, {}, [], [None], [[b"", b""]]]),
+    ],
+)
+def test_no_field_of_a_record_is_believed_that_cannot_be_right(tmp_path, field, values):
+    wire = write_file(tmp_path, chain(2)).to_wire()
+    assert SegmentRecord.from_wire(wire).to_wire() == wire
+    for value in values:
+        with pytest.raises(InvalidRecord):
+            SegmentRecord.from_wire({**wire, field: value})
+            pytest.fail(f"{field}: {value!r}")
+
+
+def test_a_mac_and_a_digest_cover_every_field_and_where_it_ends():
+    """Else bytes of one field could pass for those of the next, or an array for one of another type or shape."""
+    spelled = [(b"ab", b"c"), (b"a", b"bc"), (b"abc",), (b"abc", b""), (b"", b"abc"), (b"abd",)]
+    assert len({mac(KEY, *fields) for fields in spelled}) == len(spelled)
+    parts = [
+        (Part("a", "U32", (2, 3)),),
+        (Part("b", "U32", (2, 3)),),
+        (Part("a", "F32", (2, 3)),),
+        (Part("a", "U32", (3, 2)),),
+        (Part("a", "U32", (6,)),),
+        (Part("aU32", "U8", (2, 3)),),
+    ]
+    assert len({EntryDigest(described)([bytes(16)]) for described in parts}) == len(parts)
+    assert EntryDigest(parts[0])([bytes(16)]) != EntryDigest(parts[0])([b"x" * 16])
+
+
+def test_entries_are_grouped_by_signature_in_order():
+    entries = [*chain(20), *chain(2, first=30, state=True), *chain(1, first=40)]
+    groups = list(grouped(entries))
+    assert [len(group) for group in groups] == [16, 4, 2, 1]
+    assert [entry.id for group in groups for entry in group] == [entry.id for entry in entries]
+
+
+def test_no_owners_name_is_in_a_file(tmp_path):
+    record = write_file(tmp_path, chain(1, owners=("default/alice", "", "default/alice")))
+    assert b"alice" not in file_of(tmp_path, record).read_bytes()
+    assert record.entries[0].owners == (owner_tag(KEY, "default/alice"), bytes(16))
+    assert owner_tag(KEY, "default/alice") != owner_tag(b"k" * 32, "default/alice")
+
+
+def test_a_tails_id_tells_parents_and_tokens_apart():
+    ids = {tail_id(parent, tokens) for parent in (ROOT, MODEL) for tokens in ([1], [2], [1, 2], [2, 1], [0, 1])}
+    assert len(ids) == 10
+
+
+def test_all_who_need_the_key_first_agree_on_it(tmp_path):
+    found: list[bytes] = []
+    start = threading.Barrier(8)
+
+    def ask() -> None:
+        start.wait(10)
+        found.append(read_key(tmp_path))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 8 and len(set(found)) == 1 and len(found[0]) == 32
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "key").write_bytes(b"short")
+    with pytest.raises(DiskError, match="5 bytes"):
+        read_key(tmp_path)
+
+
+def test_a_segment_appears_under_its_name_only_when_it_is_durable(tmp_path):
+    names: list[tuple[str, str]] = []
+
+    class Told(NoSync):
+        def step(self, what: str, path: Path) -> None:
+            names.append((what, path.suffix))
+
+    write_file(tmp_path, chain(1), io=Told())
+    assert names[-5:] == [
+        ("create", ".tmp"),
+        ("write", ".tmp"),
+        ("sync", ".tmp"),
+        ("rename", segments.FINISHED),
+        ("sync folder", ""),
+    ]

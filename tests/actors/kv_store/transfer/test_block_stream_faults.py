@@ -1,0 +1,462 @@
+"""Blocks on their way when something breaks: what is here then is right, is a beginning of the chain, and stays."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from satchel.actors.kv_store.disk.segments import model_folder
+from satchel.actors.kv_store.transfer import block_server
+from satchel.actors.kv_store.transfer.block_server import BlockServer, ServerLimits
+from satchel.actors.kv_store.transfer.machine import block_messages as messages
+from satchel.actors.kv_store.transfer.machine import pull_wire
+from satchel.actors.kv_store.transfer.machine.link_auth import (
+    NONCE_BYTES,
+    PREAMBLE_BYTES,
+    FrameSeal,
+    Initiator,
+    body_length,
+)
+from satchel.actors.kv_store.transfer.machine.pull_terms import PullLimits, Stop
+from satchel.actors.kv_store.transfer.pull_session import PullCancel, PullResult
+from satchel.actors.protocol.entries import Entry, Part, flat_bytes
+from satchel.cluster.errors import InvalidRecord
+from tests.worlds.block_nodes import CLUSTER_KEY, Meddler, Nodes, nodes, wanted
+from tests.worlds.kv_files import MODEL, Failing, NoSync, chain, payload
+
+from .test_block_stream import large
+
+SMALL = PullLimits(batch_bytes_min=1, batch_entries_max=2, install_entries_max=2, backoff_s=0.02, stall_s=0.5)
+"""Many small batches, so that there is a middle to break in."""
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Nodes]:
+    with nodes(tmp_path) as made:
+        yield made
+
+
+class Background:
+    """A pull on a thread of its own."""
+
+    def __init__(self, pair: Nodes, *arguments, **more) -> None:
+        self.results: list[PullResult] = []
+        self.cancel = PullCancel()
+        self._thread = threading.Thread(
+            target=lambda: self.results.append(pair.pull(*arguments, cancel=self.cancel, **more)), daemon=True
+        )
+        self._thread.start()
+
+    def result(self) -> PullResult:
+        self._thread.join(20)
+        assert self.results, "it does not end"
+        return self.results[0]
+
+
+def until(condition) -> None:
+    ends = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < ends, "it does not happen"
+        time.sleep(0.005)
+
+
+def damage(pair: Nodes, entry: Entry) -> None:
+    """Flip a bit of what the source has of an entry."""
+    location = pair.source.located([entry])[0]
+    assert location is not None
+    path = model_folder(pair.source.root, MODEL) / location.name
+    raw = path.read_bytes()
+    assert raw.count(payload(entry)) == 1
+    at = raw.index(payload(entry))
+    path.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
+
+
+def test_damage_at_the_source_leaves_a_clean_beginning_and_is_reported_there(pair):
+    entries = chain(9)
+    pair.source.put(entries)
+    damage(pair, entries[5])
+    server = pair.serve()
+    result = pair.pull(wanted(entries))
+    assert (result.stop, result.blocks) == (Stop.MISSING, 5)
+    assert pair.target.has(*entries[:5]) and pair.target.lacks(*entries[5:])
+    assert pair.source.lacks(entries[5]), "it answers no more there, so that a new copy can"
+    assert server.counters.failed_entries == 1
+
+
+def test_a_server_that_dies_and_comes_back_elsewhere_goes_on_where_it_ended(pair):
+    entries = large(12, nbytes=1 << 18)
+    pair.source.put(entries)
+    first = pair.serve(bytes_per_s=1.5e6)
+    other = pair.serve(bytes_per_s=1.5e6)
+    pull = Background(pair, wanted(entries), [*first.addresses, *other.addresses], puller=pair.puller(limits=SMALL))
+    until(lambda: pair.target.has(entries[1]))
+    assert first.close()
+    result = pull.result()
+    assert (result.stop, result.blocks, result.installed, result.connections) == (Stop.COMPLETE, 12, 12, 2)
+    assert pair.target.has(*entries)
+    assert other.counters.sent_entries < 12, "what had come is not asked for again"
+
+
+def test_a_server_that_comes_back_at_its_port_is_found_again(pair):
+    """Within the retries; the pauses between them grow."""
+    entries = large(8, nbytes=1 << 18)
+    pair.source.put(entries)
+    first = pair.serve(bytes_per_s=1.5e6)
+    port = first.addresses[0][1]
+    pull = Background(pair, wanted(entries), first.addresses, puller=pair.puller(limits=SMALL))
+    until(lambda: pair.target.has(entries[0]))
+    first.close()
+    time.sleep(0.05)
+    pair.serve(port=port)
+    assert pull.result().stop is Stop.COMPLETE and pair.target.has(*entries)
+
+
+def test_a_server_that_is_gone_for_good_leaves_what_came(pair):
+    entries = large(8, nbytes=1 << 18)
+    pair.source.put(entries)
+    server = pair.serve(bytes_per_s=1.5e6)
+    pull = Background(pair, wanted(entries), puller=pair.puller(limits=SMALL))
+    until(lambda: pair.target.has(entries[1]))
+    server.close()
+    result = pull.result()
+    assert result.stop is Stop.UNREACHABLE and 2 <= result.blocks < 8 and result.connections == SMALL.connects_max
+    assert pair.target.has(*entries[: result.blocks]) and pair.target.lacks(*entries[result.blocks :])
+
+
+def test_flipped_bits_on_the_way_are_never_written_down(pair):
+    """Wherever the bit is: in the arrays, in a frame, in a handshake. It comes right in the end, or not at all."""
+    seed = 3
+    print("seed", seed)
+    rng = random.Random(seed)
+    entries = chain(6, layers=1)
+    pair.source.put(entries)
+    server = pair.serve(limits=ServerLimits(handshake_s=0.5, request_s=0.5))
+    limits = PullLimits(
+        batch_bytes_min=1, batch_entries_max=2, connects_max=3, backoff_s=0.001, stall_s=0.1, connect_s=0.3
+    )
+    stops = set()
+    for _ in range(20):
+        left = [rng.randrange(6000)]
+
+        def flip(number: int, data: bytes, left: list[int] = left) -> bytes:
+            at, left[0] = left[0], left[0] - len(data)
+            if 0 <= at < len(data):
+                data = data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+            return data
+
+        meddler = Meddler(server.addresses[0], flip)
+        result = pair.pull(wanted(entries), [meddler.address], puller=pair.puller(limits=limits))
+        meddler.close()
+        stops.add(result.stop)
+        assert pair.target.has(*entries[: result.blocks]) and pair.target.lacks(*entries[result.blocks :])
+        pair.target.store.evict(0)
+    assert Stop.COMPLETE in stops
+
+
+def test_an_entry_that_a_source_always_sends_damaged_is_computed(pair, monkeypatch):
+    """Asked for twice, and then not any more."""
+    entries = large(4, nbytes=1 << 12)
+    pair.source.put(entries)
+    server = pair.serve()
+    bad = payload(entries[2])
+    damaged = lambda array: memoryview(flat_bytes(array).tobytes().replace(bad, bytes(64)))  # noqa: E731
+    monkeypatch.setattr(block_server, "flat_bytes", damaged)
+    result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL))
+    assert (result.stop, result.blocks, result.connections) == (Stop.DAMAGED, 2, 1)
+    assert pair.target.has(*entries[:2]) and pair.target.lacks(*entries[2:])
+    assert server.counters.sent_entries == 5
+
+
+def test_a_stream_that_breaks_anywhere_goes_on_or_ends_cleanly(pair):
+    """Broken off after any number of bytes, again and again."""
+    seed = 4
+    print("seed", seed)
+    rng = random.Random(seed)
+    entries = chain(6, layers=1)
+    pair.source.put(entries)
+    server = pair.serve(limits=ServerLimits(handshake_s=0.5, request_s=0.5))
+    for _ in range(12):
+        left = {number: rng.randrange(9000) for number in range(1, 9)}
+
+        def cut(number: int, data: bytes, left: dict[int, int] = left) -> bytes | None:
+            left[number] -= len(data)
+            return data if left[number] > 0 else None
+
+        meddler = Meddler(server.addresses[0], cut)
+        limits = PullLimits(batch_bytes_min=1, batch_entries_max=2, connects_max=8, backoff_s=0.001)
+        result = pair.pull(wanted(entries), [meddler.address], puller=pair.puller(limits=limits))
+        meddler.close()
+        assert result.stop in (Stop.COMPLETE, Stop.UNREACHABLE)
+        assert pair.target.has(*entries[: result.blocks]) and pair.target.lacks(*entries[result.blocks :])
+        pair.target.store.evict(0)
+
+
+def test_a_full_disk_ends_the_pull_and_leaves_what_was_written(pair):
+    """Nothing of the file that did not fit is left."""
+    entries = chain(8)
+    pair.source.put(entries)
+    pair.serve()
+    steps = Failing(at=-1, error=lambda: OSError(errno.ENOSPC, "full"))
+    assert pair.pull(wanted(entries[:2]), puller=pair.puller(limits=SMALL, io=steps)).blocks == 2
+    full = Failing(at=len(steps.steps) + 1, error=lambda: OSError(errno.ENOSPC, "full"), forever=True)
+    result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL, io=full))
+    assert result.stop is Stop.DISK and result.blocks == 4
+    assert pair.target.has(*entries[:4]) and pair.target.lacks(*entries[4:])
+    assert pair.pull(wanted(entries)).stop is Stop.COMPLETE, "and it serves on"
+
+
+@pytest.mark.parametrize("bytes_max", [250_000, 4 * 65_536 + 300])
+def test_a_chain_larger_than_the_budget_ends_the_pull(pair, bytes_max):
+    """In the second case all of the arrays fit, but not the headers of their files: the last file pushes out the first
+    one. What is said to be here is here."""
+    entries = large(6, nbytes=1 << 16)
+    pair.source.put(entries)
+    pair.serve()
+    pair.target.open(bytes_max=bytes_max)
+    result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL))
+    assert result.stop is (Stop.TOO_LARGE if bytes_max == 250_000 else Stop.DISK)
+    assert (result.blocks > 0) == (bytes_max == 250_000)
+    assert pair.target.has(*entries[: result.blocks]) and len(result.here) == result.blocks
+
+
+def test_a_cancelled_pull_ends_at_once_and_what_came_stays(pair):
+    entries = large(12, nbytes=1 << 18)
+    pair.source.put(entries)
+    server = pair.serve(bytes_per_s=1.5e6)
+    pull = Background(pair, wanted(entries), puller=pair.puller(limits=SMALL))
+    until(lambda: pair.target.has(entries[1]))
+    begun = time.monotonic()
+    pull.cancel.cancel()
+    result = pull.result()
+    assert time.monotonic() - begun < 1.0
+    assert result.stop is Stop.CANCELLED and 2 <= result.blocks < 12
+    assert pair.target.has(*entries[: result.blocks])
+    until(lambda: server.connected() == 0)
+    assert pair.source.store.stats()["leases"] == 0, "the source keeps nothing for it any more"
+    cancel = PullCancel()
+    cancel.cancel()
+    assert pair.pull(wanted(entries), cancel=cancel).stop is Stop.CANCELLED, "also before it begins"
+
+
+def test_a_pull_ends_by_its_deadline_though_the_disk_does_not_answer(pair):
+    """The file that is being written then is not committed, and goes."""
+    entries = chain(4)
+    pair.source.put(entries)
+    pair.serve()
+    release = threading.Event()
+
+    class Stuck(NoSync):
+        def sync(self, descriptor: int, path: Path) -> None:
+            release.wait(20)
+
+    puller = pair.puller(io=Stuck(), pulls_max=1)
+    begun = time.monotonic()
+    result = pair.pull(wanted(entries), puller=puller, deadline_s=0.4)
+    assert 0.3 < time.monotonic() - begun < 1.5
+    assert (result.stop, result.blocks) == (Stop.DEADLINE, 0)
+    assert puller.pulling() == 1, "its place is taken until the disk has answered"
+    release.set()
+    until(lambda: puller.pulling() == 0)
+    assert pair.target.lacks(*entries) and not pair.target.files()
+
+
+def test_an_owner_forgotten_in_the_middle_leaves_nothing(pair):
+    """Not on the target, once its pulls have been ended; and the source sends no more of what it was told to forget."""
+    entries = large(12, nbytes=1 << 18, owners=("default/alice",))
+    for entry in entries:
+        pair.source.put([entry])
+    server = pair.serve(bytes_per_s=1.5e6)
+    puller = pair.puller(limits=SMALL)
+    pull = Background(pair, wanted(entries), puller=puller, owner="default/alice")
+    until(lambda: pair.target.has(entries[1]))
+    assert puller.cancel_owner("default/bob", 0.0) and puller.pulling() == 1
+    assert puller.cancel_owner("default/alice", 5.0) and puller.pulling() == 0
+    pair.target.store.forget("default/alice")
+    assert pull.result().stop is Stop.CANCELLED
+    left = pair.target.bytes_on_disk()
+    assert pair.target.lacks(*entries) and not [entry for entry in entries if payload(entry) in left]
+    sent = server.counters.sent_entries
+    pull = Background(pair, wanted(entries), puller=puller, owner="default/alice")
+    until(lambda: server.counters.sent_entries > sent)
+    pair.source.store.forget("default/alice")
+    result = pull.result()
+    assert result.stop is Stop.MISSING and result.blocks < 12
+    until(lambda: server.connected() == 0)
+    pair.source.store.compact()
+    left = pair.source.bytes_on_disk()
+    assert not [entry for entry in entries if payload(entry) in left], "nor does a connection keep its files"
+
+
+def test_a_file_that_moves_while_it_is_being_sent_is_found_again(pair):
+    """Forgetting others rewrites the files that entries share with them."""
+    entries = large(8, nbytes=1 << 18)
+    strange = chain(8, first=300, owners=("default/bob",))
+    strange = [Entry(e.id, e.parent, e.tokens, entries[0].parts, owners=e.owners) for e in strange]
+    for number in range(8):
+        pair.source.put([strange[number], entries[number]])
+    pair.serve(bytes_per_s=2e6)
+    pull = Background(pair, wanted(entries), puller=pair.puller(limits=SMALL))
+    until(lambda: pair.target.has(entries[0]))
+    pair.source.store.forget("default/bob")
+    assert pull.result().stop is Stop.COMPLETE
+    assert pair.target.has(*entries)
+
+
+def test_pulls_and_everything_else_at_once(pair):
+    """Pulls of several chains, cancels, evictions, a source that forgets: what is found is right."""
+    seed = 11
+    print("seed", seed)
+    library = [chain(5, first=100 * number, owners=(f"default/{number}",)) for number in range(6)]
+    for entries in library:
+        pair.source.put(entries)
+    server = pair.serve()
+    puller = pair.puller(limits=SMALL, pulls_max=8)
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rng = random.Random(seed * 100 + number)
+        try:
+            for _ in range(12):
+                entries = rng.choice(library)
+                cancel = PullCancel()
+                if rng.random() < 0.2:
+                    threading.Timer(rng.random() * 0.02, cancel.cancel).start()
+                result = pair.pull(wanted(entries), server.addresses, puller=puller, cancel=cancel, deadline_s=10)
+                assert result.stop in (Stop.COMPLETE, Stop.CANCELLED, Stop.MISSING, Stop.DISK), result
+                action = rng.random()
+                if action < 0.2:
+                    pair.target.store.evict(rng.randrange(40_000))
+                elif action < 0.3:
+                    pair.source.store.forget(f"default/{rng.randrange(6)}")
+                elif action < 0.5:
+                    pair.source.put(rng.choice(library))
+                pair.target.has(*entries)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+# What a peer with the key may say.
+
+
+def speak(server: BlockServer, *payloads: bytes, damage: int = 0) -> bytes:
+    """Shake hands, say this, and return what comes until the server hangs up."""
+    initiator = Initiator(CLUSTER_KEY, "mac1", "mac0", b"\7" * NONCE_BYTES)
+    with socket.create_connection(server.addresses[0]) as sock:
+        sock.settimeout(5)
+        stream = sock.makefile("rb")
+        sock.sendall(initiator.hello())
+        challenge = stream.read(body_length(stream.read(PREAMBLE_BYTES)))
+        sock.sendall(initiator.answer(challenge))
+        out, into = initiator.frames()
+        heard = b""
+        try:
+            for payload_ in payloads:
+                sealed = out.seal(payload_)
+                sock.sendall(len(sealed).to_bytes(4, "big") + bytes([sealed[0] ^ damage]) + sealed[1:])
+            while head := stream.read(4):
+                heard += into.open(stream.read(int.from_bytes(head, "big")))
+        except ConnectionResetError:
+            pass
+        return heard
+
+
+@pytest.mark.parametrize(
+    "payload_",
+    [
+        b"\xc1",
+        messages.pack("find"),
+        messages.pack("find", b"x", b"", bytes(32), b"", 1),
+        messages.pack("find", MODEL, bytes(31), bytes(32), b"", 1),
+        messages.pack("find", MODEL, bytes(32), bytes(32), b"abc", 1),
+        messages.pack("find", MODEL, bytes(32), bytes(32), b"", 10**6),
+        messages.pack("fetch", MODEL, bytes(32) * 65),
+        messages.pack("fetch", MODEL, bytes(64)),
+        messages.pack("renew", 1),
+        messages.pack("shutdown"),
+        b"\x91" * 3000,
+    ],
+)
+def test_a_request_that_cannot_be_is_answered_with_an_error_and_the_end(pair, payload_):
+    server = pair.serve()
+    assert b"error" in speak(server, payload_)
+    until(lambda: server.connected() == 0)
+
+
+def test_a_request_that_was_changed_on_the_way_is_not_answered(pair):
+    """Or put in by somebody else, who has not the connection's key."""
+    limits = ServerLimits(idle_s=0.2)
+    assert b"renewed" in speak(pair.serve(limits=limits), messages.pack("renew"))
+    assert speak(pair.serve(limits=limits), messages.pack("renew"), damage=1) == b""
+
+
+def test_a_request_that_is_too_long_is_not_even_read(pair):
+    server = pair.serve()
+    assert speak(server, bytes(messages.REQUEST_BYTES_MAX + 1)) == b""
+    entries = chain(2)
+    pair.source.put(entries)
+    assert pair.pull(wanted(entries)).stop is Stop.COMPLETE
+
+
+def test_what_a_source_may_not_say_is_refused():
+    """Other counts, sizes below zero, parts that are none: typed errors before anything is allocated."""
+    digest, row = bytes(16), [bytes(16), 5, 0, False]
+    for fields in (
+        [1.0, [row], []],
+        [1.0, [], []],
+        [-1, [row, row], []],
+        ["x", [row, row], []],
+        [1.0, [row, [digest]], []],
+    ):
+        with pytest.raises(InvalidRecord):
+            messages.read_found(fields, [bytes(32), bytes(32)])
+    with pytest.raises(InvalidRecord):
+        messages.read_found([1.0, [[digest, -5, 0, False]], []], [bytes(32)])
+    part = ["k", "U8", [4]]
+    good = [[[[part], {}]], [[0, bytes(1024), ""]]]
+    assert messages.read_batch(good, 1)[0][0].parts[0].nbytes == 4
+    for bad in (
+        [[[[part, part], {}]], good[1]],
+        [[[["k", "F99", [4]]], {}]],
+        [[[[["k", "U8", [-4]]], {}]], good[1]],
+        [[[[["k\n", "U8", [4]]], {}]], good[1]],
+        [good[0], [[1, bytes(1024), ""]]],
+        [good[0], [[0, bytes(3), ""]]],
+        [good[0], []],
+    ):
+        with pytest.raises(InvalidRecord):
+            messages.read_batch(bad, 1)
+    for bad in (["k", [0, 0]], ["k", [1]], ["k", []], [3, [0]], ["k"], ["k", [[0]]], ["k", [True]]):
+        with pytest.raises(InvalidRecord):
+            messages.read_parts([[["k", [0]], bad]], 1)
+    for bad_fields in ([], [[]], [[["k", [0]]], 1], [[["k", [0]]] * (messages.RUNS_MAX + 1)]):
+        with pytest.raises(InvalidRecord):
+            messages.read_parts(bad_fields, 1)
+
+
+def test_a_part_that_was_not_announced_or_comes_twice_is_refused():
+    """Before anything is allocated for it; also where both are in one frame, or the entry is none that comes."""
+    signature = messages.Signature((Part("k", "U8", (4,)), Part("v", "U8", (4,))), {})
+    what = messages.Described(bytes(32), bytes(16), 8, 0, False)
+    for runs in (
+        [("x", [0])],
+        [("k", [0]), ("v", [0]), ("k", [0])],
+        [("k", [1])],
+    ):
+        entries = [pull_wire._Entry(what, bytes(1024), pull_wire._Kind(signature)), None]
+        with pytest.raises(InvalidRecord):
+            next(pull_wire._receive_parts([messages.Run(*run) for run in runs], entries, FrameSeal(bytes(32))))

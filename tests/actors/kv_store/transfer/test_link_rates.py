@@ -1,0 +1,48 @@
+"""What is measured of links, and what nodes say of their memory: simulated, without a clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from satchel.actors.kv_store.transfer.machine.pull_terms import Stop
+from satchel.actors.kv_store.transfer.node_blocks import LINK_BYTES_MIN, LINK_S_MIN, link_rate
+from satchel.actors.kv_store.transfer.pull_session import PullResult
+from tests.actors.router.test_router_nodes import cluster
+from tests.worlds.routing import store
+
+
+def pulled(nbytes: int, seconds: float, stop: Stop = Stop.COMPLETE) -> PullResult:
+    return PullResult(stop, "", 1, [], 1, nbytes, seconds, 1, [])
+
+
+def test_a_link_is_measured_by_pulls_that_say_something_of_it():
+    """A small and quick one is mostly its connection and its commit; a small one that took long had a slow link."""
+    assert link_rate(pulled(LINK_BYTES_MIN, 0.01)) == LINK_BYTES_MIN / 0.01
+    assert link_rate(pulled(LINK_BYTES_MIN - 1, LINK_S_MIN / 2)) is None
+    assert link_rate(pulled(1000, LINK_S_MIN)) == 1000 / LINK_S_MIN
+    assert link_rate(pulled(1000, 2.0, Stop.DEADLINE)) == 500.0
+    assert link_rate(pulled(0, 5.0)) is None
+
+
+@pytest.mark.parametrize("stop", [Stop.UNREACHABLE, Stop.CANCELLED, Stop.DISK])
+def test_a_pull_that_broke_off_says_nothing_of_the_link(stop):
+    assert link_rate(pulled(10**9, 10.0, stop)) is None
+
+
+def test_a_link_that_became_slow_is_believed_at_once():
+    """Else the router has KV pulled over it for a while that would be computed sooner. A faster one has to prove it."""
+    policy = cluster(2)
+    for sequence, rate in enumerate((1e9, 1e9, 12e6), 1):
+        policy.members.observe_store(store("n0", sequence=sequence, full=False, links={"n1": rate}), 0.0)
+    policy.members.check()
+    assert policy.members.nodes.rates[0, 1] == 12e6
+    policy.members.observe_store(store("n0", sequence=4, full=False, links={"n1": 1e9}), 0.0)
+    assert policy.members.nodes.rates[0, 1] == pytest.approx(12e6 + 0.3 * (1e9 - 12e6))
+    policy.members.observe_store(store("n0", sequence=5, full=False, links={"n1": 2e8}), 0.0)
+    assert policy.members.nodes.rates[0, 1] > 2e8, "a little slower is not slow"
+
+
+def test_nodes_say_how_much_memory_their_machines_have_left():
+    policy = cluster(2)
+    policy.members.observe_store(store("n1", sequence=1, full=False, memory_free_bytes=5), 0.0)
+    assert [node["memory_free_bytes"] for node in policy.members.node_views(0.0)] == [None, 5]

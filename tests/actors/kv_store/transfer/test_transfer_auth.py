@@ -1,0 +1,299 @@
+"""Nobody without the cluster's key gets or gives a byte, and nothing that was said once can be said again."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from satchel.actors.kv_store.transfer.machine import link_auth
+from satchel.actors.kv_store.transfer.machine.link_auth import (
+    BODY_BYTES_MAX,
+    PREAMBLE_BYTES,
+    Acceptor,
+    Initiator,
+    body_length,
+)
+from satchel.actors.kv_store.transfer.machine.pull_terms import PullLimits, Stop
+from satchel.cluster.errors import LinkError, LinkGarbage, LinkRefused, LinkVersion
+from tests.worlds.block_nodes import CLUSTER_KEY, LIMITS, Nodes, nodes, wanted
+from tests.worlds.kv_files import chain
+
+ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
+
+
+def body(message: bytes) -> bytes:
+    assert body_length(message[:PREAMBLE_BYTES]) == len(message) - PREAMBLE_BYTES
+    return message[PREAMBLE_BYTES:]
+
+
+def sides(*, key: bytes = CLUSTER_KEY, other: bytes = CLUSTER_KEY, peer: str = "mac0", nonces=(ONE, TWO)):
+    return Initiator(key, "mac1", peer, nonces[0]), Acceptor(other, "mac0", nonces[1])
+
+
+def talk(initiator: Initiator, acceptor: Acceptor) -> tuple[bytes, bytes, bytes]:
+    """The whole handshake; what was said."""
+    hello = initiator.hello()
+    challenge = acceptor.challenge(body(hello))
+    proof = initiator.answer(body(challenge))
+    acceptor.finish(body(proof))
+    return hello, challenge, proof
+
+
+def test_both_sides_know_each_other_and_seal_their_frames_with_different_keys():
+    initiator, acceptor = sides()
+    talk(initiator, acceptor)
+    assert acceptor.peer == "mac1"
+    (out, into), (back, other) = initiator.frames(), acceptor.frames()
+    first = out.seal(b"find")
+    assert b"find" not in first and other.open(first) == b"find"
+    assert into.open(back.seal(b"found")) == b"found"
+    with pytest.raises(LinkGarbage):
+        other.open(first)
+    (again, _), (reflected, _) = initiator.frames(), acceptor.frames()
+    assert again.seal(b"find") == first != reflected.seal(b"find")
+
+
+def test_a_changed_a_dropped_or_a_repeated_frame_is_found():
+    initiator, acceptor = sides()
+    talk(initiator, acceptor)
+    sealed = initiator.frames()[0].seal(b"find")
+    changed = [sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :] for at in range(len(sealed))]
+    for raw in (*changed, sealed[:-1], sealed + b"\0", b""):
+        with pytest.raises(LinkGarbage):
+            acceptor.frames()[1].open(raw)
+    out, into = initiator.frames()[0], acceptor.frames()[1]
+    first, second = out.seal(b"one"), out.seal(b"two")
+    with pytest.raises(LinkGarbage):
+        into.open(second)
+    into = acceptor.frames()[1]
+    assert into.open(first) == b"one"
+    with pytest.raises(LinkGarbage):
+        into.open(first)
+
+
+def test_bytes_after_a_frame_are_cut_into_records_whatever_their_arrays_are(monkeypatch):
+    monkeypatch.setattr(link_auth, "RECORD_BYTES", 4)
+    data = bytes(range(21))
+    for sizes in ([21], [1] * 21, [4, 8, 0, 3, 6], [0], []):
+        views, start = [], 0
+        for size in sizes:
+            views.append(memoryview(data)[start : start + size])
+            start += size
+        found = [bytes(record) for record in link_auth.records(views)]
+        assert b"".join(found) == data[:start]
+        assert [len(record) for record in found[:-1]] == [4] * len(found[:-1])
+
+
+def test_another_key_is_refused_by_either_side():
+    initiator, acceptor = sides(other=b"x" * 32)
+    challenge = acceptor.challenge(body(initiator.hello()))
+    with pytest.raises(LinkRefused):
+        initiator.answer(body(challenge))
+    with pytest.raises(LinkRefused):
+        acceptor.finish(bytes(32))
+    assert acceptor.peer == ""
+    with pytest.raises(LinkError):
+        Initiator(b"short", "mac1", "mac0", ONE)
+
+
+def test_what_was_said_in_one_connection_is_worth_nothing_in_another():
+    """Fresh nonces of both sides: neither an old proof nor an old challenge is accepted."""
+    initiator, acceptor = sides()
+    hello, challenge, proof = talk(initiator, acceptor)
+    later = Acceptor(CLUSTER_KEY, "mac0", THREE)
+    later.challenge(body(hello))
+    with pytest.raises(LinkRefused):
+        later.finish(body(proof))
+    with pytest.raises(LinkRefused):
+        Initiator(CLUSTER_KEY, "mac1", "mac0", THREE).answer(body(challenge))
+
+
+@pytest.mark.parametrize("nonces", [(ONE, THREE), (THREE, TWO)])
+def test_a_frame_of_one_connection_is_none_of_another(nonces):
+    """The keys of frames are each connection's own: the nonce of either side changes them."""
+    frames = []
+    for pair in ((ONE, TWO), nonces):
+        initiator, acceptor = sides(nonces=pair)
+        talk(initiator, acceptor)
+        frames.append((*initiator.frames(), *acceptor.frames()))
+    for earlier, later in zip(*frames, strict=True):
+        with pytest.raises(LinkGarbage):
+            later.open(earlier.seal(b"find"))
+
+
+def test_what_a_side_said_cannot_be_sent_back_to_it():
+    """Neither an acceptor's proof as an initiator's, nor an initiator's own nonce as a challenge."""
+    initiator, acceptor = sides()
+    challenge = body(acceptor.challenge(body(initiator.hello())))
+    with pytest.raises(LinkRefused):
+        acceptor.finish(challenge[-32:])
+    mirror = Acceptor(CLUSTER_KEY, "mac0", ONE)
+    with pytest.raises(LinkRefused):
+        initiator.answer(body(mirror.challenge(body(initiator.hello()))))
+
+
+def test_another_node_than_the_wanted_one_is_refused_though_it_has_the_key():
+    initiator, acceptor = sides(peer="mac7")
+    challenge = acceptor.challenge(body(initiator.hello()))
+    with pytest.raises(LinkRefused, match="mac0 answers where mac7"):
+        initiator.answer(body(challenge))
+
+
+def test_names_in_the_middle_cannot_be_exchanged():
+    """The proof is over the names, and over where one ends and the next begins."""
+    initiator, acceptor = sides()
+    hello = bytearray(body(initiator.hello()))
+    at = hello.index(b"mac1")
+    hello[at : at + 4] = b"mac2"
+    with pytest.raises(LinkRefused):
+        initiator.answer(body(acceptor.challenge(bytes(hello))))
+    initiator, acceptor = sides()
+    nonce = body(initiator.hello())[: len(ONE)]
+    with pytest.raises(LinkRefused):
+        initiator.answer(body(acceptor.challenge(nonce + b"\x05mac1m" + b"\x03ac0")))
+
+
+def test_every_cut_and_every_flipped_bit_is_a_typed_error():
+    """And never a peer."""
+    seed = 5
+    print("seed", seed)
+    rng = random.Random(seed)
+    initiator, acceptor = sides()
+    hello, challenge, proof = talk(initiator, acceptor)
+    for message, reader in ((hello, "hello"), (challenge, "challenge"), (proof, "proof")):
+        whole = body(message)
+        damaged = [whole[:length] for length in range(len(whole))]
+        damaged += [whole + b"\0", rng.randbytes(len(whole)), b"", rng.randbytes(BODY_BYTES_MAX)]
+        for _ in range(300):
+            flipped = bytearray(whole)
+            flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+            damaged.append(bytes(flipped))
+        for raw in damaged:
+            initiator, acceptor = sides()
+            said = acceptor.challenge(body(initiator.hello()))
+            with pytest.raises(LinkError):
+                if reader == "hello":
+                    said = acceptor.challenge(raw)
+                    acceptor.finish(body(initiator.answer(body(said))))
+                elif reader == "challenge":
+                    initiator.answer(raw)
+                else:
+                    initiator.answer(body(said))
+                    acceptor.finish(raw)
+            assert acceptor.peer == ""
+
+
+def test_other_versions_and_other_protocols_are_told_apart(monkeypatch):
+    hello = sides()[0].hello()
+    for raw in (b"GET / HTTP/1.1\r\n"[:PREAMBLE_BYTES], hello[:5], b"", bytes(12)):
+        with pytest.raises(LinkGarbage):
+            body_length(raw)
+    with pytest.raises(LinkGarbage):
+        body_length(hello[:10] + (BODY_BYTES_MAX + 1).to_bytes(2, "big"))
+    with pytest.raises(LinkVersion):
+        body_length(hello[:8] + (link_auth.VERSION + 1).to_bytes(2, "big") + hello[10:12])
+    initiator, _ = sides()
+    monkeypatch.setattr(link_auth, "VERSION", link_auth.VERSION + 1)
+    _, acceptor = sides()
+    with pytest.raises(LinkRefused):
+        initiator.answer(body(acceptor.challenge(initiator.hello()[PREAMBLE_BYTES:])))
+
+
+def test_a_name_that_is_none_is_refused():
+    for name in ("", "x" * 200, "a\nb"):
+        with pytest.raises(LinkError):
+            Acceptor(CLUSTER_KEY, name, ONE)
+
+
+# The same on the stream.
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Nodes]:
+    with nodes(tmp_path) as made:
+        made.source.put(chain(3))
+        yield made
+
+
+def test_a_pull_with_another_key_or_for_another_node_gets_nothing(pair):
+    pair.serve()
+    entries = chain(3)
+    result = pair.pull(wanted(entries), puller=pair.puller(key=b"y" * 32))
+    assert (result.stop, result.installed, result.connections) == (Stop.REFUSED, 0, 1)
+    other = pair.serve(node="mac9")
+    result = pair.pull(wanted(entries), other.addresses)
+    assert (result.stop, result.installed) == (Stop.REFUSED, 0)
+    assert "mac9 answers where mac0" in result.reason
+    assert pair.target.lacks(*entries)
+    while not other.counters.refused + pair.servers[0].counters.refused:
+        time.sleep(0.01)
+    assert pair.servers[0].counters.sent_entries == 0
+
+
+def test_a_server_of_another_version_is_refused_and_says_which(pair):
+    """It answers with its own version, and no more."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.recv(4096)
+            sock.sendall(b"satchel\x00" + (9).to_bytes(2, "big") + bytes(2))
+
+    threading.Thread(target=answer, daemon=True).start()
+    with listener:
+        result = pair.pull(wanted(chain(3)), [listener.getsockname()])
+    assert (result.stop, result.connections) == (Stop.REFUSED, 1) and "version 9" in result.reason
+    server = pair.serve()
+    with socket.create_connection(server.addresses[0]) as sock:
+        sock.sendall(b"satchel\x00" + (9).to_bytes(2, "big") + (4).to_bytes(2, "big") + b"abcd")
+        sock.settimeout(5)
+        assert sock.recv(100) == link_auth.refusal()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(4096), b"satchel\x00\x00\x03\xff\xff"])
+def test_strangers_are_sent_away_in_time(pair, said):
+    server = pair.serve(limits=LIMITS)
+    with socket.create_connection(server.addresses[0]) as sock:
+        sock.settimeout(5)
+        begun = time.monotonic()
+        sock.sendall(said)
+        # What it had not read when it closed makes a reset of the end.
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+        assert time.monotonic() - begun < 3
+    assert pair.pull(wanted(chain(3))).stop is Stop.COMPLETE
+
+
+def test_a_stranger_who_speaks_slowly_has_no_more_time_than_others(pair):
+    """A byte now and then does not keep a place."""
+    server = pair.serve(limits=LIMITS)
+    hello = sides()[0].hello()
+    with socket.create_connection(server.addresses[0]) as sock:
+        begun = time.monotonic()
+        for byte in hello:
+            try:
+                sock.sendall(bytes([byte]))
+            except OSError:
+                break
+            time.sleep(0.02)
+        else:
+            pytest.fail("it waited for all of it")
+        assert time.monotonic() - begun < 3
+
+
+def test_a_peer_that_never_answers_costs_what_was_agreed(pair):
+    """It is connected to and says nothing at all."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        puller = pair.puller(limits=PullLimits(connects_max=2, connect_s=0.15, backoff_s=0.01))
+        begun = time.monotonic()
+        result = pair.pull(wanted(chain(3)), [silent.getsockname()], puller=puller)
+    assert (result.stop, result.connections) == (Stop.UNREACHABLE, 2)
+    assert 0.3 <= time.monotonic() - begun < 3

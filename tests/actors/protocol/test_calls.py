@@ -1,0 +1,245 @@
+"""What becomes of a call to an actor, with handles made up here: an answer, the error that is said, or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
+
+from satchel.actors.protocol import calls
+from satchel.actors.protocol.answers import answers
+from satchel.actors.protocol.calls import Call
+from satchel.actors.protocol.clients import ReplicaClient, RouterClient
+from satchel.actors.protocol.messages import (
+    VERSION,
+    Count,
+    NextFrame,
+    Nothing,
+    Places,
+    ReplicaName,
+    decode,
+    encode,
+    encode_error,
+)
+from satchel.cluster.errors import (
+    ActorAway,
+    ActorLost,
+    ActorSilent,
+    AgentNotFound,
+    NoAnswer,
+    OtherVersion,
+    QueueFull,
+    SatchelError,
+    Unavailable,
+)
+
+OTHER_VERSION = bytes(msgpack.packb([VERSION + 1, []]) or b"")
+"""As an actor of another version says whatever it says."""
+
+
+class World:
+    """Actors by name, whose methods all answer with what `said` gives; and Ray, as far as it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: Callable[[], bytes] = lambda: encode(None)
+        self.looked_up: list[str] = []
+        self.names = {"router", "replica:m-0"}
+        monkeypatch.setattr(calls, "actor_handle", self.find)
+        monkeypatch.setattr(calls.ray, "get", self.get)
+
+    def find(self, name: str) -> Any:
+        self.looked_up.append(name)
+        if name not in self.names:
+            raise ValueError(name)
+        return Handle(self)
+
+    def get(self, sent: Any, timeout: float) -> Any:
+        async def wait() -> Any:
+            try:
+                async with asyncio.timeout(timeout):
+                    return await sent
+            except TimeoutError as error:
+                raise error if isinstance(error, RayTaskError) else GetTimeoutError() from None
+
+        return asyncio.run(wait())
+
+
+class Handle:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __getattr__(self, name: str) -> Any:
+        async def remote(asked: bytes) -> bytes:
+            if self._world.said is never:
+                await asyncio.Event().wait()
+            return self._world.said()
+
+        return SimpleNamespace(remote=remote)
+
+
+def never() -> bytes:
+    raise AssertionError
+
+
+def raising(error: Exception) -> Callable[[], bytes]:
+    def said() -> bytes:
+        raise error
+
+    return said
+
+
+def failed(error: Exception) -> Exception:
+    """As Ray raises what a method has raised: an instance of both."""
+    return RayTaskError("method", "trace", error).as_instanceof_cause()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def outcome(call: Call[Any], how: str) -> Any:
+    """The answer or the error, for an event loop or for a thread."""
+
+    async def ask() -> Any:
+        return await call
+
+    try:
+        return asyncio.run(ask()) if how == "awaited" else call.wait()
+    except SatchelError as error:
+        return error
+
+
+CALLS: dict[str, tuple[Callable[[], Call[Any]], str]] = {
+    "router": (lambda: RouterClient().nodes(), "the router does not answer now"),
+    "replica": (lambda: ReplicaClient("m-0").info(), "replica m-0 does not answer now"),
+}
+
+UNANSWERED: list[tuple[Callable[[], bytes], type[NoAnswer]]] = [
+    (raising(ActorDiedError()), ActorLost),
+    (raising(ActorUnavailableError("restarting", None)), ActorAway),
+    (never, ActorSilent),
+    (raising(failed(RuntimeError("a fault"))), NoAnswer),
+    (raising(failed(TimeoutError("of somebody else"))), NoAnswer),
+    (raising(failed(ValueError("a fault"))), NoAnswer),
+    (raising(AttributeError("no such method")), NoAnswer),
+]
+
+
+@pytest.mark.parametrize("how", ["awaited", "waited for"])
+@pytest.mark.parametrize("whom", CALLS)
+@pytest.mark.parametrize(("said", "kind"), UNANSWERED)
+def test_whoever_is_called_why_no_answer_comes_is_told_alike(
+    world: World, said: Callable[[], bytes], kind: type[NoAnswer], whom: str, how: str
+):
+    make, text = CALLS[whom]
+    world.said = said
+    error = outcome(make().within(0.05 if said is never else 30.0), how)
+    assert type(error) is kind and error.message == text and error.status == 503 and error.retry_after_s
+    assert error.__cause__ is not None, "a log may say more"
+
+
+@pytest.mark.parametrize("how", ["awaited", "waited for"])
+@pytest.mark.parametrize("whom", CALLS)
+def test_an_actor_that_is_not_there_gives_no_answer(world: World, whom: str, how: str):
+    world.names.clear()
+    make, text = CALLS[whom]
+    error = outcome(make(), how)
+    assert type(error) is NoAnswer and error.message == text
+
+
+@pytest.mark.parametrize("how", ["awaited", "waited for"])
+@pytest.mark.parametrize("whom", CALLS)
+def test_an_error_that_the_actor_says_is_raised_as_it_is(world: World, whom: str, how: str):
+    world.said = lambda: encode_error(QueueFull("full", param="model", retry_after_s=3.0))
+    error = outcome(CALLS[whom][0](), how)
+    assert type(error) is QueueFull
+    assert (error.message, error.param, error.retry_after_s) == ("full", "model", 3.0)
+
+
+@pytest.mark.parametrize("how", ["awaited", "waited for"])
+@pytest.mark.parametrize("whom", CALLS)
+def test_another_version_is_no_answer_and_no_fault(world: World, whom: str, how: str):
+    world.said = lambda: OTHER_VERSION
+    error = outcome(CALLS[whom][0](), how)
+    assert type(error) is OtherVersion and f"version {VERSION + 1}" in error.message
+    world.said = lambda: encode(NextFrame("c", 0))
+    assert type(outcome(ReplicaClient("m-0").stats(), how)) is OtherVersion, "nor one that says something else"
+
+
+def test_an_answer_that_is_missing_is_none():
+    with pytest.raises(ValueError, match="no Places"):
+        decode(Places, encode(None))
+
+
+async def test_a_handle_is_looked_up_once_and_again_after_a_loss(world: World):
+    """Not after silence: who is slow is still there."""
+    client = RouterClient()
+    for said in (world.said, never, world.said, raising(ActorDiedError()), world.said):
+        world.said = said
+        try:
+            await client.lose("m-0").within(0.05 if said is never else 30.0)
+        except NoAnswer:
+            continue
+    assert world.looked_up == ["router", "router"]
+
+
+async def test_a_call_is_made_when_it_is_awaited_and_no_sooner(world: World):
+    call = RouterClient().lose("m-0").within(30.0)
+    assert not world.looked_up
+    await call
+    assert world.looked_up == ["router"]
+
+
+async def test_who_gives_up_is_not_told_that_the_actor_is_silent(world: World):
+    """A cancellation, or the time of whoever is around it, passes through."""
+    world.said = never
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await RouterClient().nodes()
+    asking = asyncio.ensure_future(RouterClient().nodes())
+    await asyncio.sleep(0.01)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+# The actor's side.
+
+
+class Counter:
+    def __init__(self, said: Count | SatchelError | None) -> None:
+        self._said = said
+
+    @answers(ReplicaName)
+    async def count(self, which: ReplicaName) -> Count | None:
+        assert which.replica == "m-0"
+        if isinstance(self._said, SatchelError):
+            raise self._said
+        return self._said
+
+
+async def test_a_method_takes_and_returns_bytes():
+    asked = encode(ReplicaName("m-0"))
+    assert await Counter(Count(3)).count(asked) == encode(Count(3))
+    assert await Counter(None).count(asked) == encode(None)
+    with pytest.raises(AgentNotFound, match="nobody"):
+        decode(Count, await Counter(AgentNotFound("nobody")).count(asked))
+
+
+async def test_whom_somebody_else_gave_no_answer_is_not_taken_for_lost():
+    answer = await Counter(ActorLost("the store does not answer", retry_after_s=2.0)).count(encode(ReplicaName("m-0")))
+    with pytest.raises(Unavailable) as error:
+        decode(Count, answer)
+    assert type(error.value) is Unavailable
+    assert (error.value.message, error.value.retry_after_s) == ("the store does not answer", 2.0)
+
+
+async def test_a_request_of_another_version_is_answered_with_that():
+    with pytest.raises(OtherVersion, match=f"version {VERSION + 1}"):
+        decode(Nothing, await Counter(None).count(OTHER_VERSION))

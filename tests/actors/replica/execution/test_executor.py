@@ -1,0 +1,205 @@
+"""A row computes, leaves and keeps the same whoever it was prefilled, decoded or cut with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.messages import Sampling
+from satchel.actors.replica.execution import warm_up
+from satchel.actors.replica.execution.executor import BatchExecutor
+from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.kv import row_view
+from satchel.actors.replica.kv.caches import Slab
+
+GREEDY = Sampling(temperature=0.0, max_tokens=100)
+LENGTHS = (250, 250, 300, 40, 520)
+
+
+def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(10, 500) for _ in range(length)] for length in lengths]
+
+
+def executor_of(loaded: LoadedModel) -> BatchExecutor:
+    """As on a GPU: prompts in padded batches, rows cut by way of all of them."""
+    executor = BatchExecutor(loaded)
+    executor.batched_prefill = executor._on_gpu = True
+    return executor
+
+
+def prefill(executor: BatchExecutor, prompts: Sequence[Sequence[int]]) -> list[str]:
+    names = [str(row) for row in range(len(prompts))]
+    for name in names:
+        executor.open(name, [], None, 0)
+    executor.prefill([(name, prompt[:-1]) for name, prompt in zip(names, prompts, strict=True)])
+    return names
+
+
+def join(executor: BatchExecutor, names: Sequence[str], prompts: Sequence[Sequence[int]]) -> None:
+    for name in names:
+        executor.join(name, prompts[int(name)], GREEDY, 0)
+
+
+def decode(executor: BatchExecutor, steps: int) -> dict[str, list[int]]:
+    drawn: dict[str, list[int]] = {}
+    for _ in range(steps):
+        for ready in executor.step():
+            drawn.setdefault(ready.row_id, []).append(ready.token)
+    return drawn
+
+
+def bytes_of(slab: Slab) -> list[bytes]:
+    return [np.array(array).tobytes() for array in slab.arrays()]
+
+
+def alone(loaded: LoadedModel, prompt: Sequence[int], steps: int) -> tuple[list[int], list[list[bytes]]]:
+    """What it draws, and the bytes of its blocks and its tail after that."""
+    executor = BatchExecutor(loaded)
+    names = prefill(executor, [prompt])
+    join(executor, names, [prompt])
+    drawn = decode(executor, steps)["0"]
+    return drawn, [bytes_of(slab) for slab in executor.cut("0", spans_of(executor.length("0")))]
+
+
+def spans_of(length: int) -> list[tuple[int, int]]:
+    whole = length // BLOCK_TOKENS * BLOCK_TOKENS
+    spans = [(start, start + BLOCK_TOKENS) for start in range(0, whole, BLOCK_TOKENS)]
+    return [*spans, (whole, length)] if whole < length else spans
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> list[tuple[list[int], list[list[bytes]]]]:
+    return [alone(loaded, prompt, 8) for prompt in prompts_of(LENGTHS)]
+
+
+@pytest.mark.parametrize("joining", ["0 1 2 3 4", "4 3 1"])
+def test_rows_that_were_prefilled_together_join_in_any_company(
+    loaded: LoadedModel, expected: list[tuple[list[int], list[list[bytes]]]], joining: str
+):
+    """All of them as they are, or some, in any order; the rest joins later or leaves."""
+    prompts, first = prompts_of(LENGTHS), joining.split()
+    executor = executor_of(loaded)
+    names = prefill(executor, prompts)
+    join(executor, first, prompts)
+    drawn = decode(executor, 8)
+    rest = [name for name in names if name not in first]
+    executor.leave(rest[:1])
+    join(executor, rest[1:], prompts)
+    drawn |= {name: tokens for name, tokens in decode(executor, 8).items() if name not in first}
+    assert drawn.keys() == set(names) - set(rest[:1])
+    for name, tokens in drawn.items():
+        assert tokens == expected[int(name)][0][: len(tokens)] and len(tokens) >= 7
+
+
+def test_rows_that_join_together_are_not_taken_apart(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    """A row of its own is two copies a layer, and as many to bring it back."""
+    executor = executor_of(loaded)
+    prompts = prompts_of((40, 40, 64, 50))
+    names = prefill(executor, prompts)
+    monkeypatch.setattr("satchel.actors.replica.kv.caches.extract", None)
+    monkeypatch.setattr("satchel.actors.replica.kv.caches.merge", None)
+    join(executor, names, prompts)
+    assert decode(executor, 2).keys() == set(names)
+
+
+def test_a_row_of_those_prefilled_together_goes_on_alone(
+    loaded: LoadedModel, expected: list[tuple[list[int], list[list[bytes]]]]
+):
+    executor, prompts = executor_of(loaded), prompts_of(LENGTHS)
+    for name in map(str, range(3)):
+        executor.open(name, [], None, 0)
+    executor.prefill([(str(row), prompts[row][:100]) for row in range(3)])
+    executor.prefill([("2", prompts[2][100:-1])])
+    executor.leave(["0"])
+    executor.prefill([("1", prompts[1][100:-1])])
+    join(executor, ["1", "2"], prompts)
+    drawn = decode(executor, 8)
+    assert {name: tokens == expected[int(name)][0][:7] for name, tokens in drawn.items()} == {"1": True, "2": True}
+
+
+@pytest.mark.parametrize("limit", [row_view.STACK_BYTES_MAX, 0], ids=["together", "each for itself"])
+def test_what_is_cut_is_the_row_s_own_to_the_last_byte(
+    loaded: LoadedModel,
+    expected: list[tuple[list[int], list[list[bytes]]]],
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of many rows after one step, whatever the batch does afterwards."""
+    monkeypatch.setattr(row_view, "STACK_BYTES_MAX", limit)
+    executor, prompts = executor_of(loaded), prompts_of(LENGTHS)
+    names = prefill(executor, prompts)
+    join(executor, names, prompts)
+    decode(executor, 8)
+    slabs = {name: executor.cut(name, spans_of(executor.length(name))) for name in names}
+    executor.leave(names[::2])
+    decode(executor, 3)
+    for name in names:
+        assert [bytes_of(slab) for slab in slabs[name]] == expected[int(name)][1], name
+
+
+def test_rows_are_cut_anew_after_every_step(loaded: LoadedModel):
+    """A cut by way of all rows is not answered from what was copied before the batch changed."""
+    executor, prompts = executor_of(loaded), prompts_of((250, 252))
+    names = prefill(executor, prompts)
+    join(executor, names, prompts)
+    decode(executor, 3)
+    before = bytes_of(executor.cut("1", [(0, 240)])[0])
+    executor.leave(["0"])
+    decode(executor, 1)
+    assert bytes_of(executor.cut("1", [(0, 240)])[0]) == before
+
+
+def test_a_slab_keeps_no_other_row_alive(loaded: LoadedModel):
+    executor, prompts = executor_of(loaded), prompts_of([300] * 8)
+    names = prefill(executor, prompts)
+    join(executor, names, prompts)
+    decode(executor, 2)
+    (slab,) = executor.cut(names[3], [(0, BLOCK_TOKENS)])
+    mx.eval(slab.arrays())
+    executor.leave(names)
+    del executor
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    size = slab.nbytes
+    del slab
+    mx.clear_cache()
+    assert held - mx.get_active_memory() <= 1.1 * size
+
+
+class Clock:
+    """A clock that a second passes on at every look."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_the_warm_up_ends_with_its_time(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    met: list[int] = []
+    monkeypatch.setattr(warm_up, "_round", lambda loaded, rows: met.append(rows))
+    assert warm_up.warm_up(loaded, 0.5, Clock()) == 0 and not met
+    assert warm_up.warm_up(loaded, 4.5, Clock()) == met[-1] < warm_up.ROWS[-1]
+    assert warm_up.warm_up(loaded, 1000.0, Clock()) == warm_up.ROWS[-1]
+
+
+def test_a_warm_up_that_fails_is_over_and_fails_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    def fail(loaded: LoadedModel, rows: int) -> None:
+        if rows > 1:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(warm_up, "_round", fail)
+    assert warm_up.warm_up(loaded, 1000.0, Clock()) == 1
+
+
+def test_a_round_of_the_warm_up_meets_all_that_a_turn_does(loaded: LoadedModel):
+    warm_up._round(loaded, 2)
+    assert warm_up.default_budget_s() == 0.0 or mx.default_device().type == mx.DeviceType.gpu

@@ -1,0 +1,360 @@
+"""Sampling: right distributions, and a row's draws depend on its own request and its own tokens only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from satchel.actors.protocol.messages import Sampling, TokenLogprobs
+from satchel.actors.replica.execution.sampling import BatchSampler, Draw, noise_key
+
+LOGITS = mx.array(np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32) * 2)
+VOCABULARY = 1500
+"""Beyond all of `WIDTHS`, so that every way of filtering is taken."""
+END = frozenset({7, 11})
+
+
+def draws(sampling: Sampling, count: int) -> np.ndarray:
+    """`count` draws from LOGITS, at positions 0, 1, …"""
+    batch = BatchSampler(50, frozenset())
+    for position in range(count):
+        batch.add(sampling, [], [0] * position)
+    return np.array(batch(mx.broadcast_to(LOGITS, (count, 50))).tokens)
+
+
+def random_sampling(rng: random.Random) -> Sampling:
+    """Every field on or off by itself."""
+    plain = rng.random() < 0.1
+    tokens = rng.sample(range(VOCABULARY), 6)
+    return Sampling(
+        temperature=0.0 if plain else rng.choice([0.0, 0.3, 1.0, 1.0, 4.0]),
+        top_p=rng.choice([1.0, 1.0, 0.95, 0.5]),
+        top_k=rng.choice([0, 0, 1, 20, 32, 100, 1024, 1200, 10**12]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 0.5]),
+        repetition_penalty=1.0 if plain else rng.choice([1.0, 1.0, 1.3, 0.8]),
+        presence_penalty=0.0 if plain else rng.choice([0.0, 0.0, 1.5, -0.5]),
+        frequency_penalty=0.0 if plain else rng.choice([0.0, 0.0, 0.7]),
+        logit_bias=[] if plain or rng.random() < 0.5 else [(token, rng.uniform(-9, 9)) for token in tokens],
+        seed=rng.getrandbits(64) - 2**63,
+        choice=rng.choice([0, 0, 1, 5]),
+        min_tokens=0 if plain else rng.choice([0, 0, 3]),
+        ignore_eos=rng.random() < 0.5,
+        stop_token_ids=rng.sample(range(VOCABULARY), rng.choice([0, 3])),
+        logprobs=rng.choice([None, None, 0, 5, 40]),
+    )
+
+
+def expected(sampling: Sampling, prompt: list[int], generated: list[int], logits: np.ndarray) -> int:
+    """The token by the definitions, in numpy, one row and one token at a time."""
+    values = logits.astype(np.float64)
+    for token, bias in sampling.logit_bias:
+        values[token] += bias
+    for token in {*prompt, *generated}:
+        penalty = sampling.repetition_penalty
+        values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
+    for token in set(generated):
+        values[token] -= sampling.presence_penalty + sampling.frequency_penalty * generated.count(token)
+    if len(generated) < sampling.min_tokens:
+        values[[*sampling.stop_token_ids, *(() if sampling.ignore_eos else END)]] = -np.inf
+    if sampling.temperature == 0:
+        return int(values.argmax())
+    values /= sampling.temperature
+    order = np.argsort(-values)
+    probabilities = np.exp(values - values.max())
+    probabilities /= probabilities.sum()
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    allowed = np.zeros(len(values), dtype=bool)
+    allowed[order[before < sampling.top_p]] = True
+    allowed[order[sampling.top_k or len(values) :]] = False
+    allowed &= probabilities >= sampling.min_p * probabilities.max()
+    seed = noise_key(sampling.seed, sampling.choice) if sampling.choice else sampling.seed
+    key = noise_key(seed, len(generated))
+    noise = mx.random.gumbel((len(values),), key=mx.array([key >> 32, key & 0xFFFFFFFF], dtype=mx.uint32))
+    return int(np.where(allowed, values + np.array(noise), -np.inf).argmax())
+
+
+def random_logits(name: int, position: int) -> np.ndarray:
+    """What a model might say to one row at one position; 30 tokens are likely, so that tokens come again."""
+    rng = np.random.default_rng([name, position])
+    logits = rng.normal(size=VOCABULARY).astype(np.float32)
+    logits[:30] += 4
+    return logits
+
+
+@dataclasses.dataclass
+class Sequence:
+    """A row with a prompt, what it has drawn, and what was said about it."""
+
+    name: int
+    sampling: Sampling
+    prompt: list[int]
+    generated: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def random(cls, name: int, rng: random.Random) -> Sequence:
+        return cls(name, random_sampling(rng), [rng.randrange(60) for _ in range(rng.randrange(40))])
+
+    def again(self) -> Sequence:
+        return Sequence(self.name, self.sampling, self.prompt)
+
+
+class Batch:
+    """A sampler and the sequences in it, driven as a replica does: a draw is launched before the last one is read."""
+
+    def __init__(self) -> None:
+        self.sampler = BatchSampler(VOCABULARY, END)
+        self.rows: list[Sequence] = []
+        self._flying: tuple[list[Sequence | None], Draw] | None = None
+
+    def add(self, row: Sequence) -> None:
+        self.sampler.add(row.sampling, row.prompt, row.generated)
+        self.rows.append(row)
+
+    def keep(self, indices: list[int]) -> None:
+        """What a row that leaves has drawn, but nobody has read, is lost."""
+        self.sampler.keep(indices)
+        self.rows = [self.rows[index] for index in indices]
+        assert len(self.sampler) == len(self.rows)
+        if self._flying is not None:
+            rows, draw = self._flying
+            stay = {id(row) for row in self.rows}
+            self._flying = [row if id(row) in stay else None for row in rows], draw
+
+    def step(self) -> None:
+        flying = {id(row) for row in self._flying[0]} if self._flying else set()
+        positions = [len(row.generated) + (id(row) in flying) for row in self.rows]
+        logits = [random_logits(row.name, position) for row, position in zip(self.rows, positions, strict=True)]
+        draw = self.sampler(mx.array(np.stack(logits)))
+        self.land()
+        self._flying = [*self.rows], draw
+
+    def land(self) -> None:
+        """Read the last draw."""
+        if self._flying is not None:
+            rows, draw = self._flying
+            mx.async_eval(draw.arrays())
+            for row, token, said in zip(rows, np.array(draw.tokens).tolist(), draw.logprobs(), strict=True):
+                if row is not None:
+                    row.generated.append(token)
+                    row.logprobs.append(said)
+        self._flying = None
+
+
+def run_alone(row: Sequence, tokens: int) -> Sequence:
+    batch, copy = Batch(), row.again()
+    batch.add(copy)
+    for _ in range(tokens):
+        batch.step()
+    batch.land()
+    return copy
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_row_draws_the_same_in_any_company(seed: int):
+    """Tokens and logprobs, to the last bit, while other rows of every kind come, go and come back."""
+    rng = random.Random(seed)
+    batch, left = Batch(), []
+    for step in range(25):
+        if not batch.rows or rng.random() < 0.5:
+            returning = left.pop() if left and rng.random() < 0.5 else Sequence.random(100 * seed + step, rng)
+            batch.add(returning)
+        elif rng.random() < 0.3:
+            stay = [index for index in range(len(batch.rows)) if rng.random() < 0.7]
+            left += [row for index, row in enumerate(batch.rows) if index not in stay]
+            batch.keep(stay)
+            if not stay:
+                continue
+        batch.step()
+    batch.land()
+    for row in [*batch.rows, *left]:
+        alone = run_alone(row, len(row.generated))
+        assert row.generated == alone.generated, f"seed {seed}: {row.sampling}"
+        assert row.logprobs == alone.logprobs, f"seed {seed}: {row.sampling}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_draw_is_what_the_definitions_say(seed: int):
+    """All fields at once, against plain numpy with the history spelled out."""
+    rng = random.Random(1000 + seed)
+    batch = Batch()
+    for name in range(8):
+        batch.add(Sequence.random(100 * seed + name, rng))
+    for _ in range(8):
+        batch.step()
+    batch.land()
+    for row in batch.rows:
+        for position, token in enumerate(row.generated):
+            logits = random_logits(row.name, position)
+            wanted = expected(row.sampling, row.prompt, row.generated[:position], logits)
+            assert token == wanted, f"seed {seed}, position {position}: {row.sampling}"
+
+
+def test_greedy_is_argmax_whatever_stands_beside_it():
+    best = int(np.argmax(LOGITS))
+    for others in ([], [Sampling(temperature=5, seed=1), Sampling(temperature=1, top_k=2, logprobs=3)]):
+        batch = BatchSampler(50, frozenset({best}))
+        for row in [*others, Sampling(temperature=0), Sampling(temperature=1e-30)]:
+            batch.add(row, [1], [])
+        tokens = np.array(batch(mx.broadcast_to(LOGITS, (len(batch), 50))).tokens)
+        assert tokens[-2:].tolist() == [best, best]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_frequencies_follow_the_softmax(temperature: float):
+    expected = np.array(mx.softmax(LOGITS[0] / temperature))
+    check_frequencies(draws(Sampling(temperature=temperature, seed=3), 20_000), expected)
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.3])
+def test_min_p_draws_from_what_is_likely_enough(min_p: float):
+    probabilities = np.array(mx.softmax(LOGITS[0] / 1.5))
+    kept = np.where(probabilities >= min_p * probabilities.max(), probabilities, 0)
+    assert 1 < (kept > 0).sum() < 50
+    check_frequencies(draws(Sampling(temperature=1.5, min_p=min_p, seed=4), 20_000), kept / kept.sum())
+
+
+@pytest.mark.parametrize("top_k", [0, 10])
+def test_top_p_draws_from_the_nucleus(top_k: int):
+    probabilities = np.array(mx.softmax(LOGITS[0]))
+    order = np.argsort(-probabilities)
+    nucleus = int(np.searchsorted(np.cumsum(probabilities[order]), 0.9)) + 1
+    kept = np.zeros(50)
+    members = order[: min(nucleus, top_k or nucleus)]
+    kept[members] = probabilities[members]
+    check_frequencies(draws(Sampling(top_p=0.9, top_k=top_k, seed=5), 20_000), kept / kept.sum())
+
+
+def check_frequencies(drawn: np.ndarray, expected: np.ndarray) -> None:
+    """Within four standard deviations of a binomial, for each of 50 tokens; none that cannot be."""
+    frequencies = np.bincount(drawn, minlength=50) / len(drawn)
+    assert (frequencies[expected == 0] == 0).all()
+    assert (np.abs(frequencies - expected) < 4 * np.sqrt(expected * (1 - expected) / len(drawn)) + 1e-4).all()
+
+
+def test_filters_always_leave_the_best_token():
+    best = {mx.argmax(LOGITS).item()}
+    assert set(draws(Sampling(temperature=5, top_k=1, seed=1), 50)) == best
+    assert set(draws(Sampling(temperature=1, top_p=1e-9, seed=1), 50)) == best
+    assert set(draws(Sampling(temperature=5, min_p=1, seed=1), 50)) == best
+
+
+def test_nothing_ends_before_min_tokens():
+    """Neither an end token nor a stop token comes before, whatever its bias; right after, it does."""
+    for ignore_eos, blocked in ((False, {3, 4}), (True, {4})):
+        for target in (3, 4):
+            batch = BatchSampler(50, frozenset({3}))
+            asked = {"min_tokens": 3, "ignore_eos": ignore_eos, "stop_token_ids": [4], "temperature": 0.0}
+            batch.add(Sampling(logit_bias=[(target, 1000.0)], **asked), [], [9])
+            tokens = [np.array(batch(LOGITS).tokens).item() for _ in range(3)]
+            first = int(np.argmax(LOGITS)) if target in blocked else target
+            assert tokens == [first, first, target]
+
+
+def test_logprobs_are_the_models_own():
+    """Natural logarithms of the softmax, best first, for who asks, whatever is done to the logits afterwards."""
+    batch = BatchSampler(50, frozenset())
+    asks = [3, None, 0, 60]
+    for asked in asks:
+        batch.add(Sampling(temperature=0.5, top_k=1, logit_bias=[(17, 100.0)], logprobs=asked), [17], [])
+    logits = mx.random.normal((4, 50), key=mx.random.key(1)) * 3
+    draw = batch(logits)
+    assert np.array(draw.tokens).tolist() == [17] * 4
+    exact = np.array(logits, dtype=np.float64)
+    exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    for row, (said, asked) in enumerate(zip(draw.logprobs(), asks, strict=True)):
+        if asked is None:
+            assert said is None
+            continue
+        assert said is not None
+        order = np.argsort(-exact[row])[:asked]
+        assert [token for token, _ in said[1]] == order.tolist()
+        np.testing.assert_allclose([said[0], *(value for _, value in said[1])], exact[row, [17, *order]], atol=1e-5)
+        assert type(said[0]) is float
+        assert all(type(token) is int and type(value) is float for token, value in said[1])
+
+
+def test_equally_likely_tokens_are_told_by_their_ids():
+    batch = BatchSampler(50, frozenset())
+    batch.add(Sampling(logprobs=4), [], [])
+    logits = mx.zeros((1, 50)).at[0, mx.array([40, 30, 20])].add(1)
+    (said,) = batch(logits).logprobs()
+    assert said is not None
+    assert [token for token, _ in said[1]][:3] == [20, 30, 40]
+
+
+def test_no_row_asks_no_logprobs():
+    batch = BatchSampler(50, frozenset())
+    batch.add(Sampling(temperature=0), [], [])
+    draw = batch(LOGITS)
+    assert (draw.chosen, draw.top_tokens, draw.top_logprobs) == (None, None, None)
+    assert draw.logprobs() == [None]
+    assert len(draw.arrays()) == 2
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_model_that_says_nonsense_is_found_out(broken: float):
+    for temperature in (0.0, 1.0):
+        batch = BatchSampler(50, frozenset())
+        for _ in range(3):
+            batch.add(Sampling(temperature=temperature), [], [])
+        logits = mx.concatenate([LOGITS, mx.full((1, 50), broken), LOGITS])
+        assert np.array(batch(logits).sound).tolist() == [True, False, True]
+
+
+def test_tokens_outside_the_vocabulary_change_nothing():
+    plain = Sampling(seed=8, repetition_penalty=1.5, min_tokens=5)
+    odd = dataclasses.replace(plain, logit_bias=[(50, 5.0), (-1, 5.0), (2**40, 5.0)], stop_token_ids=[-3, 50, 2**40])
+    tokens = []
+    for sampling, prompt in ((plain, [3]), (odd, [3, 50, -1, 10**6])):
+        batch = BatchSampler(50, frozenset())
+        batch.add(sampling, prompt, [])
+        tokens.append([np.array(batch(LOGITS).tokens).item() for _ in range(10)])
+    assert tokens[0] == tokens[1]
+
+
+def test_logits_of_another_batch_are_refused():
+    batch = BatchSampler(50, frozenset())
+    batch.add(Sampling(), [], [])
+    with pytest.raises(ValueError, match="1 rows of 50 logits"):
+        batch(mx.zeros((2, 50)))
+
+
+def test_choices_of_one_seed_differ_and_the_first_is_the_seeds_own():
+    rows = [draws(Sampling(temperature=3, seed=6, choice=choice), 40).tolist() for choice in range(4)]
+    assert len({tuple(row) for row in rows}) == 4
+    key = noise_key(6, 0)
+    noise = mx.random.gumbel((50,), key=mx.array([key >> 32, key & 0xFFFFFFFF], dtype=mx.uint32))
+    assert rows[0][0] == mx.argmax(LOGITS[0] / 3 + noise).item()
+
+
+def test_noise_keys_do_not_collide_for_neighbours():
+    keys = {noise_key(seed, position) for seed in range(-50, 50) for position in range(100)}
+    assert len(keys) == 10_000
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+def test_a_seed_says_the_same_in_every_version():
+    """Whoever kept a seed gets that answer again, and so does a row that goes on at a replica of another version."""
+    known = {
+        (0, 0): 0xA706DD2F4D197E6F,
+        (0, 1): 0x46B73E79F0C37C00,
+        (1, 0): 0x5E41AB087439611E,
+        (-1, 0): 0x5DC20AA7B2A27137,
+        (2**63, 5): 0xEE1979B8B7B6AD38,
+    }
+    assert {pair: noise_key(*pair) for pair in known} == known
+
+
+def test_all_biases_of_one_token_add_up():
+    """Each alone is too little to make it the likeliest."""
+    alone = float(mx.max(LOGITS) - LOGITS[0, 17]) * 0.7
+    for biases, drawn in (([(17, alone)], int(np.argmax(LOGITS))), ([(17, alone), (3, -1.0), (17, alone)], 17)):
+        batch = BatchSampler(50, frozenset())
+        batch.add(Sampling(temperature=0.0, logit_bias=biases), [], [])
+        assert np.array(batch(LOGITS).tokens).tolist() == [drawn]

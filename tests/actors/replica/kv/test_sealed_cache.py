@@ -1,0 +1,306 @@
+"""The position law for one layer: what a query sees depends on its position alone, not on chunks or company.
+
+The reference is attention written out: position by position, full blocks before its own as sealed, its own block as it
+is. Rows that go through caches in any other way must equal it within rounding, and each other to the last bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.replica.kv import attention, sealing
+from satchel.actors.replica.kv.sealed_cache import SealedKVCache, Shared, mask_of, step_of
+from satchel.actors.replica.kv.sealing import POLICIES, SealPolicy
+
+KV_HEADS, HEADS = 2, 4
+TOLERANCE = 2e-6
+Q4 = POLICIES["q4"]
+
+Row = tuple[mx.array, mx.array, mx.array]
+"""Queries, keys and values of one row, (1, heads, tokens, dim)."""
+
+
+def make_row(seed: int, tokens: int, key_dim: int = 64, value_dim: int = 64) -> Row:
+    """Keys with a constant part a channel, as models with biases have them."""
+    rng = np.random.default_rng(seed)
+    keys = rng.normal(size=(1, KV_HEADS, tokens, key_dim)) + 4 * rng.normal(size=(1, KV_HEADS, 1, key_dim))
+    queries = rng.normal(size=(1, HEADS, tokens, key_dim))
+    values = rng.normal(size=(1, KV_HEADS, tokens, value_dim))
+    arrays = [mx.array(array.astype(np.float32)) for array in (queries, keys, values)]
+    return arrays[0], arrays[1], arrays[2]
+
+
+def attend(cache: SealedKVCache, rows: Sequence[Row], starts: Sequence[int], count: int) -> mx.array:
+    """One call of a model's layer: (rows, heads, count, value_dim)."""
+    parts = []
+    for which in range(3):
+        spans = [row[which][:, :, start : start + count] for row, start in zip(rows, starts, strict=True)]
+        widths = [[(0, 0), (0, 0), (0, count - span.shape[2]), (0, 0)] for span in spans]
+        # What stands in the padding must not matter.
+        parts.append(mx.concatenate([mx.pad(s, w, constant_values=7.0) for s, w in zip(spans, widths, strict=True)]))
+    queries, keys, values = parts
+    mask = cache.make_mask(count, window_size=cache.window or None)
+    keys, values = cache.update_and_fetch(keys, values)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[3] ** -0.5, mask=mask)
+    mx.eval(out, cache.state)
+    return out
+
+
+def run_alone(
+    row: Row, chunks: Iterator[int], policy: SealPolicy = Q4, window: int = 0
+) -> tuple[np.ndarray, SealedKVCache]:
+    cache, done, outs = SealedKVCache(policy, window), 0, []
+    while done < row[0].shape[2]:
+        count = min(next(chunks), row[0].shape[2] - done)
+        outs.append(attend(cache, [row], [done], count))
+        done += count
+    return np.array(mx.concatenate(outs, axis=2)), cache
+
+
+def chunks_of(*sizes: int) -> Iterator[int]:
+    while True:
+        yield from sizes
+
+
+def expected(row: Row, policy: SealPolicy = Q4, window: int = 0) -> np.ndarray:
+    queries, keys, values = (np.array(array)[0].astype(np.float64) for array in row)
+    tokens = queries.shape[1]
+    whole = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    sealed_keys, sealed_values = np.zeros((2, 0)), np.zeros((2, 0))
+    if whole:
+        sealed = sealing.seal(row[1][:, :, :whole], row[2][:, :, :whole], policy)
+        pair = sealing.unseal(sealed, policy, row[2].shape[3], mx.float32)
+        sealed_keys, sealed_values = (np.array(array)[0].astype(np.float64) for array in pair)
+    out = np.zeros((HEADS, tokens, values.shape[2]))
+    for position in range(tokens):
+        block = position // BLOCK_TOKENS * BLOCK_TOKENS
+        seen_keys, seen_values = keys[:, block : position + 1], values[:, block : position + 1]
+        if block:
+            seen_keys = np.concatenate([sealed_keys[:, :block], seen_keys], axis=1)
+            seen_values = np.concatenate([sealed_values[:, :block], seen_values], axis=1)
+        if window:
+            seen_keys, seen_values = seen_keys[:, -window:], seen_values[:, -window:]
+        for head in range(HEADS):
+            group = head * KV_HEADS // HEADS
+            scores = seen_keys[group] @ queries[head, position] * queries.shape[2] ** -0.5
+            weights = np.exp(scores - scores.max())
+            out[head, position] = weights @ seen_values[group] / weights.sum()
+    return out[None]
+
+
+def sealed_bytes(cache: SealedKVCache, row: int = 0) -> list[bytes]:
+    blocks = cache.blocks(row, cache.first[row], cache.lengths[row] // BLOCK_TOKENS)
+    return [] if blocks is None else [np.array(array).tobytes() for array in blocks]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (40, 40)]
+)
+def test_every_head_size_attends_as_the_law_says(policy: SealPolicy, key_dim: int, value_dim: int):
+    row = make_row(1, 700, key_dim, value_dim)
+    out, _ = run_alone(row, chunks_of(300, 1, 77), policy)
+    want = expected(row, policy)
+    assert np.abs(out - want).max() <= TOLERANCE * np.abs(want).max()
+
+
+@pytest.mark.parametrize("window", [0, 100, 256, 300, 600])
+def test_chunks_do_not_matter(window: int):
+    """Neither for what attention gives nor for what is sealed."""
+    row = make_row(2, 1300)
+    want = expected(row, window=window)
+    whole, cache = run_alone(row, chunks_of(2000), window=window)
+    assert np.abs(whole - want).max() <= TOLERANCE * np.abs(want).max()
+    rng = random.Random(4)
+    sizes = {
+        # Over the ends of two blocks, or of a block and the window.
+        "one by one": chain([200], repeat(1, 150 if window in (100, 256, 300) else 450), repeat(1000)),
+        "64": chunks_of(64),
+        "256": chunks_of(256),
+        "512": chunks_of(512),
+        "1200": chunks_of(1200),
+        "ragged": iter(lambda: rng.choice([1, 2, 50, 255, 256, 257, 500]), 0),
+    }
+    for name, chunks in sizes.items():
+        out, other = run_alone(row, chunks, window=window)
+        assert np.abs(out - want).max() <= TOLERANCE * np.abs(want).max(), name
+        if window == 0:
+            assert np.array_equal(out, whole), name
+        assert other.first == cache.first
+        assert sealed_bytes(other) == sealed_bytes(cache), name
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("seed", range(2))
+def test_company_does_not_matter(window: int, seed: int):
+    """Rows join and leave at random, prefill together and decode together, and come out with their own bytes."""
+    rng = random.Random(seed)
+    lengths = [1, 255, 256, 257, 511, 700, 900, 30]
+    rows = {name: make_row(name, length) for name, length in enumerate(lengths)}
+    alone = {name: run_alone(row, chunks_of(200, 1), window=window) for name, row in rows.items()}
+    outs: dict[int, list[np.ndarray]] = {name: [] for name in rows}
+    waiting, batch, names = list(rows), SealedKVCache(Q4, window, lengths=[]), list[int]()
+    rng.shuffle(waiting)
+
+    def done(name: int) -> int:
+        return sum(part.shape[2] for part in outs[name])
+
+    while waiting or names:
+        joining = [waiting.pop() for _ in range(min(len(waiting), rng.choice([0, 1, 3])))]
+        if joining:
+            fresh = SealedKVCache.merge([SealedKVCache(Q4, window) for _ in joining])
+            counts = [rng.randint(max(1, lengths[name] - 300), lengths[name]) for name in joining]
+            fresh.prepare(lengths=counts, right_padding=[max(counts) - count for count in counts])
+            out = np.array(attend(fresh, [rows[name] for name in joining], [0] * len(joining), max(counts)))
+            fresh.finalize()
+            for index, (name, count) in enumerate(zip(joining, counts, strict=True)):
+                outs[name].append(out[index : index + 1, :, :count])
+            if names:
+                batch.extend(fresh)
+            else:
+                batch = fresh
+            names += joining
+        for _ in range(rng.choice([1, 5, 300])):
+            stay = [index for index, name in enumerate(names) if done(name) < lengths[name]]
+            for index in set(range(len(names))) - set(stay):
+                single = batch.extract(index)
+                assert single.lengths == [lengths[names[index]]]
+                assert sealed_bytes(single) == sealed_bytes(alone[names[index]][1])
+                opened = lengths[names[index]] % 256
+                for left, right in zip(single.tail(0, opened), alone[names[index]][1].tail(0, opened), strict=True):
+                    assert np.array_equal(np.array(left), np.array(right))
+            if len(stay) < len(names):
+                batch.filter(stay)
+                names = [names[index] for index in stay]
+            if not names:
+                break
+            out = np.array(attend(batch, [rows[name] for name in names], [done(name) for name in names], 1))
+            for index, name in enumerate(names):
+                outs[name].append(out[index : index + 1])
+    for name, (want, _) in alone.items():
+        got = np.concatenate(outs[name], axis=2)
+        assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max(), name
+        if window == 0:
+            assert np.array_equal(got, want), name
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_attending_to_codes_equals_attending_to_dequantized_blocks(policy: SealPolicy, dim: int):
+    rows = [make_row(seed, tokens + 1, dim, dim) for seed, tokens in enumerate([300, 256, 700])]
+    cache = SealedKVCache.merge([run_alone(r, chunks_of(1000), policy)[1] for r in map(short, rows)])
+    queries, keys, values = (mx.concatenate([row[i][:, :, -1:] for row in rows]) for i in range(3))
+    mask = cache.make_mask(1)
+    plain_keys, plain_values = cache.update_and_fetch(keys, values)
+    want = mx.fast.scaled_dot_product_attention(queries, plain_keys, plain_values, scale=dim**-0.5, mask=mask)
+    assert cache.view is not None
+    got = attention.attend(queries, cache.view, policy, dim**-0.5, mask)
+    assert np.abs(np.array(got) - np.array(want)).max() <= 1e-5 * np.abs(np.array(want)).max()
+
+
+def short(row: Row) -> Row:
+    return row[0][:, :, :-1], row[1][:, :, :-1], row[2][:, :, :-1]
+
+
+def test_rows_that_fill_a_block_at_the_same_step_are_sealed_each_for_itself():
+    """Neighbours of equal lengths together, between others."""
+    rows = [make_row(seed, length) for seed, length in enumerate([300, 270, 270, 290, 270])]
+    starts = [length - 20 for length in (300, 270, 270, 290, 270)]
+    alone = [run_alone(row, chunks_of(400))[0] for row in rows]
+    prefilled = [
+        run_alone((r[0][:, :, :start], r[1][:, :, :start], r[2][:, :, :start]), chunks_of(400))[1]
+        for r, start in zip(rows, starts, strict=True)
+    ]
+    batch = SealedKVCache.merge(prefilled)
+    for step in range(20):
+        out = np.array(attend(batch, rows, [start + step for start in starts], 1))
+        for index, (want, start) in enumerate(zip(alone, starts, strict=True)):
+            assert np.array_equal(out[index], want[0][:, start + step : start + step + 1])
+
+
+@pytest.mark.parametrize("window", [1, 256, 257, 600])
+def test_a_window_keeps_the_blocks_that_a_later_query_sees_and_no_others(window: int):
+    for length in (1, 255, 256, 300, 511, 512, 513, 811, 812, 1100):
+        _, cache = run_alone(make_row(3, length), chunks_of(300), window=window)
+        seen = range(max(0, length + 1 - window), length)
+        whole = length // BLOCK_TOKENS
+        dropped = [block for block in range(whole) if not {*seen} & {*range(block * 256, block * 256 + 256)}]
+        assert cache.first == [len(dropped)], length
+        assert len(sealed_bytes(cache)) == (0 if whole == len(dropped) else 6)
+        held = 0 if cache._sealed is None else cache._sealed.tokens // BLOCK_TOKENS
+        assert held == whole - len(dropped), "and their memory is free"
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_padding_sees_what_its_rows_last_token_sees(window: int):
+    """Never a column of the padding itself, and never nothing: that would be no number, which spreads to all rows."""
+    rng = random.Random(9)
+    for _ in range(200):
+        lengths = [rng.choice([0, 100, 255, 256, 300, 700]) for _ in range(rng.choice([1, 2, 4]))]
+        new = [rng.choice([1, 30, 156, 256, 257]) for _ in lengths]
+        count = max(new) + rng.choice([0, 7, 64])
+        first = [max(0, length - window + 1) // BLOCK_TOKENS if window else 0 for length in lengths]
+        mask = mask_of(step_of(lengths, first, new, count), lengths, first, count, window)
+        if mask is None:
+            continue
+        seen = np.array(mx.broadcast_to(mask, (len(lengths), 1, count, mask.shape[3])))[:, 0]
+        for row, own in enumerate(new):
+            assert (seen[row, own:] == seen[row, own - 1]).all(), (lengths, new, count)
+            assert seen[row].any(axis=-1).all(), (lengths, new, count)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_a_models_own_range_is_kept(dtype: mx.Dtype):
+    """Scales of bfloat16 keys are bfloat16: as float16 those of large ones would be no numbers."""
+    large = 3e4 if dtype == mx.float16 else 6e4 if dtype == mx.float32 else 1e30
+    row = make_row(8, 256)
+    keys, values = ((array * (large / 30)).astype(dtype) for array in row[1:])
+    sealed = sealing.seal(keys, values, Q4)
+    assert {array.dtype for array in (*sealed[1:3], *sealed[4:])} == {mx.float16 if dtype == mx.float32 else dtype}
+    for array, back in zip((keys, values), sealing.unseal(sealed, Q4, 64, dtype), strict=True):
+        wide, other = np.array(array.astype(mx.float32)), np.array(back.astype(mx.float32))
+        assert np.abs(other - wide).max() <= 0.1 * np.abs(wide).max()
+
+
+def test_sealed_blocks_take_what_the_formula_says():
+    keys, values = mx.zeros((1, 8, 256, 128), mx.bfloat16), mx.zeros((1, 8, 256, 128), mx.bfloat16)
+    sealed = sealing.seal(keys, values, Q4)
+    assert sealed.nbytes == 256 * sealing.sealed_token_bytes(8, 128, 128, Q4) <= 0.285 * (keys.nbytes + values.nbytes)
+    with pytest.raises(ValueError, match="no whole blocks"):
+        sealing.seal(keys[:, :, :255], values[:, :, :255], Q4)
+
+
+def test_layers_share_what_they_have_in_common():
+    shared = Shared()
+    caches = [SealedKVCache(Q4, lengths=[3, 300], shared=shared) for _ in range(2)]
+    assert caches[0].offset is caches[1].offset
+    assert caches[0].make_mask(1) is caches[1].make_mask(1)
+
+
+def test_one_padded_row_is_a_batch_like_any_other():
+    """Its columns are rounded up, so that a device meets few numbers of them; what it computes is not changed."""
+    row = make_row(6, 275)
+    want, other = run_alone(row, chunks_of(275))
+    cache, done = SealedKVCache.merge([SealedKVCache(Q4)]), 0
+    for count in (10, 64, 200, 1):
+        cache.prepare(lengths=[count], right_padding=[-count % 64])
+        part = (row[0][:, :, : done + count], row[1][:, :, : done + count], row[2][:, :, : done + count])
+        out = np.array(attend(cache, [part], [done], count + -count % 64))[:, :, :count]
+        cache.finalize()
+        assert np.array_equal(out, want[:, :, done : done + count]), count
+        done += count
+    assert sealed_bytes(cache) == sealed_bytes(other)
+
+
+def test_a_copy_keeps_every_bit_and_what_is_put_changes_no_other_array():
+    array = mx.array([[-0.0, 0.0, 1.5]], dtype=mx.bfloat16)
+    assert np.array(sealing.copied(array).view(mx.uint16)).tobytes() == np.array(array.view(mx.uint16)).tobytes()
+    changed = sealing.put(array, (slice(None), slice(0, 1)), mx.ones((1, 1), dtype=mx.bfloat16))
+    assert changed[0, 0].item() == 1 and array[0, 0].item() == 0

@@ -1,0 +1,489 @@
+"""The position law, and what one row may do to another: nothing.
+
+Float32 on the CPU, so "the same" means equal tokens from equal bits (teacher forcing is not needed).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+
+from satchel.actors.replica.execution.executor import Ready
+from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.kv import caches as kv_cache
+from tests.worlds.bench import Bench
+
+MakeBench = Callable[..., Bench]
+
+SAMPLING = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 5.0, "seed": 2, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 3, "top_k": 20},
+]
+
+
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """Every prompt's tokens from an engine of its own, without any cache."""
+    return [Bench(loaded).run("row", prompt, **SAMPLING[index % 4]).tokens for index, prompt in enumerate(prompts)]
+
+
+def test_batched_cached_and_chunked_rows_equal_the_row_alone(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
+):
+    """Rows join at random times and leave at different ones; the second round finds its prompts in the cache."""
+    rng = random.Random(0)
+    for chunk in (256, 1024):
+        engine = bench(prefill_chunk_tokens=chunk)
+        for round_name in ("cold", "cached"):
+            order = list(range(len(prompts)))
+            rng.shuffle(order)
+            for index in order:
+                engine.submit(f"{round_name}{index}", prompts[index], **SAMPLING[index % 4])
+                for _ in range(rng.randrange(4)):
+                    engine.turn()
+            engine.drain()
+            for index, tokens in enumerate(alone):
+                assert engine.rows[f"{round_name}{index}"].tokens == tokens
+        # All but the last token of a prompt comes from the cache, also of one whose last block the answer filled.
+        assert engine.rows["cached6"].cached == 299
+        assert [engine.rows[f"cached{index}"].cached for index in (3, 4, 5)] == [254, 255, 256]
+
+
+def test_preempted_rows_go_on_where_they_were(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
+    """Memory for about two of the longest rows: the others wait, are sent back, and say the same words."""
+    engine = bench(kv_tokens_max=1200)
+    for index, prompt in enumerate(prompts):
+        engine.submit(str(index), prompt, **SAMPLING[index % 4])
+    engine.drain()
+    assert [engine.rows[str(index)].tokens for index in range(len(prompts))] == alone
+
+
+def test_rows_that_give_their_places_to_another_flow_go_on_where_they_were(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
+):
+    engine = bench(rows_max=3)
+    for index, prompt in enumerate(prompts):
+        engine.submit(str(index), prompt, flow="greedy", **SAMPLING[index % 4])
+    while len(engine.engine.scheduler.decoding()) < 3:
+        engine.turn()
+    for index in (0, 1):
+        engine.submit(f"other {index}", prompts[index], flow="other", **SAMPLING[index])
+    # They begin where the greedy one stands now; with its next token they are behind.
+    engine.turn()
+    engine.turn()
+    running = engine.engine.scheduler.decoding()
+    assert "2" not in running and "other 0" in running
+    engine.drain()
+    assert [engine.rows[str(index)].tokens for index in range(len(prompts))] == alone
+    assert [engine.rows[f"other {index}"].tokens for index in (0, 1)] == alone[:2]
+
+
+def test_a_conversation_that_goes_on_prefills_only_what_is_new(bench: MakeBench, prompts: list[list[int]]):
+    """Prompt and answer of a turn are found again, whatever their length."""
+    for prompt in prompts:
+        engine = bench()
+        first = engine.run("first", prompt)
+        second = engine.run("second", prompt + first.tokens + [5, 6, 7])
+        assert second.cached == len(prompt) + len(first.tokens)
+
+
+def test_a_row_that_moves_to_another_replica_goes_on_as_if_nothing_had_happened(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
+):
+    for index, prompt in enumerate(prompts):
+        done = alone[index][:5]
+        row = bench().run("rest", prompt + done, generated=5, **{**SAMPLING[index % 4], "max_tokens": 7})
+        assert row.tokens == alone[index][5:]
+
+
+def test_a_long_prompt_lets_running_rows_go_on(
+    bench: MakeBench, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Between two tokens of a running row at most one step's prefill budget is computed."""
+    engine = bench()
+    engine.submit("runs", prompts[2], max_tokens=200)
+    for _ in range(5):
+        engine.turn()
+    executor = engine.engine.executor
+    computed: list[int] = []
+    prefill = executor.prefill
+    executor.prefill = lambda work: (computed.append(sum(len(tokens) for _, tokens in work)), prefill(work))[1]
+    engine.engine.pace.tokens_per_s = 1600.0
+    monkeypatch.setattr(engine.engine.pace, "note", lambda tokens, seconds: None)
+    rng = random.Random(5)
+    for index in range(2):
+        engine.submit(f"long{index}", [rng.randrange(3000) for _ in range(1500)], max_tokens=2)
+    while engine.engine.scheduler.pending_tokens or not computed:
+        before, chunks = len(engine.rows["runs"].tokens), sum(computed)
+        engine.turn()
+        assert len(engine.rows["runs"].tokens) == before + 1
+        assert sum(computed) - chunks <= engine.engine.scheduler.limits.prefill_chunk_tokens
+        assert sum(computed) - chunks <= 0.25 * 1600.0
+    assert sum(computed) == 2 * 1499
+
+
+def test_the_choices_of_one_request_compute_their_prompt_once(bench: MakeBench, prompts: list[list[int]]):
+    """They differ in their noise, and each says what it says alone."""
+    for index in (2, 6):
+        engine = bench()
+        for choice in range(4):
+            engine.submit(f"c{choice}", prompts[index], temperature=1.5, seed=9, choice=choice, choices=4)
+        engine.drain()
+        assert [engine.rows[f"c{choice}"].cached for choice in range(4)] == [0] + [len(prompts[index]) - 1] * 3
+        texts = [engine.rows[f"c{choice}"].tokens for choice in range(4)]
+        assert len({tuple(text) for text in texts}) == 4
+        for choice, text in enumerate(texts):
+            assert bench().run("alone", prompts[index], temperature=1.5, seed=9, choice=choice).tokens == text
+
+
+def test_prompts_with_a_common_beginning_compute_it_once(bench: MakeBench, prompts: list[list[int]]):
+    """Two whole blocks shared by six rows that arrive together."""
+    engine = bench(prefill_rows_max=6)
+    for row in range(6):
+        engine.submit(str(row), prompts[7][:512] + [row + 1] * 30)
+    engine.drain()
+    assert sorted(engine.rows[str(row)].cached or 0 for row in range(6)) == [0] + [512] * 5
+
+
+def test_stop_tokens_end_a_row_and_min_tokens_holds_them_back(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
+):
+    """`alone[4]` is greedy, so its tokens say where a stop token comes."""
+    words = alone[4]
+    at = words.index(words[3])
+    row = bench().run("r", prompts[4], stop_token_ids=[words[3]])
+    assert (row.finish, row.tokens) == ("stop", words[: at + 1])
+    later = bench().run("r", prompts[4], stop_token_ids=[words[3]], min_tokens=8)
+    assert words[3] not in later.tokens[:8]
+    assert later.tokens[:at] == words[:at]
+
+
+def test_logprobs_come_with_every_token_and_change_none(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
+):
+    """In company of rows that ask for none, or for fewer, and that join and leave."""
+    engine = bench()
+    for index in (2, 3, 4, 6):
+        asked = {2: 3, 4: 0}.get(index)
+        engine.submit(str(index), prompts[index], logprobs=asked, **SAMPLING[index % 4])
+        engine.turn()
+    engine.drain()
+    for index in (2, 3, 4, 6):
+        row = engine.rows[str(index)]
+        assert row.tokens == alone[index]
+        if index in (3, 6):
+            assert row.logprobs == []
+            continue
+        assert len(row.logprobs) == len(row.tokens)
+        wanted = {2: 3, 4: 0}[index]
+        for token, (chosen, best) in zip(row.tokens, row.logprobs, strict=True):
+            assert chosen <= 0 and len(best) == wanted
+            assert [value for _, value in best] == sorted((value for _, value in best), reverse=True)
+            if index == 4 or not wanted:
+                continue
+            assert all(chosen <= best[0][1] for _ in best) and (token != best[0][0] or chosen == best[0][1])
+
+
+def test_a_model_that_says_nothing_sensible_ends_that_row_only(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Logits that are not numbers, for one row of a batch."""
+    engine = bench()
+    executor = engine.engine.executor
+    model = executor._model
+
+    def broken(inputs: mx.array, cache: list) -> mx.array:
+        logits = model(inputs, cache=cache)
+        names = [row.row_id for row in executor._rows]
+        if inputs.shape[1] == 1 and "bad" in names:
+            factor = mx.array([float("nan") if name == "bad" else 1.0 for name in names])
+            logits = logits * factor[:, None, None]
+        return logits
+
+    monkeypatch.setattr(executor, "_model", broken)
+    for name, index in (("2", 2), ("bad", 3), ("6", 6)):
+        engine.submit(name, prompts[index], **SAMPLING[index % 4])
+    engine.drain()
+    assert (engine.rows["bad"].finish, engine.rows["bad"].tokens) == ("error", [])
+    assert engine.rows["2"].tokens == alone[2] and engine.rows["6"].tokens == alone[6]
+
+
+def test_an_aborted_row_leaves_within_one_step(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
+    engine = bench()
+    for index in (2, 3, 4):
+        engine.submit(str(index), prompts[index], **{**SAMPLING[index % 4], "max_tokens": 12 if index != 3 else 500})
+    for _ in range(6):
+        engine.turn()
+    assert engine.engine.scheduler.running == 3
+    engine.engine.abort(("3", "unknown"))
+    engine.turn()
+    assert engine.engine.scheduler.row("3") is None
+    assert engine.rows["3"].finish == "abort"
+    engine.drain()
+    assert engine.rows["2"].tokens == alone[2]
+    assert engine.rows["4"].tokens == alone[4]
+
+
+@pytest.mark.parametrize("where", ["prefill", "step"])
+def test_a_failing_row_ends_alone(
+    bench: MakeBench,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engine = bench()
+    executor = engine.engine.executor
+    prefill, step = executor.prefill, executor.step
+
+    def failing_prefill(work: list[tuple[str, list[int]]]) -> None:
+        if any(row_id == "bad" for row_id, _ in work):
+            raise RuntimeError("injected")
+        prefill(work)
+
+    def failing_step() -> list[Ready]:
+        if "bad" in engine.engine.scheduler.decoding():
+            raise RuntimeError("injected")
+        return step()
+
+    if where == "prefill":
+        monkeypatch.setattr(executor, "prefill", failing_prefill)
+    else:
+        monkeypatch.setattr(executor, "step", failing_step)
+    for index in (2, 3):
+        engine.submit(str(index), prompts[index], **SAMPLING[index % 4])
+    engine.turn()
+    engine.submit("bad", prompts[5])
+    engine.submit("6", prompts[6], **SAMPLING[2])
+    engine.drain()
+    bad = engine.rows["bad"]
+    assert (bad.finish, bad.tokens) == ("error", [])
+    assert bad.error is not None and bad.error["kind"] == "GenerationFailed"
+    for index in (2, 3, 6):
+        assert engine.rows[str(index)].tokens == alone[index]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_prompt_that_breaks_among_others_ends_alone(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], together: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Three prompts share a step; the model fails on one of them after it has changed half of its caches."""
+    engine = bench(prefill_chunk_tokens=2048)
+    engine.engine.pace.tokens_per_s = 10_000.0
+    executor = engine.engine.executor
+    executor.batched_prefill = together
+    model, bad = executor._model, prompts[6][5:20]
+
+    def breaking(inputs: mx.array, cache: list) -> mx.array:
+        rows: list[list[int]] = inputs.tolist()  # type: ignore[assignment]
+        if inputs.shape[1] > 1 and any(row[5:20] == bad for row in rows):
+            for layer in cache[:3]:
+                heads = mx.zeros((inputs.shape[0], 2, inputs.shape[1], 64))
+                layer.update_and_fetch(heads, heads)
+            raise RuntimeError("injected")
+        return model(inputs, cache=cache)
+
+    monkeypatch.setattr(executor, "_model", breaking)
+    for name, index in (("2", 2), ("bad", 6), ("4", 4)):
+        engine.submit(name, prompts[index], **SAMPLING[index % 4])
+    engine.drain()
+    assert engine.rows["bad"].finish == "error"
+    assert engine.rows["2"].tokens == alone[2] and engine.rows["4"].tokens == alone[4]
+
+
+def test_a_batch_that_breaks_while_a_row_joins_ends_that_row_only(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Half of the layers have the row and half do not: the batch is of no use, its rows run again."""
+    engine = bench()
+    extend = kv_cache.extend
+    guilty = []
+
+    def breaking_extend(batch: list, other: list) -> None:
+        extend(batch[:3], other[:3])
+        if any("bad" in engine.engine.executor._joining for _ in batch):
+            guilty.append("bad")
+            raise RuntimeError("injected")
+        extend(batch[3:], other[3:])
+
+    monkeypatch.setattr(kv_cache, "extend", breaking_extend)
+    for index in (2, 3):
+        engine.submit(str(index), prompts[index], **SAMPLING[index % 4])
+    for _ in range(4):
+        engine.turn()
+    engine.submit("bad", prompts[5])
+    engine.drain()
+    assert guilty
+    for index in (2, 3):
+        assert engine.rows[str(index)].tokens == alone[index]
+    assert engine.rows["bad"].finish == "error"
+
+
+def test_a_first_token_is_told_before_the_next_step_is_made_ready(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Where that step then fails, the row goes on behind that token; of three rows two do not wait for the third."""
+    engine = bench()
+    executor = engine.engine.executor
+    told: list[tuple[int, ...]] = []
+    names = ["a", "b"]
+    step, failing = executor.step, {2}
+
+    def watched() -> list[Ready]:
+        told.append(tuple(len(engine.rows[name].tokens) if name in engine.rows else 0 for name in names))
+        if len(told) in failing:
+            raise RuntimeError("injected")
+        return step()
+
+    monkeypatch.setattr(executor, "step", watched)
+    engine.submit("a", prompts[1], **SAMPLING[1])
+    engine.submit("b", prompts[2], **SAMPLING[2])
+    while len(told) < 5:
+        engine.turn()
+    # The second step failed; suspects run one by one: first `a` from its second token on.
+    assert told[:2] == [(0, 0), (1, 1)]
+    before = len(told)
+    names.append("c")
+    engine.submit("c", prompts[3], **SAMPLING[3])
+    while not engine.rows.get("c") or not engine.rows["c"].tokens:
+        engine.turn()
+    assert len(engine.rows["a"].tokens) < 12 and len(engine.rows["b"].tokens) < 12, "all three are under way"
+    assert all(lengths[2] == 0 for lengths in told[before:])
+    engine.drain()
+    assert [engine.rows[name].tokens for name in ("a", "b", "c")] == [alone[1], alone[2], alone[3]]
+
+
+def test_an_answer_whose_memory_cannot_be_kept_is_an_answer(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    engine = bench()
+
+    def failing_cut(*arguments: object) -> None:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(engine.engine.executor, "cut", failing_cut)
+    row = engine.run("r", prompts[6], **SAMPLING[2])
+    assert (row.finish, row.tokens) == ("length", alone[6])
+    assert engine.engine.prefixes.nbytes == 0
+
+
+def test_the_model_ends_a_row_by_itself_unless_told_not_to(loaded: LoadedModel, prompts: list[list[int]]):
+    longer = Bench(loaded).run("r", prompts[2], ignore_eos=True, max_tokens=50)
+    assert (longer.finish, len(longer.tokens)) == ("length", 50)
+    ender = longer.tokens[20]
+    ending = dataclasses.replace(loaded, eos_token_ids=frozenset({ender}))
+    row = Bench(ending).run("r", prompts[2], ignore_eos=False, max_tokens=50)
+    assert row.finish == "stop"
+    assert row.tokens == longer.tokens[: longer.tokens.index(ender) + 1]
+    told = Bench(ending).run("r", prompts[2], ignore_eos=True, max_tokens=50)
+    assert told.tokens == longer.tokens
+
+
+def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
+    engine = bench(rows_max=1, queue_requests_max=1, kv_tokens_max=2000)
+    engine.submit("empty", [])
+    engine.submit("vocabulary", [loaded.vocabulary_size])
+    engine.submit("context", [1] * loaded.context_tokens)
+    engine.submit("memory", [1] * 2001)
+    for name in ("runs", "waits", "too many"):
+        engine.submit(name, [1, 2, 3], max_tokens=5)
+    engine.submit("runs", [1, 2, 3])
+    engine.turn()
+    kinds = {name: type(error).__name__ for name, error in engine.refused.items()}
+    assert kinds == {
+        "empty": "InvalidRequest",
+        "vocabulary": "InvalidRequest",
+        "context": "ContextLengthExceeded",
+        "memory": "ContextLengthExceeded",
+        "too many": "QueueFull",
+        "runs": "Unavailable",
+    }
+    assert "2001" in engine.refused["memory"].message
+    engine.drain()
+    assert {row.finish for row in engine.rows.values()} == {"length"}
+    engine.engine.drain()
+    engine.submit("late", [1, 2, 3])
+    engine.turn()
+    assert type(engine.refused["late"]).__name__ == "Draining"
+
+
+def test_a_row_past_its_deadline_ends_with_an_error(bench: MakeBench):
+    engine = bench()
+    engine.submit("late", [1, 2, 3], max_tokens=5000, deadline_s=0.2)
+    engine.turn()
+    time.sleep(0.25)
+    engine.turn()
+    row = engine.rows["late"]
+    assert row.finish == "error"
+    assert row.error is not None and row.error["kind"] == "DeadlineExceeded"
+    assert engine.engine.scheduler.running == 0
+
+
+def test_a_draining_engine_can_end_its_rows(bench: MakeBench):
+    engine = bench()
+    engine.submit("r", [1, 2, 3], max_tokens=5000)
+    engine.turn()
+    engine.engine.end_all()
+    engine.turn()
+    assert engine.rows["r"].finish == "error"
+    assert engine.engine.scheduler.running == 0
+
+
+def test_memory_for_prefixes_is_bounded(bench: MakeBench, prompts: list[list[int]]):
+    engine = bench()
+    engine.engine.prefixes.bytes_max = 400 * engine.loaded.spec.bytes_per_token
+    for index, prompt in enumerate(prompts):
+        engine.run(str(index), prompt, max_tokens=2)
+        assert engine.engine.prefixes.nbytes <= engine.engine.prefixes.bytes_max
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_that_happens_to_one_row_changes_the_words_of_another(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Random arrivals, aborts, duplicates, deadlines, preemption, and failures in every call of the executor."""
+    rng = random.Random(seed)
+    engine = bench(
+        kv_tokens_max=rng.choice([800, 1300, 5000]), rows_max=rng.choice([1, 3, 6]), prefill_chunk_tokens=256
+    )
+    executor = engine.engine.executor
+    for name in ("open", "prefill", "step", "cut", "join"):
+        monkeypatch.setattr(executor, name, sometimes_failing(getattr(executor, name), rng, seed * 0.03))
+    asked: dict[str, int] = {}
+    for turn in range(70):
+        if rng.random() < 0.3:
+            index, name = rng.randrange(len(prompts)), f"r{turn}"
+            asked[name] = index
+            deadline_s = rng.choice([600, 600, 600, 0.05])
+            flow = rng.choice(["", "", "other", f"made up {turn}"])
+            for _ in range(rng.choice([1, 1, 1, 2])):
+                engine.submit(name, prompts[index], deadline_s=deadline_s, flow=flow, **SAMPLING[index % 4])
+        if asked and rng.random() < 0.1:
+            engine.engine.abort((rng.choice(list(asked)), "unknown"))
+        engine.turn()
+    engine.drain()
+    for name, index in asked.items():
+        row = engine.rows.get(name)
+        if row is None:
+            assert name in engine.refused, f"seed {seed}: {name} is lost"
+            continue
+        assert row.finish is not None, f"seed {seed}: {name} never ended"
+        assert row.tokens == alone[index][: len(row.tokens)], f"seed {seed}: {name} says something else"
+        assert row.finish != "length" or row.tokens == alone[index]
+    assert engine.engine.active == []
+
+
+def sometimes_failing(call: Callable[..., object], rng: random.Random, share: float) -> Callable[..., object]:
+    def attempt(*arguments: object) -> object:
+        if rng.random() < share:
+            raise RuntimeError("injected")
+        return call(*arguments)
+
+    return attempt

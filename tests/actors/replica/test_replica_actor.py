@@ -1,0 +1,115 @@
+"""The replica's shell without Ray: what it refuses before anything is computed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from satchel.actors.protocol.clients import ReplicaClient
+from satchel.actors.protocol.messages import GenerateRequest, Sampling
+from satchel.actors.replica import actor
+from satchel.actors.replica import reports as engine_reports
+from satchel.actors.replica.actor import ReplicaActor
+from satchel.actors.replica.delivery import Counters
+from satchel.actors.replica.reports import EngineReports
+from satchel.cluster.config import Model, Scheduling
+from satchel.cluster.errors import SatchelError, Unavailable
+from satchel.cluster.nodes import Node
+from tests.worlds.direct import Direct
+
+OWN, OTHER = b"o" * 32, b"x" * 32
+
+
+class Engine:
+    """Takes every row."""
+
+    def __init__(self) -> None:
+        self.loaded = SimpleNamespace(model_id=OWN)
+        self.taken: list[str] = []
+
+    def submit(self, message: GenerateRequest, reply: object, *restored: object) -> None:
+        assert callable(reply)
+        self.taken.append(message.request_id)
+        reply(None)
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> ReplicaActor:
+    monkeypatch.setattr(ReplicaActor, "_run_engine", lambda self: None)
+    monkeypatch.setattr(ReplicaActor, "_end_when_unwanted", lambda self: None)
+    actor = ReplicaActor("m-0", Model(name="m", source="s"), Scheduling(), Node(name="mac0"), 1)
+    actor._engine = Engine()  # type: ignore[assignment]
+    return actor
+
+
+def client(replica: ReplicaActor) -> ReplicaClient:
+    return ReplicaClient("m-0", Direct(lambda: replica))
+
+
+async def test_a_request_made_for_another_model_id_is_refused(replica: ReplicaActor):
+    """As where a replica came back with an update behind the router's back: its KV would be kept under the names of
+    what computes otherwise. It may be tried again."""
+
+    async def submitted(name: str, model_id: bytes) -> SatchelError | None:
+        request = GenerateRequest(name, "c", "m", "", [1], [], bytes(32), Sampling(), model_id=model_id)
+        try:
+            return await client(replica).submit(request)
+        except SatchelError as error:
+            return error
+
+    refusal = await submitted("r", OTHER)
+    assert isinstance(refusal, Unavailable) and "computes otherwise" in refusal.message
+    assert await submitted("r", OWN) is None, "and it left nothing behind"
+    assert await submitted("s", b"") is None, "nobody has said"
+    assert replica._engine.taken == ["r", "s"]  # type: ignore[union-attr]
+
+
+async def test_an_engine_that_stands_still_makes_the_replica_not_ready(
+    replica: ReplicaActor, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replica._watchdog, "is_slow", lambda part: part == "engine")
+    monkeypatch.setattr(replica._engine, "counters", Counters(), raising=False)
+    numbers = MagicMock(running=0, blocks=0, nbytes=0, features=MagicMock(hits=0, encodes=0, nbytes=0))
+    for name in ("scheduler", "prefixes", "pictures"):
+        monkeypatch.setattr(replica._engine, name, numbers, raising=False)
+    for name in ("waiting", "failed_checks"):
+        monkeypatch.setattr(replica._engine, name, 0, raising=False)
+    replica._engine.loaded.identity = SimpleNamespace(computing={})  # type: ignore[union-attr]
+    assert (await client(replica).stats()).answers is False
+    monkeypatch.setattr(replica._watchdog, "is_slow", lambda part: False)
+    assert (await client(replica).stats()).answers is True
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_replica_whose_engine_stands_still_tells_the_router_nothing(slow: bool, monkeypatch: pytest.MonkeyPatch):
+    told: list[object] = []
+    monkeypatch.setattr(engine_reports, "tell_router", lambda report: told.append(report) or True)
+    reports = EngineReports("m-0", "m", "mac0", MagicMock(), None, lambda: slow)  # type: ignore[arg-type]
+    reports._events_taken = True
+    assert reports._tell(MagicMock()) is not slow and len(told) == (not slow)
+
+
+@pytest.mark.parametrize("ended", [0, 3])
+def test_a_replica_that_ended_at_once_waits_and_says_so(
+    replica: ReplicaActor, ended: int, monkeypatch: pytest.MonkeyPatch
+):
+    waited: list[float] = []
+    monkeypatch.setattr(actor.time, "sleep", waited.append)
+    monkeypatch.setattr(actor.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
+    monkeypatch.setattr(actor.registry, "note_start", lambda name, again: ended if again and name == "m-0" else 99)
+    replica._pause()
+    assert waited == ([4.0] if ended else [])
+    assert ("waiting for 4 s" in replica._loading.what) is bool(ended)
+
+
+def test_a_replica_starts_though_the_control_store_does_not_answer(
+    replica: ReplicaActor, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(name: str, again: bool) -> int:
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(actor.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
+    monkeypatch.setattr(actor.registry, "note_start", fails)
+    replica._pause()

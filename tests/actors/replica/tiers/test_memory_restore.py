@@ -1,0 +1,398 @@
+"""What is read back from disk: the same bytes, as far as they are proven, and no more memory than is counted."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from satchel.actors.kv_store.disk.segment_reader import Failure, read_header
+from satchel.actors.kv_store.disk.segments import grouped, model_folder, write_segment
+from satchel.actors.kv_store.disk.shelf import DiskLimits
+from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, block_ids, root_id
+from satchel.actors.protocol.entries import Entry, Location
+from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.kv import caches as kv_cache
+from satchel.actors.replica.kv import sealing
+from satchel.actors.replica.kv.caches import BlockRun, LayerKind, LayerSpec, ModelCacheSpec, Slab
+from satchel.actors.replica.kv.prefix import Hit
+from satchel.actors.replica.kv.sealed_cache import SealedKVCache
+from satchel.actors.replica.kv.sealing import POLICIES
+from satchel.actors.replica.tiers import restores, slab_codec
+from satchel.actors.replica.tiers.disk_tier import read_slabs
+from satchel.actors.replica.tiers.memory import Restored, RowMemory
+
+from .test_disk_tier import AGENT, Node, node, process, prompt_of, write_down
+
+__all__ = ["node"]
+
+MODEL = bytes(32)
+HEADS, DIM, LAYERS = 2, 64, 3
+
+
+def spec_of(policy: str) -> ModelCacheSpec:
+    found = POLICIES.get(policy)
+    layer = LayerSpec(LayerKind.FULL, 0, 64, sealed=found is not None)
+    window = LayerSpec(LayerKind.WINDOW, 300, 64, sealed=found is not None)
+    return ModelCacheSpec((layer, window, *[layer] * (LAYERS - 2)), 64, 64, found)
+
+
+def slab_of(spec: ModelCacheSpec, seed: int, dtype: mx.Dtype, window_from: int = 0) -> Slab:
+    """A block of random KV; its window layer is left out where nothing of it is kept."""
+    layers: list[Any] = []
+    for number, layer in enumerate(spec.layers):
+        if layer.window and window_from == BLOCK_TOKENS:
+            layers.append(None)
+            continue
+        keys, values = (
+            mx.random.normal((1, HEADS, BLOCK_TOKENS, DIM), key=mx.random.key(seed * 100 + number * 2 + part)).astype(
+                dtype
+            )
+            for part in (0, 1)
+        )
+        layers.append(sealing.seal(keys, values, spec.policy) if spec.policy else (keys, values))
+    slab = Slab(layers, BLOCK_TOKENS, window_from)
+    mx.eval(slab.arrays())
+    return slab
+
+
+class Files:
+    """Blocks on disk, and the locations of them."""
+
+    def __init__(self, root: Path, spec: ModelCacheSpec, slabs: list[Slab]) -> None:
+        self.spec, self.slabs, parent = spec, slabs, root_id(MODEL, "tenant:test")
+        entries = []
+        for number, slab in enumerate(slabs):
+            tokens = [number] * BLOCK_TOKENS
+            parts = slab_codec.to_parts(spec, slab)
+            entries.append(Entry(block_id(parent, tokens), parent, tokens, parts, window_from=slab.window_from))
+            parent = entries[-1].id
+        with DiskStore(root, session="s", limits=DiskLimits(bytes_max=2**30)) as store:
+            self.root, self.key = store.root, store.key
+            for group in grouped(entries):
+                written = {"session": "s", "epoch": store.epoch, "now_s": time.time()}
+                store.commit(write_segment(store.root, store.key, MODEL, group, **written))
+            located = store.locate(MODEL, [entry.id for entry in entries])
+            self.where: list[Location] = [location for location in located if location is not None]
+
+    def read(self) -> tuple[list[Slab | Failure], BlockRun | None]:
+        return read_slabs(self.spec, self.root, self.key, self.where, joins=True)
+
+    def damage(self, block: int, part: str) -> None:
+        """Flip one bit of one array of a block."""
+        location = self.where[block]
+        path = model_folder(self.root, MODEL) / location.name
+        header = read_header(path, self.key)
+        number = [each.name for each in header.parts].index(part)
+        data = bytearray(path.read_bytes())
+        data[header.offsets[number] + location.slot * header.parts[number].nbytes + 7] ^= 4
+        path.write_bytes(data)
+
+
+def bytes_of(array: mx.array) -> bytes:
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
+
+
+def same(left: list[mx.array], right: list[mx.array]) -> bool:
+    return all(
+        one.dtype == two.dtype and one.shape == two.shape and bytes_of(one) == bytes_of(two)
+        for one, two in zip(left, right, strict=True)
+    )
+
+
+def filled(spec: ModelCacheSpec, slabs: list[Slab], tail: Slab | None = None, used: int = 0) -> list[list[mx.array]]:
+    """The arrays of caches that were opened with the slabs."""
+    if spec.policy is not None:
+        caches: list[Any] = [SealedKVCache(spec.policy, layer.window) for layer in spec.layers]
+    else:
+        caches = [
+            kv_cache.RotatingKVCache(layer.window) if layer.window else kv_cache.KVCache() for layer in spec.layers
+        ]
+    kv_cache.restore(spec, caches, slabs, tail, used)
+    return [
+        [array for array in cache.state if isinstance(array, mx.array)] if spec.policy else [cache.keys, cache.values]
+        for cache in caches
+    ]
+
+
+@pytest.mark.parametrize("policy", ["q4", "k8v4", "fp16"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 5, 18])
+def test_a_row_opened_from_a_run_has_the_bytes_of_one_never_stored(
+    tmp_path: Path, policy: str, dtype: mx.Dtype, count: int
+):
+    """18 blocks are two files. The early blocks lack the window layer, whose shapes so differ from file to file."""
+    spec = spec_of(policy)
+    slabs = [slab_of(spec, seed, dtype, BLOCK_TOKENS if seed < count - 3 else 0) for seed in range(count)]
+    read, run = Files(tmp_path / "kv", spec, slabs).read()
+    good = [slab for slab in read if not isinstance(slab, Failure)]
+    assert len(good) == count and all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, good, strict=True))
+    assert (run is None) == (count == 1)
+    if run is not None:
+        assert run.layers[0] is not None and run.layers[1] is None and run.tokens == count * BLOCK_TOKENS
+        for hot in (0, 1):
+            opened = [*slabs[:hot], run] if not hot else [slab_of(spec, 99, dtype), run]
+            plain = [*opened[:-1], *slabs]
+            for left, right in zip(filled(spec, plain), filled(spec, opened), strict=True):
+                assert same(left, right)
+
+
+@pytest.mark.parametrize("policy", ["q4", "fp16"])
+@pytest.mark.parametrize("count", [1, 2, 18])
+def test_a_row_opened_from_blocks_read_for_a_gpu_has_the_bytes_of_one_never_stored(
+    tmp_path: Path, policy: str, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Layers that are alike have their memory together, and are joined together; beside blocks that do not, one by
+    one."""
+    spec = spec_of(policy)
+    slabs = [slab_of(spec, seed, mx.bfloat16, BLOCK_TOKENS if seed < count - 3 else 0) for seed in range(count)]
+    files = Files(tmp_path / "kv", spec, slabs)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+        read, run = files.read()
+    good = [slab for slab in read if not isinstance(slab, Failure)]
+    assert run is None and len(good) == count and all(list(slab.stacks) == [(0, 2)] for slab in good)
+    assert all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, good, strict=True))
+    for opened in (good, [*slabs[: count // 2], *good[count // 2 :]]):
+        for left, right in zip(filled(spec, slabs), filled(spec, opened), strict=True):
+            assert same(left, right)
+
+
+def test_layers_that_are_alike_but_for_their_shapes_are_read_one_by_one():
+    """And one that lacks a part is no slab."""
+    spec = spec_of("fp16")
+    arrays = {"keys": np.ones((1, 2, 4, 8), np.float32), "values": np.zeros((1, 2, 4, 8), np.float32)}
+    reader = slab_codec.SlabReader(spec, 1, stacked=True)
+    reader.take("0.keys", [0], arrays["keys"][None])
+    with pytest.raises(ValueError, match="layer 0 has no KV"):
+        reader.slab(0, 4)
+    for last, stacks in (((1, 2, 4, 8), [(0, 2)]), ((1, 1, 4, 16), [])):
+        reader = slab_codec.SlabReader(spec, 1, stacked=True)
+        for name, array in arrays.items():
+            reader.take(f"0.{name}", [0], array[None])
+            reader.take(f"2.{name}", [0], array.reshape(last)[None])
+        slab = reader.slab(0, 4, window_from=4)
+        assert list(slab.stacks) == stacks
+        for layer, shape in ((0, (1, 2, 4, 8)), (2, last)):
+            entry = slab.layers[layer]
+            assert entry is not None and same(list(entry), [mx.ones(shape), mx.zeros(shape)])
+
+
+@pytest.mark.parametrize("policy", ["q4", "fp16"])
+def test_a_row_opened_with_a_part_of_a_tail_has_the_bytes_of_layers_joined_one_by_one(policy: str):
+    spec = spec_of(policy)
+    blocks = [slab_of(spec, seed, mx.float16) for seed in range(2)]
+    tail = slab_of(spec_of("fp16"), 3, mx.float16)
+
+    def together(slab: Slab) -> Slab:
+        first, last = slab.layers[0], slab.layers[2]
+        assert first is not None and last is not None
+        whole = [mx.concatenate(list(pair)) for pair in zip(first, last, strict=True)]
+        entry = sealing.Sealed(*whole) if isinstance(first, sealing.Sealed) else (whole[0], whole[1])
+        assert slab.layers[1] is not None
+        return Slab.of(LAYERS, {(0, 2): entry, (1,): slab.layers[1]}, slab.tokens)
+
+    for used in (1, 100):
+        plain = filled(spec, blocks, tail, used)
+        joined = filled(spec, [together(block) for block in blocks], together(tail), used)
+        assert all(same(left, right) for left, right in zip(plain, joined, strict=True))
+
+
+@pytest.mark.parametrize("part", ["0.key_codes", "1.value_scales", "2.value_biases"])
+@pytest.mark.parametrize("block", [0, 1, 4])
+def test_a_damaged_part_of_any_layer_ends_what_can_be_used(tmp_path: Path, part: str, block: int):
+    """Parts of the block may have come before the one that fails; none of them is used, in no run either."""
+    spec = spec_of("q4")
+    slabs = [slab_of(spec, seed, mx.float16) for seed in range(5)]
+    files = Files(tmp_path / "kv", spec, slabs)
+    files.damage(block, part)
+    read, run = files.read()
+    good = [slab for slab in read[:block] if not isinstance(slab, Failure)]
+    assert run is None and len(good) == block and len(read) == 5
+    assert all(isinstance(slab, Failure) for slab in read[block:])
+    failure = read[block]
+    assert isinstance(failure, Failure) and not failure.missing and part in failure.reason
+    assert all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, good, strict=False))
+
+
+def test_a_block_that_stays_keeps_no_other_in_memory(tmp_path: Path):
+    """What the prefix cache counts for a block is what it takes, whatever it was read with."""
+    spec = spec_of("q4")
+    files = Files(tmp_path / "kv", spec, [slab_of(spec, seed, mx.float16) for seed in range(16)])
+    files.slabs.clear()
+    gc.collect()
+    before = mx.get_active_memory()
+    read, run = files.read()
+    good = [slab for slab in read if not isinstance(slab, Failure)]
+    assert run is not None and any(array.nbytes > 0 for entry in run.layers if entry is not None for array in entry)
+    whole = mx.get_active_memory() - before
+    del read[1:], good[1:], run
+    gc.collect()
+    kept = mx.get_active_memory() - before
+    assert kept <= 1.2 * good[0].nbytes < whole / 16, f"{kept} bytes for a block of {good[0].nbytes}"
+
+
+def test_a_file_of_another_model_is_no_slab(tmp_path: Path):
+    wrong = spec_of("fp16")
+    files = Files(tmp_path / "kv", wrong, [slab_of(wrong, seed, mx.float16) for seed in range(3)])
+    layer = wrong.layers[0]
+    files.spec = ModelCacheSpec((layer,) * (LAYERS + 2), 64, 64, None)
+    read, run = files.read()
+    assert run is None and all(isinstance(slab, Failure) and not slab.missing for slab in read[:1])
+    files.spec = ModelCacheSpec((layer,), 64, 64, None)
+    read, run = files.read()
+    failure = read[0]
+    assert isinstance(failure, Failure) and "not a slab of this model" in failure.reason
+
+
+def test_a_run_serves_the_row_that_it_was_read_for_and_is_gone_then(
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """A row that leaves while it is read back leaves nothing."""
+    bench, disk = process(loaded, node)
+    want = bench.run("row", prompt_of(800), agent=AGENT)
+    write_down(bench, disk)
+    other, _ = process(loaded, node)
+    opened: list[list[Slab]] = []
+    executor = other.engine.executor
+    open_row = executor.open
+    monkeypatch.setattr(
+        executor, "open", lambda name, slabs, *rest: (opened.append(slabs), open_row(name, slabs, *rest))
+    )
+    got = other.run("again", prompt_of(800), agent=AGENT)
+    assert (got.tokens, got.cached) == (want.tokens, 799)
+    assert isinstance(opened[0][0], BlockRun)
+    third, _ = process(loaded, node)
+    third.submit("leaves", prompt_of(800), agent=AGENT)
+    third.engine.step()
+    assert len(third.engine.restores) == 1
+    third.engine.abort(("leaves",))
+    third.drain()
+    assert third.rows["leaves"].finish == "abort"
+    assert not third.engine.restores and not third.engine.prefixes.holders and not third.engine.prefixes.nbytes
+
+
+def test_a_run_is_used_only_where_it_is_what_was_found(loaded: LoadedModel):
+    """Not where memory finds less of it by then, or has copies of its own."""
+    spec = spec_of("q4")
+    slabs = [slab_of(spec, seed, mx.float16) for seed in range(4)]
+    run = BlockRun([None] * LAYERS, 2 * BLOCK_TOKENS, blocks=tuple(slabs[1:3]))
+    for found, wanted in (
+        (slabs, [slabs[0], run, slabs[3]]),
+        (slabs[:3], [slabs[0], run]),
+        (slabs[:2], slabs[:2]),
+        ([], []),
+        ([slabs[0], slab_of(spec, 1, mx.float16), slabs[2]], None),
+    ):
+        opened = RowMemory.slabs(Hit(list(found)), Restored(1, [], [], run))
+        assert [id(slab) for slab in opened] == [id(slab) for slab in (found if wanted is None else wanted)]
+
+
+def test_blocks_that_memory_has_are_not_read_again_and_the_rest_joins_them(loaded: LoadedModel, node: Node):
+    bench, disk = process(loaded, node)
+    want = bench.run("row", prompt_of(800), agent=AGENT)
+    write_down(bench, disk)
+    for hot in (300, 790):
+        other, disk = process(loaded, node)
+        other.run("begins", [*prompt_of(800)[:hot], 7])
+        before = disk.counters.restored_tokens
+        again = other.run("again", prompt_of(800), agent=AGENT)
+        assert (again.tokens, again.cached) == (want.tokens, 799)
+        assert disk.counters.restored_tokens - before <= 800 + 12 - hot // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_a_tail_that_memory_has_lost_is_read_back_behind_the_blocks_that_it_has(loaded: LoadedModel, node: Node):
+    bench, disk = process(loaded, node)
+    want = bench.run("row", prompt_of(600), agent=AGENT)
+    write_down(bench, disk)
+    prefixes = bench.engine.prefixes
+    for key in [key for key in prefixes._entries if key[1] is not None]:
+        prefixes._remove(key)
+    again = bench.run("again", prompt_of(600), agent=AGENT)
+    assert (again.tokens, again.cached) == (want.tokens, 599)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_counters_say_what_was_damaged_what_is_gone_and_what_was_read(loaded: LoadedModel, node: Node, at: int):
+    """A damaged block is counted once, a missing file is not damage; both shorten the prefix."""
+    for damaged in (True, False):
+        root = Node(node.root.parent / f"{damaged}")
+        bench, disk = process(loaded, root)
+        prompt = prompt_of(800)
+        want = bench.run("row", prompt, agent=AGENT)
+        write_down(bench, disk)
+        ids = block_ids(root_id(loaded.model_id, "tenant:test"), prompt)
+        location = root.store.locate(loaded.model_id, ids)[at]
+        assert location is not None
+        path = model_folder(root.root, loaded.model_id) / location.name
+        header = read_header(path, root.store.key)
+        if damaged:
+            data = bytearray(path.read_bytes())
+            data[header.offsets[-1] + location.slot * header.parts[-1].nbytes] ^= 1
+            path.write_bytes(data)
+        else:
+            path.unlink()
+        other, disk = process(loaded, root)
+        told: list[list[Any]] = []
+        call = root.call
+
+        def listening(method: str, *arguments: Any, told=told, call=call) -> Any:
+            if method == "disk_read":
+                told.append(arguments[-1])
+            return call(method, *arguments)
+
+        root.call = listening  # type: ignore[method-assign]
+        got = other.run("again", prompt, agent=AGENT)
+        assert got.tokens == want.tokens
+        counters = disk.counters
+        usable = at if damaged else 0
+        assert (got.cached, counters.restored_tokens) == (usable * BLOCK_TOKENS, usable * BLOCK_TOKENS)
+        assert counters.corrupt_blocks == int(damaged)
+        if damaged:
+            # The store is told of that block and of no other.
+            reason = f"part {header.parts[-1].name} is not as it was written"
+            assert [failure[1] for failures in told for failure in failures] == [reason]
+        other.drain()
+        root.store.close()
+
+
+def test_a_request_waits_for_a_turn_to_read_only_so_long(
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Two prompts are read at a time. A third waits, and is computed when that takes too long, as are those."""
+    bench, disk = process(loaded, node)
+    want = bench.run("row", prompt_of(600), agent=AGENT)
+    write_down(bench, disk)
+    go, entered, call = threading.Event(), threading.Semaphore(0), node.call
+
+    def slow(method: str, *arguments: Any) -> Any:
+        if method == "disk_find":
+            entered.release()
+            assert go.wait(20)
+        return call(method, *arguments)
+
+    monkeypatch.setattr(node, "call", slow)
+    other, _ = process(loaded, node)
+    for seed in (1, 2, 3):
+        other.submit(f"row {seed}", prompt_of(600, seed=seed), agent=AGENT)
+    while len(other.engine.restores) < 3:
+        other.engine.step()
+    for _ in range(2):
+        assert entered.acquire(timeout=20)
+    assert not entered.acquire(timeout=0.2)
+    monkeypatch.setattr(restores, "READ_WAIT_S", 0.0)
+    while len(other.rows) < 3 or any(row.finish is None for row in other.rows.values()):
+        other.engine.step()
+    assert other.rows["row 1"].tokens == want.tokens
+    assert all((row.finish, row.cached) == ("length", 0) for row in other.rows.values())
+    monkeypatch.setattr(restores, "READ_WAIT_S", 60.0)
+    go.set()
+    third, _ = process(loaded, node)
+    assert third.run("again", prompt_of(600), agent=AGENT).cached == 599

@@ -1,0 +1,187 @@
+"""`satchel agents`, `satchel explain` and `satchel status` at a real server: what is asked is done, and said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from satchel.api.cli.main import app
+from satchel.api.cli.views import size
+from satchel.api.generation.backend import NodeState, ReplicaStats
+from satchel.api.http.app import create_app
+from satchel.api.http.server import HttpServer
+from satchel.cluster.bring_up.ports import free_port
+from satchel.cluster.config import Home
+from satchel.cluster.connection import ClusterRecord
+from satchel.cluster.errors import SatchelError
+from satchel.cluster.home import prepare_home, write_private_json
+from satchel.cluster.processes import ProcessMark
+from tests.worlds.homes import HomesStore
+from tests.worlds.remembering import Remembering
+
+
+class Served:
+    """A server that the command line finds in a home."""
+
+    def __init__(self, home: Home, endpoint: Remembering, store: HomesStore) -> None:
+        self.home, self.endpoint, self.store = home, endpoint, store
+
+    async def run(self, *arguments: str) -> Result:
+        where = ["--home", str(self.home.root)]
+        return await asyncio.to_thread(CliRunner().invoke, app, [*arguments, *where], env={"COLUMNS": "100"})
+
+    async def says(self, *arguments: str) -> str:
+        result = await self.run(*arguments)
+        assert result.exit_code == 0, result.output + str(result.exception)
+        return result.output
+
+    async def refuses(self, *arguments: str) -> str:
+        """The sentence that `main` would print."""
+        result = await self.run(*arguments)
+        assert result.exit_code == 1 and isinstance(result.exception, SatchelError), result.output
+        assert result.output == ""
+        return result.exception.message
+
+
+@pytest.fixture
+async def served(backend, config, tmp_path: Path) -> AsyncIterator[Served]:
+    backend.machines = [
+        NodeState("mac0", "10.0.0.1", (("10.0.0.1", "ethernet"),), True, rates={"mac1": 1.5e9}, disk_bytes=2_500_000),
+        NodeState("mac1", "10.0.0.2", (("10.0.0.2", "thunderbolt"),), False),
+    ]
+    backend.replicas = [ReplicaStats("m-0", "m", True, node="mac0")]
+    backend.processes = {"m-0": 4711}
+    store = HomesStore(config)
+    endpoint = Remembering(backend, config, store)
+    for agent in ("ann", "bob"):
+        await endpoint.say("Hi", agent=agent)
+    port = free_port()
+    server = HttpServer(create_app(backend, config, generator=endpoint.generator), "127.0.0.1", port)
+    await server.start()
+    home = Home(tmp_path / "home")
+    prepare_home(home)
+    mark = ProcessMark.of(os.getpid())
+    assert mark is not None
+    url = f"http://127.0.0.1:{port}"
+    record = ClusterRecord("127.0.0.1:1", "t", "satchel", "0", url, mark.pid, mark.created_s, "/tmp/x", 0)
+    write_private_json(home.cluster_file, asdict(record))
+    yield Served(home, endpoint, store)
+    await server.close(5)
+    await endpoint.client.aclose()
+
+
+async def test_agents_are_listed_with_their_homes(served: Served) -> None:
+    text = await served.says("agents")
+    assert all(part in text for part in ("ann", "bob", "mac0", "mac1", "satchel/tiny"))
+    assert "There are more" not in text
+    text = await served.says("agents", "list", "--limit", "1")
+    assert "ann" in text and "bob" not in text and "--after ann" in text
+    (found,) = json.loads(await served.says("agents", "list", "--after", "ann", "--json"))
+    assert (found["id"], found["home"], found["copies"]) == ("bob", "mac0", ["mac1"])
+
+
+async def test_an_agent_is_shown_with_its_home(served: Served) -> None:
+    text = await served.says("agents", "show", "ann")
+    assert text.startswith("ann on mac0, copies on mac1: cold")
+    found = json.loads(await served.says("agents", "show", "ann", "--json"))
+    assert (found["id"], found["object"], found["home"], len(found["branches"])) == ("ann", "agent", "mac0", 1)
+    assert "picture" not in text and found["pictures"] == []
+
+
+@pytest.mark.parametrize(("shown", "said"), [([7], "1 picture,"), ([7, 8, 7], "2 pictures,")])
+async def test_of_an_agents_pictures_the_number_is_shown(served: Served, shown: list[int], said: str) -> None:
+    """Each counts once, however often the transcript names it."""
+    parts = [{"type": "image_url", "image_url": {"url": f"picture:{number:064x}/8x6"}} for number in shown]
+    transcript = json.dumps([{"role": "user", "content": parts}]).encode()
+    content = {"token_ids": bytes(4), "text": "x", "transcript": transcript, "model": b"1" * 32}
+    await served.store.call("commit", "default/eve", **content, messages=1, since=0)
+    assert f" of words, {said} used " in await served.says("agents", "show", "eve")
+    found = json.loads(await served.says("agents", "show", "eve", "--json"))["pictures"]
+    assert found[0] == {"hash": f"{7:064x}", "width": 8, "height": 6}
+
+
+async def test_an_agent_is_moved(served: Served) -> None:
+    text = await served.says("agents", "move", "ann", "mac1")
+    assert text == "ann has moved from mac0 to mac1: 300 tokens, 1 blocks, 5.0 kB in 0.25 s\n"
+    assert served.store.moves == [("default/ann", "mac1")]
+    assert await served.says("agents", "move", "ann", "mac1") == "ann lives on mac1 already\n"
+    assert json.loads(await served.says("agents", "move", "bob", "mac0", "--json"))["moved"] is False
+
+
+async def test_an_agent_is_copied_and_forgotten(served: Served) -> None:
+    assert await served.says("agents", "fork", "ann", "carl") == "carl remembers what ann does (1 branches)\n"
+    assert await served.says("agents", "forget", "ann") == "ann is forgotten\n"
+    assert [each["id"] for each in json.loads(await served.says("agents", "--json"))] == ["bob", "carl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["agents", "show", "nobody"], "the endpoint answered 404: there is no agent 'nobody'"),
+        (["agents", "forget", "nobody"], "the endpoint answered 404: there is no agent 'nobody'"),
+        (["agents", "move", "ann", "mac7"], "the endpoint answered 400: there is no node 'mac7'"),
+        (["agents", "fork", "ann", "bob"], "the endpoint answered 409: "),
+        (["agents", "show", "../cluster"], "the endpoint answered 404: "),
+        (["agents", "forget", ".."], "the endpoint answered 404: there is no agent '..'"),
+        (["explain", "nothing"], "the endpoint answered 404: no decision about request 'nothing' is remembered"),
+    ],
+)
+async def test_what_cannot_be_is_one_sentence(served: Served, arguments: list[str], sentence: str) -> None:
+    assert (await served.refuses(*arguments)).startswith(sentence)
+    assert len(json.loads(await served.says("agents", "--json"))) == 2, "nobody has come or gone"
+
+
+async def test_a_decision_is_shown_the_cheapest_first(served: Served, backend) -> None:
+    backend.decisions["r/1"] = {
+        "replica": "m-0",
+        "node": "mac0",
+        "why": "hot: 512 tokens",
+        "cached_tokens": 512,
+        "pull_from": "mac1",
+        "pull_tokens": 256,
+        "costs_s": {"m-1": {"total": 0.5, "queue": 0.25}, "m-0": {"total": 0.125, "queue": 0.0}},
+    }
+    text = await served.says("explain", "r/1")
+    assert text.startswith("m-0 on mac0: hot: 512 tokens\n512 tokens of the prompt need not be computed there, 256 of")
+    assert "pulled from mac1" in text and text.index("0.1250") < text.index("0.5000")
+    assert json.loads(await served.says("explain", "r/1", "--json"))["pull_from"] == "mac1"
+
+
+async def test_status_shows_nodes(served: Served) -> None:
+    text = await served.says("status")
+    assert all(part in text for part in ("mac0", "mac1", "2.5 MB", "mac1 thunderbolt 1.5 GB/s"))
+    found = json.loads(await served.says("status", "--json"))
+    assert [node["name"] for node in found["nodes"]] == ["mac0", "mac1"]
+    assert (found["replicas"]["m-0"]["node"], found["replicas"]["m-0"]["pid"]) == ("mac0", 4711)
+
+
+async def test_status_shows_the_rest_where_the_cluster_cannot_be_asked(served: Served, backend, monkeypatch) -> None:
+    async def fails() -> list[NodeState]:
+        raise SatchelError("no")
+
+    monkeypatch.setattr(backend, "nodes", fails)
+    assert "m-0" in await served.says("status")
+    assert json.loads(await served.says("status", "--json"))["nodes"] == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, ""),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (9_949, "9.9 kB"),
+        (999_600, "1.0 MB"),
+        (15 * 10**9, "15 GB"),
+    ],
+)
+def test_sizes_are_for_people(count: int | None, text: str) -> None:
+    assert size(count) == text

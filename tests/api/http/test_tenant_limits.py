@@ -1,0 +1,159 @@
+"""Two keys, one with little memory and disk: over its limits it computes again and is refused, and the other one's
+memory and agents are as if it were alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.api.agents.memory import AgentMemory
+from satchel.api.http.app import create_app
+from satchel.api.views.generation import Generator
+from satchel.cluster.config import Config, Home, parse_config
+from satchel.cluster.home import prepare_home
+from satchel.cluster.keys import KeyRing, create_key, revoke_key
+from tests.worlds.engine_backend import EngineBackend
+from tests.worlds.remembering import LocalStore, Remembering, spoken
+
+from .test_tenants import Tenants
+
+LONG = "Remember: the code of ada is 1815. " * 60
+
+
+class World:
+    """An endpoint over a real engine and a real disk, with keys."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config: Config = parse_config({"models": [{"name": "satchel/recall", "source": "embedded:recall"}]})
+        self.store = LocalStore(self.config, folder / "kv")
+        self.backend = EngineBackend(self.config, self.store)
+        self.home = Home(folder / "home")
+        prepare_home(self.home)
+        self.secrets: dict[str, str] = {}
+        generator = Generator(self.backend, self.config, memory=AgentMemory(self.store))
+        keys = KeyRing(self.home, required=False)
+        app = create_app(self.backend, self.config, generator=generator, keys=keys)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120)
+
+    def key(self, name: str, **limits: Any) -> None:
+        if name in self.secrets:
+            revoke_key(self.home, name)
+        self.secrets[name] = create_key(self.home, name, **limits)[1]
+
+    async def call(self, name: str, method: str, path: str, body: Any = None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.secrets[name]}"}
+        return await self.client.request(method, f"/v1{path}", json=body, headers=headers)
+
+    async def ask(self, name: str, agent: str, text: str = LONG) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "agent_id": agent, "max_tokens": 4}
+        answer = await self.call(name, "POST", "/chat/completions", body)
+        await self.backend.at_rest()
+        return answer
+
+    async def cached(self, name: str, agent: str, text: str = LONG) -> tuple[int, int]:
+        """Tokens of the prompt, and how many of them were known."""
+        answer = await self.ask(name, agent, text)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    def on_disk(self, tenant: str) -> int:
+        disk = self.store.actor._disk
+        assert disk is not None
+        return disk.nbytes_of(tenant)
+
+    def words(self, tenant: str) -> int:
+        return self.store.actor._agents.nbytes_of(tenant)
+
+    async def agents(self, name: str) -> list[str]:
+        listed = await self.call(name, "GET", "/agents")
+        assert listed.status_code == 200
+        return [each["id"] for each in listed.json()["data"]]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    await made.backend.begin()
+    yield made
+    await made.backend.at_rest()
+    await made.backend.on_thread(made.backend.engine.prefixes.check)
+    await made.client.aclose()
+    await made.backend.end()
+    disk = made.store.actor._disk
+    assert disk is not None
+    disk.check(payload=True)
+
+
+async def test_one_key_over_its_limits_and_another_one_that_notices_nothing(world: World):
+    block = world.backend.engine.loaded.spec.bytes_per_token * BLOCK_TOKENS
+    world.key("bob")
+    world.key("ann", memory_bytes_max=block, disk_bytes_max=2 * block)
+    tokens, cached = await world.cached("bob", "b")
+    assert tokens > 3 * BLOCK_TOKENS and cached == 0
+    hers, his = world.on_disk("ann"), world.on_disk("bob")
+    assert hers == 0 < his
+    for turn in range(3):
+        _, cached = await world.cached("ann", f"a{turn}")
+        assert cached <= 2 * BLOCK_TOKENS
+        assert 0 < world.on_disk("ann") + world.words("ann") <= 2 * block and world.on_disk("bob") == his
+    assert (await world.cached("bob", "b"))[1] == tokens - 1
+    # Also what only the disk has.
+    his = world.on_disk("bob")
+    await world.backend.on_thread(world.backend.engine.prefixes.clear)
+    await world.ask("ann", "a0", LONG + "More.")
+    assert (await world.cached("bob", "b"))[1] == tokens - 1 and world.on_disk("bob") == his
+    # Words over the limit. A key that was made anew has another one from its next request on.
+    world.key("ann", disk_bytes_max=world.words("ann") - 1)
+    bobs = world.words("bob")
+    for method, path, body in (
+        ("POST", "/chat/completions", {"messages": spoken("Hi"), "agent_id": "a0"}),
+        ("POST", "/chat/completions", {"messages": spoken("Hi"), "agent_id": "new"}),
+        ("POST", "/chat/completions", {"messages": spoken("Hi"), "agent_id": "new", "stream": True}),
+        ("POST", "/chat/completions", {"messages": spoken("Hi"), "agent_id": "a0", "agent_continue": True}),
+        ("POST", "/agents/a0/inject", {"messages": spoken("Hi")}),
+        ("POST", "/agents/a0/fork", {"as": "copy"}),
+    ):
+        refused = await world.call("ann", method, path, body)
+        error = refused.json()["error"]
+        assert refused.status_code == 429 and error["code"] == "insufficient_quota", refused.text
+        assert f"{world.words('ann') - 1:,}" in error["message"] and "erasing agents" in error["message"]
+    assert await world.agents("ann") == ["a0", "a1", "a2"] and await world.agents("bob") == ["b"]
+    assert (await world.call("ann", "GET", "/agents/a1")).status_code == 200
+    nobody = {"messages": spoken("Hi"), "max_tokens": 2}
+    assert (await world.call("ann", "POST", "/chat/completions", nobody)).status_code == 200, "adds no words"
+    assert (await world.ask("bob", "b2", "Hello")).status_code == 200 and world.words("bob") > bobs
+    assert (await world.call("ann", "DELETE", "/agents/a2")).status_code == 200
+    assert (await world.ask("ann", "a0", "Hi")).status_code == 200
+    assert await world.agents("ann") == ["a0", "a1"] and (await world.cached("bob", "b"))[1] == tokens - 1
+
+
+async def test_a_turn_that_others_overtook_is_answered_and_says_that_it_is_not_kept(backend, config, tmp_path: Path):
+    """As the store refuses it; what is put into an agent's memory is an error then."""
+    home = Home(tmp_path / "home")
+    prepare_home(home)
+    endpoint = Tenants(backend, config, home)
+    endpoint.key("ann", disk_bytes_max=2000)
+    endpoint.as_("ann")
+    remembered: Remembering = endpoint
+    call = remembered.store.call
+
+    async def overtaken(method: str, *arguments: Any, **named: Any) -> Any:
+        if method == "commit":
+            held = {"token_ids": bytes(3000), "text": "", "transcript": b"[]", "messages": 1, "model": b"m" * 32}
+            await call("commit", "ann/other", since=2**60, **held)
+        return await call(method, *arguments, **named)
+
+    endpoint.store.call = overtaken  # type: ignore[method-assign]
+    answer = await endpoint.post({"messages": spoken("Hi")}, "a")
+    assert answer.status_code == 200 and answer.headers["x-satchel-memory"] == "not-kept; reason=insufficient_quota"
+    assert answer.json()["satchel"] == {"kept": False, "reason": "insufficient_quota"}
+    await call("forget", "ann/other")
+    injected = await endpoint.client.post("/v1/agents/a/inject", json={"messages": spoken("Hi")})
+    assert injected.status_code == 429 and injected.json()["error"]["code"] == "insufficient_quota"
+    await endpoint.client.aclose()

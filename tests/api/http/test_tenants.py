@@ -1,0 +1,303 @@
+"""Two keys, two tenants: neither sees, changes or slows what the other has, by any route."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from satchel.actors.protocol.block_ids import scope_of
+from satchel.api.http import guard
+from satchel.cluster.audit import Audit
+from satchel.cluster.config import Home
+from satchel.cluster.home import prepare_home
+from satchel.cluster.keys import KeyRing, create_key, owner_key, revoke_key, write_owner_key
+from tests.worlds.remembering import Remembering
+
+
+class Tenants(Remembering):
+    """An endpoint with keys; `as_` says whose the next requests are."""
+
+    def __init__(self, backend: Any, config: Any, home: Home) -> None:
+        super().__init__(backend, config, keys=KeyRing(home, required=False), audit=Audit(home))
+        self.home = home
+        self.secrets: dict[str, str] = {}
+
+    def key(self, name: str, **how: Any) -> None:
+        self.secrets[name] = create_key(self.home, name, **how)[1]
+
+    def as_(self, name: str | None) -> None:
+        self.client.headers.pop("Authorization", None)
+        if name is not None:
+            self.client.headers["Authorization"] = f"Bearer {self.secrets[name]}"
+
+    async def call(self, name: str, method: str, path: str, body: Any = None) -> httpx.Response:
+        self.as_(name)
+        return await self.client.request(method, path, json=body)
+
+
+@pytest.fixture
+async def endpoint(backend, config, tmp_path: Path) -> AsyncIterator[Tenants]:
+    home = Home(tmp_path / "home")
+    prepare_home(home)
+    made = Tenants(backend, config, home)
+    for name in ("ann", "bob"):
+        made.key(name)
+    made.key("root", admin=True)
+    yield made
+    await made.client.aclose()
+
+
+async def test_without_keys_everybody_is_the_owner(backend, config, tmp_path):
+    home = Home(tmp_path)
+    open_one = Tenants(backend, config, home)
+    for headers in ({}, {"Authorization": "Bearer sk-whatever"}, {"x-api-key": "x"}):
+        assert (await open_one.client.get("/v1/cluster", headers=headers)).status_code == 200
+    await open_one.say("Hi", agent="me")
+    assert backend.requests[-1]["tenant"] == "default" and backend.requests[-1]["flow"] == "default/me"
+    closed = Remembering(backend, config, keys=KeyRing(home, required=True))
+    assert (await closed.client.get("/v1/models")).status_code == 401
+
+
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/agents"),
+    ("DELETE", "/v1/agents/a"),
+    ("GET", "/v1/cluster"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+    ("PUT", "/v1/models"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_every_route_needs_a_key(endpoint: Tenants, method: str, path: str):
+    for headers in (
+        {},
+        {"Authorization": "Bearer nonsense"},
+        {"Authorization": endpoint.secrets["ann"]},
+        {"Authorization": f"Basic {endpoint.secrets['ann']}"},
+        {"x-api-key": endpoint.secrets["ann"][:-1] + "!"},
+        {"Authorization": "Bearer " + "é" * 50},
+    ):
+        sent = [(name.encode(), value.encode()) for name, value in headers.items()]
+        answer = await endpoint.client.request(method, path, headers=sent)
+        assert answer.status_code == 401, answer.text
+        error = answer.json()["error"]
+        assert error["code"] == "invalid_api_key" and answer.headers["www-authenticate"] == "Bearer"
+    assert endpoint.backend.requests == []
+
+
+@pytest.mark.parametrize("header", ["Authorization", "x-api-key"])
+async def test_a_key_may_come_in_either_header(endpoint: Tenants, header: str):
+    secret = endpoint.secrets["ann"]
+    value = f"bearer {secret}" if header == "Authorization" else secret
+    other = {"x-api-key": "dummy"} if header == "Authorization" else {"Authorization": "Bearer dummy"}
+    answer = await endpoint.client.get("/v1/models", headers={header: value, **other})
+    assert answer.status_code == 200
+
+
+async def test_health_tells_strangers_the_status_only(endpoint: Tenants):
+    assert (await endpoint.client.get("/health")).json() == {"status": "ok"}
+    assert (await endpoint.call("ann", "GET", "/health")).json() == {"status": "ok"}
+    assert "models" in (await endpoint.call("root", "GET", "/health")).json()
+
+
+ADMINISTRATORS = [
+    ("GET", "/v1/cluster", None),
+    ("GET", "/v1/cluster/agents/a", None),
+    ("GET", "/v1/cluster/decisions/x", None),
+    ("GET", "/v1/cache/stats", None),
+    ("DELETE", "/v1/cache", None),
+    ("POST", "/v1/agents/a/move", {"to": "local"}),
+    ("GET", "/metrics", None),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ADMINISTRATORS)
+async def test_what_is_everybodys_is_for_administrators(endpoint: Tenants, method: str, path: str, body: Any):
+    refused = await endpoint.call("ann", method, path, body)
+    assert refused.status_code == 403 and refused.json()["error"]["code"] == "not_allowed"
+    assert (await endpoint.call("root", method, path, body)).status_code != 403
+
+
+async def test_two_tenants_have_agents_of_one_name_and_see_only_their_own(endpoint: Tenants):
+    endpoint.as_("ann")
+    await endpoint.say("Hi", agent="coder")
+    await endpoint.say("Hi", agent="mine")
+    endpoint.as_("bob")
+    assert (await endpoint.client.get("/v1/agents")).json()["data"] == []
+    await endpoint.say("Bye", agent="coder")
+    seen = (await endpoint.client.get("/v1/agents")).json()
+    assert [each["id"] for each in seen["data"]] == ["coder"] and seen["let_go"] is None
+    for method, path, body in (
+        ("GET", "/v1/agents/mine", None),
+        ("DELETE", "/v1/agents/mine", None),
+        ("POST", "/v1/agents/mine/release", None),
+        ("POST", "/v1/agents/mine/fork", {"as": "stolen"}),
+    ):
+        answer = await endpoint.call("bob", method, path, body)
+        never = await endpoint.call("bob", method, path.replace("mine", "none"), body)
+        assert answer.status_code == 404 and answer.text == never.text.replace("none", "mine")
+    for after in ("", "a", "coder", "ann/mine"):
+        answer = await endpoint.call("bob", "GET", f"/v1/agents?after={after}")
+        assert "mine" not in answer.text or answer.status_code == 400
+    # What one forgets or forks under a name that the other has too is one's own.
+    assert (await endpoint.call("bob", "POST", "/v1/agents/coder/fork", {"as": "mine"})).status_code == 200
+    assert (await endpoint.call("bob", "DELETE", "/v1/agents/coder")).status_code == 200
+    ids = [each["id"] for each in (await endpoint.call("ann", "GET", "/v1/agents")).json()["data"]]
+    assert ids == ["coder", "mine"]
+    whole = await endpoint.store.call("transcript", "ann/coder")
+    assert "Bye" not in whole.decode() and json.loads(whole)
+    assert json.loads(await endpoint.store.call("transcript", "ann/mine"))[0]["content"] == "Hi"
+
+
+async def test_a_turn_continues_only_what_its_own_tenant_said(endpoint: Tenants):
+    endpoint.as_("ann")
+    await endpoint.go_on("my secret", agent="a")
+    endpoint.as_("bob")
+    await endpoint.go_on("what is it?", agent="a")
+    assert "my secret" not in endpoint.backend.prompt
+    assert {request["tenant"] for request in endpoint.backend.requests} == {"ann", "bob"}
+
+
+async def test_scopes_of_tenants_and_salts_are_apart(endpoint: Tenants):
+    scopes = [
+        scope_of("tenant", tenant, "", "r", salt)
+        for tenant, salt in (("ann", ""), ("ann", "x"), ("ann", "y"), ("bob", ""), ("bob", "x"))
+    ]
+    assert len(set(scopes)) == len(scopes) and scopes[0] == "tenant:ann"
+    endpoint.as_("ann")
+    await endpoint.say("Hi", agent="", cache_salt="pepper")
+    assert endpoint.backend.requests[-1]["cache_salt"] == "pepper"
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("completions", {"prompt": "x"}),
+    ):
+        answer = await endpoint.client.post(f"/v1/{path}", json={**body, "cache_salt": "x", "agent_id": "a"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_salt"
+    empty = await endpoint.client.post("/v1/completions", json={"prompt": "x", "cache_salt": ""})
+    assert empty.status_code == 400 and empty.json()["error"]["param"] == "cache_salt"
+
+
+async def test_a_revoked_key_is_refused_from_the_next_request_on(endpoint: Tenants):
+    assert (await endpoint.call("ann", "GET", "/v1/models")).status_code == 200
+    revoke_key(endpoint.home, "ann")
+    assert (await endpoint.call("ann", "GET", "/v1/models")).status_code == 401
+    endpoint.key("ann")
+    assert (await endpoint.call("ann", "GET", "/v1/models")).status_code == 200
+
+
+async def test_the_command_line_of_the_owner_is_let_in(endpoint: Tenants):
+    write_owner_key(endpoint.home)
+    endpoint.secrets["me"] = owner_key(endpoint.home)
+    assert (await endpoint.call("me", "GET", "/v1/cluster")).status_code == 200
+    await endpoint.say("Hi")
+    assert endpoint.backend.requests[-1]["tenant"] == "default"
+
+
+async def test_a_key_sees_the_models_that_it_may_use(endpoint: Tenants):
+    endpoint.key("few", models=("other",))
+    listed = (await endpoint.call("few", "GET", "/v1/models")).json()["data"]
+    assert [model["id"] for model in listed] == ["other"]
+    assert (await endpoint.call("few", "GET", "/v1/models/satchel/tiny")).status_code == 404
+    ask = {"messages": [{"role": "user", "content": "x"}]}
+    refused = await endpoint.call("few", "POST", "/v1/chat/completions", {**ask, "model": "satchel/tiny"})
+    unknown = await endpoint.call("few", "POST", "/v1/chat/completions", {**ask, "model": "satchel/none"})
+    assert refused.status_code == 404 and refused.text.replace("tiny", "none") == unknown.text
+    assert (await endpoint.call("few", "POST", "/v1/chat/completions", ask)).json()["model"] == "other"
+
+
+async def test_limits_are_429_with_the_usual_headers(endpoint: Tenants):
+    endpoint.key("slow", requests_per_minute=2, tokens_per_minute=100_000)
+    for left in ("1", "0"):
+        answer = await endpoint.call("slow", "GET", "/v1/models")
+        assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-requests"] == left
+    answer = await endpoint.call("slow", "GET", "/v1/models")
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+    assert (
+        answer.headers["x-ratelimit-limit-requests"] == "2" and answer.headers["x-ratelimit-limit-tokens"] == "100000"
+    )
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    assert (await endpoint.call("slow", "GET", "/health")).status_code == 200
+    assert (await endpoint.call("ann", "GET", "/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_rows_that_run_are_counted_and_given_back(endpoint: Tenants, backend, stream: bool):
+    endpoint.key("two", rows_max=2, tokens_per_minute=1_000_000)
+    end = asyncio.Event()
+    backend.play(end, *backend.row("ok"))
+    endpoint.as_("two")
+    ask = {"messages": [{"role": "user", "content": "x"}], "stream": stream}
+
+    async def post(**more: Any) -> httpx.Response:
+        return await endpoint.client.post("/v1/chat/completions", json={**ask, **more})
+
+    running = [asyncio.create_task(post()) for _ in range(2)]
+    while len(backend.generations) < 2:
+        await asyncio.sleep(0.01)
+    refused = await post()
+    assert refused.status_code == 429 and "2 answers" in refused.text
+    assert (await post(n=3)).status_code == 400
+    end.set()
+    assert [(await each).status_code for each in running] == [200, 200]
+    assert (await post(n=2)).status_code == 200
+    backend.refusal = RuntimeError("a row that does not begin")
+    assert (await post(n=2)).status_code == 500
+    backend.refusal = None
+    answer = await post(n=2)
+    assert answer.status_code == 200
+    taken = 1_000_000 - int(answer.headers["x-ratelimit-remaining-tokens"])
+    assert 0 < taken < 1000, "prompts and answers, and nothing for rows that did not begin"
+
+
+async def test_a_row_that_a_client_leaves_is_given_back(endpoint: Tenants, backend):
+    endpoint.key("one", rows_max=1)
+    backend.play(asyncio.Event())
+    endpoint.as_("one")
+    ask = {"messages": [{"role": "user", "content": "x"}]}
+    leaving = asyncio.create_task(endpoint.client.post("/v1/chat/completions", json=ask))
+    while not backend.generations:
+        await asyncio.sleep(0.01)
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    backend.say("ok")
+    for _ in range(100):
+        if (answer := await endpoint.client.post("/v1/chat/completions", json=ask)).status_code == 200:
+            break
+        await asyncio.sleep(0.02)
+    assert answer.status_code == 200
+
+
+async def test_priority_of_a_key(endpoint: Tenants, backend):
+    endpoint.key("vip", priority_max=3)
+    ask = {"messages": [{"role": "user", "content": "x"}]}
+    assert (await endpoint.call("ann", "POST", "/v1/chat/completions", {**ask, "priority": 1})).status_code == 400
+    assert (await endpoint.call("vip", "POST", "/v1/chat/completions", {**ask, "priority": 3})).status_code == 200
+    assert backend.requests[-1]["priority"] == 3
+
+
+async def test_new_keys_do_not_wait_in_a_line_without_end(endpoint: Tenants, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(guard, "CHECKS_MAX", 0)
+    answer = await endpoint.call("ann", "GET", "/v1/models")
+    assert answer.status_code == 503 and "retry-after" in answer.headers
+
+
+async def test_the_audit_names_administrators_and_refused_keys(endpoint: Tenants):
+    await endpoint.call("root", "DELETE", "/v1/cache")
+    wrong = endpoint.secrets["ann"][:-3] + "xyz"
+    await endpoint.client.get("/v1/models", headers={"Authorization": f"Bearer {wrong}"})
+    text = endpoint.home.audit_file.read_text()
+    cleared, refused = (json.loads(line) for line in text.splitlines())
+    assert cleared["what"] == "cache cleared" and cleared["tenant"] == "root" and cleared["request_id"]
+    assert refused["what"] == "key refused" and refused["path"] == "/v1/models"
+    assert refused["key"] == wrong[:19] and wrong[20:] not in text

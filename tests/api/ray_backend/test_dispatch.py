@@ -1,0 +1,405 @@
+"""A row's way from replica to replica, with links made up here: nothing is said twice, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from satchel.actors.protocol.block_ids import block_ids, root_id
+from satchel.actors.protocol.clients import ReplicaClient
+from satchel.actors.protocol.messages import (
+    Decision,
+    GenerateRequest,
+    Media,
+    RowUpdate,
+    Sampling,
+    decode,
+    encode,
+    encode_error,
+)
+from satchel.actors.replica.consumers import _merge
+from satchel.api.ray_backend import rows
+from satchel.api.ray_backend.dispatch import SENT_MAX, SentPictures
+from satchel.api.ray_backend.rows import RayGeneration
+from satchel.cluster.config import parse_config
+from satchel.cluster.errors import NoReplica, PictureLost, QueueFull, ReplicaLost, SatchelError, SlowReader
+from tests.worlds.direct import Direct
+
+SAMPLING = Sampling(max_tokens=6, min_tokens=3, logprobs=1)
+REQUEST = GenerateRequest("r", "c", "m", "", [1, 2, 3], [], b"r" * 32, SAMPLING, choices=4)
+UNREAD_MAX = 100
+
+
+class Lost(ValueError):
+    """Stands for Ray's error from a dead actor."""
+
+
+class FakeLink:
+    """One replica. `script` is what it does with each submission, in turn: "take", a refusal, or an exception."""
+
+    def __init__(self, backend: FakeBackend, name: str, *script: Any) -> None:
+        self.backend, self.replica, self.script = backend, name, list(script)
+        self.consumer = f"consumer of {name}"
+        self.broken, self.heard, self.died = asyncio.Event(), True, False
+        self.probation = asyncio.Lock()
+        self.rows: dict[str, Any] = {}
+        self.sent = SentPictures()
+        self.taken: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.client = ReplicaClient(name, Direct(lambda: SimpleNamespace(submit=self._submit)))
+
+    async def _submit(self, data: bytes) -> bytes:
+        step = self.script.pop(0) if self.script else "take"
+        if isinstance(step, SatchelError):
+            return encode_error(step)
+        if step == "die":
+            # The stream notices first, as it often does.
+            self.lose()
+            raise Lost
+        if step == "end":
+            raise RayActorError
+        self.taken.append(decode(GenerateRequest, data))
+        return encode(None)
+
+    def lose(self) -> None:
+        rows, self.rows = self.rows, {}
+        for row, placement in rows.values():
+            row.put(placement, ReplicaLost("lost"))
+
+    def say(self, *tokens: int, finish: str | None = None, error: SatchelError | None = None) -> None:
+        for row, placement in list(self.rows.values()):
+            logprobs = [(-float(token), [(token, -float(token))]) for token in tokens]
+            if finish is not None:
+                del self.rows["r"]
+            wire = error.to_wire() if error is not None else None
+            row.put(placement, RowUpdate("r", list(tokens), finish, len(self.taken), wire, logprobs))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+class FakeBackend:
+    """Routes to the first replica that is not excluded, else to the first."""
+
+    def __init__(self, **scripts: list[Any]) -> None:
+        self.links = {name: FakeLink(self, name, *script) for name, script in scripts.items()}
+        self.loads: dict[str, int] = dict.fromkeys(scripts, 0)
+        self.away = 0
+        self.ended: set[str] = set()
+        """Nodes of which nothing is left."""
+        self.failovers = 0
+        self.beside: list[str] = []
+        self.ids: list[bytes] = []
+        """The model ids that are told, and those that replicas have."""
+        self.computing: dict[str, bytes] = {}
+        self.asked: list[list[GenerateRequest]] = []
+        self.tasks: set[asyncio.Task[Any]] = set()
+        endpoint = {"unread_tokens_max": UNREAD_MAX}
+        self.config = parse_config({"models": [{"name": "m", "source": "s"}], "endpoint": endpoint})
+
+    def background(self, work: Any) -> None:
+        self.tasks.add(asyncio.ensure_future(work))
+
+    def model_ids(self, model: str) -> list[bytes]:
+        return self.ids
+
+    async def route(self, request: GenerateRequest, exclude: Any, beside: str, others: Any = ()) -> Decision:
+        self.beside.append(beside)
+        self.asked.append([request, *others])
+        if self.away:
+            self.away -= 1
+            raise NoReplica("none")
+        name = next((name for name in self.links if name not in exclude), next(iter(self.links)))
+        self.loads[name] += 1
+        return Decision(name, "why", node=f"node of {name}", model_id=self.computing.get(name, b""))
+
+    def link(self, decision: Decision) -> FakeLink:
+        return self.links[decision.replica]
+
+    async def node_lives(self, node: str) -> bool:
+        return node not in self.ended
+
+    def release(self, name: str, request_id: str) -> None:
+        self.loads[name] -= 1
+
+    def lose(self, name: str) -> None:
+        self.loads[name] = 0
+
+
+def generation(backend: FakeBackend, beside: str = "", media: Sequence[Media] = ()) -> RayGeneration:
+    return RayGeneration(backend, replace(REQUEST, media=list(media)), beside)  # type: ignore[arg-type]
+
+
+def shown(key: bytes, pixels: bytes = b"rgb") -> Media:
+    return Media(0, [1], key, [], 1, 1, [pixels] if pixels else [])
+
+
+def pixels_of(link: FakeLink) -> list[list[bytes]]:
+    return [[b"".join(one.pixels) for one in request.media] for request in link.taken]
+
+
+async def said(row: RayGeneration) -> list[int]:
+    async with asyncio.timeout(10):
+        return [token for update in [update async for update in row] for token in update.tokens]
+
+
+async def test_a_replica_lost_while_it_was_asked_is_counted_once():
+    """Stream and call both report the loss; the row runs in one place and says everything once."""
+    backend = FakeBackend(a=["die"], b=[], c=[])
+    row = generation(backend)
+    await row.start()
+    assert row.replica == "b"
+    assert backend.failovers == 0, "nothing had been said that could go on"
+    backend.links["b"].say(7, 8, finish="stop")
+    backend.links["c"].say(9, finish="stop")
+    assert await said(row) == [7, 8]
+    assert not backend.links["c"].taken
+
+
+async def lose_first_and_finish_on_second(backend: FakeBackend) -> None:
+    """Replica a is lost, and b says the rest of the row."""
+    await asyncio.sleep(0.05)
+    backend.links["a"].lose()
+    while not backend.links["b"].taken:
+        await asyncio.sleep(0.01)
+    backend.links["b"].say(9, finish="length")
+
+
+async def test_a_row_goes_on_with_what_it_has_said_so_far():
+    backend = FakeBackend(a=[], b=[])
+    row = generation(backend, beside="a")
+    await row.start()
+    backend.links["a"].say(7, 8)
+
+    helper = asyncio.create_task(lose_first_and_finish_on_second(backend))
+    updates = [update async for update in row]
+    await helper
+    assert [token for update in updates for token in update.tokens] == [7, 8, 9]
+    assert [update.cached_tokens for update in updates] == [1, None], "the client hears of the first reuse only"
+    said = [entry for update in updates for entry in update.logprobs or []]
+    assert said == [(-7.0, [(7, -7.0)]), (-8.0, [(8, -8.0)]), (-9.0, [(9, -9.0)])]
+    (second,) = backend.links["b"].taken
+    assert (second.prompt, second.generated) == ([1, 2, 3, 7, 8], 2)
+    assert (second.sampling.max_tokens, second.sampling.min_tokens, second.choices) == (4, 3, 1)
+    assert backend.beside == ["a", ""], "the companions' replica is the one that was lost"
+    assert (row.replica, row.node, backend.failovers) == ("b", "node of b", 1)
+
+
+async def test_a_row_waits_for_a_lone_replica_to_come_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rows, "RECOVERY_POLL_S", 0.01)
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    backend.links["a"].lose()
+    backend.away = 5
+
+    async def answer() -> None:
+        while len(backend.links["a"].taken) < 2:
+            await asyncio.sleep(0.01)
+        backend.links["a"].say(4, finish="stop")
+
+    helper = asyncio.create_task(answer())
+    assert await said(row) == [4]
+    await helper
+
+
+async def test_a_full_queue_is_tried_elsewhere_and_leaves_no_load_behind():
+    backend = FakeBackend(a=[QueueFull("full")], b=[])
+    row = generation(backend)
+    await row.start()
+    assert (row.replica, backend.loads) == ("b", {"a": 0, "b": 1})
+    full = FakeBackend(a=[QueueFull("full")] * 9, b=[QueueFull("full")] * 9)
+    with pytest.raises(QueueFull):
+        await generation(full).start()
+    assert full.loads == {"a": 0, "b": 0}
+
+
+async def test_an_abort_reaches_the_replica_once_and_a_finished_row_needs_none():
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    await row.abort()
+    await row.abort()
+    assert backend.links["a"].aborted == ["r"]
+    assert backend.loads == {"a": 0}
+
+
+async def test_a_reader_that_does_not_read_loses_its_row():
+    """The replica is told at once, what waited is dropped, and the reader hears why when it comes back."""
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    for token in range(UNREAD_MAX + 1):
+        backend.links["a"].say(token)
+    assert not backend.links["a"].aborted
+    for token in range(50):
+        backend.links["a"].say(token)
+    await asyncio.gather(*backend.tasks)
+    assert backend.links["a"].aborted == ["r"]
+    assert (backend.links["a"].rows, backend.loads, row._updates.qsize()) == ({}, {"a": 0}, 1)
+    with pytest.raises(SlowReader, match="more than 100 tokens"):
+        await said(row)
+    assert backend.links["a"].aborted == ["r"]
+
+
+async def test_much_at_once_makes_no_slow_reader():
+    """A stalled event loop hands over what came meanwhile in one piece, and an answer that is over holds no place."""
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    backend.links["a"].say(*range(5 * UNREAD_MAX))
+    backend.links["a"].say(1, finish="length")
+    assert len(await said(row)) == 5 * UNREAD_MAX + 1
+    assert not backend.links["a"].aborted
+
+
+async def test_a_reader_that_reads_may_read_any_amount():
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    updates = aiter(row)
+    for token in range(10 * UNREAD_MAX):
+        backend.links["a"].say(token)
+        assert (await anext(updates)).tokens == [token]
+    await row.abort()
+
+
+async def test_a_row_that_cannot_go_on_is_no_failover(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rows, "RECOVERY_S", 0.05)
+    monkeypatch.setattr(rows, "RECOVERY_POLL_S", 0.01)
+    backend = FakeBackend(a=[])
+    row = generation(backend)
+    await row.start()
+    backend.away = 1000
+    backend.links["a"].lose()
+    with pytest.raises(NoReplica):
+        await said(row)
+    assert backend.failovers == 0
+
+
+async def test_pixels_are_sent_to_a_replica_once():
+    """And again to one that has forgotten them, or to another one; nobody counts that as a replica's loss."""
+    backend = FakeBackend(a=["take", "take", PictureLost("lost"), "take", "die"], b=[])
+    link = backend.links["a"]
+    for media in ([shown(b"x")], [shown(b"x"), shown(b"y", b"RGB")], [shown(b"x"), shown(b"y", b"RGB")]):
+        row = generation(backend, media=media)
+        await row.start()
+        link.say(7, finish="stop")
+        assert await said(row) == [7]
+    assert pixels_of(link) == [[b"rgb"], [b"", b"RGB"], [b"rgb", b"RGB"]], "the third was refused without them"
+    row = generation(backend, media=[shown(b"x")])
+    await row.start()
+    assert row.replica == "b" and pixels_of(backend.links["b"]) == [[b"rgb"]]
+    assert backend.failovers == 0
+
+
+async def test_a_row_that_ends_for_want_of_a_picture_goes_on_with_it():
+    """A replica may forget a picture after it has taken the row, which may have said something by then."""
+    backend = FakeBackend(a=[], b=[])
+    link = backend.links["a"]
+    await generation(backend, media=[shown(b"x")]).start()
+    link.say(finish="stop")
+    row = generation(backend, media=[shown(b"x")])
+    await row.start()
+    link.say(7)
+    link.say(finish="error", error=PictureLost("lost"))
+
+    async def answer() -> None:
+        while len(link.taken) < 3:
+            await asyncio.sleep(0.01)
+        link.say(8, finish="stop")
+
+    helper = asyncio.create_task(answer())
+    assert await said(row) == [7, 8]
+    await helper
+    assert pixels_of(link) == [[b"rgb"], [b""], [b"rgb"]] and link.taken[2].prompt == [1, 2, 3, 7]
+    assert (row.replica, backend.failovers) == ("a", 0)
+
+
+async def test_a_picture_that_nobody_has_is_said_to_be_lost():
+    """Neither a refusal nor an end of the row is tried again where there are no pixels to send."""
+    backend = FakeBackend(a=[PictureLost("lost")], b=[])
+    with pytest.raises(PictureLost):
+        await generation(backend, media=[shown(b"x", b"")]).start()
+    row = generation(backend, media=[shown(b"x")])
+    await row.start()
+    backend.links["a"].say(finish="error", error=PictureLost("lost"))
+    (update,) = [update async for update in row]
+    assert update.finish == "error" and len(backend.links["a"].taken) == 1
+
+
+def test_of_very_many_pictures_the_latest_are_remembered():
+    sent = SentPictures()
+    for index in range(SENT_MAX + 1):
+        sent.note(replace(REQUEST, media=[shown(b"%d" % index)]))
+    first, last = (replace(REQUEST, media=[shown(b"%d" % index)]) for index in (0, SENT_MAX))
+    assert sent.without(first) is first and sent.without(last).media[0].pixels == []
+    other = replace(last, root_id=b"s" * 32)
+    assert sent.without(other) is other, "another tenant's picture is another one"
+
+
+def test_merged_updates_keep_every_tokens_logprobs():
+    """An update without tokens has none, whichever comes first."""
+    entries = [(-0.5, [(7, -0.5)]), (-1.0, [(8, -1.0)]), (-2.0, [(9, -2.0)])]
+    first = RowUpdate("r", [], cached_tokens=5)
+    merged = first
+    for token, entry in zip([7, 8, 9], entries, strict=True):
+        merged = _merge(merged, RowUpdate("r", [token], logprobs=[entry]))
+    merged = _merge(merged, RowUpdate("r", [], "stop"))
+    assert merged == RowUpdate("r", [7, 8, 9], "stop", 5, None, entries)
+    assert _merge(first, RowUpdate("r", [7])).logprobs is None
+
+
+CPU, GPU = b"c" * 32, b"g" * 32
+PROMPT = list(range(600))
+
+
+def unequal(**scripts: list[Any]) -> tuple[FakeBackend, RayGeneration]:
+    """Replicas `a` and `b` of one model that compute differently, and a row made for the id of `a`."""
+    backend = FakeBackend(**{"a": [], "b": [], **scripts})
+    backend.computing, backend.ids = {"a": CPU, "b": GPU}, [CPU, GPU]
+    root = root_id(CPU, "tenant:t")
+    request = replace(REQUEST, prompt=PROMPT, root_id=root, block_ids=block_ids(root, PROMPT), model_id=CPU)
+    return backend, RayGeneration(backend, request, "", "tenant:t")  # type: ignore[arg-type]
+
+
+def is_called_as(request: GenerateRequest, model_id: bytes) -> bool:
+    root = root_id(model_id, "tenant:t")
+    return (request.model_id, request.root_id, request.block_ids) == (model_id, root, block_ids(root, request.prompt))
+
+
+async def test_the_router_is_told_what_blocks_are_called_under_every_id():
+    backend, row = unequal()
+    await row.start()
+    (asked,) = backend.asked
+    assert is_called_as(asked[0], CPU) and is_called_as(asked[1], GPU) and len(asked) == 2
+
+
+async def test_a_replica_gets_the_names_of_its_own_id():
+    """Else it would keep its KV under the names of a model that computes otherwise."""
+    backend, row = unequal(a=[QueueFull("full")])
+    await row.start()
+    (taken,) = backend.links["b"].taken
+    assert is_called_as(taken, GPU)
+    assert row.model_id == GPU, "under which the turn's KV is to be remembered"
+    assert is_called_as(backend.asked[1][0], CPU), "what was refused there may still go anywhere"
+
+
+async def test_a_row_that_goes_on_elsewhere_takes_the_names_of_that_place():
+    backend, row = unequal()
+    await row.start()
+    assert row.model_id == CPU
+    backend.links["a"].say(7, 8)
+
+    helper = asyncio.create_task(lose_first_and_finish_on_second(backend))
+    assert await said(row) == [7, 8, 9]
+    await helper
+    (taken,) = backend.links["b"].taken
+    assert taken.prompt == [*PROMPT, 7, 8] and is_called_as(taken, GPU)
+    assert row.model_id == GPU

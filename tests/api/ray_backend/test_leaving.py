@@ -1,0 +1,56 @@
+"""Agents of a node that leaves: all of them are moved, a few at a time, and none holds the others up for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ray.exceptions import RayError
+
+from satchel.api.ray_backend.leaving import AT_ONCE, HandedOver, hand_over
+
+AGENTS = [f"default/agent{number}" for number in range(3 * AT_ONCE)]
+
+
+async def test_all_agents_are_handed_over_a_few_at_the_same_time():
+    moving, most, moved = 0, 0, []
+
+    async def move(agent: str) -> bool:
+        nonlocal moving, most
+        moving += 1
+        most = max(most, moving)
+        await asyncio.sleep(0)
+        moving -= 1
+        moved.append(agent)
+        return True
+
+    assert await hand_over(AGENTS, move, 60.0) == HandedOver(len(AGENTS), 0)
+    assert sorted(moved) == sorted(AGENTS) and most == AT_ONCE
+
+
+async def test_an_agent_that_cannot_be_moved_is_left_and_the_others_are_not():
+    async def move(agent: str) -> bool:
+        if agent == AGENTS[1]:
+            raise RayError("its new home has died")
+        return agent != AGENTS[2]
+
+    assert await hand_over(AGENTS, move, 60.0) == HandedOver(len(AGENTS) - 2, 2)
+
+
+async def test_nobody_waits_for_a_move_that_does_not_end():
+    begun = []
+
+    async def move(agent: str) -> bool:
+        begun.append(agent)
+        if len(begun) > AT_ONCE:
+            await asyncio.Event().wait()
+        return True
+
+    assert await hand_over(AGENTS, move, 0.05) == HandedOver(AT_ONCE, len(AGENTS) - AT_ONCE)
+    assert len(begun) == 2 * AT_ONCE, "once the time is up none is begun"
+
+
+async def test_who_has_no_agents_hands_nothing_over():
+    async def move(agent: str) -> bool:
+        raise AssertionError
+
+    assert await hand_over([], move, 60.0) == HandedOver()

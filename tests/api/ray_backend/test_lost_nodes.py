@@ -1,0 +1,74 @@
+"""Whether a node has ended: real ports, and a table of Ray's nodes that is made up here."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from satchel.api.ray_backend import homes
+from satchel.api.ray_backend.homes import has_ended
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def open_port() -> Iterator[int]:
+    with closing(socket.create_server((HOST, 0))) as listening:
+        yield listening.getsockname()[1]
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """Taken and not listened at, so that nobody else gets it."""
+    with closing(socket.socket()) as taken:
+        taken.bind((HOST, 0))
+        yield taken.getsockname()[1]
+
+
+def table(monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, int, bool]) -> None:
+    """Ray's nodes: whose resource, the port, and whether Ray takes it for alive."""
+    nodes: list[dict[str, Any]] = [
+        {
+            "NodeManagerAddress": HOST,
+            "NodeManagerPort": port,
+            "Alive": alive,
+            "Resources": {f"satchel-node-{name}": 1.0, "CPU": 2.0} if alive else {},
+        }
+        for name, port, alive in rows
+    ]
+    monkeypatch.setattr(homes.ray, "nodes", lambda: nodes)
+
+
+async def test_a_port_that_is_closed_is_a_process_that_has_ended(monkeypatch, open_port, closed_port):
+    """Ray may take a killed node for alive for a while; one that has come back listens elsewhere."""
+    table(monkeypatch, ("mac0", open_port, True), ("mac1", closed_port, True))
+    assert (await has_ended("mac0"), await has_ended("mac1")) == (False, True)
+    table(monkeypatch, ("mac1", closed_port, True), ("mac1", open_port, True))
+    assert not await has_ended("mac1")
+    table(monkeypatch, ("mac1", open_port, False))
+    assert await has_ended("mac1"), "Ray knows it"
+
+
+async def test_silence_is_no_end(monkeypatch, open_port):
+    """Of the machine, nor of Ray's table."""
+    monkeypatch.setattr(homes, "CONNECT_S", 0.05)
+    monkeypatch.setattr(homes, "TABLE_S", 0.05)
+    table(monkeypatch, ("mac1", open_port, True))
+
+    async def silent(host: str, port: int) -> Any:
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "open_connection", silent)
+        assert not await has_ended("mac1")
+
+    def fails() -> Any:
+        raise RuntimeError("the control store is not there")
+
+    monkeypatch.setattr(homes.ray, "nodes", fails)
+    assert not await has_ended("mac1")

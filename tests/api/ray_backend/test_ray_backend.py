@@ -1,0 +1,217 @@
+"""What the backend asks of router, replicas and control store about the cluster, with actors made up here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from satchel.actors.protocol import calls, clients, registry
+from satchel.actors.protocol.clients import RouterClient
+from satchel.actors.protocol.handles import ROUTER
+from satchel.actors.protocol.messages import (
+    Chain,
+    Decision,
+    Explanation,
+    GenerateRequest,
+    NodeReport,
+    NodeReports,
+    ReplicaStats,
+    RequestId,
+    RouteRequest,
+    Sampling,
+    decode,
+)
+from satchel.actors.protocol.registry import Entry
+from satchel.api.ray_backend import dispatch
+from satchel.api.ray_backend.dispatch import RayBackend
+from satchel.api.views.cluster import SeenNodes
+from satchel.cluster.config import Model, parse_config
+from satchel.cluster.errors import NoReplica, Unavailable
+from tests.worlds.direct import answer_of, model_info
+
+MODEL = Model(name="m", source="s")
+REQUEST = GenerateRequest("r", "c", "m", "", [1], [], b"r" * 32, Sampling())
+
+
+class Method:
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self._answer = answer
+
+    async def remote(self, *arguments: Any) -> Any:
+        answer = self._answer(*arguments)
+        if isinstance(answer, Never):
+            await asyncio.Event().wait()
+        return await answer_of(answer)
+
+
+class Never:
+    """An answer that does not come."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+
+class Actor:
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        for name, answer in methods.items():
+            setattr(self, name, Method(answer))
+
+
+class World:
+    """Actors by name; whoever asks for another one is told that there is none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.actors: dict[str, Actor] = {}
+        self.entries = (Entry(1, MODEL, {"m-0": "mac0", "m-1": "mac1"}),)
+        self.seen = SeenNodes((), frozenset({"satchel-node-mac0"}), "satchel-node-mac0", 555)
+        monkeypatch.setattr(registry, "entries", lambda: self.entries)
+        monkeypatch.setattr(calls, "actor_handle", self.handle)
+        monkeypatch.setattr(dispatch, "_seen_nodes", lambda: self.seen)
+        config = {"models": [{"name": "m", "source": "s"}], "nodes": [{"name": "mac0"}, {"name": "mac1"}]}
+        self.backend = RayBackend(parse_config(config))
+
+    def handle(self, name: str) -> Actor:
+        if name not in self.actors:
+            raise ValueError(name)
+        return self.actors[name]
+
+    def route(self, **decided: Any) -> None:
+        self.restart(route=lambda request: Decision("m-1", "why", **decided))
+
+    def restart(self, **methods: Callable[..., Any]) -> None:
+        """Another router, which the backend finds."""
+        self.actors[ROUTER] = Actor(**methods)
+        self.backend._router = RouterClient()
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+async def test_the_node_is_the_decisions_else_the_registrys(world: World) -> None:
+    world.route(node="mac7")
+    assert (await world.backend.route(REQUEST, [], "")).node == "mac7"
+    world.route()
+    assert (await world.backend.route(REQUEST, [], "")).node == "mac1"
+
+
+async def test_the_ids_that_replicas_have_are_learnt_from_decisions(world: World) -> None:
+    """So the endpoint need not ask every replica, and whoever answers first decides nothing."""
+    assert world.backend.model_ids("m") == ()
+    asked: list[RouteRequest] = []
+
+    def route(request: bytes) -> Decision:
+        asked.append(decode(RouteRequest, request))
+        return Decision("m-1", "why", node="mac1", model_id=b"b", model_ids=[b"a", b"b"])
+
+    world.restart(route=route)
+    other = replace(REQUEST, model_id=b"b", block_ids=[b"y"])
+    await world.backend.route(replace(REQUEST, model_id=b"a", block_ids=[b"x"]), [], "", [other])
+    assert world.backend.model_ids("m") == [b"a", b"b"]
+    assert (asked[0].model_id, asked[0].block_ids) == (b"a", [b"x"])
+    assert asked[0].others == [Chain(b"b", [b"y"])]
+
+
+async def test_a_request_is_routed_though_nobody_knows_the_node(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unread() -> Any:
+        raise NoReplica("the control store does not answer")
+
+    monkeypatch.setattr(world.backend, "_placed", unread)
+    world.route()
+    decision = await world.backend.route(REQUEST, [], "")
+    assert (decision.replica, decision.node) == ("m-1", "")
+
+
+async def test_a_silent_replica_is_shown_where_it_belongs(world: World) -> None:
+    answer = ReplicaStats("m-0", "m", answers=True, running=2, node="mac0")
+    world.actors["replica:m-0"] = Actor(stats=lambda _: answer, info=lambda _: model_info(pid=12))
+    first, second = await world.backend.stats()
+    assert (first.running, first.node, first.answers) == (2, "mac0", True)
+    assert (second.replica, second.model, second.node, second.answers) == ("m-1", "m", "mac1", False)
+    assert await world.backend.pids() == {"m-0": 12}
+
+
+async def test_a_replica_that_loads_has_its_node_and_no_process(world: World) -> None:
+    loading = ReplicaStats("m-0", "m", answers=False)
+    world.actors["replica:m-0"] = Actor(stats=lambda _: loading, info=lambda _: None)
+    assert (await world.backend.stats())[0].node == "mac0"
+    assert await world.backend.pids() == {}
+
+
+async def test_nodes_are_shown_while_the_router_restarts(world: World) -> None:
+    assert [(node.name, node.up) for node in await world.backend.nodes()] == [("mac0", True), ("mac1", False)]
+    described = NodeReport("mac1", True, used_bytes=5, links={"mac0": 2.0})
+    world.restart(nodes=lambda _: NodeReports([described]))
+    assert [(node.name, node.up) for node in await world.backend.nodes()] == [("mac0", True), ("mac1", True)]
+
+
+async def test_a_control_store_that_hangs_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> SeenNodes:
+        raise RuntimeError("no connection")
+
+    monkeypatch.setattr(dispatch, "_seen_nodes", fails)
+    with pytest.raises(NoReplica):
+        await world.backend.nodes()
+
+
+async def test_a_decision_is_explained_with_its_node(world: World) -> None:
+    with pytest.raises(Unavailable):
+        await world.backend.explain("r")
+    found = {"r": Explanation("m-1", "why"), "s": Explanation("m-1", "why", node="mac7")}
+    world.restart(explain=lambda asked: found.get(decode(RequestId, asked).request_id))
+    assert await world.backend.explain("r") == {**asdict(found["r"]), "replica": "m-1", "node": "mac1"}
+    assert await world.backend.explain("s") == {**asdict(found["s"]), "replica": "m-1", "node": "mac7"}
+    assert await world.backend.explain("t") is None
+
+
+async def test_a_router_that_hangs_is_an_error_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "ANSWER_S", 0.5)
+    world.restart(explain=Never, nodes=Never)
+    with pytest.raises(Unavailable):
+        await world.backend.explain("r")
+    assert [node.name for node in await world.backend.nodes()] == ["mac0", "mac1"]
+
+
+async def test_a_link_that_breaks_has_its_node_looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all of the node has ended, nobody waits for another part of it."""
+    checked: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(world.backend._homes, "check", checked.put)
+
+    def breaks(asked: bytes) -> Any:
+        raise RuntimeError("the connection broke")
+
+    world.actors["replica:m-1"] = Actor(next_frame=breaks, abort=lambda ids: None)
+    world.restart(lose=lambda replica: None)
+    link = world.backend.link(Decision("m-1", "why", node="mac7"))
+    async with asyncio.timeout(5):
+        assert await checked.get() == link.node == "mac7"
+        await link.broken.wait()
+    await world.backend.close()
+
+
+@pytest.mark.parametrize(("error", "died"), [(RayActorError(), True), (RuntimeError("broke"), False)])
+async def test_a_replica_whose_process_ends_is_told_from_one_that_is_cut_off(
+    world: World, error: Exception, died: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is lost with a process may be why."""
+
+    async def check(node: str) -> bool:
+        return True
+
+    def breaks(asked: bytes) -> Any:
+        raise error
+
+    monkeypatch.setattr(world.backend._homes, "check", check)
+    world.actors["replica:m-1"] = Actor(next_frame=breaks, abort=lambda ids: None)
+    world.restart(lose=lambda replica: None)
+    link = world.backend.link(Decision("m-1", "why", node="mac7"))
+    async with asyncio.timeout(5):
+        await link.broken.wait()
+    assert link.died is died and not link.heard
+    await world.backend.close()

@@ -1,0 +1,130 @@
+"""What is served, with a registry and replicas made up here: nobody waits for a replica that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from satchel.actors.protocol import registry
+from satchel.actors.protocol.messages import ModelInfo
+from satchel.actors.protocol.registry import Entry
+from satchel.api.ray_backend import served
+from satchel.api.ray_backend.served import ServedModels
+from satchel.cluster.config import Model
+from satchel.cluster.errors import NoReplica
+from tests.worlds.direct import model_info
+
+A, B = Model(name="a", source="s"), Model(name="b", source="s", replicas=2)
+
+
+def entry(order: int, model: Model) -> Entry:
+    return Entry(order, model, {f"{model.slug}-{number}": "local" for number in range(model.replicas or 1)})
+
+
+class World:
+    """A registry and replicas. A replica answers with what is in `answers`, at once, or hangs while it is not there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entries: tuple[Entry, ...] | Exception = (entry(1, A), entry(2, B))
+        self.answers: dict[str, ModelInfo | None] = {}
+        self.asked: list[str] = []
+        self.reads = 0
+        monkeypatch.setattr(registry, "entries", self.read)
+        monkeypatch.setattr(registry, "READ_S", 3600.0)
+        monkeypatch.setattr(served, "FIRST_ANSWER_S", 0.2)
+        monkeypatch.setattr(served, "ASK_AGAIN_S", 0.0)
+        self.models = ServedModels(self.ask)
+
+    def read(self) -> tuple[Entry, ...]:
+        self.reads += 1
+        if isinstance(self.entries, Exception):
+            raise self.entries
+        return self.entries
+
+    async def ask(self, replica: str) -> ModelInfo | None:
+        self.asked.append(replica)
+        while replica not in self.answers:
+            await asyncio.sleep(0.01)
+        return self.answers[replica]
+
+    async def names(self) -> list[str]:
+        return [model.name for model in await self.models.models()]
+
+    def load(self, replica: str, name: str, *, context: int = 8) -> None:
+        self.answers[replica] = model_info(name=name, context_tokens=context)
+
+    def forget_the_reading(self) -> None:
+        self.models._read_at = -math.inf
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+async def test_the_first_request_waits_for_a_model_that_answers(world: World):
+    world.load("a-0", "a")
+    world.load("b-1", "b")
+    assert await world.names() == ["a", "b"], "one replica of b is enough"
+    asked = len(world.asked)
+    assert await world.names() == ["a", "b"]
+    assert (len(world.asked), world.reads) == (asked, 1), "what is known is not asked again"
+
+
+async def test_a_replica_that_hangs_costs_the_first_requests_a_moment_and_later_ones_nothing(world: World):
+    world.load("a-0", "a")
+    async with asyncio.timeout(10):
+        assert await world.names() == ["a"]
+    asked = len(world.asked)
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("a later request must not wait")
+
+    wait, asyncio.wait = asyncio.wait, refuse  # type: ignore[assignment]
+    try:
+        for _ in range(100):
+            assert await world.names() == ["a"]
+    finally:
+        asyncio.wait = wait
+    assert len(world.asked) == asked, "one asking runs, not one a request"
+    world.load("b-0", "b")
+    await asyncio.sleep(0.05)
+    assert await world.names() == ["a", "b"]
+
+
+async def test_a_model_that_is_still_loading_is_found_when_it_is_ready(world: World):
+    world.load("a-0", "a")
+    world.answers |= {"b-0": None, "b-1": None}
+    assert await world.names() == ["a"]
+    world.load("b-0", "b")
+    async with asyncio.timeout(5):
+        while await world.names() != ["a", "b"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_model_that_was_unloaded_and_loaded_again_is_another_one(world: World):
+    world.load("a-0", "a", context=8)
+    world.load("b-0", "b")
+    await world.names()
+    world.entries = (entry(2, B),)
+    world.forget_the_reading()
+    assert await world.names() == ["b"]
+    world.load("a-0", "a", context=99)
+    world.entries = (entry(2, B), entry(3, A))
+    world.forget_the_reading()
+    assert [(model.name, model.context_tokens) for model in await world.models.models()] == [("b", 8), ("a", 99)]
+
+
+async def test_without_the_control_store_what_was_read_last_counts(world: World):
+    world.load("a-0", "a")
+    world.load("b-0", "b")
+    await world.names()
+    world.entries = ConnectionError("gone")
+    world.forget_the_reading()
+    assert await world.names() == ["a", "b"]
+    fresh = ServedModels(world.ask)
+    with pytest.raises(NoReplica):
+        await fresh.models()

@@ -1,0 +1,200 @@
+"""Replicas of one model on nodes that compute differently: words are the agent's anywhere, KV belongs to its own id."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from satchel.actors import start
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
+from satchel.actors.protocol.clients import ReplicaClient
+from satchel.actors.protocol.messages import ModelInfo
+from satchel.actors.start import differing
+from satchel.api.generation.backend import ReplicaStats
+from satchel.api.ray_backend import store as ray_store
+from satchel.api.ray_backend.store import RayStore
+from satchel.cluster.errors import ModelLoadError
+from tests.worlds.direct import Direct, answer_of, model_info
+from tests.worlds.remembering import LocalStore, Remembering, spoken
+
+FILES, CPU, GPU = b"f" * 32, b"c" * 32, b"g" * 32
+LONG = "word " * 60
+
+
+@pytest.fixture
+async def endpoint(backend, config) -> AsyncIterator[Remembering]:
+    backend.served = [replace(model, model_id=CPU, files_id=FILES) for model in backend.served[:1]]
+    backend.configured = [backend.served[0].name]
+    remembering = Remembering(backend, config)
+    yield remembering
+    await remembering.client.aclose()
+
+
+async def stands(endpoint: Remembering, *replicas: list[bytes]) -> list[Any]:
+    return await endpoint.store.call("blocks", "default/ann", list(replicas))
+
+
+async def test_a_conversation_goes_on_where_another_id_computes_it(endpoint, backend):
+    """It is one branch with the very ids that were drawn; what is kept of it in KV is under the id of its last turn."""
+    backend.computes_as = CPU
+    drawn = endpoint.draw("the quick")
+    await endpoint.say(LONG)
+    first = endpoint.prompt
+    assert [each[0] for each in await stands(endpoint)] == [CPU]
+    backend.computes_as = GPU
+    await endpoint.say(LONG, "the quick", "And?")
+    assert endpoint.prompt[: len(first) + len(drawn)] == [*first, *drawn]
+    assert endpoint.memory.commits == {"opened": 1, "replaced": 1}
+    (branch,) = await endpoint.branches()
+    assert branch["model"] == backend.served[0].name
+    ((model, root, ids, *_),) = await stands(endpoint)
+    said = endpoint.prompt + backend.text.encode("the quick")
+    assert (model, root) == (GPU, root_id(GPU, "tenant:default"))
+    assert ids[: len(endpoint.prompt) // BLOCK_TOKENS] == block_ids(root, said)[: len(endpoint.prompt) // BLOCK_TOKENS]
+
+
+@pytest.mark.parametrize("answers_first", [CPU, GPU])
+async def test_whose_agents_are_whose_is_not_decided_by_who_answers_first(backend, config, answers_first):
+    """An endpoint that starts again, and hears of the model from another replica first, knows the same agents."""
+    store = LocalStore(config)
+    for model_id, said in ((CPU, ["Hi"]), (answers_first, ["Hi", "Hello there", "And?"])):
+        backend.served = [replace(backend.served[0], model_id=model_id, files_id=FILES)]
+        backend.computes_as = CPU
+        endpoint = Remembering(backend, config, store)
+        await endpoint.say(*said)
+        await endpoint.client.aclose()
+    assert endpoint.memory.commits == {"replaced": 1} and endpoint.memory.matches == {"extend": 1}
+
+
+async def test_a_continuing_turn_and_an_injection_are_kept_under_the_id_that_computed_them(endpoint, backend):
+    backend.computes_as = GPU
+    await endpoint.go_on(LONG)
+    assert [each[0] for each in await stands(endpoint)] == [GPU]
+    backend.computes_as = CPU
+    response = await endpoint.client.post("/v1/agents/ann/inject", json={"messages": spoken("Know this.")})
+    assert response.status_code == 200, response.text
+    assert [each[0] for each in await stands(endpoint)] == [CPU]
+    backend.computes_as = GPU
+    await endpoint.go_on("And?")
+    assert len(await endpoint.transcript()) == 5 and len(await endpoint.branches()) == 1
+    assert [each[0] for each in await stands(endpoint)] == [GPU]
+
+
+async def test_other_files_are_another_model_and_other_words(endpoint, backend, config):
+    """Where token ids may mean something else, none are taken over."""
+    await endpoint.say("Hi")
+    backend.served = [replace(backend.served[0], files_id=b"o" * 32)]
+    await endpoint.say("Hi", "Hello there", "And?")
+    assert endpoint.memory.matches == {"new": 2}
+
+
+async def test_a_branch_stands_on_what_every_replica_of_its_words_may_have(endpoint, backend):
+    """So forgetting and releasing reach all of it; ids of other models are none of its."""
+    backend.computes_as = CPU
+    await endpoint.say(LONG)
+    found = await stands(endpoint, [FILES, CPU], [FILES, GPU], [FILES, GPU], [b"o" * 32, b"x" * 32])
+    assert [each[0] for each in found] == [CPU, GPU]
+    for model, root, ids, *_ in found:
+        assert root == root_id(model, "tenant:default")
+        tokens = endpoint.prompt[: len(endpoint.prompt) // BLOCK_TOKENS * BLOCK_TOKENS]
+        assert ids[: len(block_ids(root, tokens))] == block_ids(root, tokens)
+
+
+class Replica(ReplicaClient):
+    """One that says this of itself."""
+
+    def __init__(self, said: ModelInfo | None) -> None:
+        super().__init__("m", Direct(lambda: SimpleNamespace(info=lambda _: answer_of(said))))
+
+
+async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
+    class Homes:
+        async def locate(self, agent: str) -> str:
+            return "mac0"
+
+        async def ask(self, node: str, method: str, *arguments: Any) -> Any:
+            return [node, method, *arguments]
+
+    said = (model_info(files_id=FILES, model_id=CPU), model_info(files_id=FILES, model_id=GPU), None)
+    infos = dict(zip(("m-0", "m-1", "m-2"), said, strict=True))
+    monkeypatch.setattr(ray_store.registry, "entries", lambda: ())
+    monkeypatch.setattr(ray_store, "find_replicas", lambda _: {name: Replica(info) for name, info in infos.items()})
+    answer = await RayStore(Homes()).call("blocks", "t/ann")  # type: ignore[arg-type]
+    assert answer == ["mac0", "blocks", "t/ann", [[FILES, CPU], [FILES, GPU]]]
+
+
+async def test_words_and_ids_survive_the_disk_and_old_rows_are_read(tmp_path, config):
+    """A branch from before files had ids belongs to its model id, as it did."""
+    for files, words in ((b"", CPU), (FILES, FILES)):
+        folder, agent = tmp_path / words.hex()[:4], "default/ann"
+        store = LocalStore(config, folder)
+        since = (await store.call("recall", agent, words, {}))["since"]
+        content = {"token_ids": array("I", [1, 2]).tobytes(), "text": "x", "transcript": b"[]", "messages": 1}
+        await store.call("commit", agent, **content, model=CPU, files=files, since=since)
+        store.actor._database.close()
+        if store.actor._disk is not None:
+            store.actor._disk.close()
+        again = LocalStore(config, folder)
+        (branch,) = (await again.call("recall", agent, words, {}))["branches"]
+        assert (branch["model"], branch["files"], branch["root"]) == (CPU, files, root_id(CPU, "tenant:default"))
+        assert (await again.call("recall", agent, GPU, {}))["branches"] == []
+        assert again.actor._database.damaged_total == 0
+
+
+# What is said of it.
+
+COMPUTING = {"device": "cpu", "dtype": "float32", "mlx": "1"}
+
+
+def info(replica: str, files: dict[str, str] | None = None, **computing: str) -> ModelInfo:
+    kept = {"config.json": "1", "model.safetensors": "2", **(files or {})}
+    how = {**COMPUTING, **computing}
+    return model_info(name="qwen", replica=replica, node=f"node of {replica}", files=kept, computing=how)
+
+
+def test_replicas_that_compute_differently_are_named_with_what_differs():
+    assert differing({}) == []
+    assert differing({"a": info("a"), "b": info("b")}) == []
+    (said,) = differing({"a": info("a"), "b": info("b", device="metal", dtype="bfloat16, own"), "c": info("c")})
+    assert said == (
+        "b on node of b computes otherwise than a on node of a (device: metal, cpu; dtype: bfloat16, own, float32): "
+        "they share agents' words and not their KV"
+    )
+
+
+def test_replicas_with_other_files_are_refused_with_their_names():
+    """Their answers would be another model's, and token ids might mean something else."""
+    with pytest.raises(ModelLoadError, match=r"'qwen' is another model on node of b than on node of a: ") as error:
+        differing({"a": info("a"), "b": info("b", {"model.safetensors": "3", "extra.json": "4"}, device="metal")})
+    assert "extra.json, model.safetensors differ" in error.value.message
+
+
+async def test_a_node_that_joins_is_compared_with_those_that_were_there(monkeypatch):
+    """By whatever name its replica comes first; one that has not loaded yet is no measure."""
+    found = {"a": Replica(info("a", device="metal")), "b": Replica(info("b")), "c": Replica(None)}
+    monkeypatch.setattr(start.registry, "entries", lambda: ("qwen",))
+    monkeypatch.setattr(start, "find_replicas", lambda entries: found)
+    (said,) = await start.compare_models({"a": found["a"]})
+    assert said.startswith("a on node of a computes otherwise than b on node of b (device: metal, cpu)")
+    found["a"] = Replica(info("a", {"tokenizer.json": "5"}))
+    with pytest.raises(ModelLoadError, match=r"another model on node of a than on node of b: tokenizer\.json differs"):
+        await start.compare_models({"a": found["a"]})
+
+
+async def test_the_cluster_shows_what_differs_among_replicas_of_a_model(endpoint, backend):
+    def stats(replica: str, model: str, model_id: bytes, **computing: str) -> ReplicaStats:
+        how = {**COMPUTING, **computing}
+        return ReplicaStats(replica, model, True, model_id=model_id.hex(), computing=how)
+
+    silent = ReplicaStats("m-2", "m", False)
+    backend.replicas = [
+        stats("m-0", "m", CPU), stats("m-1", "m", GPU, device="metal"), silent, stats("n-0", "n", GPU, device="metal")
+    ]  # fmt: skip
+    found = (await endpoint.client.get("/v1/cluster")).json()["replicas"]
+    assert [each["differs"] for each in found] == [{"device": "cpu"}, {"device": "metal"}, {}, {}]
+    assert [each["model_id"] for each in found] == [CPU.hex(), GPU.hex(), None, GPU.hex()]

@@ -1,0 +1,193 @@
+"""Text laws: what comes out does not depend on how it was cut into pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from satchel.api.text.model import StopMatcher, TextModel, load_text_model
+from satchel.cluster.errors import InvalidRequest, ModelLoadError
+
+quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def pieces(detokenizer, tokens: Sequence[int]) -> list[str]:
+    return [*(detokenizer.add(token) for token in tokens), detokenizer.flush()]
+
+
+def every_token(text: TextModel) -> int:
+    assert text._backend is not None
+    return text._backend.get_vocab_size(with_added_tokens=True)
+
+
+@quick
+@given(data=st.data())
+def test_pieces_concatenate_to_the_one_shot_decoding_for_any_tokens(data: st.DataObject, text: TextModel):
+    """Any token sequence at all: invalid bytes, half characters and special tokens included."""
+    tokens = data.draw(st.lists(st.integers(0, every_token(text) - 1), max_size=40))
+    assert "".join(pieces(text.detokenizer(), tokens)) == text.decode(tokens)
+
+
+@quick
+@given(string=st.text(max_size=40))
+def test_valid_text_never_shows_a_replacement_character(string: str, text: TextModel):
+    """Characters of several bytes are split over tokens, and no piece has a half of one."""
+    string = string.replace("\ufffd", "")
+    shown = pieces(text.detokenizer(), text.encode(string))
+    assert "".join(shown) == string
+    assert not any("\ufffd" in piece for piece in shown)
+
+
+def test_incomplete_bytes_show_only_when_nothing_can_complete_them(text: TextModel):
+    first, *_ = text.encode("語")
+    after = text.encode("a")[0]
+    ended = text.detokenizer()
+    assert (ended.add(first), ended.flush()) == ("", "\ufffd")
+    went_on = text.detokenizer()
+    assert (went_on.add(first), went_on.add(after)) == ("", "\ufffda")
+
+
+def test_ids_past_the_tokenizers_end_have_no_text(text: TextModel):
+    assert "".join(pieces(text.detokenizer(), [every_token(text) + 7])) == ""
+
+
+@quick
+@given(words=st.lists(st.sampled_from(["Hello", "world", "!", "a", " ", "é", "日", "😀"]), max_size=12))
+def test_the_window_detokenizer_equals_one_shot_decoding_of_valid_text(words: list[str], sentencepiece: TextModel):
+    tokens = [token for word in words for token in spell(sentencepiece, word)]
+    shown = pieces(sentencepiece.detokenizer(), tokens)
+    assert "".join(shown) == sentencepiece.decode(tokens)
+    assert not any("\ufffd" in piece for piece in shown)
+
+
+def spell(text: TextModel, word: str) -> list[int]:
+    """The tokens of a word of the SentencePiece-like vocabulary; what it has not is spelled in bytes."""
+    assert text._backend is not None
+    whole = text._backend.token_to_id({"Hello": "▁Hello", "world": "▁world", " ": "▁"}.get(word, word))
+    return [whole] if whole is not None else [byte_token(text, byte) for byte in word.encode()]
+
+
+def byte_token(text: TextModel, byte: int) -> int:
+    assert text._backend is not None
+    return text._backend.token_to_id(f"<0x{byte:02X}>")
+
+
+def test_a_continued_text_keeps_its_first_space(sentencepiece: TextModel):
+    hello, world = spell(sentencepiece, "Hello"), spell(sentencepiece, "world")
+    assert "".join(pieces(sentencepiece.detokenizer(), world)) == "world"
+    assert "".join(pieces(sentencepiece.detokenizer(hello), world)) == " world"
+
+
+def test_a_long_run_of_invalid_bytes_is_not_held_for_ever(sentencepiece: TextModel):
+    detokenizer = sentencepiece.detokenizer()
+    shown = [detokenizer.add(byte_token(sentencepiece, 0xFF)) for _ in range(100)]
+    assert len("".join(shown)) >= 90
+
+
+def test_a_token_has_the_bytes_that_it_has_inside_a_text(text: TextModel, sentencepiece: TextModel):
+    (first, *rest) = text.encode("語")
+    assert b"".join(text.token_bytes(token) for token in [first, *rest]) == "語".encode()
+    assert sentencepiece.token_bytes(*spell(sentencepiece, "world")) == b" world"
+    assert sentencepiece.token_bytes(byte_token(sentencepiece, 0xE8)) == b"\xe8"
+
+
+def first_match(text: str, stops: list[str]) -> str | None:
+    """The definition: read character by character, stop where the first stop string is complete."""
+    for end in range(len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return None
+
+
+@settings(quick, max_examples=300)
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
+def test_stop_strings_are_found_across_any_cut_and_never_leak(text: str, stops: list[str], cuts: list[int]):
+    expected = first_match(text, stops)
+    edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
+    matcher, shown = StopMatcher(stops), ""
+    for start, end in pairwise(edges):
+        shown += "".join(matcher.add(text[start:end]))
+        # Nothing goes out that a later match would have to take back.
+        assert (text if expected is None else expected).startswith(shown)
+    assert matcher.matched == (expected is not None)
+    assert shown + "".join(matcher.flush()) == (text if expected is None else expected)
+
+
+def test_only_what_could_begin_a_stop_string_is_held_back():
+    matcher = StopMatcher(["</s>"])
+    assert matcher.add("one </") == ["one "]
+    assert matcher.add("b>") == ["</b>"]
+    assert not matcher.matched
+
+
+def test_special_tokens_are_hidden_and_tool_markers_known(texts: dict[str, TextModel]):
+    for markers, text in texts.items():
+        ends = {text.encode(token)[0] for token in ("<|im_end|>", "<|endoftext|>")}
+        assert ends <= text.hidden_tokens
+        assert text.end_tokens == ends
+        assert text.has_tool_calls
+        (start,) = text.encode("<tool_call>")[:1]
+        assert (start in text.tool_call_tokens) and (start in text.hidden_tokens) == (markers == "special")
+
+
+def test_rendered_specials_are_encoded_once(text: TextModel):
+    prompt = text.render([{"role": "user", "content": "Hi"}])
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text.decode(text.encode(prompt)) == prompt
+
+
+def test_an_unpaired_surrogate_is_the_callers_fault(text: TextModel):
+    with pytest.raises(InvalidRequest):
+        text.encode("a\ud800")
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path):
+    with pytest.raises(ModelLoadError, match="tokenizer"):
+        load_text_model(tmp_path, name="empty")
+
+
+def test_a_truncating_tokenizer_file_does_not_shorten_prompts(tmp_path: Path, folders: dict[str, Path]):
+    for file in folders["added"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    string = "the quick brown fox jumps over the lazy dog"
+    text = load_text_model(tmp_path)
+    assert text.decode(text.encode(string)) == string
+
+
+@quick
+@given(string=st.text(max_size=200))
+def test_the_lower_bound_on_tokens_is_one(string: str, text: TextModel):
+    assert text.tokens_min(string, 10**9) <= len(text.encode(string))
+    assert text.tokens_min(string, 1) <= len(text.encode(string))
+
+
+def test_a_text_that_is_far_too_long_is_not_encoded_to_its_end(text: TextModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("satchel.api.text.model._COUNTED_CHARACTERS", 64)
+    string = "the quick brown fox, 日本語 " * 200
+    assert text.tokens_min(string, 10) >= 10
+    assert text.tokens_min(string, 10) < 100
+    assert text.tokens_min(string, 100) <= len(text.encode(string))
+
+
+async def test_encoding_in_a_thread_leaves_the_event_loop_running(text: TextModel):
+    work = asyncio.create_task(asyncio.to_thread(text.encode, "the quick brown fox " * 20_000))
+    turns = 0
+    while not work.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 10

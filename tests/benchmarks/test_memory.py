@@ -1,0 +1,126 @@
+"""The memory benchmark counts rightly. How fast anything is, is no test."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks import parts
+from benchmarks.memory import recall, replay, sizes
+from benchmarks.programs import ROOT, program
+from satchel.actors.model_files.source import EMBEDDED
+
+CONVERSATION = {
+    "agents": ["planner", "worker", "human"],
+    "system": {"planner": "You plan."},
+    "messages": [
+        {"agent": "human", "content": "Sort the parts " + "of the old clock " * 60},
+        {"agent": "planner", "content": "First the springs. " * 50},
+        {"agent": "worker", "content": "The springs are sorted. " * 40},
+        {"agent": "planner", "content": "Now the wheels. " * 70},
+        {"agent": "worker", "content": "Done."},
+    ],
+}
+
+
+def test_prompts_are_what_the_chat_template_renders() -> None:
+    """Each agent sees its own messages as the assistant's, and the others' as the user's."""
+    turns = list(replay.Writer().turns(CONVERSATION))
+    assert [turn.agent for turn in turns] == ["planner", "worker", "planner", "worker"]
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "recall")
+    messages = CONVERSATION["messages"]
+    seen = [{"role": "system", "content": "You plan."}] + [
+        {
+            "role": "assistant" if message["agent"] == "planner" else "user",
+            "content": message["content"]
+            if message["agent"] == "planner"
+            else f"{message['agent']}: {message['content']}",
+        }
+        for message in messages[:3]
+    ]
+    text = tokenizer.apply_chat_template(seen, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(turns[2].prompt) == text
+    assert tokenizer.decode(turns[2].reply) == messages[3]["content"] + "<|im_end|>"
+
+
+def test_the_next_prompt_of_an_agent_extends_its_last_one_and_the_reply() -> None:
+    first, _, second, _ = replay.Writer().turns(CONVERSATION)
+    whole = first.prompt + first.reply
+    assert second.prompt[: len(whole)] == whole
+
+
+def test_ours_reuses_all_but_what_is_new() -> None:
+    """Prompt and reply are known up to the last token, also inside a block."""
+    ours = replay.OurBlocks()
+    rng = random.Random(3)
+    tokens = [rng.randrange(3000) for _ in range(1300)]
+    assert ours.reuse(tokens) == 0
+    ours.keep(tokens)
+    assert ours.reuse([*tokens, 1, 2, 3]) == 1299
+    assert ours.reuse(tokens[:700] + [1] * 100) == 512, "a cut inside a block computes that block again"
+    assert ours.reuse(tokens[:1290] + [5000] * 100) == 1290, "a cut inside the tail does not"
+
+
+def test_small_blocks_know_prompts_by_whole_blocks() -> None:
+    """Against looking at every earlier prompt."""
+    rng, small = random.Random(9), replay.SmallBlocks()
+    prompts: list[list[int]] = []
+    for _ in range(60):
+        base = rng.choice(prompts)[: rng.randrange(80)] if prompts else []
+        prompt = base + [rng.randrange(3) for _ in range(rng.randrange(1, 60))]
+        common = 0
+        for other in prompts:
+            same = 0
+            while same < min(len(prompt), len(other)) and prompt[same] == other[same]:
+                same += 1
+            common = max(common, min(same, len(prompt) - 1, len(other) // 16 * 16) // 16 * 16)
+        assert small.reuse(prompt) == common
+        prompts.append(prompt)
+
+
+def test_a_round_is_not_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(parts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    done = []
+    for number in parts.Budget(10.0).rounds(9):
+        done.append(number)
+        now[0] += 4.0
+    assert done == [0, 1]
+    assert list(parts.Budget(0.0).rounds(9)) == []
+
+
+def test_sizes_meet_what_the_format_promises() -> None:
+    part = sizes.sizes()
+    assert part.rows and all(target.met for target in part.targets), part.targets
+    assert all(row["bytes a token"] == pytest.approx(row["formula"]) for row in part.rows)
+
+
+def test_sealed_memory_recalls_what_full_precision_does() -> None:
+    """32 codes, 16 in each conversation of 1,000 tokens, every one asked for under both."""
+    part = recall.recall(32, parts.Budget(600.0), lambda text: None, policies=("fp16", "q4"), talks=[(16, 1000)])
+    full, sealed = (dict[str, Any](row) for row in part.rows)
+    assert full["asked"] == sealed["asked"] == 32
+    assert full["right"] >= 31 and sealed["right"] >= full["right"] - 1, part.notes
+
+
+def test_the_command_writes_its_results_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    traces = tmp_path / "traces.jsonl"
+    traces.write_text(json.dumps(CONVERSATION) + "\n")
+    for arguments, share in ((["--traces", str(traces)], True), ([], False)):
+        command = program("memory.run", "--parts", "replay", "--machine", "test", *arguments, "--out", tmp_path)
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        written = (tmp_path / "memory-test.json").read_text()
+        part = json.loads(written)["parts"]["replay"]
+        assert bool(part["rows"]) == share
+        assert share or "Left out" in part["notes"][0]
+        assert ("| rule |" in (tmp_path / "memory-test.md").read_text()) == share
+        assert str(tmp_path) not in written, "results hold no path of the machine"
+    assert subprocess.run([*command, "--parts", "all"], cwd=ROOT, capture_output=True, timeout=60).returncode == 2

@@ -1,0 +1,94 @@
+"""The cluster that the test session shares, from inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from satchel.cluster.bring_up.ray_node import RaySpec
+from satchel.cluster.bring_up.runtime import LocalCluster
+from satchel.cluster.config import Home
+from satchel.cluster.connection import NAMESPACE, connect_ray, find_cluster
+from satchel.cluster.errors import HomeInUse
+from satchel.cluster.processes import ProcessMark, Session
+
+
+class Probe:
+    def connect(self, cluster: LocalCluster | None = None) -> tuple[int, str]:
+        """What an actor does to find the cluster that it lives in."""
+        import ray
+
+        return os.getsid(0), ray.get_runtime_context().namespace
+
+
+def test_the_record_finds_the_cluster(cluster: LocalCluster) -> None:
+    import ray
+
+    assert find_cluster(cluster.home) == cluster.record
+    connect_ray(cluster.record)
+    sid, namespace = ray.get(ray.remote(Probe).remote().connect.remote(), timeout=60)
+    assert (sid, namespace) == (cluster.record.ray_sid, NAMESPACE)
+    assert cluster.failure() is None
+
+
+def test_an_endpoint_is_published(cluster: LocalCluster) -> None:
+    cluster.publish_endpoint("http://127.0.0.1:1")
+    assert find_cluster(cluster.home).endpoint_url == "http://127.0.0.1:1"
+
+
+def test_the_home_is_taken(cluster: LocalCluster) -> None:
+    with pytest.raises(HomeInUse):
+        LocalCluster(cluster.home).start()
+    assert find_cluster(cluster.home) == cluster.record
+    assert cluster.failure() is None
+
+
+def test_a_note_of_processes_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk does not end a server: it goes on with the older note."""
+    cluster = LocalCluster(Home(tmp_path / "no such folder"))
+    mark = ProcessMark.of(os.getpid())
+    assert mark is not None
+    cluster._session = Session(os.getsid(0), (mark,))
+    cluster.note_processes()
+    assert "not noted" in caplog.text
+
+
+def test_a_start_that_fails_leaves_nothing_running(tmp_path: Path) -> None:
+    """Of Ray's processes the first may run already when another one does not start."""
+    started = tmp_path / "started"
+    program = f"""
+import pathlib, subprocess
+from satchel.cluster.bring_up import ray_node
+
+def start_ray(spec):
+    logs = pathlib.Path(spec.private_dir, "ray", "session_1_1", "logs")
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text("why")
+    child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pathlib.Path({str(started)!r}).write_text(str(child.pid))
+    raise RuntimeError("the second one does not start")
+
+ray_node.start_ray = start_ray
+ray_node.main()
+"""
+    spec = RaySpec("n", "127.0.0.1", "r", None, str(tmp_path / "ray"), str(tmp_path), str(tmp_path / "kept"), 1)
+    failed = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(asdict(spec)) + "\n",
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert failed.returncode == 1 and "the second one does not start" in failed.stderr
+    assert (tmp_path / "kept" / "raylet.out").read_text() == "why"
+    # Dead, or dead and not collected.
+    mark = ProcessMark.of(int(started.read_text()))
+    assert mark is None or not mark.is_alive()

@@ -1,0 +1,284 @@
+"""Machines are let in with an invitation, once, and only by the head that invited them; strangers learn nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from satchel.cluster.config import Home
+from satchel.cluster.connection import versions
+from satchel.cluster.errors import ClusterError, NotRunning, PortInUse
+from satchel.cluster.home import ensure_token, prepare_home
+from satchel.cluster.nodes import Node
+from satchel.cluster.trust import admission, invitations
+from satchel.cluster.trust.admission import Admission, enter
+from satchel.cluster.trust.certificates import Authority, request
+from satchel.cluster.trust.door import CALLERS_MAX, REQUEST_BYTES_MAX, Door
+from satchel.cluster.trust.invitations import Invitation, find_invitation, invite, remembered, use_up
+
+MAC0, MAC1 = Node(name="mac0"), Node(name="mac1", address="10.0.0.2")
+RAY = "10.0.0.1:6379"
+
+
+def made(folder: Path) -> Home:
+    home = Home(folder)
+    prepare_home(home)
+    return home
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Home:
+    home = made(tmp_path / "head")
+    ensure_token(home)
+    return home
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Home:
+    return made(tmp_path / "node")
+
+
+@pytest.fixture
+def door(head: Home) -> Iterator[Door]:
+    found = Door(head, MAC0, 0, versions(), talk_s=5.0)
+    found.open(RAY)
+    yield found
+    found.close()
+    found.close()
+
+
+def files(home: Home) -> set[str]:
+    return {path.name for folder in (home.run, home.tls) for path in folder.iterdir() if path.is_file()}
+
+
+def test_who_is_invited_learns_all_that_it_must_know_and_comes_in_again_without_a_secret(head, node, door):
+    invitation = invite(head, door.address)
+    assert Invitation.from_text(invitation.to_text()) == invitation and invitation.secret not in repr(invitation)
+    assert enter(node, MAC1, invitation) == Admission(door.address, RAY)
+    assert node.token_file.read_text() == head.token_file.read_text()
+    assert node.authority_file.read_text() == head.authority_file.read_text()
+    kept = [path for home in (head, node) for path in home.tls.iterdir() if path.is_file()]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept)
+    assert stat.S_IMODE(head.tls.stat().st_mode) == 0o700
+
+    node.token_file.unlink()
+    again = remembered(node)
+    assert again is not None and not again.secret
+    assert enter(node, MAC1, again).ray == RAY
+    assert node.token_file.exists()
+
+
+def test_a_certificate_is_for_the_machines_own_key_and_address(head, node, door):
+    enter(node, MAC1, invite(head, door.address))
+    found = x509.load_pem_x509_certificate(node.certificate_file.read_bytes())
+    authority = x509.load_pem_x509_certificate(node.authority_file.read_bytes())
+    found.verify_directly_issued_by(authority)
+    places = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {str(each) for each in places.get_values_for_type(x509.IPAddress)} == {"10.0.0.2", "127.0.0.1", "::1"}
+    assert not found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert x509.load_pem_x509_csr(request(node).encode()).public_key() == found.public_key()
+    assert node.key_file.read_text() not in "".join(path.read_text() for path in head.tls.iterdir() if path.is_file())
+
+
+def test_an_invitation_is_good_once_however_many_try(head, tmp_path, door):
+    invitation = invite(head, door.address)
+
+    def attempt(number: int) -> bool:
+        try:
+            enter(made(tmp_path / str(number)), MAC1, invitation)
+        except ClusterError as error:
+            assert "is not good" in error.message or "has been used" in error.message
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(attempt, range(4))) == [False, False, False, True]
+
+
+def test_wrong_old_and_foreign_invitations_are_refused(head, node, door, tmp_path, monkeypatch):
+    invitation = invite(head, door.address)
+    with pytest.raises(ClusterError, match="the invitation is not good"):
+        enter(node, MAC1, replace(invitation, secret="x" * 32))
+    with pytest.raises(ClusterError, match="no certificate"):
+        enter(node, MAC1, replace(invitation, secret=""))
+    # Of another cluster.
+    foreign = Authority(made(tmp_path / "other"))
+    node.certificate_file.write_text(foreign.sign(request(node), MAC1))
+    with pytest.raises(ClusterError, match="invite"):
+        enter(node, MAC1, replace(invitation, secret=""))
+    now = invitations.time.time()
+    monkeypatch.setattr(invitations.time, "time", lambda: now + invitations.LIFE_S + 1)
+    with pytest.raises(ClusterError, match="the invitation is not good"):
+        enter(node, MAC1, invitation)
+    invite(head, door.address)
+    assert len(list(head.invitations.iterdir())) == 1, "those that are over are gone"
+    assert not node.token_file.exists() and remembered(node) is None
+
+
+def test_other_versions_are_refused_and_the_invitation_stays_good(head, node, door, monkeypatch):
+    invitation = invite(head, door.address)
+    monkeypatch.setattr(admission, "versions", lambda: "satchel 0.0.1")
+    with pytest.raises(ClusterError, match=r"runs satchel .*, this machine satchel 0\.0\.1; install the same"):
+        enter(node, MAC1, invitation)
+    monkeypatch.undo()
+    enter(node, MAC1, invitation)
+
+
+def test_of_a_secret_the_head_keeps_a_hash(head):
+    Authority(head)
+    head.certificate_file.write_text(Authority(head).sign(request(head), MAC0))
+    invitation = invite(head, "10.0.0.1:1")
+    assert not [path for path in head.root.rglob("*") if path.is_file() and invitation.secret in path.read_text()]
+    found = find_invitation(head, invitation.secret)
+    assert found is not None and use_up(found) and not use_up(found)
+    assert find_invitation(head, invitation.secret) is None and find_invitation(head, "") is None
+
+
+def test_somebody_else_at_the_heads_address_hears_nothing(head, node, door, tmp_path):
+    """Not the invitation's secret, nor who asks: the connection ends after the handshake."""
+    invitation = invite(head, door.address)
+    impostor = made(tmp_path / "impostor")
+    impostor.certificate_file.write_text(Authority(impostor).sign(request(impostor), MAC0))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(impostor.certificate_file, impostor.key_file)
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def listen() -> None:
+            sock, _ = listener.accept()
+            with context.wrap_socket(sock, server_side=True, suppress_ragged_eofs=True) as tls:
+                heard.append(tls.recv(4096))
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        there = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ClusterError, match="answers another than who invited; nothing was said"):
+            enter(node, MAC1, replace(invitation, door=there))
+        thread.join(10)
+    assert heard == [b""] and not node.token_file.exists()
+    enter(node, MAC1, invitation)
+
+
+def test_where_nobody_or_no_door_answers_is_said(head, node, door):
+    invitation = invite(head, door.address)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closed = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer() -> None:
+            sock, _ = listener.accept()
+            sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            sock.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(NotRunning, match="does not answer as the door"):
+            enter(node, MAC1, replace(invitation, door=closed))
+    with pytest.raises(NotRunning, match="no cluster answers at"):
+        enter(node, MAC1, replace(invitation, door=closed))
+    with pytest.raises(PortInUse):
+        Door(head, MAC0, int(door.address.rpartition(":")[2]), versions())
+
+
+def connected(door: Door) -> socket.socket:
+    host, _, port = door.address.rpartition(":")
+    return socket.create_connection((host, int(port)), 5)
+
+
+def spoken(door: Door, said: bytes) -> bytes:
+    """What the door answers to whoever does not mind who it is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with connected(door) as plain, context.wrap_socket(plain) as sock:
+        sock.sendall(said)
+        try:
+            return sock.recv(65_536)
+        except (ssl.SSLError, ConnectionError):
+            return b""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\n",
+        b"[]\n",
+        b"{}\n",
+        b"\xff\n",
+        json.dumps({"name": "NO", "address": "10.0.0.2", "secret": "", "versions": "", "request": ""}).encode() + b"\n",
+        json.dumps({"name": "a", "address": "10.0.0.2", "secret": "", "versions": "", "request": "x"}).encode() + b"\n",
+        b"[" * 10_000 + b"\n",
+    ],
+)
+def test_who_says_something_else_learns_nothing(door, head, said):
+    answer = spoken(door, said)
+    assert set(json.loads(answer)) == {"error"}
+    assert head.token_file.read_text().encode() not in answer and versions().encode() not in answer
+
+
+def test_who_says_too_much_or_speaks_no_tls_is_sent_away(door, node, head):
+    assert spoken(door, b"x" * (REQUEST_BYTES_MAX + 1) + b"\n") == b""
+    with connected(door) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        sock.settimeout(5)
+        assert b"{" not in sock.recv(4096)
+    enter(node, MAC1, invite(head, door.address))
+
+
+def test_a_request_that_is_not_signed_with_its_key_gets_no_certificate(head, tmp_path):
+    authority = Authority(head)
+    good = request(made(tmp_path / "a"))
+    body = good.splitlines()
+    middle = len(body) - 3
+    body[middle] = body[middle][::-1]
+    for bad in ("\n".join(body), "", good[: len(good) // 2]):
+        with pytest.raises(ValueError):
+            authority.sign(bad, MAC1)
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(door, head, node):
+    made = [connected(door) for _ in range(4 * CALLERS_MAX)]
+    enter(node, MAC1, invite(head, door.address))
+    assert door.callers() <= CALLERS_MAX
+    for sock in made:
+        sock.close()
+    ends = time.monotonic() + 5
+    while door.callers():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_who_is_slow_has_no_more_time_than_others(head, node):
+    door = Door(head, MAC0, 0, versions(), talk_s=0.2)
+    door.open(RAY)
+    try:
+        with connected(door) as sock:
+            sock.settimeout(5)
+            assert sock.recv(1) == b""
+    finally:
+        door.close()
+
+
+@pytest.mark.parametrize("text", ["", "mac0:1", "mac0:1#", "mac0:1#a.b", "#" + "a" * 32 + "." + "b" * 43])
+def test_what_is_no_invitation_is_refused(text):
+    with pytest.raises(ValueError, match="satchel invite"):
+        Invitation.from_text(text)
+
+
+def test_a_head_that_starts_again_is_known_by_the_same_key(head, node):
+    places = []
+    for _ in range(2):
+        door = Door(head, MAC0, 0, versions())
+        door.open(RAY)
+        invitation = invite(head, door.address) if not places else replace(places[0], door=door.address, secret="")
+        enter(node, MAC1, invitation)
+        places.append(invitation)
+        door.close()

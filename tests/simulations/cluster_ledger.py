@@ -1,0 +1,166 @@
+"""What clients did with agents and were told, and what must be true of it in the end, whatever failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from satchel.actors.kv_store import actor, disk_calls, node_actor, peer_calls
+from satchel.actors.kv_store.agents.homes import LIFE, NOWHERE, Role, life
+from satchel.actors.kv_store.replication import copies
+from satchel.actors.kv_store.replication.peers import copy_nodes
+from satchel.actors.kv_store.transfer import node_blocks
+from satchel.actors.router import actor as router
+from satchel.api.ray_backend import homes as agent_homes
+from satchel.api.ray_backend.store import RayStore
+from satchel.cluster.errors import SatchelError
+
+from ..worlds.store_world import World, speak
+from .cluster_time import Clock
+
+
+class Ledger:
+    """Clients of a simulated cluster.
+
+    Attributes:
+        store: what they call; set before the first call.
+        acknowledged: by agent the turns and when they were acknowledged, by how much had happened then.
+        forgotten: by agent when the last forgetting began that was acknowledged, -1 for never.
+        one_at_a_time: nobody is cut off, so that no epoch can have two homes while one router hears of all.
+    """
+
+    store: RayStore
+    one_at_a_time = False
+
+    def __init__(self, world: World, agents: Sequence[str]) -> None:
+        self.world, self.rng, self.agents = world, world.rng, list(agents)
+        self.acknowledged: dict[str, dict[int, int]] = {agent: {} for agent in agents}
+        self.forgotten: dict[str, int] = dict.fromkeys(agents, -1)
+        self._turns = self._happened = 0
+
+    def tick(self) -> int:
+        self._happened += 1
+        return self._happened
+
+    async def turn(self, agent: str, **given: Any) -> None:
+        self.tick()
+        self._turns += 1
+        number = self._turns
+        if await speak(self.store, agent, number, self.rng, **given) is not None:
+            self.acknowledged[agent][number] = self.tick()
+
+    async def forget(self, agent: str) -> None:
+        with contextlib.suppress(SatchelError):
+            began = self.tick()
+            if await self.store.call("forget", agent):
+                self.forgotten[agent] = max(self.forgotten[agent], began)
+
+    async def quietly(self, method: str, *arguments: Any) -> None:
+        with contextlib.suppress(SatchelError):
+            await (self.store.move(*arguments) if method == "move" else self.store.call(method, *arguments))
+
+    async def suspect(self, agent: str) -> None:
+        """An endpoint that takes the agent's home for lost asks another node to be that, above all it has heard of."""
+        known = [(store._homes.place(agent), name) for name, store in self.world.stores.items()]
+        place, lost = max((each for each in known if each[0].role is not Role.GONE), default=(NOWHERE, ""))
+        others = [name for _, name in known if name != lost]
+        if others:
+            call = self.world.call(
+                "another endpoint", self.rng.choice(others), "adopt", agent, place.epoch, timeout_s=4.0
+            )
+            with contextlib.suppress(SatchelError):
+                await call
+
+    async def play(self) -> None:
+        """What clients do, and what fails."""
+        raise NotImplementedError
+
+    async def heal(self) -> None:
+        world = self.world
+        world.cut.clear()
+        world.loss = world.twice = 0.0
+        for name in world.names:
+            if name not in world.stores:
+                world.start(name)
+        await asyncio.sleep(14.0)
+        for _ in range(3):
+            for store in world.stores.values():
+                await store.learn()
+            await asyncio.sleep(7.0)
+
+    def check(self) -> None:
+        for agent in self.agents:
+            self.check_agent(agent)
+        if self.one_at_a_time and not self.world.routers_lost:
+            epochs: dict[tuple[str, int], set[str]] = {}
+            for agent, epoch, node in self.world.accepted:
+                epochs.setdefault((agent, epoch), set()).add(node)
+            # A first home may die before anybody has heard of it.
+            twice = {key: nodes for key, nodes in epochs.items() if len(nodes) > 1 and key[1] % LIFE > 1}
+            assert not twice, f"two homes of one epoch: {twice}"
+
+    def check_agent(self, agent: str) -> None:
+        world = self.world
+        places = {name: store._homes.place(agent) for name, store in world.stores.items()}
+        said = {name: {*map(int, re.findall(r"<(\d+)>", " ".join(world.texts(name, agent))))} for name in places}
+        homes = [name for name, place in places.items() if place.role is Role.HOME]
+        assert len(homes) <= 1, f"{agent} has homes {homes}: {places}"
+        forgotten = self.forgotten[agent]
+        for name, numbers in said.items():
+            back = {number for number in numbers if self.acknowledged[agent].get(number, 10**9) < forgotten}
+            assert not back, f"{agent}: {back} came back on {name}, {places}"
+        if not homes:
+            # Forgotten last, perhaps by a call that nobody heard the answer of; or never begun.
+            assert all(place.role is not Role.COPY for place in places.values()), f"{agent} is nowhere: {places}"
+            assert world.places.where(agent) is None
+            return
+        (home,) = homes
+        assert all(place.epoch <= places[home].epoch for place in places.values()), f"{agent}: {places}"
+        found = world.places.where(agent)
+        assert found is not None and (found.node, found.epoch) == (home, places[home].epoch), f"{found}, {places}"
+        if life(places[home].epoch) == 0 and forgotten < 0:
+            missing = {*self.acknowledged[agent]} - said[home]
+            assert not missing, f"{agent}: {missing} were acknowledged and are lost: {said}, {places}"
+        copied = copy_nodes(agent, [name for name in places if name != home], world.config.replication)
+        assert all(said[name] == said[home] for name in copied), f"{agent}: a copy differs, {said}"
+
+
+def simulate(make: Callable[[], Ledger], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Play, heal and check in virtual time; `name` is printed where that fails."""
+    clock = Clock()
+    for module in (actor, node_actor, node_blocks, peer_calls, router, agent_homes):
+        monkeypatch.setattr(module, "time", clock)
+    for module in (copies, node_actor):
+        monkeypatch.setattr(module, "FETCH_S", 6.0)
+    monkeypatch.setattr(actor, "LEASE_S", 20.0)
+    monkeypatch.setattr(disk_calls, "LEASE_S", 10.0)
+    memory = SimpleNamespace(available=2**34)
+    monkeypatch.setattr(node_actor, "psutil", SimpleNamespace(virtual_memory=lambda: memory), raising=False)
+
+    async def whole() -> None:
+        ledger = make()
+        try:
+            await ledger.play()
+            await ledger.heal()
+            if clock.loop.failures:
+                raise clock.loop.failures[0]
+            ledger.check()
+        finally:
+            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    try:
+        clock.loop.run_until_complete(whole())
+    except BaseException:
+        print(name)
+        raise
+    finally:
+        clock.loop.close()

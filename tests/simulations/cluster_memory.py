@@ -1,0 +1,119 @@
+"""What stores write of agents, in memory."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from satchel.actors.kv_store.agents.branches import Content, Head
+from satchel.actors.kv_store.agents.homes import Place
+from satchel.cluster.errors import Unavailable
+
+
+class Memory:
+    """A `HomeStorage` that a crash of its node leaves as it is.
+
+    Attributes:
+        full: nothing can be written.
+        syncs: called before anything is durable; what it raises undoes that.
+    """
+
+    def __init__(self) -> None:
+        self.full = False
+        self.syncs: Callable[[], None] = lambda: None
+        self._inside = False
+        self.rows: dict[str, dict[int, tuple[Head, Content]]] = {}
+        self.places: dict[str, Place] = {}
+        self.graves: dict[str, tuple[int, float]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def nbytes_of(self, tenant: str) -> int:
+        held = (rows for agent, rows in self.rows.items() if agent.partition("/")[0] == tenant)
+        return sum(len(content.tokens) + len(content.messages) for rows in held for _, content in rows.values())
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        before = {agent: dict(rows) for agent, rows in self.rows.items()}, dict(self.places), dict(self.graves)
+        inner, self._inside = self._inside, True
+        try:
+            yield
+            self._inside = inner
+            self._sync()
+        except BaseException:
+            self.rows, self.places, self.graves = before
+            raise
+        finally:
+            self._inside = inner
+
+    def _sync(self) -> None:
+        """Before what is written outside of a transaction, and at the end of one."""
+        if not self._inside:
+            if self.full:
+                raise Unavailable("the disk is full")
+            self.syncs()
+
+    def sequence(self) -> int:
+        epochs = [head.epoch for rows in self.rows.values() for head, _ in rows.values()]
+        return max([0, *epochs, *(number for number, _ in self.graves.values())])
+
+    def heads(self, agent: str) -> list[Head]:
+        return [head for head, _ in self.rows.get(agent, {}).values()]
+
+    def content(self, head: Head) -> Content | None:
+        found = self.rows.get(head.agent, {}).get(head.branch)
+        return found[1] if found and found[0].epoch == head.epoch else None
+
+    def put(self, head: Head, content: Content) -> None:
+        self._sync()
+        self.rows.setdefault(head.agent, {})[head.branch] = head, content
+
+    def drop(self, head: Head) -> None:
+        self._sync()
+        del self.rows[head.agent][head.branch]
+
+    def erase(self, agent: str) -> None:
+        self._sync()
+        self.rows.pop(agent, None)
+
+    def let_go(self, agent: str, sequence: int, keep: int) -> None:
+        self.erase(agent)
+
+    def was_let_go(self, agent: str) -> bool:
+        return False
+
+    def quietest(self, after: int, limit: int) -> list[tuple[int, str]]:
+        return []
+
+    def agents(self, prefix: str, after: str, limit: int) -> list[str]:
+        return sorted(agent for agent, rows in self.rows.items() if rows and agent > after)[:limit]
+
+    def bury(self, agent: str, sequence: int, at: float) -> None:
+        self._sync()
+        self.graves[agent] = sequence, at
+
+    def buried(self, agent: str) -> int:
+        return self.graves.get(agent, (0, 0.0))[0]
+
+    def tombstones(self) -> list[str]:
+        return list(self.graves)
+
+    def prune(self, before: float, keep: int) -> int:
+        return 0
+
+    def scrub(self) -> None:
+        pass
+
+    def place(self, agent: str) -> Place | None:
+        return self.places.get(agent)
+
+    def set_place(self, agent: str, place: Place) -> None:
+        self._sync()
+        self.places[agent] = place
+
+    def heard_of(self, after: str, limit: int) -> list[str]:
+        known = {*self.places, *(agent for agent, rows in self.rows.items() if rows)}
+        return heapq.nsmallest(limit, (agent for agent in known if agent > after))

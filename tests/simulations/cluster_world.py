@@ -1,0 +1,289 @@
+"""A whole cluster in virtual time: stores with their KV on disks, replicas, a router and an endpoint.
+
+Stores, router and endpoint are the actors' own code (`store_world`), pulls the real machine (`cluster_pulls`). A
+replica is as crude as `router_replicas` has it; what it reads from its node's disk is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+from satchel.actors.kv_store.ownership import Ownership
+from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id, scope_of
+from satchel.actors.protocol.entries import EntryRecord, Location, owner_tag
+from satchel.actors.protocol.messages import Decision, RouteRequest
+from satchel.api.ray_backend.store import RayStore
+from satchel.cluster.errors import ReplicaLost, SatchelError, Unavailable, from_wire
+
+from ..worlds.store_world import CLIENT, MODEL, REPORT_S, Endpoint, Store, World
+from .cluster_disk import ENTRY_BYTES, KVDisk, digest, kv_of
+from .cluster_pulls import Puller
+from .cluster_time import Process
+from .router_replicas import DECODE_TOKENS_PER_S, PREFILL_TOKENS_PER_S, Ask, Consumer, Replica, Row
+from .router_replicas import MODEL as SERVED
+
+TRIES_MAX = 4
+PULL_S = 6.0
+ANSWER_S = 60.0
+"""How long a replica may take for an answer; its node's death is seen sooner."""
+
+
+class KVStore(Store):
+    """A store that keeps KV, too."""
+
+    def __init__(self, world: ClusterWorld, name: str, process: Process) -> None:
+        super().__init__(world, name, process)
+        self.kv = world.kv_of(name)
+        disk: Any = self.kv
+        self._disk = self._store = disk
+        self.owned = Ownership(disk, self._ask)
+        self._owned = self._owners = self.owned
+        self._session = process.name
+        self._disk_threads: Any = None
+        self._blocks = Blocks(world, self)
+        self.owned.end_pulls = self._blocks.end_pulls
+
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        await self._disk_takes_its_time()
+        found = work(*arguments)
+        await self._disk_takes_its_time()
+        return found
+
+
+class Blocks(NodeBlocks):
+    """As the node's own, over simulated links."""
+
+    def __init__(self, world: ClusterWorld, store: KVStore) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self._peers, self._lock, self._links = store._peers, store._lock, {}
+        self._server: Any = SimpleNamespace(addresses=[("link", 1), ("network", 1)])
+        self._puller: Any = Puller(world, store)
+
+
+class Engine:
+    """A replica's process: it reports, answers, and writes KV down."""
+
+    def __init__(self, world: ClusterWorld, replica: Replica) -> None:
+        self.world, self.replica, self.process = world, replica, world.process(replica.name)
+        replica.restart()
+        self.process.start(self._report())
+
+    async def _report(self) -> None:
+        replica = self.replica
+        while True:
+            message = replica.report()
+            replica.full = not await self.world.tell(replica.node, "report", message)
+            await asyncio.sleep(REPORT_S)
+
+    async def answer(self, ask: Ask, tokens: array[int], decision: Decision) -> None:
+        """One row, from being accepted to its last token."""
+        replica, rng = self.replica, self.world.rng
+        replica.rows[ask.request_id] = row = Row(ask, Consumer(), ask.prompt_tokens, ask.answer_tokens)
+        try:
+            held = await self._restore(ask, tokens, decision)
+            row.prefill_left = max(1, ask.prompt_tokens - held * BLOCK_TOKENS)
+            await asyncio.sleep(row.prefill_left / PREFILL_TOKENS_PER_S)
+            row.prefill_left = 0
+            replica.keep(ask.blocks)
+            await asyncio.sleep(ask.answer_tokens / DECODE_TOKENS_PER_S)
+        finally:
+            replica.abort(row)
+        if ask.agent and rng.random() < 0.9:
+            self.process.start(self._write_down(ask, tokens))
+
+    async def _restore(self, ask: Ask, tokens: array[int], decision: Decision) -> int:
+        """How many blocks need not be computed: in memory, pulled, or on the disk, where each is compared."""
+        hot = 0
+        while hot < len(ask.blocks) and ask.blocks[hot] in self.replica.cache:
+            hot += 1
+        chain = ask.blocks[hot:]
+        try:
+            if decision.pull_from:
+                wanted = [MODEL, self.world.root_of(ask.agent, MODEL), ask.blocks, []]
+                await self._ask_store("pull", decision.pull_from, wanted, ask.agent, PULL_S)
+            return hot + (await self._read(chain, ask.agent) if chain else 0)
+        except SatchelError:
+            return hot
+
+    async def _read(self, chain: list[bytes], owner: str) -> int:
+        found = await self._ask_store("disk_find", MODEL, chain, chain[0], b"", 0)
+        disk = self.world.kv[self.replica.node]
+        good, failures = 0, list[list[Any]]()
+        for where in map(Location.from_wire, found["blocks"]):
+            await asyncio.sleep(0.001)
+            content = disk.read(where.id)
+            if content is None or digest(content) != where.digest:
+                failures.append([where.to_wire(), "damaged", content is None])
+                break
+            assert content == kv_of(where.id), "what is used is right"
+            good += 1
+        await self._ask_store("disk_read", found["lease"], chain[:good], owner, failures)
+        return good
+
+    async def _write_down(self, ask: Ask, tokens: array[int]) -> None:
+        """The turn's KV goes to the disk behind it."""
+        disk = self.world.kv[self.replica.node]
+        root = self.world.root_of(ask.agent, MODEL)
+        with suppress(SatchelError):
+            for number, (block, parent) in enumerate(zip(ask.blocks, [root, *ask.blocks], strict=False)):
+                if block in disk:
+                    continue
+                packed = tokens[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS].tobytes()
+                content = kv_of(block)
+                facts = (block, parent, False, packed, digest(content), 0, False, ENTRY_BYTES)
+                record = disk.write(MODEL, EntryRecord(*facts, owners=(owner_tag(disk.key, ask.agent),)), content)
+                await asyncio.sleep(0.005)
+                await self._ask_store("disk_commit", record.to_wire())
+            await self._ask_store("disk_touch", MODEL, ask.blocks, ask.agent)
+
+    async def _ask_store(self, method: str, *arguments: Any) -> Any:
+        """The store of the same node."""
+        store = self.world.stores.get(self.replica.node)
+        if store is None:
+            raise Unavailable("the node's store is not there")
+        try:
+            answer = await asyncio.shield(store.process.start(getattr(store, method)(*arguments)))
+        except asyncio.CancelledError:
+            if not self.process.alive:
+                raise
+            raise Unavailable("the store died") from None
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer["result"]
+
+
+class ClusterWorld(World):
+    """
+    Attributes:
+        kv: what nodes have on their disks, also those that are down.
+        engines: replicas that run, by name; one a node.
+        bytes_per_s: of every link.
+        answered, pulled: requests that got an answer, and those that were sent to a node that was to pull.
+    """
+
+    def __init__(self, seed: object, names: list[str], *, entries_max: int = 40, **given: Any) -> None:
+        self.kv: dict[str, KVDisk] = {}
+        self.replicas = {name: Replica(f"r-{name}", name, ENTRY_BYTES // BLOCK_TOKENS) for name in names}
+        self.engines: dict[str, Engine] = {}
+        self.bytes_per_s = 50_000.0
+        self.answered = self.pulled = self._requests = 0
+        self._entries_max = entries_max
+        super().__init__(seed, names, **given)
+        for name in names:
+            self.start_engine(name)
+        self.new_endpoint()
+
+    def kv_of(self, name: str) -> KVDisk:
+        """The disk of a node, for a process that begins."""
+        disk = self.kv.get(name)
+        if disk is None:
+            disk = self.kv[name] = KVDisk(self.loop.time, self._entries_max)
+        return disk
+
+    def root_of(self, agent: str, model: bytes) -> bytes:
+        tenant, _, name = agent.partition("/")
+        return root_id(model, scope_of(self.config.share, tenant, name, ""))
+
+    def store(self, name: str, process: Process) -> Store:
+        return KVStore(self, name, process)
+
+    def kv_store(self, name: str) -> KVStore | None:
+        """The node's, where it runs."""
+        found = self.stores.get(name)
+        return found if isinstance(found, KVStore) else None
+
+    def start_engine(self, name: str) -> None:
+        self.engines[name] = Engine(self, self.replicas[name])
+
+    def kill_engine(self, name: str) -> None:
+        engine = self.engines.pop(name, None)
+        if engine is not None:
+            engine.process.end()
+
+    def start_node(self, name: str) -> None:
+        self.start(name)
+        self.start_engine(name)
+
+    def crash_node(self, name: str, lost: int = 0) -> None:
+        """All of it dies; what its disk of KV was told last may be lost."""
+        self.kill_engine(name)
+        self.crash(name)
+        self.kv_of(name).reopen(lost)
+
+    def crash(self, name: str) -> None:
+        super().crash(name)
+        if name in self.kv:
+            self.kv[name].reopen(0)
+
+    def destroy(self, name: str) -> None:
+        """The machine is gone with its disks."""
+        self.crash_node(name)
+        del self.kv[name], self.disks[name]
+
+    def new_endpoint(self) -> None:
+        """A process that knows nothing yet; the requests of an earlier one end with it."""
+        if hasattr(self, "client"):
+            self.client.end()
+        self.client = self.process(CLIENT)
+        self.api = self.client.run(lambda: RayStore(Endpoint(self)))
+
+    # Requests.
+
+    async def answer(self, agent: str, tokens: array[int]) -> None:
+        """Have a prompt answered wherever the router says; a row that is lost goes on elsewhere.
+
+        Raises:
+            SatchelError: nobody answers.
+        """
+        blocks = block_ids(self.root_of(agent, MODEL), tokens)
+        self._requests += 1
+        ask = Ask(f"q{self._requests}", agent, blocks, len(tokens), self.rng.randrange(2, 40))
+        for _ in range(TRIES_MAX):
+            router = self.router_now()
+            decision = await self._route(ask)
+            self.pulled += bool(decision.pull_from)
+            try:
+                await self._submit(ask, tokens, decision)
+                self.answered += 1
+                return
+            except ReplicaLost:
+                ask.tried.append(decision.replica)
+                await router.lose(decision.replica)
+            finally:
+                await router.release(decision.replica, ask.request_id)
+                await self.router_now().release(decision.replica, ask.request_id)
+        raise Unavailable("nobody answers")
+
+    async def _route(self, ask: Ask) -> Decision:
+        request = RouteRequest(ask.request_id, SERVED, ask.agent, ask.blocks, ask.prompt_tokens, list(ask.tried))
+        decision = await self.router_now().route(request)
+        assert decision.pull_from != decision.node and decision.pull_from in ("", *self.names)
+        return decision
+
+    async def _submit(self, ask: Ask, tokens: array[int], decision: Decision) -> None:
+        await asyncio.sleep(self.rng.random() * 0.02)
+        engine = self.engines.get(decision.node)
+        if engine is None or not self.reaches(CLIENT, decision.node):
+            raise ReplicaLost("it is not there")
+        row = engine.process.start(engine.answer(ask, tokens, decision))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._stream(row, decision.node)
+        except (TimeoutError, asyncio.CancelledError):
+            row.cancel()
+            if not self.client.alive:
+                raise
+            raise ReplicaLost("it died, or is silent") from None
+
+    async def _stream(self, row: asyncio.Task[None], node: str) -> None:
+        """A stream is given up where nothing has come for a while."""
+        while not row.done():
+            if not self.reaches(CLIENT, node):
+                raise TimeoutError
+            await asyncio.wait({row}, timeout=2.0)
+        await row

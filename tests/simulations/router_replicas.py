@@ -1,0 +1,174 @@
+"""Replicas and consumers of a simulated cluster, and what a router was told of replicas, kept in the plainest way."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.messages import ReplicaReport
+
+from .router_stores import Store
+
+MODEL = "m"
+TIMEOUT_S = 5.0
+REPORT_S = 0.5
+LEASE_S = 10.0
+PREFILL_TOKENS_PER_S = 2000.0
+DECODE_TOKENS_PER_S = 20.0
+ROWS_MAX = 4
+QUEUE_MAX = 6
+CACHE_BLOCKS = 60
+
+
+@dataclass
+class Ask:
+    """A request, as its consumer knows it."""
+
+    request_id: str
+    agent: str
+    blocks: list[bytes]
+    prompt_tokens: int
+    answer_tokens: int
+    replica: str = ""
+    tried: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    ask: Ask
+    consumer: Consumer
+    prefill_left: float
+    answer_left: float
+
+
+@dataclass(eq=False)
+class Consumer:
+    """A process that routes, submits and releases, until it dies and does none of it any more."""
+
+    asks: dict[str, Ask] = field(default_factory=dict)
+    waiting: list[Ask] = field(default_factory=list)
+    died: float | None = None
+
+
+class Replica:
+    """A crude engine with a block cache. Its reporter is as the real one: what is lost is followed by a full report."""
+
+    def __init__(self, name: str, node: str, kv_bytes_per_token: int = 36_864) -> None:
+        self.name, self.node, self.kv_bytes_per_token = name, node, kv_bytes_per_token
+        self.process = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.process += 1
+        self.up = True
+        self.sequence, self.full, self.report_at = 0, True, 0.0
+        self.rows: dict[str, Row] = {}
+        self.cache: OrderedDict[bytes, None] = OrderedDict()
+        self.events: tuple[set[bytes], set[bytes]] = (set(), set())
+
+    def submit(self, row: Row, store: Store) -> bool:
+        if len(self.rows) >= ROWS_MAX + QUEUE_MAX:
+            return False
+        held = store.run(row.ask.blocks)
+        while held < len(row.ask.blocks) and row.ask.blocks[held] in self.cache:
+            held += 1
+        row.prefill_left = max(1, row.ask.prompt_tokens - held * BLOCK_TOKENS)
+        self.rows[row.ask.request_id] = row
+        return True
+
+    def abort(self, row: Row | None) -> None:
+        if row is not None and self.rows.get(row.ask.request_id) is row:
+            del self.rows[row.ask.request_id]
+
+    def run(self, seconds: float) -> list[Row]:
+        """Work for a while; rows that ended."""
+        budget, ended = PREFILL_TOKENS_PER_S * seconds, []
+        for row in list(self.rows.values())[:ROWS_MAX]:
+            if row.prefill_left > 0:
+                done = min(budget, row.prefill_left)
+                row.prefill_left -= done
+                budget -= done
+                if row.prefill_left <= 0:
+                    self.keep(row.ask.blocks)
+            else:
+                row.answer_left -= DECODE_TOKENS_PER_S * seconds
+                if row.answer_left <= 0:
+                    ended.append(self.rows.pop(row.ask.request_id))
+        return ended
+
+    def report(self) -> ReplicaReport:
+        came, went = self.events
+        self.events = (set(), set())
+        self.sequence += 1
+        return ReplicaReport(
+            replica=self.name,
+            model=MODEL,
+            incarnation=f"{self.name}-{self.process}",
+            sequence=self.sequence,
+            running=min(len(self.rows), ROWS_MAX),
+            waiting=max(0, len(self.rows) - ROWS_MAX),
+            pending_tokens=int(sum(row.prefill_left for row in self.rows.values())),
+            rows_max=ROWS_MAX,
+            prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+            active=list(self.rows),
+            announced=sorted(self.cache if self.full else came),
+            retracted=sorted(went),
+            full=self.full,
+            node=self.node,
+            decode_token_s=1 / DECODE_TOKENS_PER_S,
+            restore_bytes_per_s=1e9,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+        )
+
+    def keep(self, blocks: list[bytes]) -> None:
+        came, went = self.events
+        for block in reversed(blocks):
+            if block not in self.cache:
+                came.add(block)
+                went.discard(block)
+            self.cache[block] = None
+            self.cache.move_to_end(block)
+        while len(self.cache) > CACHE_BLOCKS:
+            block, _ = self.cache.popitem(last=False)
+            went.add(block)
+            came.discard(block)
+
+
+class Heard:
+    """What one router was told, kept in the plainest way: the directory and the living must follow from it."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, set[bytes]] = {}
+        self.last: dict[str, tuple[str, int]] = {}
+        self.replaced: set[str] = set()
+        self.at: dict[str, float] = {}
+        self.lost: dict[str, float] = {}
+        """Those that failed, and until when only new processes count."""
+
+    def take(self, report: ReplicaReport, now: float) -> bool:
+        """Whether it is news."""
+        name = report.replica
+        process, sequence = self.last.get(name, ("", -1))
+        if report.incarnation == process:
+            if report.sequence <= sequence:
+                return False
+        elif report.incarnation in self.replaced and (
+            now - self.at[name] <= TIMEOUT_S or now < self.lost.get(name, now)
+        ):
+            return False
+        else:
+            self.replaced.add(process)
+            self.blocks[name] = set()
+            self.lost.pop(name, None)
+        if report.full:
+            self.blocks[name] = set()
+        self.blocks[name] |= set(report.announced)
+        self.blocks[name] -= set(report.retracted)
+        self.last[name], self.at[name] = (report.incarnation, report.sequence), now
+        if now >= self.lost.get(name, now):
+            self.lost.pop(name, None)
+        return True
+
+    def living(self, now: float) -> list[str]:
+        return sorted(name for name, at in self.at.items() if now - at <= TIMEOUT_S and name not in self.lost)

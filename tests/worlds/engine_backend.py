@@ -1,0 +1,146 @@
+"""A backend that computes: a replica's engine on a thread of its own, with its side of the disk, and no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from typing import Any
+
+from satchel.actors.protocol.block_ids import block_ids, is_shared, root_id, scope_of
+from satchel.actors.protocol.messages import GenerateRequest, RowUpdate
+from satchel.actors.replica.engine import Engine
+from satchel.actors.replica.execution import models
+from satchel.actors.replica.tiers.disk_tier import DiskTier
+from satchel.api.generation.backend import NodeState, ReplicaStats, RowRequest, ServedModel
+from satchel.cluster.config import Config
+from satchel.cluster.errors import SatchelError, from_wire
+
+from .remembering import LocalStore
+
+
+class ActorStore:
+    """A store actor's methods for a replica's threads."""
+
+    def __init__(self, store: LocalStore, loop: asyncio.AbstractEventLoop) -> None:
+        self._store, self._loop = store, loop
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        work = getattr(self._store.actor, method)(*arguments)
+        answer = asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer["result"]
+
+
+class EngineGeneration:
+    def __init__(self, backend: EngineBackend, request: GenerateRequest) -> None:
+        self.replica, self.node, self.why, self.move_to = "tiny#0", "local", "test: the only one", ""
+        self.model_id = request.model_id
+        self.updates: asyncio.Queue[RowUpdate] = asyncio.Queue()
+        self._backend, self._id = backend, request.request_id
+
+    async def __aiter__(self) -> AsyncIterator[RowUpdate]:
+        while True:
+            update = await self.updates.get()
+            yield update
+            if update.finish is not None:
+                return
+
+    async def abort(self) -> None:
+        self._backend.engine.abort((self._id,))
+
+
+class EngineBackend:
+    """Serves the shipped text model as `satchel/recall`. Start it with `begin` on the event loop that uses it."""
+
+    def __init__(self, config: Config, store: LocalStore) -> None:
+        self.config, self.store = config, store
+        self.failovers = 0
+        self._rows: dict[str, EngineGeneration] = {}
+
+    async def begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        ready: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        self._thread.start()
+        self.engine = await asyncio.wrap_future(ready)
+
+    def _run(self, ready: Future[Engine]) -> None:
+        source = str(models.EMBEDDED / "recall")
+        loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None)
+        self.disk = DiskTier(loaded.spec, loaded.model_id, ActorStore(self.store, self._loop))
+        engine = Engine(loaded, self.config.scheduling, 2**30, self._take, self.disk)
+        ready.set_result(engine)
+        engine.run()
+
+    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+        for update in updates.get("test", []):
+            self._loop.call_soon_threadsafe(self._rows[update.request_id].updates.put_nowait, update)
+
+    async def end(self) -> None:
+        self.engine.stop()
+        await asyncio.to_thread(self._thread.join, 30)
+
+    async def at_rest(self) -> None:
+        """Wait until all that rows left is on the disk, or never will be."""
+        while self.engine.active or self.disk.waiting_bytes or self.engine.memory._writers:
+            await asyncio.sleep(0.01)
+
+    async def on_thread(self, work: Any) -> Any:
+        """What `work` returns, called on the engine's thread."""
+        done: Future[Any] = Future()
+        self.engine.call(lambda: done.set_result(work()))
+        return await asyncio.wrap_future(done)
+
+    async def names(self) -> list[str]:
+        return ["satchel/recall"]
+
+    async def models(self) -> list[ServedModel]:
+        loaded = self.engine.loaded
+        size, tokens = loaded.vocabulary_size, loaded.context_tokens
+        return [ServedModel("satchel/recall", loaded.model_id, str(loaded.folder), tokens, size, 1_700_000_000)]
+
+    async def nodes(self) -> list[NodeState]:
+        return []
+
+    async def stats(self) -> list[ReplicaStats]:
+        return []
+
+    async def health(self) -> dict[str, bool]:
+        return {"satchel/recall": True}
+
+    async def pids(self) -> dict[str, int]:
+        return {}
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        return None
+
+    async def generate(self, model: ServedModel, row: RowRequest) -> EngineGeneration:
+        scope = scope_of(self.config.share, row.tenant, row.agent.partition("/")[2], row.request_id, row.cache_salt)
+        root = root_id(model.model_id, scope)
+        request = GenerateRequest(
+            request_id=row.request_id,
+            consumer="test",
+            model=model.name,
+            agent=row.agent,
+            prompt=row.prompt,
+            block_ids=block_ids(root, row.prompt),
+            root_id=root,
+            sampling=row.sampling,
+            remembered_tokens=row.remembered_tokens,
+            reusable=is_shared(scope),
+            model_id=model.model_id,
+            tenant=row.tenant,
+            flow=row.flow,
+            memory_bytes_max=row.memory_bytes_max,
+            disk_bytes_max=row.disk_bytes_max,
+        )
+        generation = self._rows[row.request_id] = EngineGeneration(self, request)
+        known, features = await asyncio.to_thread(self.engine.look_up, request)
+        accepted: Future[SatchelError | None] = Future()
+        self.engine.submit(request, accepted.set_result, known, features)
+        if (refusal := await asyncio.wrap_future(accepted)) is not None:
+            raise refusal
+        return generation

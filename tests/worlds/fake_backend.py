@@ -1,0 +1,174 @@
+"""A backend that plays scripts, and requests to the application over it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from satchel.actors.protocol.messages import RowUpdate, Sampling, TokenLogprobs
+from satchel.api.generation.backend import NodeState, ReplicaStats, RowRequest, ServedModel
+from satchel.api.text.model import TextModel
+
+
+class FakeGeneration:
+    """Plays a script: updates are yielded, exceptions raised, events waited for, numbers slept."""
+
+    def __init__(self, request_id: str, script: list[Any], replica: str, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.replica = replica
+        self.node = ""
+        self.why = "test: scripted"
+        self.move_to = ""
+        self.model_id = b""
+        self.request_id = request_id
+        self.script = script
+        self.aborts = 0
+        self.aborted = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[RowUpdate]:
+        for item in self.script:
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, asyncio.Event):
+                await item.wait()
+            elif isinstance(item, float):
+                await asyncio.sleep(item)
+            elif self.sampling.logprobs is not None and item.logprobs is None:
+                top = self.sampling.logprobs
+                yield replace(item, logprobs=[FakeBackend.logprobs_of(token, top) for token in item.tokens])
+            else:
+                yield item
+
+    async def abort(self) -> None:
+        self.aborts += 1
+        # An abort that takes a while shows whether it survives the cancellation of its caller.
+        await asyncio.sleep(0.01)
+        self.aborted.set()
+
+
+class FakeBackend:
+    """Records what it is asked and plays one script a row, the last one again and again."""
+
+    def __init__(self, text: TextModel, served: list[ServedModel]) -> None:
+        self.text = text
+        self.served = served
+        self.configured = [model.name for model in served]
+        self.requests: list[dict[str, Any]] = []
+        self.generations: list[FakeGeneration] = []
+        self.scripts: deque[list[Any]] = deque()
+        self.refusal: BaseException | None = None
+        self.answering: dict[str, bool] = {model.name: True for model in served}
+        self.replicas: list[ReplicaStats] = []
+        self.machines = [NodeState("local", "127.0.0.1", (("127.0.0.1", "ethernet"),), True)]
+        self.placed: dict[str, str] = {}
+        self.move_to = ""
+        self.computes_as = b""
+        """The model id where rows run; that of the served model where it is empty."""
+        self.processes: dict[str, int] = {}
+        self.decisions: dict[str, dict[str, Any]] = {}
+        self.failovers = 0
+        self.asked = 0
+        self.say("Hello there")
+
+    def row(self, text: str, *, finish: str = "stop", cached: int = 0, step: int = 1) -> list[Any]:
+        tokens = self.text.encode(text)
+        cuts = [tokens[i : i + step] for i in range(0, len(tokens), step)]
+        updates = [RowUpdate("row", cut, cached_tokens=cached if i == 0 else None) for i, cut in enumerate(cuts)]
+        return [*updates, RowUpdate("row", [], finish=finish, cached_tokens=None if cuts else cached)]
+
+    def say(self, *texts: str, **how: Any) -> None:
+        self.scripts = deque(self.row(text, **how) for text in texts)
+
+    def play(self, *items: Any) -> None:
+        self.scripts = deque([list(items)])
+
+    @staticmethod
+    def logprobs_of(token: int, top: int) -> TokenLogprobs:
+        """What the replica says of a token where the request asks; different for different tokens."""
+        drawn = -0.25 - token / 1024
+        return drawn, [(token + i, drawn - i) for i in range(top)]
+
+    async def names(self) -> list[str]:
+        return self.configured
+
+    async def models(self) -> list[ServedModel]:
+        return self.served
+
+    async def generate(self, model: ServedModel, row: RowRequest) -> FakeGeneration:
+        self.requests.append({"model": model.name, **vars(row)})
+        if self.refusal is not None:
+            raise self.refusal
+        script = self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]
+        generation = FakeGeneration(row.request_id, script, f"{model.name}#{len(self.generations) % 2}", row.sampling)
+        generation.node = self.placed.get(generation.replica, "")
+        generation.move_to = self.move_to
+        generation.model_id = self.computes_as or model.model_id
+        self.generations.append(generation)
+        return generation
+
+    async def health(self) -> dict[str, bool]:
+        return self.answering
+
+    async def stats(self) -> list[ReplicaStats]:
+        self.asked += 1
+        return self.replicas
+
+    async def pids(self) -> dict[str, int]:
+        return self.processes
+
+    async def nodes(self) -> list[NodeState]:
+        return self.machines
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        return self.decisions.get(request_id)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.requests[-1]["sampling"]
+
+    @property
+    def prompt(self) -> str:
+        return self.text.decode(self.requests[-1]["prompt"])
+
+
+def events_of(body: str) -> list[Any]:
+    """The data of every server-sent event; `[DONE]` stays a string."""
+    assert body.endswith("\n\n")
+    out: list[Any] = []
+    for event in body.removesuffix("\n\n").split("\n\n"):
+        assert event.startswith("data: "), event
+        data = event.removeprefix("data: ")
+        out.append(data if data == "[DONE]" else json.loads(data))
+    return out
+
+
+class Chat:
+    """Shorthand for requests to the two generation routes."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+
+    async def post(self, body: dict[str, Any], *, path: str = "chat/completions", **how: Any) -> httpx.Response:
+        return await self.client.post(f"/v1/{path}", json=body, **how)
+
+    async def chat(self, content: Any = "Hi", **fields: Any) -> httpx.Response:
+        return await self.post({"messages": [{"role": "user", "content": content}], **fields})
+
+    async def stream(self, content: Any = "Hi", **fields: Any) -> list[Any]:
+        response = await self.chat(content, stream=True, **fields)
+        assert response.status_code == 200, response.text
+        return events_of(response.text)
+
+    async def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
+        return await self.post({"prompt": prompt, **fields}, path="completions")
+
+    async def complete_stream(self, prompt: Any, **fields: Any) -> list[Any]:
+        response = await self.complete(prompt, stream=True, **fields)
+        assert response.status_code == 200, response.text
+        return events_of(response.text)

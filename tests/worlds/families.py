@@ -1,0 +1,156 @@
+"""Tiny models of every family, written the way real ones lie on disk: config, safetensors, tokenizer and template.
+
+The weights are random but seeded, and larger than usual, so that a wrong position or a lost state shows in the logits.
+The tokenizer is the embedded model's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.utils import _get_classes, quantize_model, save_model
+
+from satchel.actors.replica.execution.models import EMBEDDED
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+VOCABULARY = 3072
+CONTEXT = 4096
+END_TOKEN = 3067
+
+_SHARED: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": _EXPERTS,
+    "qwen3_next": {
+        **_EXPERTS,
+        "num_hidden_layers": 4,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "shared_expert_intermediate_size": 64,
+        "partial_rotary_factor": 0.5,
+        "full_attention_interval": 4,
+    },
+    "llama": {},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 300,
+        "sliding_window_pattern": 3,
+    },
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2,
+            "original_max_position_embeddings": CONTEXT // 2,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": ["M", "*", "M", "-"],
+        "num_hidden_layers": 4,
+        "attention_bias": False,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 32,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_limit": [0.001, 0.1],
+    },
+}
+"""What each family's config has beyond, or other than, the shared part."""
+
+
+def config_of(family: str) -> dict[str, Any]:
+    return {**_SHARED, **FAMILIES[family], "model_type": family, "eos_token_id": END_TOKEN}
+
+
+def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int = 7) -> Path:
+    """Write a tiny model of `family` into `folder`; with `bits`, quantized in groups of 32."""
+    config = config_of(family)
+    model_class, arguments_class = _get_classes(config)
+    model: nn.Module = model_class(arguments_class.from_dict(config))
+    model.update(random_weights(model, seed))
+    if bits is not None:
+        model, config = quantize_model(model, config, group_size=32, bits=bits)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(folder, model, donate_model=False)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in TOKENIZER_FILES:
+        if (EMBEDDED / "recall" / name).is_file():
+            shutil.copy(EMBEDDED / "recall" / name, folder / name)
+    return folder
+
+
+def random_weights(model: nn.Module, seed: int) -> Any:
+    names = sorted(name for name, _ in tree_flatten(model.parameters()))
+    keys = dict(zip(names, mx.random.split(mx.random.key(seed), len(names)), strict=True))
+
+    def draw(name: str, weight: mx.array) -> mx.array:
+        if weight.ndim < 2:
+            # Norms, biases and decays keep their kind: near what the model starts with.
+            return weight + 0.05 * mx.random.normal(weight.shape, key=keys[name])
+        scale = 1.5 * weight.shape[-1] ** -0.5
+        return scale * mx.random.normal(weight.shape, key=keys[name])
+
+    return tree_map_with_path(draw, model.parameters())

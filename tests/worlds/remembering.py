@@ -1,0 +1,126 @@
+"""The application over a store in this process, for tests of agents' memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from satchel.actors.kv_store.actor import KVStoreActor
+from satchel.actors.protocol.messages import RowUpdate
+from satchel.api.agents.memory import AgentMemory
+from satchel.api.http.app import create_app
+from satchel.api.views.generation import Generator
+from satchel.cluster.config import Config
+from satchel.cluster.errors import AgentNotFound, InvalidRequest, Unavailable, from_wire
+
+
+class LocalStore:
+    """`agents.Store` over the actor's own class. `down` methods are not answered, `stuck` ones never."""
+
+    def __init__(self, config: Config, folder: Path | None = None) -> None:
+        self.actor = KVStoreActor(config, folder)
+        self.down: set[str] = set()
+        self.stuck: set[str] = set()
+        self.calls: list[str] = []
+        self.released: list[tuple[bytes, bytes, list[bytes], bytes, list[bytes]]] = []
+        self.in_memory = 0
+        self.cleared = 0
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        self.calls.append(method)
+        if method in self.down:
+            raise Unavailable("the store does not answer")
+        if method in self.stuck:
+            await asyncio.Event().wait()
+        answer = await getattr(self.actor, method)(*arguments, **named)
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer["result"]
+
+    async def where(self, agent: str) -> dict[str, Any]:
+        await self.call("info", agent)
+        return {"home": "local", "alive": True, "epoch": 1, "copies": []}
+
+    async def places(self, agents: Sequence[str]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for agent in agents:
+            with suppress(AgentNotFound):
+                found[agent] = await self.where(agent)
+        return found
+
+    async def move(self, agent: str, node: str) -> dict[str, Any]:
+        raise InvalidRequest(f"there is no node {node!r}", param="to")
+
+    async def release(
+        self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes, features: list[bytes]
+    ) -> int:
+        self.released.append((model_id, root, block_ids, first, features))
+        return 1000 * len(block_ids)
+
+    async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
+        return self.in_memory
+
+    async def clear(self) -> int:
+        self.cleared += 1
+        return 7
+
+
+class Remembering:
+    """An endpoint that remembers, and shorthand for what clients do with it."""
+
+    def __init__(self, backend: Any, config: Config, store: LocalStore | None = None, **access: Any) -> None:
+        self.backend = backend
+        self.store = store or LocalStore(config)
+        self.memory = AgentMemory(self.store)
+        self.generator = Generator(backend, config, memory=self.memory)
+        transport = httpx.ASGITransport(create_app(backend, config, generator=self.generator, **access))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+    def draw(self, text: str, *, end: str = "<|im_end|>", finish: str = "stop") -> list[int]:
+        """Let the model say `text` in single characters' tokens, as no tokenizer would write it."""
+        encode = self.backend.text.encode
+        tokens = [token for character in text for token in encode(character)] + encode(end)
+        self.backend.play(RowUpdate("row", tokens, finish=finish, cached_tokens=0))
+        return tokens
+
+    async def post(self, body: dict[str, Any], agent: str = "ann", **headers: str) -> httpx.Response:
+        return await self.client.post(
+            "/v1/chat/completions", json=body, headers={"X-Agent-ID": agent, **headers} if agent else headers
+        )
+
+    async def say(self, *messages: Any, agent: str = "ann", **fields: Any) -> str:
+        """A turn; strings are what user and assistant say in turns. Returns the answer."""
+        response = await self.post({"messages": spoken(*messages), **fields}, agent)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["message"]["content"]
+
+    async def go_on(self, *messages: Any, agent: str = "ann", **fields: Any) -> str:
+        return await self.say(*messages, agent=agent, agent_continue=True, **fields)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.backend.requests[-1]["prompt"]
+
+    def rendered(self, *messages: Any, text: Any = None) -> str:
+        return (text or self.backend.text).render(spoken(*messages))
+
+    async def transcript(self, agent: str = "ann") -> list[Any]:
+        return json.loads(await self.store.call("transcript", f"default/{agent}"))
+
+    async def branches(self, agent: str = "ann") -> list[dict[str, Any]]:
+        response = await self.client.get(f"/v1/agents/{agent}")
+        return response.json()["branches"] if response.status_code == 200 else []
+
+
+def spoken(*messages: Any) -> list[Any]:
+    roles = ("user", "assistant")
+    return [
+        {"role": roles[index % 2], "content": message} if isinstance(message, str) else message
+        for index, message in enumerate(messages)
+    ]

@@ -1,0 +1,386 @@
+"""A whole cluster's stores in virtual time: the actors' own code over memory, a router, an endpoint, and a bad network.
+
+What a node has written stays when it dies; what it knew otherwise does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import threading
+from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from cachetools import FIFOCache
+
+from satchel.actors.kv_store.agents.agents import Agents
+from satchel.actors.kv_store.agents.branches import AgentLimits
+from satchel.actors.kv_store.agents.homes import Homes, Role
+from satchel.actors.kv_store.disk.quotas import Quotas
+from satchel.actors.kv_store.node_actor import NUMBERS, NodeStoreActor, _residue
+from satchel.actors.kv_store.peer_calls import VERSIONS_MAX
+from satchel.actors.kv_store.replication.copies import Copies
+from satchel.actors.kv_store.replication.succession import Succession
+from satchel.actors.protocol.clients import RouterClient
+from satchel.actors.protocol.messages import Heard, decode, encode
+from satchel.actors.router.actor import RouterActor
+from satchel.actors.router.places import AgentPlaces
+from satchel.actors.router.policy import Policy
+from satchel.api.ray_backend.homes import AgentHomes
+from satchel.cluster.config import Config, parse_config
+from satchel.cluster.errors import SatchelError, Unavailable, from_wire
+from satchel.cluster.keys import OWNER
+
+from ..simulations.cluster_memory import Memory
+from ..simulations.cluster_time import Process
+from .direct import Direct
+
+T = TypeVar("T")
+
+MODEL = b"m" * 32
+REPORT_S = 2.0
+CLIENT = "client"
+
+
+class Store(NodeStoreActor):
+    """The actor without its threads, over what a crash of its node leaves.
+
+    Attributes:
+        slow_s: how long its disks may take.
+    """
+
+    def __init__(self, world: World, name: str, process: Process) -> None:  # pyright: ignore[reportMissingSuperCall]
+        memory = world.disks.setdefault(name, Memory())
+        self._world, self._rng = world, world.rng
+        self.name, self.process, self.slow_s = name, process, 0.0
+        self._at_disk = asyncio.Lock()
+        self._turn_wait_s = 3.0
+        self._disk = self._owned = self._blocks = self._store = self._owners = None
+        self._database: Any = memory
+        limits = AgentLimits(branches_max=64)
+        self._agents = Agents(memory, limits, world.root_of, start=int(world.loop.time()) << 20)
+        self._agents.count_apart(_residue(name), NUMBERS)
+        self._quotas = Quotas(self._agents.nbytes_of, OWNER)
+        self._homes = Homes(memory, self._agents.end_turn)
+        # Of turns that are held: which, and the home epoch in which it was taken.
+        self._held: dict[str, tuple[str, int]] = {}
+        self._endings, self._lines = deque(), {}
+        self._node = name
+        self._peers = Peers(world, name)
+        self._lock, self._changed = threading.Lock(), set()
+        self._full, self._watchdog = False, None
+        self._counts = dict.fromkeys(("moves", "moved_bytes", "adopted"), 0)
+        self._unburied = {}
+        self._draining = False
+        self._folder = self._tending_disk = None
+        self._copied = {}
+        self._disk_error, self._disk_told = "", False
+        self._introduced = asyncio.Event()
+        self.news = asyncio.Event()
+        self._reporter: Any = SimpleNamespace(incarnation=process.name, wake=self.news.set)
+        self._worker: Any = SimpleNamespace(submit=lambda work: SimpleNamespace(result=work))
+        self._succession = Succession(
+            name, self._homes, self._agents.heads, self._in_order, self._peers, bury=self._bury, changed=self._note
+        )
+        self._copies = Copies(
+            name,
+            self._homes,
+            self._in_order,
+            self._peers,
+            version=lambda: self._agents.sequence,
+            count=world.config.replication,
+            doubt=self._succession.doubt,
+            limits=self._quotas.of,
+        )
+        self._versions = FIFOCache(VERSIONS_MAX)
+        self._loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
+
+    async def _in_order(self, work: Callable[[], Any]) -> Any:
+        """One at a time, as the thread does it. A process that dies meanwhile has written it down, or not."""
+        async with self._at_disk:
+            await self._disk_takes_its_time()
+            found = work()
+            self._check_turns()
+            await self._disk_takes_its_time()
+        return found
+
+    def _check_turns(self) -> None:
+        """Who has a turn has it at the agent's home, and since no other node was that, as far as this one knows."""
+        turns, homes = self._agents._turns, self._world.homes
+        self._held = {agent: held for agent, held in self._held.items() if agent in turns}
+        for agent in self._database.heard_of("", 100):
+            place = self._homes.place(agent)
+            if place.role is Role.HOME:
+                homes.setdefault(agent, {}).setdefault(place.epoch, set()).add(self.name)
+            if agent not in turns:
+                continue
+            name = turns[agent].name
+            if self._held.get(agent, ("", 0))[0] != name:
+                self._held[agent] = name, place.epoch
+            since = self._held[agent][1]
+            was_home = self.name in homes.get(agent, {}).get(since, ())
+            assert not (was_home and place.role is Role.COPY), f"{agent}: a turn is held at a former home"
+            between = {e: nodes for e, nodes in homes.get(agent, {}).items() if since < e < place.epoch}
+            elsewhere = place.role is Role.HOME and any(self.name not in nodes for nodes in between.values())
+            assert not elsewhere, f"{agent}: a turn of epoch {since} is held in {place.epoch}, {between}"
+
+    async def _disk_takes_its_time(self) -> None:
+        if self.slow_s:
+            await asyncio.sleep(self._rng.random() * self.slow_s)
+        if not self.process.alive:
+            raise asyncio.CancelledError
+
+
+class Peers:
+    def __init__(self, world: World, node: str) -> None:
+        self._world, self._node = world, node
+
+    async def others(self) -> list[str]:
+        return [name for name in self._world.alive() if name != self._node]
+
+    async def call(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        return await self._world.call(self._node, node, method, *arguments, timeout_s=timeout_s)
+
+
+class Endpoint(AgentHomes):
+    """The endpoint's own, over the simulated network."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.config)
+        self._world = world
+        self._router = RouterClient(Direct(lambda: world.router))
+
+    async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float | None = None, **named: Any) -> Any:
+        return await self._world.call(CLIENT, node, method, *arguments, timeout_s=timeout_s or 8.0, **named)
+
+
+class World:
+    """Attributes: `cut` are pairs that do not reach each other, `loss` and `twice` the chances of a call or report."""
+
+    def __init__(
+        self, seed: object, names: Sequence[str], *, replication: int = 1, loss: float = 0.0, twice: float = 0.0
+    ) -> None:
+        self.rng = random.Random(seed) if isinstance(seed, int) else random.Random(str(seed))
+        self.names = list(names)
+        self.loop: Any = asyncio.get_running_loop()
+        self.config: Config = parse_config(
+            {"models": [{"name": "x", "source": "x"}], "nodes": [{"name": name} for name in names[:1]]}
+            | {"replication": replication}
+        )
+        self.disks: dict[str, Memory] = {}
+        self.stores: dict[str, Store] = {}
+        self.cut: set[frozenset[str]] = set()
+        self.loss, self.twice = loss, twice
+        self.accepted: list[tuple[str, int, str]] = []
+        self.homes: dict[str, dict[int, set[str]]] = {}
+        self._processes = self.routers_lost = 0
+        self.restart_router()
+        for name in names:
+            self.start(name)
+
+    @property
+    def policy(self) -> Policy:
+        return self.router._policy
+
+    @property
+    def places(self) -> AgentPlaces:
+        return self.policy.members.places
+
+    def alive(self) -> list[str]:
+        return self.policy.members.alive_nodes(self.loop.time())
+
+    def reaches(self, one: str, other: str) -> bool:
+        return not self.cut or frozenset((one, other)) not in self.cut
+
+    def process(self, name: str) -> Process:
+        self._processes += 1
+        return Process(f"{name}-{self._processes}")
+
+    def root_of(self, agent: str, model: bytes) -> bytes:
+        """Where an agent's KV begins: here nobody keeps any."""
+        return b""
+
+    def store(self, name: str, process: Process) -> Store:
+        return Store(self, name, process)
+
+    def start(self, name: str) -> None:
+        process = self.process(name)
+        store = self.stores[name] = process.run(lambda: self.store(name, process))
+        process.start(self._report(store))
+        process.start(self._tend(store))
+
+    def crash(self, name: str) -> None:
+        store = self.stores.pop(name, None)
+        if store is not None:
+            store.process.end()
+            self.disks[name].syncs = lambda: None
+
+    async def call(self, caller: str, node: str, method: str, *arguments: Any, timeout_s: float, **named: Any) -> Any:
+        """A call that may be lost, doubled, slow, or lose its answer. What began goes on where the caller gives up."""
+        rng = self.rng
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.sleep(rng.random() * 0.05 if rng.random() < 0.95 else rng.random() * 2 * timeout_s)
+                if rng.random() < self.loss or not self.reaches(caller, node) or node not in self.stores:
+                    if rng.random() < self.twice * 3:
+                        # It comes when nobody waits for it any more.
+                        late = partial(self._late, node, method, *arguments, **named)
+                        self.loop.call_later(rng.random() * 3 * timeout_s, late)
+                    await asyncio.sleep(timeout_s)
+                if rng.random() < self.twice:
+                    self._begin(node, method, *arguments, **named)
+                    await asyncio.sleep(rng.random() * 0.2)
+                answer = await asyncio.shield(self._begin(node, method, *arguments, **named))
+                await asyncio.sleep(rng.random() * 0.05)
+                if rng.random() < self.loss or not self.reaches(caller, node) or node not in self.stores:
+                    await asyncio.sleep(timeout_s)
+        except (TimeoutError, KeyError):
+            raise Unavailable(f"{node} does not answer") from None
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise Unavailable(f"{node} died") from None
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer["result"]
+
+    def _late(self, node: str, method: str, *arguments: Any, **named: Any) -> None:
+        if node in self.stores:
+            self._begin(node, method, *arguments, **named)
+
+    def _begin(self, node: str, method: str, *arguments: Any, **named: Any) -> asyncio.Task[Any]:
+        store = self.stores[node]
+        if method == "commit":
+            return store.process.start(self._commit(store, *arguments, **named))
+        if method in ("adopt", "become_home"):
+            return store.process.start(self._become_home(getattr(store, method), *arguments))
+        if method == "take_copy":
+            return store.process.start(self._take_copy(store, *arguments))
+        return store.process.start(getattr(store, method)(*arguments, **named))
+
+    async def _become_home(self, call: Callable[[str, int], Awaitable[Any]], agent: str, above: int) -> Any:
+        answer = await call(agent, above)
+        assert "error" in answer or answer["result"] > above, "a later home has a later epoch"
+        return answer
+
+    async def _take_copy(self, store: Store, agent: str, epoch: int, *arguments: Any) -> Any:
+        answer = await store.take_copy(agent, epoch, *arguments)
+        if answer.get("result") == []:
+            assert store._homes.place(agent).epoch >= epoch, "who has a copy of a later home knows of that home"
+        return answer
+
+    async def _commit(self, store: Store, agent: str, **named: Any) -> Any:
+        epoch = max(store._homes.place(agent).epoch, 1)
+        answer = await store.commit(agent, **named)
+        if answer.get("result", {}).get("kind") in ("replaced", "opened"):
+            self.accepted.append((agent, epoch, store.name))
+        return answer
+
+    async def _tend(self, store: Store) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(store._succession.awake.wait(), 5.0)
+            store._succession.awake.clear()
+            await store.tend()
+            await asyncio.sleep(0.1)
+
+    # Reports, as `Reporter` sends them.
+
+    async def _report(self, store: Store) -> None:
+        full = True
+        for sequence in itertools.count():
+            store.news.clear()
+            if full:
+                await store.learn()
+            full = not await self.tell(store.name, "store_report", store._report(sequence, full))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(store.news.wait(), REPORT_S)
+
+    async def tell(self, node: str, method: str, report: Any) -> bool:
+        """Send the router a report, which may be lost, late, or come twice. False where the next one must be full."""
+        rng, message = self.rng, encode(report)
+        await asyncio.sleep(rng.random() * 0.1)
+        fate = rng.random()
+        if not self.reaches(node, CLIENT) or fate < self.loss / 2:
+            return False
+        if fate < self.loss or fate > 1 - self.twice:
+            self.loop.call_later(rng.random() * 4.0, self._hear, method, message)
+        return fate >= self.loss and decode(Heard, await getattr(self.router, method)(message)).complete
+
+    def _hear(self, method: str, message: bytes) -> None:
+        self.process_of_router.start(getattr(self.router, method)(message))
+
+    def restart_router(self) -> None:
+        """It knows nothing any more."""
+        if hasattr(self, "process_of_router"):
+            self.process_of_router.end()
+            self.routers_lost += 1
+        self.process_of_router = self.process("router")
+        self.router = RouterActor(self.config, self.names)
+
+    def router_now(self) -> RouterClient:
+        """The one that runs now; one that is started later is another."""
+        actor = self.router
+        return RouterClient(Direct(lambda: actor))
+
+    def texts(self, name: str, agent: str) -> list[str]:
+        return [content.text for _, content in self.disks[name].rows.get(agent, {}).values()]
+
+
+async def speak(
+    store: Any,
+    agent: str,
+    number: int,
+    rng: random.Random,
+    *,
+    tokens: int = 3,
+    opening: Sequence[int] = (),
+    turn: str = "",
+    answer: Callable[[str, array[int]], Awaitable[object]] | None = None,
+) -> int | None:
+    """A turn that goes on with any branch or opens one, and says a number. Returns the turn's number if it was kept.
+
+    Args:
+        store: a `RayStore`.
+        tokens: how many it has.
+        opening: what a new branch begins with.
+        turn: of one that is taken before it begins, and goes on with the main branch; "" for a stateless one.
+        answer: gets the agent and all tokens up to the turn's end, before that is committed.
+    """
+    try:
+        if turn:
+            recalled = await store.call("begin", agent, turn, MODEL, {})
+            base = recalled["branch"]
+            if rng.random() < 0.1:
+                # Its client dies, and nobody gives the turn back.
+                return None
+        else:
+            recalled = await store.call("recall", agent, MODEL, {})
+            base = rng.choice([None, *recalled["branches"]])
+        text = (base["text"] if base else "") + f"<{number}>"
+        fields = {"branch": base["branch"], "epoch": base["epoch"], "turns": base["turns"] + 1} if base else {}
+        spoken = (array("I", base["token_ids"]) if base else array("I", opening)) + array("I", [number + 1]) * tokens
+        await (answer(agent, spoken) if answer else asyncio.sleep(rng.random()))
+        outcome = await store.call(
+            "commit",
+            agent,
+            token_ids=spoken.tobytes(),
+            text=text,
+            transcript=json.dumps([text]).encode(),
+            messages=1,
+            model=MODEL,
+            since=recalled["since"],
+            turn=turn,
+            **fields,
+        )
+    except SatchelError:
+        return None
+    return number if outcome["kind"] in ("replaced", "opened") else None
