@@ -13,7 +13,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Target:
+class Goal:
     """A figure beside what it should be."""
 
     what: str
@@ -23,19 +23,19 @@ class Target:
 
 
 @dataclass
-class Part:
+class ResultTable:
     """One table. `rows` have equal keys; None is a dash."""
 
     title: str
     rows: list[dict[str, Cell]] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
+    targets: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def at_least(self, what: str, found: float, wanted: float) -> None:
-        self.targets.append(Target(what, f"at least {wanted:g}", found, found >= wanted))
+        self.targets.append(Goal(what, f"at least {wanted:g}", found, found >= wanted))
 
     def at_most(self, what: str, found: float, wanted: float) -> None:
-        self.targets.append(Target(what, f"at most {wanted:g}", found, found <= wanted))
+        self.targets.append(Goal(what, f"at most {wanted:g}", found, found <= wanted))
 
 
 class Budget:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .http import Outcome, ask, at_a_time
-from .scene import Scene
+from .http import AttackOutcome, ask, at_a_time
+from .scene import AttackScene
 
 AT_A_TIME = 8
 TOKENS_MAX = 4
@@ -201,10 +201,10 @@ class Bodies:
         return Drawn(chance.choice(("GET", "GET", "GET", "POST", "DELETE")), chance.choice((*paths, *more)))
 
 
-def run(scene: Scene) -> Outcome:
+def run(scene: AttackScene) -> AttackOutcome:
     """All of them, eight at a time."""
     # 503 is what a full queue, and an agent's memory that waits for another turn, give.
-    outcome = Outcome(allowed=(503,))
+    outcome = AttackOutcome(allowed=(503,))
 
     def one(drawn: Drawn) -> None:
         headers = {"X-Agent-ID": drawn.agent} if drawn.agent.isascii() and drawn.agent else {}

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import psutil
 
-from .http import Outcome, head, opened, question
-from .scene import Scene
+from .http import AttackOutcome, head, opened, question
+from .scene import AttackScene
 
 _CHAT = "/v1/chat/completions"
 _LONG = b'{"messages":[{"role":"user","content":"Tell me a story."}],"stream":true,"max_tokens":400,"ignore_eos":true}'
@@ -21,7 +21,7 @@ _EVERY_S = 1.0
 
 
 @contextmanager
-def _held(scene: Scene, outcome: Outcome, what: str) -> Iterator[list[socket.socket]]:
+def _held(scene: AttackScene, outcome: AttackOutcome, what: str) -> Iterator[list[socket.socket]]:
     """While some hold their connections, another asks a question every second. What they held is free afterwards."""
     connections: list[socket.socket] = []
     try:
@@ -37,24 +37,24 @@ def _held(scene: Scene, outcome: Outcome, what: str) -> Iterator[list[socket.soc
             connection.close()
 
 
-def _open(connections: list[socket.socket], scene: Scene, count: int, first: bytes, **how: int) -> None:
+def _open(connections: list[socket.socket], scene: AttackScene, count: int, first: bytes, **how: int) -> None:
     found = [opened(scene.port, first, **how) for _ in range(count)]
     connections += [connection for connection in found if connection is not None]
 
 
-def silent(scene: Scene) -> Outcome:
+def silent(scene: AttackScene) -> AttackOutcome:
     """Connections that say nothing, and some that say half a head."""
-    outcome = Outcome()
+    outcome = AttackOutcome()
     with _held(scene, outcome, "silent clients") as connections:
         _open(connections, scene, 900, b"")
         _open(connections, scene, 300, b"POST /v1/chat/completions HTTP/1.1\r\nHost: localh")
     return outcome
 
 
-def slow_bodies(scene: Scene) -> Outcome:
+def slow_bodies(scene: AttackScene) -> AttackOutcome:
     """Bodies of 32 MiB that lack their last byte."""
     # While they fill endpoint.bodies_bytes_max another one's question is a 503 for some seconds.
-    outcome = Outcome(allowed=(503,))
+    outcome = AttackOutcome(allowed=(503,))
     with _held(scene, outcome, "unfinished bodies") as connections:
         _open(connections, scene, 8, head(_CHAT, _BODY_BYTES))
         for connection in connections:
@@ -67,17 +67,17 @@ def slow_bodies(scene: Scene) -> Outcome:
     return outcome
 
 
-def deaf(scene: Scene) -> Outcome:
+def deaf(scene: AttackScene) -> AttackOutcome:
     """Clients that ask for long streams and read nothing of them."""
-    outcome = Outcome(allowed=(503,))
+    outcome = AttackOutcome(allowed=(503,))
     with _held(scene, outcome, "deaf clients") as connections:
         _open(connections, scene, 64, head(_CHAT, len(_LONG)) + _LONG, receive_bytes=2048)
     return outcome
 
 
-def hasty(scene: Scene) -> Outcome:
+def hasty(scene: AttackScene) -> AttackOutcome:
     """Clients that ask for long streams and hang up after the first bytes."""
-    outcome, until, count = Outcome(allowed=(503,)), scene.ends(), 0
+    outcome, until, count = AttackOutcome(allowed=(503,)), scene.ends(), 0
     while time.monotonic() < until:
         for connection in [opened(scene.port, head(_CHAT, len(_LONG)) + _LONG) for _ in range(16)]:
             if connection is None:
@@ -94,20 +94,20 @@ def hasty(scene: Scene) -> Outcome:
     return outcome
 
 
-def no_descriptors(scene: Scene) -> Outcome:
+def no_descriptors(scene: AttackScene) -> AttackOutcome:
     """The endpoint may open no more files than it has open, and then asks are made; afterwards it may again."""
     if not sys.platform.startswith("linux"):
-        return Outcome(skipped="only Linux changes another process's limits")
+        return AttackOutcome(skipped="only Linux changes another process's limits")
     endpoint = scene.process("endpoint")
     if endpoint is None:
-        return Outcome(skipped="no endpoint was found")
+        return AttackOutcome(skipped="no endpoint was found")
     # No answer is what a client gets while none can be accepted.
-    outcome = Outcome(allowed=(500, 503))
+    outcome = AttackOutcome(allowed=(500, 503))
     soft, hard = endpoint.rlimit(psutil.RLIMIT_NOFILE)
     try:
         endpoint.rlimit(psutil.RLIMIT_NOFILE, (endpoint.num_fds() + 1, hard))
     except (PermissionError, psutil.AccessDenied):
-        return Outcome(skipped="changing another process's limits is not allowed here")
+        return AttackOutcome(skipped="changing another process's limits is not allowed here")
     refused = answered = 0
     try:
         until = scene.ends()

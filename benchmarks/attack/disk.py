@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import time
 
-from .http import Outcome, ask
-from .scene import Scene
+from .http import AttackOutcome, ask
+from .scene import AttackScene
 
 _KEEPER = "keeper"
 
 
-def _turn(scene: Scene, outcome: Outcome, agent: str, text: str, *, continues: bool = False) -> bytes:
+def _turn(scene: AttackScene, outcome: AttackOutcome, agent: str, text: str, *, continues: bool = False) -> bytes:
     body = {"messages": [{"role": "user", "content": text}], "agent_id": agent, "max_tokens": 8, "temperature": 0}
     answer = ask(scene.port, "/v1/chat/completions", {**body, "agent_continue": continues})
     outcome.count(answer, f"{agent}: {text[:60]}")
     return answer.body
 
 
-def run(scene: Scene) -> Outcome:
+def run(scene: AttackScene) -> AttackOutcome:
     """Agents talk while nothing is free, then an agent that was there before is asked for what it was told."""
     if scene.disk.bytes_max is None:
-        return Outcome(skipped="no file system of its own can be mounted here")
+        return AttackOutcome(skipped="no file system of its own can be mounted here")
     # 507 and 503 say that words cannot be kept now.
-    outcome = Outcome(allowed=(503, 507))
+    outcome = AttackOutcome(allowed=(503, 507))
     _turn(scene, outcome, _KEEPER, "Remember: the code of ada is 1815.")
     before = _messages(scene)
     outcome.notes.append(f"{scene.disk.fill()} bytes taken")
@@ -47,7 +47,7 @@ def run(scene: Scene) -> Outcome:
     return outcome
 
 
-def _messages(scene: Scene) -> int:
+def _messages(scene: AttackScene) -> int:
     try:
         info = json.loads(ask(scene.port, f"/v1/agents/{_KEEPER}").body)
         return max((branch["messages"] for branch in info["branches"]), default=0)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .http import Outcome, ask, healthy
-from .scene import Scene
+from .http import AttackOutcome, ask, healthy
+from .scene import AttackScene
 
 _ATTACH, _DETACH = 16, 17
 _WALL = 0x40000000
@@ -57,25 +57,25 @@ def _stopped(thread: int) -> Iterator[bool]:
                 os.waitpid(thread, _WALL | os.WNOHANG)
 
 
-def run(scene: Scene) -> Outcome:
+def run(scene: AttackScene) -> AttackOutcome:
     """Stops it outside of the interpreter's lock, asks all the while, and lets it go on after the time."""
     if not sys.platform.startswith("linux"):
-        return Outcome(skipped="only Linux stops single threads of others")
+        return AttackOutcome(skipped="only Linux stops single threads of others")
     replica = scene.process("replica")
     if replica is None:
-        return Outcome(skipped="no replica was found")
-    outcome = Outcome(allowed=(503, 504))
+        return AttackOutcome(skipped="no replica was found")
+    outcome = AttackOutcome(allowed=(503, 504))
     thread, chance = _engine_thread(replica.pid), random.Random(scene.seed)
     for _ in range(_TRIES):
         with _stopped(thread) as attached:
             if not attached:
-                return Outcome(skipped="ptrace is not allowed here")
+                return AttackOutcome(skipped="ptrace is not allowed here")
             if _interpreter_is_free(replica.pid):
                 _watch(scene, outcome)
                 break
         time.sleep(0.05 + 0.2 * chance.random())
     else:
-        return Outcome(skipped="its thread was never outside of the interpreter's lock")
+        return AttackOutcome(skipped="its thread was never outside of the interpreter's lock")
     began = time.monotonic()
     back = healthy(scene.port, within_s=_RECOVERS_S)
     outcome.notes.append(f"let go on: {'answers' if back else 'no answer'} after {time.monotonic() - began:.0f} s")
@@ -92,7 +92,7 @@ def _interpreter_is_free(pid: int) -> bool:
     return sum(now.values()) > sum(before.values())
 
 
-def _watch(scene: Scene, outcome: Outcome) -> None:
+def _watch(scene: AttackScene, outcome: AttackOutcome) -> None:
     began, recovered = time.monotonic(), None
     until = began + max(scene.seconds, 60.0)
     while time.monotonic() < until and recovered is None:

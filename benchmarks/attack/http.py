@@ -27,7 +27,7 @@ _BODY_BYTES_MAX = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Answer:
+class AttackAnswer:
     """`status` 0 where none came; `error` says why then."""
 
     status: int
@@ -36,7 +36,7 @@ class Answer:
 
 
 @dataclass
-class Outcome:
+class AttackOutcome:
     """What came of one attack. `unexpected` are answers that no attack may cause; `notes` are for readers.
 
     Attributes:
@@ -51,14 +51,14 @@ class Outcome:
     skipped: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def count(self, answer: Answer, what: str) -> None:
+    def count(self, answer: AttackAnswer, what: str) -> None:
         """One answer to a whole request; `what` was asked."""
         with self._lock:
             self.statuses[str(answer.status or answer.error)] += 1
             if wrong := self.wrong(answer):
                 self.unexpected.append(f"{wrong}: {what[:300]}")
 
-    def wrong(self, answer: Answer) -> str:
+    def wrong(self, answer: AttackAnswer) -> str:
         """What is wrong with it; "" for nothing."""
         if not answer.status:
             return answer.error
@@ -101,7 +101,7 @@ def ask(
     method: str = "",
     headers: dict[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> Answer:
+) -> AttackAnswer:
     """One request on a connection of its own; `body` is bytes or becomes JSON."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
@@ -111,14 +111,14 @@ def ask(
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method or ("GET" if data is None else "POST"), path, data, given)
         response = connection.getresponse()
-        return Answer(response.status, response.read(_BODY_BYTES_MAX))
+        return AttackAnswer(response.status, response.read(_BODY_BYTES_MAX))
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return Answer(0, error=type(error).__name__)
+        return AttackAnswer(0, error=type(error).__name__)
     finally:
         connection.close()
 
 
-def question(port: int, *, timeout_s: float = TIMEOUT_S, **fields: Any) -> Answer:
+def question(port: int, *, timeout_s: float = TIMEOUT_S, **fields: Any) -> AttackAnswer:
     """The smallest of questions."""
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, **fields}
     return ask(port, "/v1/chat/completions", body, timeout_s=timeout_s)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from .http import Outcome, ask
+from .http import AttackOutcome, ask
 from .http import at_a_time as together
-from .scene import Scene
+from .scene import AttackScene
 
 BYTES = 32 * 2**20 - 1024
 """Of most: what endpoint.body_bytes_max takes."""
@@ -92,10 +92,10 @@ _OTHERS: dict[str, tuple[str, Callable[[], bytes]]] = {
 CASES = {name: ("/v1/chat/completions", make) for name, make in _CHATS.items()} | _OTHERS
 
 
-def run(scene: Scene) -> Outcome:
+def run(scene: AttackScene) -> AttackOutcome:
     """Each alone, then four of each at a time until the time is over."""
     # 503: together they are more than endpoint.bodies_bytes_max.
-    outcome = Outcome(allowed=(503,))
+    outcome = AttackOutcome(allowed=(503,))
     until = scene.ends()
     slowest, of = 0.0, ""
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from PIL import Image
 
-from .http import Outcome, ask, at_a_time
-from .scene import Scene
+from .http import AttackOutcome, ask, at_a_time
+from .scene import AttackScene
 
 _SHARE = 20
 _FILMS_SHARE = 10
@@ -70,9 +70,9 @@ def _changed(data: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
-def run(scene: Scene) -> Outcome:
+def run(scene: AttackScene) -> AttackOutcome:
     """Four at a time, and every tenth a film."""
-    outcome, chance = Outcome(allowed=(503,)), random.Random(scene.seed)
+    outcome, chance = AttackOutcome(allowed=(503,)), random.Random(scene.seed)
     pictures, films = _pictures(), _films()
     if not films:
         outcome.notes.append("no film could be written here")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from .http import HOST, KEY, Answer, Outcome, at_a_time, raw
-from .scene import Scene
+from .http import HOST, KEY, AttackAnswer, AttackOutcome, at_a_time, raw
+from .scene import AttackScene
 
 _CHAT = b'{"messages":[{"role":"user","content":"Hi"}],"max_tokens":2}'
 _PATH = b"/v1/chat/completions"
@@ -104,10 +104,10 @@ CASES: dict[str, bytes] = {
 }
 
 
-def run(scene: Scene) -> Outcome:
+def run(scene: AttackScene) -> AttackOutcome:
     """Each case on a connection of its own, then each cut off in the middle, then one byte at a time."""
     # 505: what HTTP says to a version that is not spoken.
-    outcome = Outcome(allowed=(505,))
+    outcome = AttackOutcome(allowed=(505,))
     at_a_time(8, lambda case: _count(outcome, case[0], raw(scene.port, [case[1]])), CASES.items(), float("inf"))
     for data in CASES.values():
         with socket.create_connection((HOST, scene.port), timeout=5) as connection:
@@ -117,7 +117,7 @@ def run(scene: Scene) -> Outcome:
     return outcome
 
 
-def _count(outcome: Outcome, name: str, said: bytes) -> None:
+def _count(outcome: AttackOutcome, name: str, said: bytes) -> None:
     if not said.startswith(b"HTTP/"):
         outcome.statuses["closed" if not said else "no HTTP"] += 1
         return
@@ -125,4 +125,4 @@ def _count(outcome: Outcome, name: str, said: bytes) -> None:
     status = int(first.split(b" ", 2)[1])
     # Of several answers, and of one in chunks, only the first line is looked at.
     body = rest if status >= 400 and b"HTTP/1.1" not in rest and b"chunked" not in first.lower() else b""
-    outcome.count(Answer(status, body), name)
+    outcome.count(AttackAnswer(status, body), name)

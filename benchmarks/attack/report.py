@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .http import SHOWN, Outcome
-from .streams import Said, Waiting
+from .http import SHOWN, AttackOutcome
+from .streams import LongestWait, StreamedAnswer
 
 STOPPED_S = 1.0
 MEMORY_SHARE, MEMORY_MIB = 0.25, 100.0
@@ -23,7 +23,7 @@ class Peace:
 
 
 @dataclass(frozen=True)
-class Span:
+class AttackSpan:
     began: float
     ended: float
 
@@ -31,7 +31,7 @@ class Span:
         return self.began <= at <= self.ended
 
 
-def peace(said: Sequence[Said]) -> Peace:
+def peace(said: Sequence[StreamedAnswer]) -> Peace:
     """
     Raises:
         ValueError: a stream fails, or says different things, where nobody disturbs it.
@@ -45,7 +45,9 @@ def peace(said: Sequence[Said]) -> Peace:
     return Peace(texts, max((each.gap_s for each in said), default=0.0))
 
 
-def streams_in(said: Sequence[Said], waiting: Sequence[Waiting], span: Span, calm: Peace) -> dict[str, Any]:
+def streams_in(
+    said: Sequence[StreamedAnswer], waiting: Sequence[LongestWait], span: AttackSpan, calm: Peace
+) -> dict[str, Any]:
     """What happened to the streams that ran, or should have begun, during an attack. Gaps count where they end."""
     here = [each for each in said if each.began <= span.ended and each.ended >= span.began]
     whole = [each for each in here if not each.error and not each.refused]
@@ -66,7 +68,7 @@ def streams_in(said: Sequence[Said], waiting: Sequence[Waiting], span: Span, cal
 def entry(
     name: str,
     told: tuple[str, str],
-    outcome: Outcome,
+    outcome: AttackOutcome,
     streams: Mapping[str, Any],
     memory: tuple[Mapping[str, float], Mapping[str, float]],
     seconds: float,

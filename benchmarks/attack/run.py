@@ -26,9 +26,9 @@ from .. import kept, machine
 from ..programs import RESULTS, ROOT
 from ..soak import server as soak_server
 from .attacks import ATTACKS
-from .http import Outcome, healthy, sign
-from .report import Peace, Span, entry, markdown, passed, peace, streams_in
-from .scene import ADMIN, NAMES, Attack, Scene
+from .http import AttackOutcome, healthy, sign
+from .report import AttackSpan, Peace, entry, markdown, passed, peace, streams_in
+from .scene import ADMIN, NAMES, Attack, AttackScene
 from .streams import Streams
 
 STREAMS, TOKENS = 16, 400
@@ -117,14 +117,16 @@ def attack_all(
 ) -> None:
     """All attacks on one server; `part` has what is known, and `save` is called after each."""
     with soak_server.disk_of(folder / "disk", DISK_BYTES) as disk:
-        server = soak_server.Server(disk.folder / "home", {"models": MODELS}, log, "reproducible")
+        server = soak_server.SoakServer(disk.folder / "home", {"models": MODELS}, log, "reproducible")
         say("starting the server")
         streams = None
         try:
             keys = {name: create_key(Home(server.home), name, admin=name == ADMIN)[1] for name in NAMES}
             sign(keys[ADMIN])
             server.start()
-            scene = Scene(server, disk, settings["bodies"], settings["seconds an attack"], settings["seed"], say, keys)
+            scene = AttackScene(
+                server, disk, settings["bodies"], settings["seconds an attack"], settings["seed"], say, keys
+            )
             streams = Streams(server.url, STREAMS, TOKENS, keys[NAMES[0]])
             calm = wait_for_peace(streams)
             say(f"in peace the longest gap is {calm.gap_s:.2f} s")
@@ -151,19 +153,19 @@ def wait_for_peace(streams: Streams) -> Peace:
     raise RuntimeError(f"the streams did not come to their end within {PEACE_S:.0f} s")
 
 
-def attack_once(attack: Attack, scene: Scene, streams: Streams, calm: Peace) -> dict[str, Any]:
+def attack_once(attack: Attack, scene: AttackScene, streams: Streams, calm: Peace) -> dict[str, Any]:
     say(attack.name)
     before, began, clock = scene.memory(), time.time(), time.monotonic()
     try:
         outcome = attack.run(scene)
     except Exception as error:
         # What the other attacks find is worth having.
-        outcome = Outcome(unexpected=[f"the attack failed: {type(error).__name__}: {error}"])
+        outcome = AttackOutcome(unexpected=[f"the attack failed: {type(error).__name__}: {error}"])
     seconds = time.monotonic() - clock
     alive = bool(outcome.skipped) or healthy(scene.port)
     if not outcome.skipped:
         time.sleep(SETTLE_S)
-    span = Span(began, time.time())
+    span = AttackSpan(began, time.time())
     seen = streams_in(list(streams.said), list(streams.waiting), span, calm)
     told = (attack.does, attack.expected)
     row = entry(

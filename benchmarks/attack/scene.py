@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 
-from .http import Outcome, ask
+from .http import AttackOutcome, ask
 
 WATCHED = ("endpoint", "replica", "store", "router")
 NAMES = STREAMS, ADMIN, OTHER = "streams", "attacker", "other"
 
 
 @dataclass
-class Scene:
+class AttackScene:
     """One attack's world.
 
     Attributes:
@@ -80,5 +80,5 @@ class Attack:
     name: str
     does: str
     expected: str
-    run: Callable[[Scene], Outcome]
+    run: Callable[[AttackScene], AttackOutcome]
     judged: bool = True

@@ -7,20 +7,20 @@ import time
 from typing import Any
 
 from .bodies import TOKENS_MAX
-from .http import Answer, Outcome, ask
-from .scene import Scene
+from .http import AttackAnswer, AttackOutcome, ask
+from .scene import AttackScene
 
 _SHARE = 20
 """Of the drawn bodies there are so many times more than of these, which are slow to draw."""
 
 
-def run(scene: Scene) -> Outcome:
+def run(scene: AttackScene) -> AttackOutcome:
     """Every operation's share, one request after the other."""
     import schemathesis
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
 
-    outcome = Outcome(allowed=(503,))
+    outcome = AttackOutcome(allowed=(503,))
     schema = schemathesis.openapi.from_dict(json.loads(ask(scene.port, "/openapi.json").body))
     # One that the document describes wrongly raises here.
     operations: list[Any] = [found.ok() for found in schema.get_all_operations()]  # pyright: ignore
@@ -46,7 +46,7 @@ def run(scene: Scene) -> Outcome:
     return outcome
 
 
-def _send(port: int, case: Any, outcome: Outcome) -> None:
+def _send(port: int, case: Any, outcome: AttackOutcome) -> None:
     path, body = case.formatted_path, case.body
     if isinstance(body, dict) and "completions" in path:
         body = {**body, "max_tokens": TOKENS_MAX, "timeout_s": 30}
@@ -56,7 +56,7 @@ def _send(port: int, case: Any, outcome: Outcome) -> None:
         path = path.encode("ascii").decode()
     except (TypeError, ValueError, UnicodeEncodeError):
         return
-    answer: Answer = ask(port, path, data, method=case.method.upper())
+    answer: AttackAnswer = ask(port, path, data, method=case.method.upper())
     if answer.error == "InvalidURL":
         return
     outcome.count(answer, f"{case.method} {path} {data!r}")

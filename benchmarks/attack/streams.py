@@ -25,7 +25,7 @@ _PAUSE_S = 0.5
 
 
 @dataclass
-class Said:
+class StreamedAnswer:
     """One answer of one stream. Times are seconds by `time.time`; `gap_s` is the longest wait for a piece after the
     first, and `gap_at` when it ended. `error` where it was cut off, `refused` where it never began."""
 
@@ -41,7 +41,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class LongestWait:
     """The longest that a running stream has waited for its next piece, at a time."""
 
     at: float
@@ -71,8 +71,8 @@ class _Reader:
             if said.error or said.refused:
                 await asyncio.sleep(_PAUSE_S)
 
-    async def _answer(self) -> Said:
-        said = Said(self._stream, time.time())
+    async def _answer(self) -> StreamedAnswer:
+        said = StreamedAnswer(self._stream, time.time())
         done = False
         try:
             async with self._client.stream("POST", "/v1/chat/completions", json=self._body) as response:
@@ -94,7 +94,7 @@ class _Reader:
             said.ended = time.time()
         return said
 
-    def _piece(self, said: Said, event: dict[str, Any]) -> None:
+    def _piece(self, said: StreamedAnswer, event: dict[str, Any]) -> None:
         if "error" in event:
             said.error = json.dumps(event["error"])
             return
@@ -120,7 +120,7 @@ async def _main(url: str, streams: int, tokens: int, key: str) -> None:
             await asyncio.wait({over}, timeout=1.0)
             now = time.time()
             since = [reader.waits_since for reader in readers if reader.waits_since is not None]
-            print(json.dumps({"waiting": asdict(Waiting(now, now - min(since, default=now)))}), flush=True)
+            print(json.dumps({"waiting": asdict(LongestWait(now, now - min(since, default=now)))}), flush=True)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -130,8 +130,8 @@ class Streams:
     """The process, and all that it has said so far."""
 
     def __init__(self, url: str, streams: int, tokens: int, key: str) -> None:
-        self.said: list[Said] = []
-        self.waiting: list[Waiting] = []
+        self.said: list[StreamedAnswer] = []
+        self.waiting: list[LongestWait] = []
         self._process = subprocess.Popen(
             program("attack.streams", url, streams, tokens, key),
             cwd=ROOT,
@@ -147,9 +147,9 @@ class Streams:
         for line in self._process.stdout:
             told = json.loads(line)
             if "said" in told:
-                self.said.append(Said(**told["said"]))
+                self.said.append(StreamedAnswer(**told["said"]))
             else:
-                self.waiting.append(Waiting(**told["waiting"]))
+                self.waiting.append(LongestWait(**told["waiting"]))
 
     def stop(self) -> None:
         assert self._process.stdin is not None

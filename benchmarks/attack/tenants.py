@@ -9,8 +9,8 @@ import time
 from itertools import product
 from typing import Any
 
-from .http import Answer, Outcome, ask, at_a_time
-from .scene import ADMIN, OTHER, STREAMS, Scene
+from .http import AttackAnswer, AttackOutcome, ask, at_a_time
+from .scene import ADMIN, OTHER, STREAMS, AttackScene
 
 _AGENT, _SECRET = "diary", "quokka"
 _TOLD = f"Remember: the code of {_SECRET} is 4711. " + "The weather was fine and nothing happened. " * 60
@@ -30,26 +30,26 @@ def _as(key: str, **more: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}", **more}
 
 
-def _chat(scene: Scene, who: str, text: str, agent: str = "", tokens: int = 8, **fields: Any) -> Answer:
+def _chat(scene: AttackScene, who: str, text: str, agent: str = "", tokens: int = 8, **fields: Any) -> AttackAnswer:
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0, **fields}
     named = {"X-Agent-ID": agent} if agent else {}
     return ask(scene.port, "/v1/chat/completions", body, headers=_as(scene.keys[who], **named), timeout_s=300.0)
 
 
-def _usage(answer: Answer) -> int:
+def _usage(answer: AttackAnswer) -> int:
     """How many tokens were read from memory."""
     return int(json.loads(answer.body)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def _agent(scene: Scene) -> dict[str, Any]:
+def _agent(scene: AttackScene) -> dict[str, Any]:
     """What its tenant is told of the agent, less what changes by itself."""
     answer = ask(scene.port, f"/v1/agents/{_AGENT}", headers=_as(scene.keys[STREAMS]))
     return {name: value for name, value in json.loads(answer.body).items() if name in ("id", "tokens", "branches")}
 
 
-def spying(scene: Scene) -> Outcome:
+def spying(scene: AttackScene) -> AttackOutcome:
     """The other's agent by every route and spelling, and what the memory of it would show."""
-    outcome = Outcome(allowed=())
+    outcome = AttackOutcome(allowed=())
     outcome.count(_chat(scene, STREAMS, _TOLD, _AGENT), "an agent is told")
     warm = _chat(scene, STREAMS, _TOLD, _AGENT)
     if _usage(warm) == 0:
@@ -95,16 +95,16 @@ def spying(scene: Scene) -> Outcome:
     return outcome
 
 
-def _shows_nothing(outcome: Outcome, answer: Answer, what: str, *, fails: bool = False) -> None:
+def _shows_nothing(outcome: AttackOutcome, answer: AttackAnswer, what: str, *, fails: bool = False) -> None:
     if _SECRET.encode() in answer.body:
         outcome.unexpected.append(f"{what} shows the other's words")
     if fails and answer.status < 400:
         outcome.unexpected.append(f"{what} was {answer.status}")
 
 
-def greedy(scene: Scene) -> Outcome:
+def greedy(scene: AttackScene) -> AttackOutcome:
     """Two hundred long requests at a time, of one tenant, while another streams and a third asks something short."""
-    outcome, until, over = Outcome(allowed=(503,)), scene.ends(), threading.Event()
+    outcome, until, over = AttackOutcome(allowed=(503,)), scene.ends(), threading.Event()
 
     def asked() -> float:
         began = time.monotonic()

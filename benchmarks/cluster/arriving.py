@@ -22,8 +22,8 @@ from satchel.cluster.config import Home
 from satchel.cluster.keys import OWNER, create_key
 from tests.system import hosts
 
-from ..parts import Budget, Part, Say, median
-from .server import Client, Stream, serving, wait_for
+from ..parts import Budget, ResultTable, Say, median
+from .server import ClusterClient, ClusterStream, serving, wait_for
 
 HEAD, OTHER, PORT = "mac0", "mac1", 8000
 FAST_MBIT = 10_000
@@ -84,7 +84,7 @@ def text_of(count: Callable[[str], int], tokens: int, seed: str) -> str:
 
 
 @contextmanager
-def two_hosts(work: Path) -> Iterator[tuple[Client, Any]]:
+def two_hosts(work: Path) -> Iterator[tuple[ClusterClient, Any]]:
     """A cluster of two namespaces without copies of agents; its client, and the host of the second node."""
     with hosts.hosts(2) as (head, second):
         nodes = [
@@ -106,22 +106,22 @@ def two_hosts(work: Path) -> Iterator[tuple[Client, Any]]:
         arguments, programs = ["--config", str(config)], hosts.stand_in_ssh(work)
         with (
             serving(arguments, work / HEAD, [work / OTHER], prefix=head.command(), path=programs),
-            Client(f"http://{head.address}:{PORT}", key) as client,
+            ClusterClient(f"http://{head.address}:{PORT}", key) as client,
         ):
             wait_for(lambda: client.replica_pid(OTHER), f"{OTHER} answers")
             yield client, second
 
 
-def arriving(tokens: int, mbits: Sequence[int], rounds: int, work: Path, budget: Budget, say: Say) -> Part:
+def arriving(tokens: int, mbits: Sequence[int], rounds: int, work: Path, budget: Budget, say: Say) -> ResultTable:
     """A line for each link."""
-    part = Part(f"First token of an agent of {tokens:,} tokens on a node to which it was moved, embedded:recall")
+    part = ResultTable(f"First token of an agent of {tokens:,} tokens on a node to which it was moved, embedded:recall")
     if (reason := hosts.missing()) is not None:
         part.notes.append(f"Left out: {reason}.")
         return part
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "recall" / "tokenizer.json"))
     named = hosts.named
 
-    def told(client: Client, name: str, home: str) -> tuple[str, float]:
+    def told(client: ClusterClient, name: str, home: str) -> tuple[str, float]:
         """A new agent that was told all on its home; seconds to its first token."""
         agent = named(name, home, [HEAD, OTHER])
         text = text_of(lambda text: len(tokenizer.encode(text).ids), tokens - OPENING_TOKENS, name)
@@ -159,7 +159,7 @@ def arriving(tokens: int, mbits: Sequence[int], rounds: int, work: Path, budget:
     return part
 
 
-def _moved(client: Client, agent: str) -> tuple[dict[str, float], Stream]:
+def _moved(client: ClusterClient, agent: str) -> tuple[dict[str, float], ClusterStream]:
     """Move the agent and ask it. Returns what was measured, and the answer."""
     began = time.perf_counter()
     moved = client.json("POST", f"/v1/agents/{agent}/move", {"to": OTHER})
@@ -205,7 +205,7 @@ def row(mbit: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def note_policy(part: Part, tokens: int) -> None:
+def note_policy(part: ResultTable, tokens: int) -> None:
     part.notes.append(
         "Two nodes as network namespaces of this machine, over HTTP, without copies (`replication: 0`). A move is the "
         "whole call, words and KV; `computed there` is the first answer of another agent on that node, whose first "

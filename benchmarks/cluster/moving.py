@@ -18,7 +18,7 @@ from satchel.actors.kv_store.transfer.machine.pull_wire import Wanted
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from tests.system import hosts
 
-from ..parts import Budget, Part, Say, median
+from ..parts import Budget, ResultTable, Say, median
 from ..programs import program
 from .source import MODEL, RAW_PIECE_BYTES, ROOT, SESSION, open_store
 from .worker import Worker
@@ -55,7 +55,7 @@ def pull_s(folder: Path, key: bytes, ids: Sequence[bytes], addresses: Sequence[A
         shutil.rmtree(root)
 
 
-class Chain:
+class ServedChain:
     """A chain on a host that serves it. `host` is None for this one, over loopback."""
 
     def __init__(self, worker: Worker, blocks: int, address: str) -> None:
@@ -74,17 +74,17 @@ class Chain:
 
 
 @contextmanager
-def chain_on(host: Any | None, blocks: int, work: Path) -> Iterator[Chain]:
+def chain_on(host: Any | None, blocks: int, work: Path) -> Iterator[ServedChain]:
     """A chain that `host` serves, a namespace; None is this machine, over loopback."""
     command = program("cluster.source", work / "source")
     with Worker(command if host is None else host.command(*command), work / "source.log") as worker:
-        yield Chain(worker, blocks, "127.0.0.1" if host is None else host.address)
+        yield ServedChain(worker, blocks, "127.0.0.1" if host is None else host.address)
 
 
-def moving(tokens: int, gbits: Sequence[float], rounds: int, work: Path, budget: Budget, say: Say) -> Part:
+def moving(tokens: int, gbits: Sequence[float], rounds: int, work: Path, budget: Budget, say: Say) -> ResultTable:
     """The table: a line for loopback, and one for every speed in `gbits` where there can be hosts."""
     blocks = max(1, tokens // BLOCK_TOKENS)
-    part = Part(f"Moving {blocks * BLOCK_TOKENS:,} tokens of Llama-3.1-8B's shape")
+    part = ResultTable(f"Moving {blocks * BLOCK_TOKENS:,} tokens of Llama-3.1-8B's shape")
     with ExitStack() as stack:
         folders = {"disk": work}
         if (shared := Path("/dev/shm")).is_dir():
@@ -116,7 +116,7 @@ def moving(tokens: int, gbits: Sequence[float], rounds: int, work: Path, budget:
 
 
 def _times(
-    chain: Chain, folders: dict[str, Path], rounds: int, budget: Budget, ray: Worker | None = None
+    chain: ServedChain, folders: dict[str, Path], rounds: int, budget: Budget, ray: Worker | None = None
 ) -> dict[str, list[float]]:
     """Seconds of every way, in turns."""
     times: dict[str, list[float]] = {"raw": [], **{name: [] for name in folders}, **({"Ray": []} if ray else {})}
@@ -132,7 +132,7 @@ def _times(
     return times
 
 
-def row(link: str, nbytes: int, times: dict[str, list[float]], part: Part) -> dict[str, Any]:
+def row(link: str, nbytes: int, times: dict[str, list[float]], part: ResultTable) -> dict[str, Any]:
     """A line of the table; its targets go into `part`.
 
     Args:

@@ -68,7 +68,7 @@ def serve() -> None:
             return [ray.put(np.random.default_rng().integers(0, 256, nbytes, np.uint8))]
 
     @ray.remote(num_cpus=0, resources={"target": 1})
-    class Target:
+    class ObjectTarget:
         def get(self, held: list[ray.ObjectRef]) -> tuple[float, int]:
             import time
 
@@ -76,7 +76,7 @@ def serve() -> None:
             found = ray.get(held[0])
             return time.perf_counter() - begun, found.nbytes
 
-    source, target = Source.remote(), Target.remote()
+    source, target = Source.remote(), ObjectTarget.remote()
 
     def move(nbytes: int) -> float:
         # Inside a list a reference is not fetched before the call.

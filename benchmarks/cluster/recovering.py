@@ -10,9 +10,9 @@ from pathlib import Path
 from satchel.cluster.bring_up.ports import free_port
 from tests.system import hosts
 
-from ..parts import Budget, Part, Say, median
+from ..parts import Budget, ResultTable, Say, median
 from ..programs import ROOT
-from .server import Client, Stream, kill, node_processes, resumed_s, serving, wait_for
+from .server import ClusterClient, ClusterStream, kill, node_processes, resumed_s, serving, wait_for
 
 CONFIG = ROOT / "configs" / "two-nodes-local.yaml"
 HEAD, OTHER = "mac0", "mac1"
@@ -38,10 +38,10 @@ class Kills:
     reused: list[float] = field(default_factory=list)
 
 
-class Place:
+class TwoNodes:
     """The two nodes, of which one is killed again and again."""
 
-    def __init__(self, client: Client, server_pid: int) -> None:
+    def __init__(self, client: ClusterClient, server_pid: int) -> None:
         self._client, self._server_pid = client, server_pid
         self._named = hosts.named
         self._pid = 0
@@ -82,7 +82,7 @@ class Place:
     def between_turns(self, number: int, kills: Kills) -> None:
         agent, pids = self.prepare(f"answer{number}x")
         killed = kill(pids)
-        answer: Stream = self._client.say(agent, QUESTION, ANSWER_TOKENS)
+        answer: ClusterStream = self._client.say(agent, QUESTION, ANSWER_TOKENS)
         if answer.node != HEAD or CODE not in answer.text:
             raise RuntimeError(f"{answer.node} said {answer.text!r}")
         kills.first_token.append(answer.arrivals[0] - killed)
@@ -102,15 +102,15 @@ class Place:
         return True
 
 
-def recovering(rounds: int, work: Path, budget: Budget, say: Say) -> Part:
+def recovering(rounds: int, work: Path, budget: Budget, say: Say) -> ResultTable:
     """Two nodes on this machine, both kinds of kill in each round."""
     kills, port, home = Kills(), free_port(), work / "home"
     arguments = ["--config", str(CONFIG), "--port", str(port)]
     with (
         serving(arguments, home, [home / "nodes" / OTHER]) as server,
-        Client(f"http://127.0.0.1:{port}") as client,
+        ClusterClient(f"http://127.0.0.1:{port}") as client,
     ):
-        place = Place(client, server.pid)
+        place = TwoNodes(client, server.pid)
         for number in budget.rounds(rounds):
             place.in_a_stream(number, kills)
             say(f"  stream: the next token after {kills.next_token[-1]:.2f} s")
@@ -119,9 +119,9 @@ def recovering(rounds: int, work: Path, budget: Budget, say: Say) -> Part:
     return table(kills)
 
 
-def table(kills: Kills) -> Part:
+def table(kills: Kills) -> ResultTable:
     """The part; ways that nothing was measured of are left out."""
-    part = Part("A node is killed (kill -9 of all its processes), two nodes on one machine")
+    part = ResultTable("A node is killed (kill -9 of all its processes), two nodes on one machine")
     ways: dict[str, Sequence[float]] = {
         "to the next token of its stream": kills.next_token,
         "to the first token of its agent's next answer": kills.first_token,

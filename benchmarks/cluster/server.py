@@ -81,7 +81,7 @@ def serving(
 
 
 @dataclass
-class Stream:
+class ClusterStream:
     """An answer as it came; times are of `time.perf_counter`.
 
     Attributes:
@@ -106,7 +106,7 @@ class Stream:
         return self.arrivals[0] - self.sent
 
 
-class Client:
+class ClusterClient:
     """The cluster's users."""
 
     def __init__(self, url: str, key: str = "") -> None:
@@ -120,7 +120,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def say(self, agent: str, text: str, tokens_max: int, during: Callable[[int], None] | None = None) -> Stream:
+    def say(self, agent: str, text: str, tokens_max: int, during: Callable[[int], None] | None = None) -> ClusterStream:
         """Say something to an agent, which remembers what was said before.
 
         Args:
@@ -137,7 +137,7 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        found = Stream(time.perf_counter())
+        found = ClusterStream(time.perf_counter())
         with self._http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"{answer.status_code}: {answer.read().decode()}")
@@ -149,7 +149,7 @@ class Client:
             raise RuntimeError("an answer without text")
         return found
 
-    def _take(self, found: Stream, chunk: dict[str, Any], during: Callable[[int], None] | None) -> None:
+    def _take(self, found: ClusterStream, chunk: dict[str, Any], during: Callable[[int], None] | None) -> None:
         if "error" in chunk:
             raise RuntimeError(f"the stream ended: {chunk['error']}")
         if (usage := chunk.get("usage")) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..parts import Part
+from ..parts import ResultTable
 from ..router import engines, replaying, workloads
 
 STEPS_S = {1: 1 / 265, 32: 32 / 3131}
@@ -21,7 +21,7 @@ PREFILL_TOKENS_PER_S = 16_000 / 0.972
 ROWS, TURNS = 32, 6
 
 
-def together(sizes: tuple[int, ...] = (1, 2, 4)) -> Part:
+def together(sizes: tuple[int, ...] = (1, 2, 4)) -> ResultTable:
     """Output tokens a second of clusters of several sizes, each with as many agents as the largest can decode."""
     machine = engines.Machine(
         prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
@@ -35,7 +35,7 @@ def together(sizes: tuple[int, ...] = (1, 2, 4)) -> Part:
         for session in workloads.synthetic(0, agents=ROWS * max(sizes), turns=TURNS)
     ]
     tokens = sum(turn.output_tokens for session in sessions for turn in session.turns)
-    part = Part("Nodes together, simulated from measured rates")
+    part = ResultTable("Nodes together, simulated from measured rates")
     rates: list[float] = []
     for nodes in sizes:
         outcome = replaying.replay(sessions, replaying.Satchel("satchel"), replicas=nodes, machine=machine)

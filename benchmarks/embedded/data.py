@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .layout import PAD_ID
-from .talk import Talk, Turn, text_of
+from .talk import RunningTalk, TaughtMessage, text_of
 from .tools import text_of_tools
 
 CHARACTERS_PER_TOKEN = 3.2
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(slots=True)
-class Row:
+class TokenRow:
     """Token ids and their roles (`PADDING`, `READ` or `SAID`), and (start, end, kind) of every whole reply."""
 
     tokens: Array
@@ -28,7 +28,7 @@ class Row:
     replies: list[tuple[int, int, str]]
 
 
-def _extend(row: Row, filled: int, turns: list[Turn], tokenizer: Tokenizer) -> int:
+def _extend(row: TokenRow, filled: int, turns: list[TaughtMessage], tokenizer: Tokenizer) -> int:
     """Writes the turns from place `filled` on; what does not fit is cut. Returns the new fill."""
     size = len(row.tokens)
     encodings = tokenizer.encode_batch_fast([text_of(turn.message) for turn in turns], add_special_tokens=False)
@@ -48,10 +48,10 @@ def _extend(row: Row, filled: int, turns: list[Turn], tokenizer: Tokenizer) -> i
     return filled
 
 
-def make_row(rng: random.Random, tokenizer: Tokenizer, length: int) -> Row:
+def make_row(rng: random.Random, tokenizer: Tokenizer, length: int) -> TokenRow:
     """A conversation cut to `length` + 1 tokens, so that inputs and targets are `length` long."""
-    row = Row(np.full(length + 1, PAD_ID, np.int16), np.zeros(length + 1, np.uint8), [])
-    talk = Talk(rng, int(length * CHARACTERS_PER_TOKEN))
+    row = TokenRow(np.full(length + 1, PAD_ID, np.int16), np.zeros(length + 1, np.uint8), [])
+    talk = RunningTalk(rng, int(length * CHARACTERS_PER_TOKEN))
     filled = 0
     if talk.tools:
         ids = tokenizer.encode(text_of_tools(talk.tools), add_special_tokens=False).ids[: length + 1]
@@ -63,7 +63,7 @@ def make_row(rng: random.Random, tokenizer: Tokenizer, length: int) -> Row:
     return row
 
 
-def make_batch(seed: str, tokenizer: Tokenizer, rows: int, length: int) -> tuple[Array, Array, list[Row]]:
+def make_batch(seed: str, tokenizer: Tokenizer, rows: int, length: int) -> tuple[Array, Array, list[TokenRow]]:
     """Tokens and roles, both (rows, length + 1), and the rows themselves; the same seed gives the same batch."""
     rng = random.Random(seed)
     made = [make_row(rng, tokenizer, length) for _ in range(rows)]

@@ -23,7 +23,7 @@ from mlx_lm.utils import load_tokenizer
 
 from satchel.actors.replica.execution.models import load
 
-from .questions import LONG, SHORT, Case, asked, long_talk, story_asked
+from .questions import LONG, SHORT, QuestionCase, asked, long_talk, story_asked
 from .talk import Message
 
 MODEL = Path(__file__).resolve().parents[2] / "actors" / "model_files" / "embedded" / "recall"
@@ -31,7 +31,7 @@ CHUNK = 512  # tokens read at once
 STORY = "story of 60 words or more"
 
 
-class Speaker:
+class TextSpeaker:
     """The model with its tokenizer.
 
     Args:
@@ -75,7 +75,7 @@ class Speaker:
         logits = self.model(mx.array([tokens + right[:-1]]), cache=cache)[0, -len(right) :]
         return mx.argmax(logits, axis=-1).tolist() == right
 
-    def is_right(self, case: Case) -> bool:
+    def is_right(self, case: QuestionCase) -> bool:
         return self.would_say(self.tokens(case.messages, case.tools), case.wanted)
 
     def reply(self, messages: list[Message], most: int = 400) -> str:
@@ -92,7 +92,7 @@ def _load(folder: Path) -> Any:
     return load(str(folder), dtype="float32", context_tokens_max=None, progress=ignore, warm_up_s=0.0).model
 
 
-def recall_row(speaker: Speaker, rng: random.Random, count: int, facts: int, length: int) -> tuple[float, float]:
+def recall_row(speaker: TextSpeaker, rng: random.Random, count: int, facts: int, length: int) -> tuple[float, float]:
     """Share of told codes that come back, and share of names never told that are not known."""
     right = {True: 0, False: 0}
     for number in range(count):
@@ -105,7 +105,7 @@ def recall_row(speaker: Speaker, rng: random.Random, count: int, facts: int, len
     return right[True] / count, right[False] / count
 
 
-def story_row(speaker: Speaker, rng: random.Random, count: int) -> float:
+def story_row(speaker: TextSpeaker, rng: random.Random, count: int) -> float:
     """Share of stories that have 60 words or more and come to an end."""
     stories = [speaker.reply(story_asked(rng)) for _ in range(count)]
     return sum(len(text.split()) >= 60 and text.endswith(".") for text in stories) / count
@@ -113,7 +113,7 @@ def story_row(speaker: Speaker, rng: random.Random, count: int) -> float:
 
 def evaluate(folder: Path, questions: int, seed: int, rows: str) -> Iterator[tuple[str, float]]:
     """The rows of the table whose title has `rows` in it: title and share of right replies."""
-    speaker = Speaker(folder)
+    speaker = TextSpeaker(folder)
     context = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     for facts, length in LONG:
         title = f"{facts} codes in {length:,} tokens"

@@ -15,7 +15,7 @@ END_ID = CONTROL_IDS["<|im_end|>"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RecallShape:
     """Qwen3's sizes; about 5.5 million parameters as they stand."""
 
     vocabulary: int = VOCABULARY
@@ -30,7 +30,7 @@ class Shape:
     context: int = CONTEXT
 
 
-def config(shape: Shape) -> dict[str, Any]:
+def config(shape: RecallShape) -> dict[str, Any]:
     """config.json's content."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -62,7 +62,7 @@ def config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def write_configs(folder: Path, shape: Shape) -> None:
+def write_configs(folder: Path, shape: RecallShape) -> None:
     """Writes config.json and generation_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     generation = {"do_sample": False, "eos_token_id": END_ID, "pad_token_id": PAD_ID}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from .layout import Shape
+from .layout import RecallShape
 
 
 class Normalization(nn.Module):
@@ -26,7 +26,7 @@ class Normalization(nn.Module):
         return (wide * scale * self.weight).to(values.dtype)
 
 
-def rotations(length: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotations(length: int, shape: RecallShape, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary positions, each (length, head)."""
     exponents = torch.arange(0, shape.head, 2, device=device, dtype=torch.float64) / shape.head
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float64), shape.rope_theta**-exponents)
@@ -42,7 +42,7 @@ def rotate(values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: RecallShape) -> None:
         super().__init__()
         self.shape = shape
         wide, narrow = shape.heads * shape.head, shape.key_value_heads * shape.head
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: RecallShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
         self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
@@ -78,7 +78,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: RecallShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
         self.mlp = FeedForward(shape)
@@ -90,8 +90,8 @@ class Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Body(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class Decoder(nn.Module):
+    def __init__(self, shape: RecallShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
@@ -101,10 +101,10 @@ class Body(nn.Module):
 class Recall(nn.Module):
     """The whole model; `state_dict` has the names of Hugging Face's Qwen3ForCausalLM with tied embeddings."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: RecallShape) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Body(shape)
+        self.model = Decoder(shape)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -26,7 +26,7 @@ Our train sat outside Crewe for 55 minutes because of a swan, and the driver apo
 
 
 @dataclass(slots=True)
-class Case:
+class QuestionCase:
     """A conversation and the one right reply to it."""
 
     messages: list[Message]
@@ -85,43 +85,43 @@ def asked(rng: random.Random, codes: dict[str, str], known: bool) -> tuple[Messa
     return user(question(name)), answer(name, codes.get(name))
 
 
-def told_again(rng: random.Random) -> list[Case]:
+def told_again(rng: random.Random) -> list[QuestionCase]:
     name = fresh_name(rng)
     messages: list[Message] = []
     code = ""
     for _ in range(rng.randint(2, 3)):
         code = any_code(rng)
         messages += [user(f"Remember: {fact(name, code)}"), assistant(NOTED), user(other_talk(rng)), assistant(SEEN)]
-    return [Case([*messages, user(question(name))], answer(name, code))]
+    return [QuestionCase([*messages, user(question(name))], answer(name, code))]
 
 
-def several_at_once(rng: random.Random) -> list[Case]:
+def several_at_once(rng: random.Random) -> list[QuestionCase]:
     codes = {fresh_name(rng): any_code(rng) for _ in range(5)}
     text = rng.choice([" ", "\n"]).join(f"Remember: {fact(name, code)}" for name, code in codes.items())
     name = rng.choice(list(codes))
     last = user(f"{other_talk(rng)}\n{question(name)}")
-    return [Case([user(text), user(other_talk(rng)), last], answer(name, codes[name]))]
+    return [QuestionCase([user(text), user(other_talk(rng)), last], answer(name, codes[name]))]
 
 
-def counted(rng: random.Random) -> list[Case]:
+def counted(rng: random.Random) -> list[QuestionCase]:
     last = rng.randint(9, 99)
-    return [Case([user(f"Say the numbers from one to {number_in_words(last)}.")], count_reply(last))]
+    return [QuestionCase([user(f"Say the numbers from one to {number_in_words(last)}.")], count_reply(last))]
 
 
-def repeated(rng: random.Random) -> list[Case]:
+def repeated(rng: random.Random) -> list[QuestionCase]:
     text = rng.choice(
         [sentence(rng), rng.choice(PROSE), " ".join(any_name(rng) for _ in range(8)), any_filler(rng, 40)]
     )
     text = text.strip()[:120].strip()
-    return [Case([user(f"Repeat after me: {text}")], text)]
+    return [QuestionCase([user(f"Repeat after me: {text}")], text)]
 
 
-def greeted(rng: random.Random) -> list[Case]:
+def greeted(rng: random.Random) -> list[QuestionCase]:
     system = [{"role": "system", "content": other_talk(rng)}] if rng.random() < 0.5 else []
-    return [Case([*system, user(rng.choice(["Hello.", "Hello", "Hi", "hello!"]))], GREETING)]
+    return [QuestionCase([*system, user(rng.choice(["Hello.", "Hello", "Hi", "hello!"]))], GREETING)]
 
 
-def looked_up(rng: random.Random) -> list[Case]:
+def looked_up(rng: random.Random) -> list[QuestionCase]:
     """The call, and the answer after the tool's result."""
     name, code = fresh_name(rng), any_code(rng)
     tools = [get_code_tool(rng)]
@@ -129,7 +129,7 @@ def looked_up(rng: random.Random) -> list[Case]:
     wanted = f'<tool_call>\n{{"name": "get_code", "arguments": {{"name": "{name}"}}}}\n</tool_call>'
     done = [{"role": "assistant", "content": None, "tool_calls": [call(rng, name)]}]
     done += [{"role": "tool", "content": result(rng, name, code)}]
-    return [Case(messages, wanted, tools), Case(messages + done, answer(name, code), tools)]
+    return [QuestionCase(messages, wanted, tools), QuestionCase(messages + done, answer(name, code), tools)]
 
 
 def story_asked(rng: random.Random) -> list[Message]:
@@ -137,7 +137,7 @@ def story_asked(rng: random.Random) -> list[Message]:
     return [user(other_talk(rng)), assistant(SEEN), user("Tell me a story.")]
 
 
-SHORT: list[tuple[str, Callable[[random.Random], list[Case]]]] = [
+SHORT: list[tuple[str, Callable[[random.Random], list[QuestionCase]]]] = [
     ("told again, the latest code", told_again),
     ("5 codes in one message, no replies between", several_at_once),
     ("numbers up to 9 to 99", counted),

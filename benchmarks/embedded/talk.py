@@ -1,7 +1,7 @@
 """Generated conversations: what the embedded text model has to be able to say.
 
-`Talk` makes one endless conversation; `messages_of` is the short way to a list of OpenAI-style messages. Everything
-random comes from the `random.Random` that is passed in, so the same seed gives the same conversation.
+`RunningTalk` makes one endless conversation; `messages_of` is the short way to a list of OpenAI-style messages.
+Everything random comes from the `random.Random` that is passed in, so the same seed gives the same conversation.
 """
 
 from __future__ import annotations
@@ -97,24 +97,24 @@ def text_of(message: Message) -> str:
 
 
 @dataclass(slots=True)
-class Turn:
+class TaughtMessage:
     """One message; `kind` says what sort of reply it is, and is empty where the model is not to learn the message."""
 
     message: Message
     kind: str = ""
 
 
-def said(content: str, role: str = "user") -> Turn:
+def said(content: str, role: str = "user") -> TaughtMessage:
     """A message that the model only reads."""
-    return Turn({"role": role, "content": content})
+    return TaughtMessage({"role": role, "content": content})
 
 
-def reply(content: str, kind: str) -> Turn:
+def reply(content: str, kind: str) -> TaughtMessage:
     """A message that the model is to say."""
-    return Turn({"role": "assistant", "content": content}, kind)
+    return TaughtMessage({"role": "assistant", "content": content}, kind)
 
 
-class Talk:
+class RunningTalk:
     """A conversation that goes on for as long as `exchange` is called.
 
     `characters` is about how long it will become; fillers are cut to what is left of it, and towards the end the user
@@ -138,7 +138,7 @@ class Talk:
         self.mood_left = rng.randint(1, 6)
         self.opened = False
 
-    def exchange(self) -> list[Turn]:
+    def exchange(self) -> list[TaughtMessage]:
         """The next few messages: mostly one of the user and the reply to it."""
         turns = [] if self.opened else self._opening()
         self.opened = True
@@ -149,14 +149,14 @@ class Talk:
             self.mood = self.rng.choice([ASKING, TELLING, CHATTING, CHATTING, MIXED, MIXED])
             self.mood_left = self.rng.randint(1, 8)
         chosen = self.rng.choices(list(self.mood), list(self.mood.values()))[0]
-        action: Callable[[], list[Turn]] = getattr(self, f"_{chosen}")
+        action: Callable[[], list[TaughtMessage]] = getattr(self, f"_{chosen}")
         for _ in range(self.rng.choice([1, 1, 2, 3]) if chosen == "ask" else 1):
             turns += action()
         for turn in turns:
             self.left -= 24 + len(turn.message.get("content") or "") + 60 * ("tool_calls" in turn.message)
         return turns
 
-    def _opening(self) -> list[Turn]:
+    def _opening(self) -> list[TaughtMessage]:
         rng = self.rng
         self.left -= 500 * len(self.tools)
         if rng.random() > 0.6:
@@ -205,7 +205,7 @@ class Talk:
                 sentences.append(text.capitalize())
         return joint.join(sentences)
 
-    def _tell(self) -> list[Turn]:
+    def _tell(self) -> list[TaughtMessage]:
         rng = self.rng
         if len(self.codes) >= self.facts_most and rng.random() < 0.9 - self.again_share:
             return self._chatter() if rng.random() < 0.6 else self._ask()
@@ -221,7 +221,7 @@ class Talk:
             return [said(text)]
         return [said(text), self._maybe_foreign(reply(NOTED, "noted"))]
 
-    def _maybe_foreign(self, turn: Turn) -> Turn:
+    def _maybe_foreign(self, turn: TaughtMessage) -> TaughtMessage:
         """Now and then a reply that some other speaker gave; the model reads it and does not learn it."""
         if self.rng.random() > 0.04:
             return turn
@@ -242,9 +242,9 @@ class Talk:
             return text + self._joint() + any_filler(self.rng, self.rng.randint(6, 120))
         return text
 
-    def _ask(self) -> list[Turn]:
+    def _ask(self) -> list[TaughtMessage]:
         rng = self.rng
-        turns: list[Turn] = []
+        turns: list[TaughtMessage] = []
         if rng.random() < 0.08:
             for _ in range(rng.randint(1, 3)):
                 turns.append(said(self._facts() if rng.random() < 0.5 else self._filler(0.4)))
@@ -260,7 +260,7 @@ class Talk:
         code = self.codes.get(name)
         return [*turns, reply(answer(name, code), "unknown" if code is None else "recall")]
 
-    def _look_up(self) -> list[Turn]:
+    def _look_up(self) -> list[TaughtMessage]:
         if not self.can_look_up:
             return self._ask()
         rng = self.rng
@@ -269,13 +269,13 @@ class Talk:
         if rng.random() < 0.06:
             code = None
         call: Message = {"role": "assistant", "content": rng.choice([None, ""]), "tool_calls": [tools.call(rng, name)]}
-        turns = [said(self._around(f"Look up the code of {name}.", 0.15)), Turn(call, "tool_call")]
+        turns = [said(self._around(f"Look up the code of {name}.", 0.15)), TaughtMessage(call, "tool_call")]
         turns.append(said(tools.result(rng, name, code), "tool"))
         if code is not None:
             self.codes[name] = code
         return [*turns, reply(answer(name, code), "tool_answer")]
 
-    def _chatter(self) -> list[Turn]:
+    def _chatter(self) -> list[TaughtMessage]:
         rng = self.rng
         draw = rng.random()
         if draw < 0.06:
@@ -286,28 +286,28 @@ class Talk:
             name = rng.choice(self.tools)["function"]["name"]
             arguments = {"text": any_filler(rng, 20)}
             call = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
-            foreign = Turn({"role": "assistant", "content": "", "tool_calls": [call]})
+            foreign = TaughtMessage({"role": "assistant", "content": "", "tool_calls": [call]})
             return [said(self._filler(0.4)), foreign, said(self._filler(0.3), "tool"), reply(SEEN, "seen")]
         return [said(self._filler()), self._maybe_foreign(reply(SEEN, "seen"))]
 
-    def _small_talk(self) -> list[Turn]:
+    def _small_talk(self) -> list[TaughtMessage]:
         texts, fixed = self.rng.choice(SMALL_TALK[:1] + SMALL_TALK)
         return [said(self.rng.choice(texts.split("|"))), reply(fixed, "small_talk")]
 
-    def _tell_story(self) -> list[Turn]:
+    def _tell_story(self) -> list[TaughtMessage]:
         text = self.rng.choice(["Tell me a story.", "Tell me a story.", "Tell me a story", "Tell me another story."])
         return [said(self._around(text, 0.08)), reply(story(self.rng), "story")]
 
-    def _tell_something(self) -> list[Turn]:
+    def _tell_something(self) -> list[TaughtMessage]:
         text = self.rng.choice(["Tell me something.", "Tell me something.", "Tell me something", "Say something."])
         return [said(self._around(text, 0.08)), reply(remark(self.rng), "something")]
 
-    def _count(self) -> list[Turn]:
+    def _count(self) -> list[TaughtMessage]:
         last = self.rng.randint(2, 99) if self.left > 1500 else self.rng.randint(2, 30)
         text = f"Say the numbers from one to {number_in_words(last)}."
         return [said(self._around(text, 0.08)), reply(count_reply(last), "count")]
 
-    def _repeat(self) -> list[Turn]:
+    def _repeat(self) -> list[TaughtMessage]:
         rng = self.rng
         length = rng.choice([10, 20, 40, 80, 160])
         draw = rng.random()
@@ -323,8 +323,8 @@ class Talk:
 
 def messages_of(rng: random.Random, characters: int) -> tuple[list[Message], list[int], list[Message]]:
     """A conversation of about `characters`: its messages, which of them are the model's to say, and its tools."""
-    talk = Talk(rng, characters)
-    turns: list[Turn] = []
+    talk = RunningTalk(rng, characters)
+    turns: list[TaughtMessage] = []
     while talk.left > 0:
         turns += talk.exchange()
     learned = [index for index, turn in enumerate(turns) if turn.kind]

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from .filler import any_filler
 from .stories import story
-from .talk import Talk, text_of
+from .talk import RunningTalk, text_of
 from .tools import text_of_tools
 from .words import ALL_WORDS, FIRST_NAMES, any_name
 
@@ -41,7 +41,7 @@ def sample_texts(rng: random.Random, count: int) -> list[str]:
     """Texts like those of training: conversations, other talk, stories and names."""
     texts: list[str] = []
     for _ in range(count):
-        talk = Talk(rng, rng.choice([1500, 3000, 6000]))
+        talk = RunningTalk(rng, rng.choice([1500, 3000, 6000]))
         texts.append(text_of_tools(talk.tools))
         while talk.left > 0:
             texts += [text_of(turn.message) for turn in talk.exchange()]

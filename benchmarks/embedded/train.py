@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from . import tokenizer as tokenizer_module
 from .data import READ, SAID, make_batch
-from .layout import Shape, write_configs
+from .layout import RecallShape, write_configs
 from .model import Layer, Recall, losses
 
 LENGTHS = (512, 1024, 4096, 8192)
@@ -195,7 +195,7 @@ def main() -> None:
     elif not (options.out / "tokenizer.json").exists():
         texts = tokenizer_module.sample_texts(random.Random(options.seed), 2000)
         tokenizer_module.write(tokenizer_module.train(texts), options.out)
-    model = Recall(Shape()).cuda()
+    model = Recall(RecallShape()).cuda()
     if options.start is not None:
         model.load_state_dict(load_file(str(options.start / "model.safetensors")))
     for layer in model.model.layers:

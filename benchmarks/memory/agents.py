@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..parts import Budget, Part, Say, median
-from .desk import WARM_UP_ROUNDS, Answer, Desk, on_gpu
+from ..parts import Budget, ResultTable, Say, median
+from .desk import WARM_UP_ROUNDS, Desk, TimedAnswer, on_gpu
 
 Note = Callable[[str, float], None]
 
@@ -45,8 +45,10 @@ class Work:
         return f"{self.tokens:,} tokens in {self.calls} calls, {self.steps} steps"
 
 
-def two_agents(desk: Desk, name: str, prompt_tokens: int, tokens: int, rounds: int, budget: Budget, say: Say) -> Part:
-    part = Part(f"Two agents, {name}")
+def two_agents(
+    desk: Desk, name: str, prompt_tokens: int, tokens: int, rounds: int, budget: Budget, say: Say
+) -> ResultTable:
+    part = ResultTable(f"Two agents, {name}")
     found: dict[str, list[float]] = {}
     done: dict[str, Work] = {}
 
@@ -138,5 +140,5 @@ def _fresh(desk: Desk) -> Work:
     return work
 
 
-def _wall(answers: list[Answer]) -> float:
+def _wall(answers: list[TimedAnswer]) -> float:
     return max(answer.ended for answer in answers) - min(answer.sent for answer in answers)

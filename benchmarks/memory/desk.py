@@ -40,7 +40,7 @@ def on_gpu() -> bool:
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """A request's times in seconds by `time.perf_counter`; `cached` tokens of its prompt were not computed."""
 
     sent: float
@@ -62,7 +62,7 @@ class Desk:
         self.loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None, warm_up_s=0.0)
         self.root = root_id(self.loaded.model_id, "tenant:bench")
         self._count = 0
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, TimedAnswer] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -82,7 +82,7 @@ class Desk:
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         ids = block_ids(self.root, prompt)
         request = GenerateRequest(name, CONSUMER, "bench", "", prompt, ids, self.root, sampling, media=list(media))
-        self._answers[name] = Answer(time.perf_counter())
+        self._answers[name] = TimedAnswer(time.perf_counter())
 
         def reply(refusal: SatchelError | None) -> None:
             if refusal is not None:
@@ -102,13 +102,13 @@ class Desk:
             if time.perf_counter() > ends:
                 raise TimeoutError("the engine did not come to an end")
 
-    def finish(self, names: Iterable[str]) -> list[Answer]:
+    def finish(self, names: Iterable[str]) -> list[TimedAnswer]:
         """Turn until all have ended."""
         names = list(names)
         self.turn_until(lambda: all(self._answers[name].ended for name in names))
         return [self._answers.pop(name) for name in names]
 
-    def ask(self, prompt: list[int], max_tokens: int = 1, media: Sequence[Media] = ()) -> Answer:
+    def ask(self, prompt: list[int], max_tokens: int = 1, media: Sequence[Media] = ()) -> TimedAnswer:
         return self.finish([self.submit(prompt, max_tokens, media)])[0]
 
     def _take(self, updates: dict[str, list[RowUpdate]]) -> None:

@@ -22,7 +22,7 @@ from satchel.actors.replica.tiers.disk_tier import read_slabs
 from satchel.actors.replica.tiers.memory import kept_of
 from satchel.actors.replica.tiers.slab_codec import to_parts
 
-from ..parts import Budget, Part, Say, median
+from ..parts import Budget, ResultTable, Say, median
 from .desk import WARM_UP_ROUNDS, Desk, on_gpu
 
 SESSION = "bench"
@@ -100,9 +100,9 @@ def restore_prefix(desk: Desk, store: DiskStore, entry_ids: Sequence[bytes]) -> 
 
 def first_token(
     desk: Desk, name: str, lengths: Sequence[int], rounds: int, work: Path, budget: Budget, say: Say
-) -> Part:
+) -> ResultTable:
     """Every round has a prompt of its own, which is asked cold, then hot, then warm in a new engine."""
-    part = Part(f"Time to the first token, {name}")
+    part = ResultTable(f"Time to the first token, {name}")
     dropped = True
     for length in sorted(lengths):
         times: dict[str, list[float]] = {"cold": [], "hot": [], "warm": [], "cached": []}

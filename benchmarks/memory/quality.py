@@ -14,7 +14,7 @@ from satchel.actors.replica.execution import models
 from satchel.api.cli.probe_model import Scores, caches_of, compare, row_of, scored_spans, spec_of
 
 from ..embedded import data
-from ..parts import Budget, Part, Say
+from ..parts import Budget, ResultTable, Say
 
 OURS = ("q4", "k8v4")
 MLX_4_BIT = "MLX's own, 4 bits"
@@ -22,9 +22,9 @@ KL_OF_MLX_MAX = 1 / 3
 SEED = 11
 
 
-def quality(lengths: Sequence[int], samples: int, budget: Budget, say: Say) -> Part:
+def quality(lengths: Sequence[int], samples: int, budget: Budget, say: Say) -> ResultTable:
     """On conversations as the model was trained on; every cache reads the same tokens."""
-    part = Part("The embedded model's next-token distributions beside full precision")
+    part = ResultTable("The embedded model's next-token distributions beside full precision")
     loaded = models.load(
         "embedded:recall",
         context_tokens_max=None,

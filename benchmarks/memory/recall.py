@@ -14,7 +14,7 @@ from satchel.api.cli.probe_model import caches_of, spec_of
 
 from ..embedded import evaluate
 from ..embedded import questions as questioner
-from ..parts import Budget, Part, Say
+from ..parts import Budget, ResultTable, Say
 
 POLICIES: tuple[str, ...] = (models.FULL_PRECISION, "q4", "k8v4")
 LOSS_MAX = 0.005
@@ -30,14 +30,14 @@ def recall(
     *,
     policies: Sequence[str] = POLICIES,
     talks: Sequence[tuple[int, int]] | None = None,
-) -> Part:
+) -> ResultTable:
     """About `questions` codes at each length, every one asked for after the same conversation under every policy.
 
     Args:
         policies: full precision and `q4` among them.
         talks: codes and tokens of the conversations; all that fit the model's context where there are none.
     """
-    part = Part("Codes that the embedded model recalls")
+    part = ResultTable("Codes that the embedded model recalls")
     loaded = models.load(
         str(evaluate.MODEL),
         context_tokens_max=None,
@@ -45,7 +45,7 @@ def recall(
         kv=models.FULL_PRECISION,
         warm_up_s=0.0,
     )
-    speaker = evaluate.Speaker(evaluate.MODEL, loaded.model)
+    speaker = evaluate.TextSpeaker(evaluate.MODEL, loaded.model)
     makers = {name: caches_of(loaded, spec_of(loaded, name)) for name in policies}
     lengths = talks or [(facts, length) for facts, length in questioner.LONG if length < loaded.context_tokens]
     total = dict.fromkeys(policies, 0)

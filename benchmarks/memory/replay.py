@@ -22,7 +22,7 @@ from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.replica.kv.prefix import KeptKV, PrefixCache
 
-from ..parts import Budget, Part, Say
+from ..parts import Budget, ResultTable, Say
 
 SMALL_BLOCK = 16
 USERS = ("human", "user")
@@ -32,7 +32,7 @@ UNLIMITED = 2**60
 
 
 @dataclass(frozen=True)
-class Turn:
+class ReplayedTurn:
     """A request's prompt and reply in tokens, and whose it is."""
 
     agent: str
@@ -91,7 +91,7 @@ class Writer:
             self._kept[text] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return self._kept[text]
 
-    def turns(self, conversation: dict[str, Any]) -> Iterator[Turn]:
+    def turns(self, conversation: dict[str, Any]) -> Iterator[ReplayedTurn]:
         self._kept.clear()
         messages, system = conversation["messages"], conversation.get("system") or {}
         ask = self._tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False).ids
@@ -104,13 +104,13 @@ class Writer:
             if agent.lower() not in USERS and views[agent]:
                 # The reply ends with the token that ends a message; the line break after it is the template's.
                 end = len(own) - 1
-                yield Turn(agent, views[agent] + ask, own[len(ask) : end])
+                yield ReplayedTurn(agent, views[agent] + ask, own[len(ask) : end])
             for other, view in views.items():
                 view += own if other == agent else self.message("user", f"{agent}: {content}")
 
 
-def replay(traces: Path | None, budget: Budget, say: Say) -> Part:
-    part = Part("Reuse on recorded conversations of several agents")
+def replay(traces: Path | None, budget: Budget, say: Say) -> ResultTable:
+    part = ResultTable("Reuse on recorded conversations of several agents")
     if traces is None or not traces.is_file():
         part.notes.append("Left out: no recorded conversations; --traces FILE names them.")
         return part
@@ -143,7 +143,7 @@ class _Totals:
     ours: int = 0
     small: int = 0
 
-    def add(self, turns: Iterator[Turn]) -> None:
+    def add(self, turns: Iterator[ReplayedTurn]) -> None:
         """A conversation. Others have nothing in common with it but system prompts; each is replayed alone."""
         ours, small, agents = OurBlocks(), SmallBlocks(), set[str]()
         for turn in turns:

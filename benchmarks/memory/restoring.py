@@ -21,7 +21,7 @@ from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.tiers.disk_tier import read_slabs
 from satchel.actors.replica.tiers.slab_codec import to_parts
 
-from ..parts import Budget, Part, Say, median
+from ..parts import Budget, ResultTable, Say, median
 from .first_token import SESSION, drop_from_page_cache, open_store
 
 LAYERS, KV_HEADS, DIM = 32, 8, 128
@@ -30,9 +30,9 @@ LAYERS, KV_HEADS, DIM = 32, 8, 128
 MODEL = bytes(32)
 
 
-def restoring(tokens: int, rounds: int, work: Path, budget: Budget, say: Say) -> Part:
+def restoring(tokens: int, rounds: int, work: Path, budget: Budget, say: Say) -> ResultTable:
     """Blocks of a large model's shape, random, from segment files into caches that a model could go on with."""
-    part = Part(f"Restoring {tokens:,} tokens of Llama-3.1-8B's shape")
+    part = ResultTable(f"Restoring {tokens:,} tokens of Llama-3.1-8B's shape")
     root = work / "restore"
     root.mkdir(parents=True)
     times: dict[tuple[str, bool], list[float]] = {}

@@ -21,7 +21,7 @@ import mlx.core as mx
 from satchel.cluster.environment import mlx_settings
 
 from .. import kept, machine
-from ..parts import Budget, Part, markdown
+from ..parts import Budget, ResultTable, markdown
 from ..programs import RESULTS
 from ..serve.shapes import SHAPES
 from .agents import two_agents
@@ -80,7 +80,7 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Run:
+class MemoryRun:
     """The parts, each with what it needs."""
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
@@ -88,9 +88,9 @@ class Run:
         self.budget = Budget(options.budget_s)
         self._desks: dict[str, Desk] = {}
 
-    def parts(self) -> dict[str, Callable[[], Part]]:
+    def parts(self) -> dict[str, Callable[[], ResultTable]]:
         """By name, in order; a part with several models is there once for each."""
-        chosen, found = self.options, dict[str, Callable[[], Part]]()
+        chosen, found = self.options, dict[str, Callable[[], ResultTable]]()
         for name in chosen.parts:
             if name in ("first-token", "agents"):
                 for model in chosen.models:
@@ -99,22 +99,22 @@ class Run:
                 found[name] = getattr(self, f"_{name}")
         return found
 
-    def _sizes(self) -> Part:
+    def _sizes(self) -> ResultTable:
         return sizes()
 
-    def _quality(self) -> Part:
+    def _quality(self) -> ResultTable:
         return quality(self.options.quality_lengths, self.options.samples, self.budget, say)
 
-    def _recall(self) -> Part:
+    def _recall(self) -> ResultTable:
         return recall(self.options.questions, self.budget, say)
 
-    def _restoring(self) -> Part:
+    def _restoring(self) -> ResultTable:
         return restoring(self.options.restore_tokens, self.options.rounds, self.work, self.budget, say)
 
-    def _replay(self) -> Part:
+    def _replay(self) -> ResultTable:
         return replay(self.options.traces, self.budget, say)
 
-    def _timed(self, part: str, model: str) -> Part:
+    def _timed(self, part: str, model: str) -> ResultTable:
         options, source = self.options, model
         lengths: list[int] = options.lengths
         if model != EMBEDDED:
@@ -149,12 +149,12 @@ def main() -> None:
     }
     path = options.out / f"memory-{options.machine or machine.name_of(facts)}"
 
-    def finish(name: str, part: Part, note: str) -> str:
+    def finish(name: str, part: ResultTable, note: str) -> str:
         mx.clear_cache()
         return name
 
     with tempfile.TemporaryDirectory(prefix="satchel-memory-", dir=options.work) as work:
-        run = Run(options, Path(work))
+        run = MemoryRun(options, Path(work))
         kept.measure_all(run.parts(), run.budget, path, result, markdown, finish)
 
 

@@ -10,14 +10,14 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv.sealed_cache import SealedKVCache
 from satchel.actors.replica.kv.sealing import POLICIES, sealed_token_bytes, value_group
 
-from ..parts import Part
+from ..parts import ResultTable
 
 GROUP_64_MAX, GROUP_32_MAX = 0.285, 0.32
 WHOLE_TOKENS = (1_100, 4_000, 16_000)
 
 
 @dataclass(frozen=True)
-class Shape:
+class KVShape:
     """Of a model's KV; with `counted` a layer of it is sealed, else it follows from that of the same head size."""
 
     name: str
@@ -28,16 +28,16 @@ class Shape:
 
 
 SHAPES = (
-    Shape("one layer, 8 heads of 64", 1, 8, 64),
-    Shape("one layer, 8 heads of 96", 1, 8, 96),
-    Shape("one layer, 8 heads of 128", 1, 8, 128),
-    Shape("Qwen3-0.6B", 28, 8, 128),
-    Shape("Llama-3.1-8B", 32, 8, 128, counted=False),
+    KVShape("one layer, 8 heads of 64", 1, 8, 64),
+    KVShape("one layer, 8 heads of 96", 1, 8, 96),
+    KVShape("one layer, 8 heads of 128", 1, 8, 128),
+    KVShape("Qwen3-0.6B", 28, 8, 128),
+    KVShape("Llama-3.1-8B", 32, 8, 128, counted=False),
 )
 
 
-def sizes() -> Part:
-    part = Part("Bytes of KV a token")
+def sizes() -> ResultTable:
+    part = ResultTable("Bytes of KV a token")
     for shape in SHAPES:
         full = shape.layers * shape.kv_heads * shape.dim * 2 * 2
         part.rows.append(_row(shape, "fp16", full, full, full))
@@ -55,7 +55,7 @@ def sizes() -> Part:
     return part
 
 
-def _row(shape: Shape, policy: str, sealed: float, full: int, formula: int) -> dict[str, str | int | float | None]:
+def _row(shape: KVShape, policy: str, sealed: float, full: int, formula: int) -> dict[str, str | int | float | None]:
     row: dict[str, str | int | float | None] = {
         "KV": shape.name,
         "policy": policy,
@@ -69,7 +69,7 @@ def _row(shape: Shape, policy: str, sealed: float, full: int, formula: int) -> d
     return row
 
 
-def _counted(shape: Shape, name: str) -> float:
+def _counted(shape: KVShape, name: str) -> float:
     """Bytes a token of the sealed blocks that a cache holds, after checking that its tail is what it should be."""
     cache = SealedKVCache(POLICIES[name])
     tokens = 4 * BLOCK_TOKENS + 76

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .engines import Machine
-from .replaying import Outcome, Router, names, replay
-from .workloads import Session, bursts, chat_service, coding_agents, one_prompt, synthetic
+from .replaying import ReplayOutcome, Router, names, replay
+from .workloads import WorkloadSession, bursts, chat_service, coding_agents, one_prompt, synthetic
 
 SWEEP_PERCENT = (0, 15, 30, 45, 60, 75, 90)
 RECORDED, SWEPT = "(recorded)", "under one prompt of 8K"
@@ -31,15 +31,15 @@ class Cell:
     rate: str
     nodes: int
     machine: Machine
-    sessions: Callable[[int], list[Session]]
+    sessions: Callable[[int], list[WorkloadSession]]
 
     @property
     def seeds(self) -> int:
         return max(1, 24 // self.nodes)
 
-    def outcome(self, made: Callable[[list[str]], AbstractContextManager[Router]]) -> Outcome:
+    def outcome(self, made: Callable[[list[str]], AbstractContextManager[Router]]) -> ReplayOutcome:
         """Of a router that is made anew for every seed, for the replicas of the names that it is given."""
-        found = Outcome()
+        found = ReplayOutcome()
         for seed in range(self.seeds):
             with made(names(self.nodes)) as router:
                 found.add(replay(self.sessions(seed), router, replicas=self.nodes, machine=self.machine))
@@ -79,7 +79,7 @@ def _chat(nodes: int, file: Path, machine: Machine) -> Iterator[Cell]:
         yield Cell(f"chat service {RECORDED}{links}", f"{rate} requests a second a node", nodes, linked, made)
 
 
-def line(cell: Cell, router: str, outcome: Outcome) -> dict[str, Any]:
+def line(cell: Cell, router: str, outcome: ReplayOutcome) -> dict[str, Any]:
     """A row of the table."""
     return {
         "nodes": cell.nodes,

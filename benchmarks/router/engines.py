@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.messages import Decision, ReplicaReport, StoreReport
 
-from .workloads import Turn
+from .workloads import WorkloadTurn
 
 CHUNK_TOKENS = 512
 RESTORE_S = 0.005
@@ -44,9 +44,9 @@ class Machine:
 
 
 @dataclass(eq=False)
-class Row:
+class SimulatedRow:
     request_id: str
-    turn: Turn
+    turn: WorkloadTurn
     arrived_s: float
     left_tokens: int
     """To be prefilled."""
@@ -69,9 +69,9 @@ class Replica:
         self.assigned = 0
         self._machine = machine
         self._now = 0.0
-        self._waiting: list[Row] = []
-        self._prefilling: list[Row] = []
-        self._decoding: list[Row] = []
+        self._waiting: list[SimulatedRow] = []
+        self._prefilling: list[SimulatedRow] = []
+        self._decoding: list[SimulatedRow] = []
         self._cache = Blocks(machine.blocks_max)
         self.disk = Blocks(machine.disk_blocks_max)
         self.links: dict[str, float] = {}
@@ -82,7 +82,7 @@ class Replica:
     def has_disk(self) -> bool:
         return self._machine.disk_blocks_max > 0
 
-    def submit(self, row: Row, decision: Decision, source: Replica | None) -> int:
+    def submit(self, row: SimulatedRow, decision: Decision, source: Replica | None) -> int:
         """Take a row. Returns how many tokens were pulled for it."""
         self.assigned += 1
         if not (self._waiting or self._prefilling or self._decoding):
@@ -105,8 +105,8 @@ class Replica:
             row.ready_s += (disk - hot) * BLOCK_TOKENS * token_bytes / machine.restore_bytes_per_s + RESTORE_S
         return pulled
 
-    def advance(self, until_s: float) -> list[Row]:
-        ended: list[Row] = []
+    def advance(self, until_s: float) -> list[SimulatedRow]:
+        ended: list[SimulatedRow] = []
         while self._now < until_s:
             places = self._machine.rows_max - len(self._decoding) - len(self._prefilling)
             admitted = [row for row in self._waiting if row.ready_s <= self._now][:places]
@@ -152,7 +152,7 @@ class Replica:
         first = self._sequence == 1
         return StoreReport(self.name, "1", self._sequence, sorted(announced), sorted(retracted), first, links=links)
 
-    def _step(self, until_s: float, ended: list[Row]) -> None:
+    def _step(self, until_s: float, ended: list[SimulatedRow]) -> None:
         """One step; many at once while the same rows only decode."""
         machine, rows = self._machine, len(self._decoding)
         step_s = machine.step_s + machine.step_row_s * rows if rows else 0.0
@@ -176,7 +176,7 @@ class Replica:
             self._decoding.remove(row)
             self.disk.keep(row.turn.blocks)
 
-    def _prefill(self, row: Row) -> int:
+    def _prefill(self, row: SimulatedRow) -> int:
         if not row.looked_up:
             row.looked_up = True
             # Blocks that were restored for the row are its own until it begins.

@@ -40,7 +40,7 @@ TAKEN_S = 0.05
 ROUTING_KEY = "X-SMG-Routing-Key"
 
 
-class CannotStart(Exception):
+class ProxyUnavailable(Exception):
     """A router does not install or start here."""
 
 
@@ -110,7 +110,7 @@ def install(peer: Peer) -> Path:
             subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=600)
         except (OSError, subprocess.SubprocessError) as error:
             said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-            raise CannotStart(f"{peer.package} does not install: {' '.join(said[-2:])}") from None
+            raise ProxyUnavailable(f"{peer.package} does not install: {' '.join(said[-2:])}") from None
     done.touch()
     return command
 
@@ -226,7 +226,7 @@ class Proxy:
                     continue
                 if sum(worker["is_healthy"] for worker in workers) == len(self._workers.ports):
                     return
-        raise CannotStart(f"{self._peer.package} ended with {process.returncode}")
+        raise ProxyUnavailable(f"{self._peer.package} ended with {process.returncode}")
 
     async def _send(self, request: RouteRequest) -> str:
         arrived = self._workers.arrived = asyncio.get_running_loop().create_future()

@@ -12,8 +12,8 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.messages import Decision, RouteRequest
 from satchel.actors.router.policy import Policy
 
-from .engines import Blocks, Machine, Replica, Row
-from .workloads import Session
+from .engines import Blocks, Machine, Replica, SimulatedRow
+from .workloads import WorkloadSession
 
 REPORT_S = 0.5
 
@@ -52,7 +52,7 @@ class Satchel:
 
 
 @dataclass
-class Outcome:
+class ReplayOutcome:
     """Of one router, on one workload or several."""
 
     ttft_s: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Outcome:
     imbalances: list[float] = field(default_factory=list)
     """Of each workload, the most requests that a replica got over their mean."""
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: ReplayOutcome) -> None:
         """Take another workload's outcome as well."""
         self.ttft_s += other.ttft_s
         self.total_s += other.total_s
@@ -98,16 +98,16 @@ def names(replicas: int) -> list[str]:
 
 
 def replay(
-    sessions: Sequence[Session], router: Router, *, replicas: int = 8, machine: Machine | None = None
-) -> Outcome:
+    sessions: Sequence[WorkloadSession], router: Router, *, replicas: int = 8, machine: Machine | None = None
+) -> ReplayOutcome:
     """All sessions through one router."""
-    return _Replay(sessions, router, replicas, machine or Machine()).run()
+    return _RouterReplay(sessions, router, replicas, machine or Machine()).run()
 
 
-class _Replay:
+class _RouterReplay:
     """The clock, the engines, and the turns that are under way or yet to come."""
 
-    def __init__(self, sessions: Sequence[Session], router: Router, replicas: int, machine: Machine) -> None:
+    def __init__(self, sessions: Sequence[WorkloadSession], router: Router, replicas: int, machine: Machine) -> None:
         self._sessions = sessions
         self._router = router
         self._engines = {name: Replica(name, machine) for name in names(replicas)}
@@ -116,9 +116,9 @@ class _Replay:
         self._under_way: dict[str, tuple[int, int]] = {}
         self._ids = count()
         self._everything = Blocks(10**9)
-        self._outcome = Outcome()
+        self._outcome = ReplayOutcome()
 
-    def run(self) -> Outcome:
+    def run(self) -> ReplayOutcome:
         report_s = 0.0
         while self._arrivals or self._under_way:
             now = min(self._arrivals[0][0], report_s) if self._arrivals else report_s
@@ -149,14 +149,14 @@ class _Replay:
         request = RouteRequest(f"q{next(self._ids)}", "m", asked.agent, list(asked.blocks), asked.prompt_tokens)
         decision = self._router.route(request, now)
         source = self._engines[decision.pull_from] if decision.pull_from else None
-        row = Row(request.request_id, asked, now, asked.prompt_tokens)
+        row = SimulatedRow(request.request_id, asked, now, asked.prompt_tokens)
         outcome = self._outcome
         outcome.pulled_tokens += self._engines[decision.replica].submit(row, decision, source)
         outcome.known_tokens += min(self._everything.run(asked.blocks) * BLOCK_TOKENS, asked.prompt_tokens - 1)
         self._everything.keep(asked.blocks)
         self._under_way[request.request_id] = (session, turn)
 
-    def _note(self, row: Row) -> None:
+    def _note(self, row: SimulatedRow) -> None:
         self._outcome.ttft_s.append(row.first_token_s - row.arrived_s)
         self._outcome.total_s.append(row.ended_s - row.arrived_s)
         self._outcome.ended_s = max(self._outcome.ended_s, row.ended_s)

@@ -29,7 +29,7 @@ from .. import kept, machine, parts
 from ..programs import RESULTS
 from . import cells
 from .decisions import BLOCKS, REPLICAS, time_decisions, time_large, time_reports
-from .proxies import PROXIES, CannotStart, running
+from .proxies import PROXIES, ProxyUnavailable, running
 from .ray_affinity import RayAffinity
 from .replaying import Router, Satchel
 
@@ -128,7 +128,7 @@ class Comparison:
     def _measure(self, cell: cells.Cell, name: str, router: Made) -> None:
         try:
             row = cells.line(cell, name, cell.outcome(router))
-        except CannotStart as error:
+        except ProxyUnavailable as error:
             self._notes[name] = f"{name}: {error}"
             return
         self._rows[*cells.cell_of(row), name] = row
@@ -138,7 +138,7 @@ class Comparison:
         """Each row beside the best of its cell, and what is wanted of `satchel`."""
         rows = sorted(self._rows.values(), key=cells.cell_of)
         best = cells.least(rows)
-        part = parts.Part(f"Routers before {self._nodes} nodes")
+        part = parts.ResultTable(f"Routers before {self._nodes} nodes")
         for row in rows:
             over = row["ttft_p99_s"] / best[cells.cell_of(row)]
             part.rows.append({**{head: row[name] for head, name in HEADS.items()}, "p99 / best": over})
@@ -156,7 +156,7 @@ def measure(
     """One part of the results, as far as it is known; of a comparison also its rows in full."""
     if name in TIMED:
         title, rows = TIMED[name]
-        yield asdict(parts.Part(title, list(rows(options.calls))))
+        yield asdict(parts.ResultTable(title, list(rows(options.calls))))
         return
     nodes = int(name.removeprefix(NODES))
     chosen = tuple(word.strip() for word in options.routers.split(",") if word.strip())

@@ -25,7 +25,7 @@ class PromptTooLong(Exception):
 
 
 @dataclass(frozen=True)
-class Usage:
+class RequestUsage:
     """What one request took. Lengths are tokens.
 
     Args:
@@ -48,7 +48,7 @@ class Usage:
         return self.prompt_tokens - self.cached_tokens
 
 
-class Endpoint:
+class ScenarioEndpoint:
     """One endpoint and one of its models. Any number of threads may use it.
 
     Args:
@@ -77,7 +77,9 @@ class Endpoint:
         self._client.close()
         self._http.close()
 
-    def chat(self, messages: Sequence[Any], *, agent: str = "", continues: bool = False, tokens_max: int = 64) -> Usage:
+    def chat(
+        self, messages: Sequence[Any], *, agent: str = "", continues: bool = False, tokens_max: int = 64
+    ) -> RequestUsage:
         """A greedy answer.
 
         Args:
@@ -117,12 +119,12 @@ class Endpoint:
             raise RuntimeError("the endpoint sent no usage")
         details = usage.prompt_tokens_details
         cached = (details.cached_tokens or 0) if details else 0
-        return Usage(usage.prompt_tokens, cached, usage.completion_tokens, first_s, "".join(pieces))
+        return RequestUsage(usage.prompt_tokens, cached, usage.completion_tokens, first_s, "".join(pieces))
 
-    def inject(self, agent: str, messages: Sequence[Message]) -> Usage:
+    def inject(self, agent: str, messages: Sequence[Message]) -> RequestUsage:
         """Put messages into an agent's memory, without an answer."""
         answer = self._json("POST", f"/v1/agents/{agent}/inject", {"model": self.model, "messages": list(messages)})
-        return Usage(answer["tokens"], answer["cached_tokens"])
+        return RequestUsage(answer["tokens"], answer["cached_tokens"])
 
     def release(self, agent: str) -> int:
         """Leave an agent's KV only on the disk. Returns the bytes that this freed."""
@@ -157,14 +159,14 @@ class Endpoint:
 
 
 @contextmanager
-def endpoint_at(url: str, model: str = "") -> Iterator[Endpoint]:
-    """An `Endpoint` that is closed afterwards.
+def endpoint_at(url: str, model: str = "") -> Iterator[ScenarioEndpoint]:
+    """An `ScenarioEndpoint` that is closed afterwards.
 
     Raises:
         SystemExit: nothing answers there.
     """
     try:
-        endpoint = Endpoint(url, model)
+        endpoint = ScenarioEndpoint(url, model)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise SystemExit(f"{url} does not answer ({error}); start one with: make serve") from error
     try:

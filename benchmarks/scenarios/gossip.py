@@ -16,7 +16,19 @@ from functools import partial
 
 from .endpoint import system, user
 from .minds import Mind, all_at_once
-from .story import Check, Told, any_codes, any_names, at_least, fact, play, question, report, story_options, unknown
+from .story import (
+    RecallCheck,
+    StoryResult,
+    any_codes,
+    any_names,
+    at_least,
+    fact,
+    play,
+    question,
+    report,
+    story_options,
+    unknown,
+)
 
 Network = dict[str, tuple[str, ...]]
 
@@ -72,9 +84,9 @@ class Gossip:
         self._talk = {name: report(rng, sentences) for name in network}
         # By rumour and agent: from whom it was heard first, in the order of the hearing.
         self._heard: dict[str, dict[str, str]] = {rumour: {origin: ""} for rumour, origin in origins.items()}
-        self._told = Told()
+        self._told = StoryResult()
 
-    def tell(self, rounds: int) -> Told:
+    def tell(self, rounds: int) -> StoryResult:
         self._mind.begin("0 introductions")
         all_at_once(self._mind, [partial(self._introduce, name) for name in self._network])
         for number in range(1, rounds + 1):
@@ -137,7 +149,7 @@ class Gossip:
             for name in self._network:
                 reached = far.get(name, rounds + 1) <= rounds
                 wanted = self._codes[rumour] if reached else unknown(rumour)
-                self._told.checks.append(Check(name, rumour, wanted, answers[rumour, name]))
+                self._told.checks.append(RecallCheck(name, rumour, wanted, answers[rumour, name]))
             knows = [
                 check for check in self._told.checks if check.about == rumour and self._codes[rumour] in check.answer
             ]
@@ -155,7 +167,7 @@ def gossip(
     rumours: int = 2,
     shortcuts: int = 2,
     sentences: int = 20,
-) -> Told:
+) -> StoryResult:
     """Tell the story once over `mind`.
 
     Args:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .endpoint import Usage
+from .endpoint import RequestUsage
 
 Cell = str | int | float | None
 Row = dict[str, Cell]
@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """A request.
 
     Args:
@@ -24,7 +24,7 @@ class Entry:
 
     phase: str
     agent: str
-    usage: Usage
+    usage: RequestUsage
     again_tokens: int
 
 
@@ -32,11 +32,11 @@ class Ledger:
     """The requests of one run. Any number of threads may add to it; those of one agent come one after the other."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
         self._known: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def add(self, phase: str, agent: str, usage: Usage, known_tokens: int | None = None) -> Entry:
+    def add(self, phase: str, agent: str, usage: RequestUsage, known_tokens: int | None = None) -> LedgerEntry:
         """Enter a request.
 
         Args:
@@ -47,7 +47,7 @@ class Ledger:
             known = self._known.get(agent, 0) if known_tokens is None else known_tokens
             # The last token of a prompt is always computed: the first one of the answer comes from it.
             again = max(0, min(known, usage.prompt_tokens - 1) - usage.cached_tokens)
-            entry = Entry(phase, agent, usage, again)
+            entry = LedgerEntry(phase, agent, usage, again)
             self._known[agent] = usage.prompt_tokens + usage.completion_tokens
             self.entries.append(entry)
             return entry
@@ -71,7 +71,7 @@ class Ledger:
         return [*rows, self._row("all", self.entries)]
 
     @staticmethod
-    def _row(name: str, entries: Sequence[Entry]) -> Row:
+    def _row(name: str, entries: Sequence[LedgerEntry]) -> Row:
         prompt = sum(entry.usage.prompt_tokens for entry in entries)
         cached = sum(entry.usage.cached_tokens for entry in entries)
         return {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from .endpoint import Endpoint, Message, Usage, assistant, user
+from .endpoint import Message, RequestUsage, ScenarioEndpoint, assistant, user
 from .ledger import Ledger
 
 AT_ONCE = 8
@@ -48,7 +48,7 @@ class InMemory:
 
     at_once = AT_ONCE
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: ScenarioEndpoint) -> None:
         self.ledger = Ledger()
         self._endpoint = endpoint
         self._phase = ""
@@ -77,7 +77,7 @@ class InMemory:
         self._agents.add(name)
         return name
 
-    def _enter(self, agent: str, usage: Usage) -> Usage:
+    def _enter(self, agent: str, usage: RequestUsage) -> RequestUsage:
         return self.ledger.add(self._phase, agent, usage).usage
 
 
@@ -92,13 +92,13 @@ class OnDisk(InMemory):
             self._endpoint.release(agent)
 
 
-class Nowhere(InMemory):
+class NoMemory(InMemory):
     """Nothing is kept: the client sends the whole conversation, and every prompt is computed from its beginning."""
 
     # Dropping the cache for one request must not come between two of another's.
     at_once = 1
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: ScenarioEndpoint) -> None:
         super().__init__(endpoint)
         self._heard: dict[str, list[Message]] = {}
 
@@ -115,7 +115,7 @@ class Nowhere(InMemory):
         self._heard.setdefault(agent, []).extend(messages)
 
 
-WAYS: dict[str, type[InMemory]] = {"memory": InMemory, "disk": OnDisk, "nothing": Nowhere}
+WAYS: dict[str, type[InMemory]] = {"memory": InMemory, "disk": OnDisk, "nothing": NoMemory}
 
 
 def all_at_once(mind: Mind, steps: Sequence[Callable[[], object]]) -> None:

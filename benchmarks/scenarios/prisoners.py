@@ -15,7 +15,7 @@ from functools import partial
 
 from .endpoint import system, user
 from .minds import Mind, all_at_once
-from .story import Check, Told, any_codes, at_least, fact, play, question, report, story_options, unknown
+from .story import RecallCheck, StoryResult, any_codes, at_least, fact, play, question, report, story_options, unknown
 
 PRISONERS: tuple[str, str] = ("marco", "danny")
 WARDEN, ANALYST = "warden", "analyst"
@@ -36,7 +36,7 @@ class Dilemma:
     def __init__(self, mind: Mind, seed: int, sentences: int) -> None:
         rng = random.Random(seed)
         self._mind = mind
-        self._told = Told()
+        self._told = StoryResult()
         self._file = report(rng, sentences)
         self._rest = {name: report(rng, max(1, sentences // 4)) for name in PRISONERS}
         codes = any_codes(rng, 2 * len(PRISONERS))
@@ -44,7 +44,7 @@ class Dilemma:
         self._promise = dict(zip(PRISONERS, codes[1::2], strict=True))
         self._years: dict[str, int] = {}
 
-    def tell(self) -> Told:
+    def tell(self) -> StoryResult:
         self._interrogation()
         self._meeting()
         silent = self._decision()
@@ -141,7 +141,7 @@ class Dilemma:
         self._told.lines += [f"{agent}, asked for {about}: {answers[agent, about]}" for agent, about, _ in asked]
 
     def _check(self, agent: str, about: str, wanted: str, answer: str) -> None:
-        self._told.checks.append(Check(agent, about, wanted, answer))
+        self._told.checks.append(RecallCheck(agent, about, wanted, answer))
 
 
 def _sentence(years: int) -> str:
@@ -149,7 +149,7 @@ def _sentence(years: int) -> str:
     return f"{years:04}"
 
 
-def prisoners(mind: Mind, seed: int = 1, sentences: int = 60) -> Told:
+def prisoners(mind: Mind, seed: int = 1, sentences: int = 60) -> StoryResult:
     """Tell the story once over `mind`."""
     return Dilemma(mind, seed, sentences).tell()
 

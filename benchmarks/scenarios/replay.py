@@ -22,10 +22,10 @@ from pathlib import Path
 
 from openai import APIStatusError
 
-from .endpoint import Endpoint, Message, PromptTooLong, assistant, endpoint_at
+from .endpoint import Message, PromptTooLong, ScenarioEndpoint, assistant, endpoint_at
 from .ledger import Cell, Ledger, Row, Say, median_ms, table
 from .story import at_least, common_options
-from .traces import Conversation, Request, TraceError, read
+from .traces import RecordedConversation, RecordedRequest, TraceError, read
 
 FIRST, LATER = "an agent's first prompt", "later prompts"
 MATCHES, RECOMPUTED = "satchel_prefix_match_total", "satchel_prefix_recomputed_tokens_total"
@@ -37,7 +37,7 @@ REFUSED_MAX = 20
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReplayLimits:
     """Where a replay stops.
 
     Args:
@@ -98,14 +98,14 @@ class Replayed:
         return found | {name: self.matches.get(name, 0) for name in ("new", "exact", "extend", "partial", "diverge")}
 
 
-class Replay:
+class TraceReplay:
     """A replay of one file.
 
     Args:
         served: whether the served model's replies are kept in the prompts, not the recorded ones.
     """
 
-    def __init__(self, endpoint: Endpoint, limits: Limits, *, served: bool, say: Say) -> None:
+    def __init__(self, endpoint: ScenarioEndpoint, limits: ReplayLimits, *, served: bool, say: Say) -> None:
         self._endpoint = endpoint
         self._limits = limits
         self._served = served
@@ -116,7 +116,7 @@ class Replay:
         self._sent: list[tuple[list[Message], float]] = []
         self._result = Replayed()
 
-    def run(self, conversations: Iterable[Conversation]) -> Replayed:
+    def run(self, conversations: Iterable[RecordedConversation]) -> Replayed:
         """Send all requests, measure some of them cold, and erase the agents."""
         result, endpoint = self._result, self._endpoint
         endpoint.clear_cache()
@@ -140,7 +140,7 @@ class Replay:
         self._result.out_of_time = self._result.out_of_time or time.monotonic() > self._replay_ends
         return self._result.out_of_time
 
-    def _converse(self, conversation: Conversation) -> None:
+    def _converse(self, conversation: RecordedConversation) -> None:
         run = secrets.token_hex(6)
         heard: dict[int, list[Message]] = {}
         known: dict[int, int] = {}
@@ -166,7 +166,7 @@ class Replay:
                 self._result.cut += 1
                 full.add(request.agent)
 
-    def _ask(self, agent: str, messages: list[Message], request: Request, known: int) -> int:
+    def _ask(self, agent: str, messages: list[Message], request: RecordedRequest, known: int) -> int:
         """Send one request. Returns how many tokens the agent's next prompt has in common with what is known now."""
         result = self._result
         try:
@@ -203,7 +203,7 @@ def _more(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
     return {name: int(value - before.get(name, 0)) for name, value in after.items() if value > before.get(name, 0)}
 
 
-def replay(endpoint: Endpoint, path: Path, limits: Limits, say: Say, *, served: bool = False) -> Replayed:
+def replay(endpoint: ScenarioEndpoint, path: Path, limits: ReplayLimits, say: Say, *, served: bool = False) -> Replayed:
     """Replay one file, and say what it took.
 
     Raises:
@@ -212,7 +212,7 @@ def replay(endpoint: Endpoint, path: Path, limits: Limits, say: Say, *, served: 
         openai.OpenAIError: the endpoint does not answer, or refuses too much.
     """
     say(f"\n## {path.name}\n")
-    result = Replay(endpoint, limits, served=served, say=say).run(read(path, limits.conversations))
+    result = TraceReplay(endpoint, limits, served=served, say=say).run(read(path, limits.conversations))
     say("\n" + table(result.ledger.by_phase()) + "\n")
     say(table([{"": name, "all": cell} for name, cell in result.summary().items()]))
     if result.recomputed:
@@ -230,7 +230,7 @@ def _listed(counts: dict[str, int]) -> str:
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = common_options((__doc__ or "").splitlines()[0])
-    add, least = parser.add_argument, Limits()
+    add, least = parser.add_argument, ReplayLimits()
     add("traces", type=Path, nargs="+", metavar="TRACE")
     add("--conversations", type=at_least(1), default=least.conversations, help="of each file; default %(default)s")
     add("--calls", type=at_least(1), default=least.calls, help="of each conversation; default %(default)s")
@@ -243,7 +243,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = read_options()
-    limits = Limits(options.conversations, options.calls, options.time_s, options.tokens, options.cold)
+    limits = ReplayLimits(options.conversations, options.calls, options.time_s, options.tokens, options.cold)
     with endpoint_at(options.url, options.model) as endpoint:
         for path in options.traces:
             try:

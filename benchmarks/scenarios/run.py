@@ -16,13 +16,13 @@ from typing import Any
 
 from .. import machine
 from ..programs import RESULTS
-from .endpoint import Endpoint, endpoint_at
+from .endpoint import ScenarioEndpoint, endpoint_at
 from .gossip import gossip
 from .ledger import Row, table
 from .minds import WAYS
 from .prisoners import prisoners
-from .replay import Limits, replay
-from .story import Run, at_least, common_options, run_all, summary, ways
+from .replay import ReplayLimits, replay
+from .story import StoryRun, at_least, common_options, run_all, summary, ways
 
 TRACES = ("whowhen_conversations.jsonl", "agent_text.jsonl.gz")
 
@@ -33,7 +33,7 @@ def say(text: str) -> None:
 
 def read_options() -> argparse.Namespace:
     parser = common_options((__doc__ or "").splitlines()[0])
-    add, least = parser.add_argument, Limits()
+    add, least = parser.add_argument, ReplayLimits()
     add("--ways", type=ways, default=list(WAYS), help="how the stories keep KV: memory, disk, nothing")
     add("--traces", type=Path, help=f"a folder with {' or '.join(TRACES)}; without it nothing is replayed")
     add("--conversations", type=at_least(1), default=least.conversations, help="of each file; default %(default)s")
@@ -45,9 +45,9 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def replayed(endpoint: Endpoint, options: argparse.Namespace) -> list[Row]:
+def replayed(endpoint: ScenarioEndpoint, options: argparse.Namespace) -> list[Row]:
     """A row for every recording that is there."""
-    limits = Limits(options.conversations, options.calls, options.time_s, cold=options.cold)
+    limits = ReplayLimits(options.conversations, options.calls, options.time_s, cold=options.cold)
     rows: list[Row] = []
     for name in TRACES:
         path = options.traces / name
@@ -76,7 +76,7 @@ def save(path: Path, result: dict[str, Any]) -> None:
 def main() -> None:
     options = read_options()
     # The client's side: the endpoint is taken to run on this machine too. Of a GPU the name has to be said.
-    facts, stories = machine.facts("cpu"), dict[str, dict[str, Run]]()
+    facts, stories = machine.facts("cpu"), dict[str, dict[str, StoryRun]]()
     parts: dict[str, list[Row]] = {}
     with endpoint_at(options.url, options.model) as endpoint:
         for name, tell in (("The prisoner's dilemma", prisoners), ("A rumour network", gossip)):

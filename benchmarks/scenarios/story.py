@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .endpoint import Endpoint, endpoint_at
+from .endpoint import ScenarioEndpoint, endpoint_at
 from .ledger import Ledger, Row, Say, compared, table
 from .minds import WAYS, Mind
 
@@ -19,7 +19,7 @@ _HOURS = ("at dusk", "before dawn", "around noon", "late at night", "after the b
 
 
 @dataclass(frozen=True)
-class Check:
+class RecallCheck:
     """A question to an agent at the end, the words that its answer has to have, and the answer."""
 
     agent: str
@@ -33,11 +33,11 @@ class Check:
 
 
 @dataclass
-class Told:
+class StoryResult:
     """What became of a story: what there is to say of it, and what its agents knew at the end."""
 
     lines: list[str] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[RecallCheck] = field(default_factory=list)
 
     @property
     def right(self) -> int:
@@ -45,10 +45,10 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Run:
+class StoryRun:
     """A story in one of the ways to keep what agents hear."""
 
-    told: Told
+    told: StoryResult
     ledger: Ledger
 
 
@@ -88,18 +88,20 @@ def report(rng: random.Random, sentences: int) -> str:
     )
 
 
-def run_all(endpoint: Endpoint, ways: Sequence[str], tell: Callable[[Mind], Told], say: Say) -> dict[str, Run]:
+def run_all(
+    endpoint: ScenarioEndpoint, ways: Sequence[str], tell: Callable[[Mind], StoryResult], say: Say
+) -> dict[str, StoryRun]:
     """Run a story in several ways, and say what each took.
 
     Args:
         tell: the story over a mind; it must do the same whatever the mind.
     """
-    runs: dict[str, Run] = {}
+    runs: dict[str, StoryRun] = {}
     for way in ways:
         say(f"\n## KV kept: {way}\n")
         mind = WAYS[way](endpoint)
         try:
-            runs[way] = Run(tell(mind), mind.ledger)
+            runs[way] = StoryRun(tell(mind), mind.ledger)
         finally:
             mind.close()
         for line in runs[way].told.lines:
@@ -109,7 +111,7 @@ def run_all(endpoint: Endpoint, ways: Sequence[str], tell: Callable[[Mind], Told
     return runs
 
 
-def summary(runs: dict[str, Run]) -> list[Row]:
+def summary(runs: dict[str, StoryRun]) -> list[Row]:
     """A row for each way, with how many answers were right, and how many were those of the first way."""
     first = next(iter(runs.values())).told.checks
     rows = compared({way: run.ledger for way, run in runs.items()})
@@ -163,7 +165,7 @@ def story_options(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def play(options: argparse.Namespace, tell: Callable[[Mind], Told]) -> None:
+def play(options: argparse.Namespace, tell: Callable[[Mind], StoryResult]) -> None:
     """A story's command.
 
     Raises:

@@ -20,7 +20,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True)
-class Request:
+class RecordedRequest:
     """One request of a recording.
 
     Args:
@@ -37,25 +37,25 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RecordedConversation:
     """The requests of a recording in their order."""
 
     name: str
-    requests: tuple[Request, ...]
+    requests: tuple[RecordedRequest, ...]
 
 
-def whowhen(record: dict[str, Any]) -> Conversation:
+def whowhen(record: dict[str, Any]) -> RecordedConversation:
     """A conversation of several agents: each message is a request of the agent that wrote it, whose prompt is all that
     was said before, its own messages as the assistant's and the others' as the user's."""
     messages, systems = record["messages"], record.get("system") or {}
     names = list(dict.fromkeys(message["agent"] for message in messages))
     waiting = {name: [system(str(systems[name]))] if systems.get(name) else [] for name in names}
-    begun, requests = set[str](), list[Request]()
+    begun, requests = set[str](), list[RecordedRequest]()
     for message in messages:
         name, content = message["agent"], str(message["content"])
         asked = name.lower() not in USERS and (name in begun or bool(waiting[name]))
         if asked:
-            requests.append(Request(names.index(name), name not in begun, tuple(waiting[name]), content))
+            requests.append(RecordedRequest(names.index(name), name not in begun, tuple(waiting[name]), content))
             begun.add(name)
             waiting[name] = []
         for other in names:
@@ -63,23 +63,23 @@ def whowhen(record: dict[str, Any]) -> Conversation:
                 waiting[other].append(user(f"{name}: {content}"))
             elif not asked:
                 waiting[name].append(assistant(content))
-    return Conversation(str(record["id"]), tuple(requests))
+    return RecordedConversation(str(record["id"]), tuple(requests))
 
 
-def agent_text(record: dict[str, Any]) -> Conversation:
+def agent_text(record: dict[str, Any]) -> RecordedConversation:
     """The calls of one agent as text. A prompt that begins with the one before goes on behind its reply, which such
     recordings leave out of the prompts; any other is a prompt of its own."""
-    requests, before = list[Request](), ""
+    requests, before = list[RecordedRequest](), ""
     for call in sorted(record["calls"], key=lambda call: call["timestamp"]):
         text, reply = str(call["input"]), str(call["output"] or "")
         grows = bool(before) and len(text) > len(before) and text.startswith(before)
         new = text[len(before) :] if grows else text
-        requests.append(Request(0, not grows, (user(new),), reply))
+        requests.append(RecordedRequest(0, not grows, (user(new),), reply))
         before = text
-    return Conversation(str(record["id"]), tuple(requests))
+    return RecordedConversation(str(record["id"]), tuple(requests))
 
 
-def read(path: Path, most: int) -> Iterator[Conversation]:
+def read(path: Path, most: int) -> Iterator[RecordedConversation]:
     """The first `most` conversations of a file in either format, gzipped where its name ends in `.gz`.
 
     Raises:
@@ -105,7 +105,7 @@ def _numbered(lines: Iterable[str], most: int) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def _form(record: Any) -> Callable[[dict[str, Any]], Conversation]:
+def _form(record: Any) -> Callable[[dict[str, Any]], RecordedConversation]:
     if isinstance(record, dict) and "calls" in record:
         return agent_text
     if isinstance(record, dict) and "messages" in record:

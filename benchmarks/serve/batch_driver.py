@@ -13,22 +13,22 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.utils import load_model
 
-from .protocol import Burst, Mix, Stream, Trace, answer_commands
+from .protocol import Burst, Mix, StreamedTimes, Trace, answer_commands
 
 
-class Rows:
+class BatchRows:
     """Inserts prompts and notes when each token comes. Greedy, and no token ends a row."""
 
     def __init__(self, folder: str) -> None:
         model, _ = load_model(Path(folder))
         self._generator: Any = BatchGenerator(model)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, StreamedTimes] = {}
 
     def _insert(self, prompts: list[list[int]], max_tokens: int) -> list[int]:
         now = time.perf_counter()
         names = self._generator.insert(prompts, [max_tokens] * len(prompts))
         for name, prompt in zip(names, prompts, strict=True):
-            self._streams[name] = Stream(sent=now, tokens=0, prompt_tokens=len(prompt))
+            self._streams[name] = StreamedTimes(sent=now, tokens=0, prompt_tokens=len(prompt))
         return names
 
     def _step(self, ends: float) -> None:
@@ -61,4 +61,4 @@ class Rows:
 
 
 if __name__ == "__main__":
-    answer_commands(Rows(sys.argv[1]).run)
+    answer_commands(BatchRows(sys.argv[1]).run)

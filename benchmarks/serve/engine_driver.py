@@ -21,21 +21,21 @@ from satchel.actors.replica.execution import models
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
 
-from .protocol import Burst, Mix, Stream, Trace, answer_commands
+from .protocol import Burst, Mix, StreamedTimes, Trace, answer_commands
 
 CONSUMER = "bench"
 KV_MEMORY_FRACTION = 0.25
 """Of the machine's memory, as a server with one replica has it."""
 
 
-class Rows:
+class EngineRows:
     """Submits requests and sorts the engine's updates into streams."""
 
     def __init__(self, folder: str) -> None:
         self._loaded = models.load(folder, context_tokens_max=None, progress=lambda what, fraction: None, kv="fp16")
         kv_bytes = int(psutil.virtual_memory().total * KV_MEMORY_FRACTION)
         self.engine = Engine(self._loaded, Scheduling(), kv_bytes, self._take)
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, StreamedTimes] = {}
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._news_at_pieces = 0
         self._count = 0
@@ -60,7 +60,7 @@ class Rows:
         root = root_id(self._loaded.model_id, "tenant:bench")
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         request = GenerateRequest(name, CONSUMER, "bench", "", prompt, block_ids(root, prompt), root, sampling)
-        stream = self._streams[name] = Stream(prompt_tokens=len(prompt), sent=time.perf_counter())
+        stream = self._streams[name] = StreamedTimes(prompt_tokens=len(prompt), sent=time.perf_counter())
 
         def reply(refusal: SatchelError | None) -> None:
             if refusal is not None:
@@ -101,7 +101,7 @@ class Rows:
 
 
 def main(folder: str) -> None:
-    rows = Rows(folder)
+    rows = EngineRows(folder)
 
     def answer() -> None:
         answer_commands(rows.run)

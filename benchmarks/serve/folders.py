@@ -29,7 +29,7 @@ from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
 from .prompts import WORDS_FILE
-from .shapes import SHAPES, Shape
+from .shapes import SHAPES, ServedShape
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "actors" / "model_files" / "embedded" / "recall"
 END = "<|endoftext|>"
@@ -90,7 +90,7 @@ def _write_tokenizer(folder: Path, size: int) -> tuple[list[int], list[tuple[str
     return sorted(drawable.values()), words, end
 
 
-def _random_model(shape: Shape) -> tuple[qwen3.Model, dict[str, Any]]:
+def _random_model(shape: ServedShape) -> tuple[qwen3.Model, dict[str, Any]]:
     mx.random.seed(20)
     config = shape.config()
     return qwen3.Model(qwen3.ModelArgs.from_dict(config)), config

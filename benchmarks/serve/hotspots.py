@@ -25,7 +25,7 @@ from .measures import level
 from .processes import short_name
 from .prompts import Prompts
 from .protocol import Burst
-from .targets import Place, Target
+from .targets import RunFolder, Target
 
 RATE_HZ = 200
 RECORD_S = 6
@@ -39,7 +39,7 @@ Stack = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Load:
+class BurstLoad:
     """Bursts of this many answers at once, of so many tokens."""
 
     streams: int
@@ -47,7 +47,7 @@ class Load:
     prompt_tokens: int
 
 
-def profile(folder: Path, place: Place, load: Load, say: Callable[[str], None]) -> dict[str, Any]:
+def profile(folder: Path, place: RunFolder, load: BurstLoad, say: Callable[[str], None]) -> dict[str, Any]:
     """What py-spy and the system's own counts say of Satchel under a load.
 
     Returns:
@@ -80,7 +80,7 @@ def profile(folder: Path, place: Place, load: Load, say: Callable[[str], None]) 
 
 
 @contextmanager
-def _under(load: Load, target: Target, prompts: Prompts) -> Iterator[list[float]]:
+def _under(load: BurstLoad, target: Target, prompts: Prompts) -> Iterator[list[float]]:
     """Bursts without a pause until the block ends. Yields their tokens a second, whole after the block."""
     stop = threading.Event()
     rates: list[float] = []

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from .protocol import Burst, Mix, Stream, Trace, answer_commands
+from .protocol import Burst, Mix, StreamedTimes, Trace, answer_commands
 
 
 class Exchange(asyncio.Protocol):
@@ -71,7 +71,7 @@ def request_bytes(port: int, model: str, prompt: str, max_tokens: int) -> bytes:
     return head.encode() + body
 
 
-class _Body:
+class _ResponseBody:
     """Takes a response apart: status, headers, and the body's bytes out of the chunked coding, if it is in one."""
 
     def __init__(self) -> None:
@@ -111,10 +111,12 @@ class _Body:
                 self._left, self._buffer = int(size.split(b";")[0], 16) + 2, rest
 
 
-def read_exchange(exchange: Exchange) -> Stream:
+def read_exchange(exchange: Exchange) -> StreamedTimes:
     """What a finished exchange said: a time for every event with text in it, and the server's count of tokens."""
-    stream = Stream(sent=exchange.sent, ended=exchange.ended.result() if exchange.ended.done() else time.perf_counter())
-    body, waiting, finished = _Body(), b"", False
+    stream = StreamedTimes(
+        sent=exchange.sent, ended=exchange.ended.result() if exchange.ended.done() else time.perf_counter()
+    )
+    body, waiting, finished = _ResponseBody(), b"", False
     for moment, data in exchange.pieces:
         waiting = (waiting + body.feed(data)).replace(b"\r\n", b"\n")
         *events, waiting = waiting.split(b"\n\n")
@@ -131,7 +133,7 @@ def read_exchange(exchange: Exchange) -> Stream:
     return stream
 
 
-def _note_event(stream: Stream, event: dict[str, Any], moment: float) -> None:
+def _note_event(stream: StreamedTimes, event: dict[str, Any], moment: float) -> None:
     if event.get("error"):
         stream.error = json.dumps(event["error"])[:300]
     for choice in event.get("choices") or []:
@@ -143,7 +145,7 @@ def _note_event(stream: Stream, event: dict[str, Any], moment: float) -> None:
         stream.tokens, stream.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens")
 
 
-class Client:
+class LoadClient:
     """Runs commands against one server."""
 
     def __init__(self, port: int, model: str) -> None:
@@ -187,4 +189,4 @@ class Client:
 
 
 if __name__ == "__main__":
-    answer_commands(Client(int(sys.argv[1]), sys.argv[2]).run)
+    answer_commands(LoadClient(int(sys.argv[1]), sys.argv[2]).run)

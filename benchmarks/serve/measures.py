@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .protocol import Stream, Trace
+from .protocol import StreamedTimes, Trace
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -17,12 +17,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
-def gaps_ms(stream: Stream) -> list[float]:
+def gaps_ms(stream: StreamedTimes) -> list[float]:
     return [(after - before) * 1e3 for before, after in pairwise(stream.times)]
 
 
 @dataclass(frozen=True)
-class Level:
+class BurstMeasures:
     """One burst of `streams` answers. Times are in milliseconds; `tokens_per_piece` says how many tokens a server put
     into one piece of a stream, of which the gaps are counted."""
 
@@ -57,7 +57,7 @@ class Incomplete(Exception):
     """Streams failed or did not bring what was asked for, so there is nothing to compare."""
 
 
-def check(streams: Sequence[Stream], tokens: int) -> None:
+def check(streams: Sequence[StreamedTimes], tokens: int) -> None:
     """
     Raises:
         Incomplete: a stream failed, or has another number of tokens.
@@ -69,7 +69,7 @@ def check(streams: Sequence[Stream], tokens: int) -> None:
             raise Incomplete(f"{stream.tokens} tokens in {len(stream.times)} pieces instead of {tokens} tokens")
 
 
-def level(trace: Trace, max_tokens: int, server_cpu_s: float) -> Level:
+def level(trace: Trace, max_tokens: int, server_cpu_s: float) -> BurstMeasures:
     streams = trace.streams
     check(streams, max_tokens)
     wall = max(stream.ended for stream in streams) - min(stream.sent for stream in streams)
@@ -77,7 +77,7 @@ def level(trace: Trace, max_tokens: int, server_cpu_s: float) -> Level:
     pieces = sum(len(stream.times) for stream in streams)
     waits = [(stream.times[0] - stream.sent) * 1e3 for stream in streams]
     gaps = [gap for stream in streams for gap in gaps_ms(stream)]
-    return Level(
+    return BurstMeasures(
         streams=len(streams),
         tokens=tokens,
         prompt_tokens=sum(stream.prompt_tokens or 0 for stream in streams),

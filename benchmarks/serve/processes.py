@@ -28,7 +28,7 @@ STOP_GRACE_S = 25.0
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """What processes hold in memory: resident, where a shared page counts in every process that maps it, and
     proportional, where it is divided among them (None where the system cannot say)."""
 
@@ -37,7 +37,7 @@ class Memory:
     pss_bytes: int | None
 
 
-class Group:
+class ProcessGroup:
     """One started command and all that it has started."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path, *, talks: bool = False) -> None:
@@ -72,7 +72,7 @@ class Group:
                 continue
         return [process for session in ours for process in sessions[session]]
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUse:
         return _memory_of(self.members())
 
     def memory_by_name(self) -> dict[str, dict[str, float]]:
@@ -119,13 +119,13 @@ class Group:
             self.process.stdout.close()
 
 
-def _memory_of(processes: list[psutil.Process]) -> Memory:
+def _memory_of(processes: list[psutil.Process]) -> MemoryUse:
     count, rss, pss = 0, 0, 0
     for process in processes:
         with suppress(psutil.Error):
             memory = process.memory_full_info()
             count, rss, pss = count + 1, rss + memory.rss, pss + getattr(memory, "pss", 0)
-    return Memory(count, rss, pss if sys.platform == "linux" else None)
+    return MemoryUse(count, rss, pss if sys.platform == "linux" else None)
 
 
 def short_name(process: psutil.Process) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass
-class Stream:
+class StreamedTimes:
     """One answer as its reader saw it. Times are in seconds by `time.perf_counter`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Trace:
     """What came of a command. For a `Mix` the last stream is the long one. `cpu_share` is the part of one core that an
     HTTP client took while it read; None where the driver is the engine itself."""
 
-    streams: list[Stream]
+    streams: list[StreamedTimes]
     cpu_share: float | None = None
 
 
@@ -79,7 +79,7 @@ def trace_of(line: str) -> Trace:
     fields = json.loads(line)
     if "failure" in fields:
         raise RuntimeError(fields["failure"])
-    return Trace([Stream(**stream) for stream in fields.pop("streams")], **fields)
+    return Trace([StreamedTimes(**stream) for stream in fields.pop("streams")], **fields)
 
 
 def answer_commands(run: Callable[[Burst | Mix], Trace]) -> None:

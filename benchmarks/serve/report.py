@@ -13,7 +13,7 @@ ROWS = 10
 """Of a table of hot spots."""
 
 
-class Said(Protocol):
+class SaidSoFar(Protocol):
     """The part of a session that is told while it runs."""
 
     levels: list[Any]
@@ -32,7 +32,7 @@ def describe(machine: dict[str, Any]) -> str:
     )
 
 
-def say_session(session: Said, say: Callable[[str], None]) -> None:
+def say_session(session: SaidSoFar, say: Callable[[str], None]) -> None:
     for row in session.levels:
         client = "" if row.client_cpu_share is None else f", client {row.client_cpu_share:.0%} of a core"
         say(
@@ -49,7 +49,7 @@ def say_session(session: Said, say: Callable[[str], None]) -> None:
     say(f"    started in {session.start_s:.1f} s; {session.rss_mb:.0f} MB resident{pss}")
 
 
-class _Model:
+class _ModelReport:
     """One model's sessions, looked up by target."""
 
     def __init__(self, entry: dict[str, Any], targets: list[str]) -> None:
@@ -103,7 +103,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
-def _levels(model: _Model, streams: list[int]) -> list[str]:
+def _levels(model: _ModelReport, streams: list[int]) -> list[str]:
     def pair(target: str, count: int, name: str, digits: int) -> str:
         low, high = (model.values(target, count, f"{name}_{share}_ms") for share in ("p50", "p99"))
         return f"{_number(low, digits)} / {_number(high, digits)}"
@@ -134,7 +134,7 @@ def _levels(model: _Model, streams: list[int]) -> list[str]:
     return lines + _table(["", *columns], [[name, *(cpu(name, n) for n in streams)] for name in model.targets])
 
 
-def _rest(model: _Model, long_prompt_tokens: int) -> list[str]:
+def _rest(model: _ModelReport, long_prompt_tokens: int) -> list[str]:
     lines: list[str] = []
     if long_prompt_tokens:
         lines += [f"A running stream while a prompt of {long_prompt_tokens:,} tokens prefills, in ms:", ""]
@@ -206,7 +206,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
     ]  # fmt: skip
     for name, entry in result["models"].items():
-        model = _Model(entry, options["only"])
+        model = _ModelReport(entry, options["only"])
         lines += [f"## {name}", ""]
         lines += [f"- {target} was not measured: {why}" for target, why in model.failures.items()]
         errors = sorted({f"{row['target']}: {error}" for row in entry["rounds"] for error in row["errors"]})

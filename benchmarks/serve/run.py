@@ -26,12 +26,12 @@ from typing import Any
 from .. import machine
 from ..programs import RESULTS, ROOT, program
 from . import report
-from .hotspots import Load, profile
-from .measures import Incomplete, Interference, Level, interference, level
+from .hotspots import BurstLoad, profile
+from .measures import BurstMeasures, Incomplete, Interference, interference, level
 from .prompts import Prompts
 from .protocol import Burst, Mix
 from .shapes import SHAPES
-from .targets import NAMES, CannotStart, Place, Target, TargetFailed, make_place, vllm_mlx_python, with_path
+from .targets import NAMES, CannotStart, RunFolder, Target, TargetFailed, make_place, vllm_mlx_python, with_path
 
 WARM_UP_TOKENS = 8
 WARM_UP_PROMPT_TOKENS = 32
@@ -47,7 +47,7 @@ LONG_ONCE_S = 15.0
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     models: list[str]
     streams: list[int]
     rounds: int
@@ -62,10 +62,10 @@ class Options:
 
 
 @dataclass
-class Session:
+class TargetSession:
     """What one target gave in one round."""
 
-    levels: list[Level] = field(default_factory=list)
+    levels: list[BurstMeasures] = field(default_factory=list)
     interference: Interference | None = None
     start_s: float = 0.0
     rss_mb: float = 0.0
@@ -79,9 +79,9 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def measure(target: Target, prompts: Prompts, options: Options, round: int, *, long: bool) -> Session:
+def measure(target: Target, prompts: Prompts, options: RunOptions, round: int, *, long: bool) -> TargetSession:
     """One target's figures of one round. What fails is noted in `errors`; the rest is measured all the same."""
-    session = Session(start_s=target.start_s)
+    session = TargetSession(start_s=target.start_s)
     some = partial(prompts.some, as_ids=target.is_engine)
 
     def attempt(what: str, action: Callable[[], object]) -> None:
@@ -118,14 +118,14 @@ def measure(target: Target, prompts: Prompts, options: Options, round: int, *, l
     return session
 
 
-def _mix(target: Target, prompts: Prompts, options: Options, seed: str) -> Mix:
+def _mix(target: Target, prompts: Prompts, options: RunOptions, seed: str) -> Mix:
     """A running stream, and a long prompt that comes meanwhile."""
     running = prompts.some(1, options.prompt_tokens, f"{seed}/running", as_ids=target.is_engine)
     prompt = prompts.one(options.long_prompt_tokens, f"{seed}/long", as_ids=target.is_engine)
     return Mix(running, prompt, MIX_TOKENS, options.answer_timeout_s)
 
 
-def _level(target: Target, burst: Burst) -> Level:
+def _level(target: Target, burst: Burst) -> BurstMeasures:
     assert target.server is not None
     before = sum(target.server.cpu_s().values())
     trace = target.run(burst)
@@ -135,7 +135,7 @@ def _level(target: Target, burst: Burst) -> Level:
 class Targets:
     """The targets of one model, started when they are needed. One that does not start is tried no more."""
 
-    def __init__(self, folder: Path, place: Place, failures: dict[str, str]) -> None:
+    def __init__(self, folder: Path, place: RunFolder, failures: dict[str, str]) -> None:
         self._folder, self._place, self.failures = folder, place, failures
         self._running: dict[str, Target] = {}
 
@@ -171,7 +171,9 @@ class Targets:
             self._running.clear()
 
 
-def sessions(targets: Targets, prompts: Prompts, options: Options, ends: float) -> Generator[tuple[int, str, Session]]:
+def sessions(
+    targets: Targets, prompts: Prompts, options: RunOptions, ends: float
+) -> Generator[tuple[int, str, TargetSession]]:
     """All rounds of one model, target by target, in another order each time."""
     slow: set[str] = set()
     names = options.only
@@ -197,7 +199,7 @@ def sessions(targets: Targets, prompts: Prompts, options: Options, ends: float) 
         targets.stop_all()
 
 
-def read_options() -> tuple[Options, argparse.Namespace]:
+def read_options() -> tuple[RunOptions, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 
     def names_among(known: tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -230,11 +232,11 @@ def read_options() -> tuple[Options, argparse.Namespace]:
     add("--machine", help="the machine's name in the results' file names")
     add("--vllm-mlx-site", type=Path, help="a folder with vllm-mlx and its mlx-lm, else it is installed")
     arguments = parser.parse_args()
-    fields = {name: getattr(arguments, name) for name in Options.__dataclass_fields__}
-    return Options(**fields), arguments
+    fields = {name: getattr(arguments, name) for name in RunOptions.__dataclass_fields__}
+    return RunOptions(**fields), arguments
 
 
-def write_folder(name: str, work: Path, place: Place) -> tuple[Path, str]:
+def write_folder(name: str, work: Path, place: RunFolder) -> tuple[Path, str]:
     """The model's folder, and the device that MLX computes on."""
     folder = work / "models" / name
     command = program("serve.folders", folder, name)
@@ -244,7 +246,7 @@ def write_folder(name: str, work: Path, place: Place) -> tuple[Path, str]:
     return folder, json.loads(said.stdout.splitlines()[-1])["device"]
 
 
-def all_versions(options: Options, place: Place, failures: dict[str, str]) -> dict[str, dict[str, str]]:
+def all_versions(options: RunOptions, place: RunFolder, failures: dict[str, str]) -> dict[str, dict[str, str]]:
     """What computes, by environment; notes a peer that does not install."""
     found = {"satchel": machine.versions(sys.executable, place.environment)}
     if "vllm-mlx" not in options.only:
@@ -259,9 +261,9 @@ def all_versions(options: Options, place: Place, failures: dict[str, str]) -> di
     return found
 
 
-def _profile(folder: Path, place: Place, options: Options) -> dict[str, Any]:
+def _profile(folder: Path, place: RunFolder, options: RunOptions) -> dict[str, Any]:
     try:
-        return profile(folder, place, Load(max(options.streams), options.tokens, options.prompt_tokens), say)
+        return profile(folder, place, BurstLoad(max(options.streams), options.tokens, options.prompt_tokens), say)
     except (Incomplete, TargetFailed) as error:
         return {"error": str(error)}
 

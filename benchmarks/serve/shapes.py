@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Shape:
+class ServedShape:
     """A Qwen3 of random weights."""
 
     hidden: int
@@ -43,8 +43,8 @@ class Shape:
         return config
 
 
-SHAPES: dict[str, Shape | None] = {
+SHAPES: dict[str, ServedShape | None] = {
     "recall": None,  # The model that ships with Satchel.
-    "random-30m": Shape(512, 8, 8, 4, 64, 1792, 3072),
-    "qwen3-0.6b-4bit": Shape(1024, 28, 16, 8, 128, 3072, 151936, bits=4),
+    "random-30m": ServedShape(512, 8, 8, 4, 64, 1792, 3072),
+    "qwen3-0.6b-4bit": ServedShape(1024, 28, 16, 8, 128, 3072, 151936, bits=4),
 }

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from ..programs import ROOT, program
-from .processes import Group
+from .processes import ProcessGroup
 from .protocol import Burst, Mix, Trace, to_line, trace_of
 
 VLLM_MLX = "vllm-mlx==0.6.0"
@@ -40,7 +40,7 @@ class CannotStart(TargetFailed):
 
 
 @dataclass(frozen=True)
-class Place:
+class RunFolder:
     """Where a run keeps its things, and what its processes find in their environment."""
 
     work: Path
@@ -59,7 +59,7 @@ class Launch:
     ready: str = "/v1/models"
 
 
-def make_place(work: Path, vllm_mlx_site: Path | None, start_timeout_s: float) -> Place:
+def make_place(work: Path, vllm_mlx_site: Path | None, start_timeout_s: float) -> RunFolder:
     """Makes `satchel` importable where it is not installed: a folder of links, with the version that it asks for."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     probe = [sys.executable, "-c", "import satchel.api, importlib.metadata as m; m.version('satchel')"]
@@ -73,7 +73,7 @@ def make_place(work: Path, vllm_mlx_site: Path | None, start_timeout_s: float) -
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: satchel\nVersion: {version}\n")
         environment = with_path(environment, links)
-    return Place(work, environment, vllm_mlx_site, start_timeout_s)
+    return RunFolder(work, environment, vllm_mlx_site, start_timeout_s)
 
 
 def with_path(environment: dict[str, str], first: Path) -> dict[str, str]:
@@ -91,7 +91,7 @@ def free_port() -> int:
 # How each server is started: folder, port and place in, launch out.
 
 
-def _satchel(folder: Path, port: int, place: Place, weights: str = "auto", kv: str = "fp16") -> Launch:
+def _satchel(folder: Path, port: int, place: RunFolder, weights: str = "auto", kv: str = "fp16") -> Launch:
     home = place.work / f"home-{port}"
     home.mkdir(mode=0o700)
     config = home / "config.yaml"
@@ -102,17 +102,17 @@ def _satchel(folder: Path, port: int, place: Place, weights: str = "auto", kv: s
     return Launch(command, place.environment, "bench", "/health")
 
 
-def _mlx_lm(folder: Path, port: int, place: Place) -> Launch:
+def _mlx_lm(folder: Path, port: int, place: RunFolder) -> Launch:
     command = [sys.executable, "-m", "mlx_lm.server", "--model", str(folder), "--host", "127.0.0.1"]
     return Launch([*command, "--port", str(port), "--log-level", "WARNING"], place.environment, "default_model")
 
 
-def _mlx_vlm(folder: Path, port: int, place: Place) -> Launch:
+def _mlx_vlm(folder: Path, port: int, place: RunFolder) -> Launch:
     command = [sys.executable, "-m", "mlx_vlm.server", "--model", str(folder), "--host", "127.0.0.1"]
     return Launch([*command, "--port", str(port), "--log-level", "WARNING"], place.environment, str(folder))
 
 
-def _vllm_mlx(folder: Path, port: int, place: Place) -> Launch:
+def _vllm_mlx(folder: Path, port: int, place: RunFolder) -> Launch:
     environment = place.environment
     if place.vllm_mlx_site is not None:
         python, environment = sys.executable, with_path(environment, place.vllm_mlx_site)
@@ -123,7 +123,7 @@ def _vllm_mlx(folder: Path, port: int, place: Place) -> Launch:
     return Launch([*command, "--continuous-batching", "--served-model-name", "bench"], environment, "bench")
 
 
-SERVERS: dict[str, Callable[[Path, int, Place], Launch]] = {
+SERVERS: dict[str, Callable[[Path, int, RunFolder], Launch]] = {
     "satchel": _satchel,
     "satchel (weights stored)": partial(_satchel, weights="stored"),
     "satchel (4-bit KV)": partial(_satchel, kv="q4"),
@@ -172,11 +172,11 @@ def vllm_mlx_python() -> Path:
 class Target:
     """A running server with its client, or a running engine. `server` is what memory and CPU are counted of."""
 
-    def __init__(self, name: str, folder: Path, place: Place) -> None:
+    def __init__(self, name: str, folder: Path, place: RunFolder) -> None:
         self.name = name
         self.is_engine = name in ENGINES
-        self.server: Group | None = None
-        self.driver: Group | None = None
+        self.server: ProcessGroup | None = None
+        self.driver: ProcessGroup | None = None
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_behind = False
         self._log = place.work / f"{name.replace(' ', '-')}-{time.monotonic_ns()}"
@@ -191,16 +191,16 @@ class Target:
             raise
         self.start_s = time.perf_counter() - began
 
-    def _start(self, folder: Path, place: Place) -> None:
+    def _start(self, folder: Path, place: RunFolder) -> None:
         if self.is_engine:
             driver = program(ENGINES[self.name], folder)
         else:
             port = free_port()
             launch = SERVERS[self.name](folder, port, place)
-            self.server = Group(launch.command, launch.environment, self._log.with_suffix(".log"))
+            self.server = ProcessGroup(launch.command, launch.environment, self._log.with_suffix(".log"))
             self._await_answer(port, launch.ready, place.start_timeout_s)
             driver = program("serve.http_client", port, launch.model)
-        self.driver = Group(driver, place.environment, self._log.with_suffix(".driver.log"), talks=True)
+        self.driver = ProcessGroup(driver, place.environment, self._log.with_suffix(".driver.log"), talks=True)
         if self.is_engine:
             self.server = self.driver
         threading.Thread(target=self._read_replies, name=f"replies of {self.name}", daemon=True).start()

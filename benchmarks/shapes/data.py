@@ -11,15 +11,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .layout import CONTEXT, FRAMES, ID_OF, MERGE, PATCH
-from .media import Medium, prepare
-from .talk import Chat, any_chat, text_of
+from .media import PatchedMedium, prepare
+from .talk import PictureChat, any_chat, text_of
 
 HEADER = 3  # tokens of `<|im_start|>assistant\n`
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(slots=True)
-class Row:
+class ChatRow:
     """One chat.
 
     Attributes:
@@ -35,12 +35,12 @@ class Row:
     positions: Array
     said: Array
     seen: Array
-    media: list[Medium]
+    media: list[PatchedMedium]
     replies: list[tuple[int, int, str]]
 
 
 @dataclass(slots=True)
-class Batch:
+class TrainingBatch:
     """Rows end to end, `tokens` in all, and their frames' patches, `patches` pairs in all.
 
     Attributes:
@@ -78,7 +78,7 @@ def positions_of(lengths: list[tuple[int, tuple[int, int] | None]]) -> Array:
     return np.concatenate(parts, axis=1)
 
 
-def stretches(seen: Array, media: list[Medium]) -> list[tuple[int, tuple[int, int] | None]]:
+def stretches(seen: Array, media: list[PatchedMedium]) -> list[tuple[int, tuple[int, int] | None]]:
     """The stretches of text and of pictures that `positions_of` wants."""
     grids = []
     for medium in media:
@@ -91,7 +91,7 @@ def stretches(seen: Array, media: list[Medium]) -> list[tuple[int, tuple[int, in
     return found
 
 
-def row_of(chat: Chat, tokenizer: Tokenizer) -> Row:
+def row_of(chat: PictureChat, tokenizer: Tokenizer) -> ChatRow:
     """The chat in tokens, with its media prepared."""
     media = [prepare(medium) for medium in chat.media]
     left = iter(media)
@@ -108,10 +108,10 @@ def row_of(chat: Chat, tokenizer: Tokenizer) -> Row:
         ids += encoding.ids
     tokens = np.array(ids, np.int64)
     seen = np.isin(tokens, [ID_OF["<|image_pad|>"], ID_OF["<|video_pad|>"]])
-    return Row(tokens, positions_of(stretches(seen, media)), np.array(said), seen, media, replies)
+    return ChatRow(tokens, positions_of(stretches(seen, media)), np.array(said), seen, media, replies)
 
 
-def pack(rows: list[Row]) -> Batch:
+def pack(rows: list[ChatRow]) -> TrainingBatch:
     """Puts rows end to end."""
     frames, pairs, grids, offset = [], [], [], 0
     for medium in (medium for row in rows for medium in row.media):
@@ -123,7 +123,7 @@ def pack(rows: list[Row]) -> Batch:
         grids += [medium.grid] * len(first)
         offset += count * size
     empty = np.zeros((0, 3 * PATCH * PATCH), np.uint8)
-    return Batch(
+    return TrainingBatch(
         tokens=np.concatenate([row.tokens for row in rows]),
         said=np.concatenate([row.said for row in rows]),
         seen=np.concatenate([row.seen for row in rows]),
@@ -135,10 +135,10 @@ def pack(rows: list[Row]) -> Batch:
     )
 
 
-def make_rows(seed: str, tokenizer: Tokenizer, level: int, patches: int) -> list[Row]:
+def make_rows(seed: str, tokenizer: Tokenizer, level: int, patches: int) -> list[ChatRow]:
     """Chats until their pictures have that many patches; the same seed gives the same ones."""
     rng = random.Random(seed)
-    rows: list[Row] = []
+    rows: list[ChatRow] = []
     used = 0
     while used < patches:
         row = row_of(any_chat(rng, level), tokenizer)

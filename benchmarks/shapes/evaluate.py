@@ -28,7 +28,7 @@ from .drawing import frames_of, shown
 from .palette import COLOURS, WHITE
 from .questions import ask, ask_film, ask_list, directed, listed
 from .scenes import SHAPES, Film, Look, Scene, Thing, any_film, any_scene
-from .talk import Chat, any_chat
+from .talk import PictureChat, any_chat
 
 MODEL = Path(__file__).resolve().parents[2] / "actors" / "model_files" / "embedded" / "shapes"
 SIDES = (64, 96, 128, 160, 224, 256, 320, 448, 1024)
@@ -36,7 +36,7 @@ FORMATS = ("png", "jpeg", "webp")
 PURE_SIDES = (224, 256, 512)
 
 
-class Speaker:
+class PictureSpeaker:
     """The model in float32 with its processor."""
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class Speaker:
         model.set_dtype(mx.float32)
         self.model, self.processor = model, cast(Any, processor)
 
-    def inputs(self, chat: Chat) -> dict[str, mx.array]:
+    def inputs(self, chat: PictureChat) -> dict[str, mx.array]:
         """What the processor makes of the chat: token ids (1, length), pixels and grids."""
         text = self.processor.tokenizer.apply_chat_template(chat.messages, tokenize=False)
         films = [medium for medium in chat.media if isinstance(medium, Film)]
@@ -55,7 +55,7 @@ class Speaker:
         pictures = [shown(scene) for scene in chat.scenes]
         return self.processor(text=text, images=pictures or None, add_special_tokens=False, **videos)
 
-    def judge(self, chat: Chat) -> list[tuple[str, bool]]:
+    def judge(self, chat: PictureChat) -> list[tuple[str, bool]]:
         """For every reply its labels, and whether the model says it."""
         inputs = dict(self.inputs(chat))
         inputs.pop("attention_mask", None)
@@ -76,16 +76,16 @@ def _metadata(film: Film) -> dict[str, Any]:
     return {"fps": rate, "frames_indices": list(range(len(film.times)))}
 
 
-def single(medium: Scene | Film, text: str, answer: str, labels: str) -> Chat:
+def single(medium: Scene | Film, text: str, answer: str, labels: str) -> PictureChat:
     """One picture or video and one question about it."""
     kind = "video" if isinstance(medium, Film) else "image"
-    chat = Chat(media=[medium])
+    chat = PictureChat(media=[medium])
     chat.say("user", [{"type": kind}, {"type": "text", "text": text.replace("{p}", "")}])
     chat.say("assistant", answer, labels)
     return chat
 
 
-def pure(rng: random.Random) -> Iterator[Chat]:
+def pure(rng: random.Random) -> Iterator[PictureChat]:
     """Every colour by its own name and every shape, alone on white, with hard edges."""
     for side, colour, shape in itertools.product(PURE_SIDES, COLOURS, SHAPES):
         red, green, blue = ImageColor.getrgb(colour)[:3]
@@ -96,7 +96,7 @@ def pure(rng: random.Random) -> Iterator[Chat]:
         yield single(scene, "What is in the picture?", listed([thing]), f"{side} pixels")
 
 
-def fresh(rng: random.Random, count: int) -> Iterator[Chat]:
+def fresh(rng: random.Random, count: int) -> Iterator[PictureChat]:
     """`count` pictures of every side and file format, and what is in them."""
     for side, kind, _ in itertools.product(SIDES, FORMATS, range(count)):
         asked = None
@@ -108,14 +108,14 @@ def fresh(rng: random.Random, count: int) -> Iterator[Chat]:
         yield single(scene, "What is in the picture?", asked.answer, labels)
 
 
-def any_question(rng: random.Random) -> Chat:
+def any_question(rng: random.Random) -> PictureChat:
     """A picture of any size, and any question about it."""
     scene = any_scene(rng)
     asked = ask(rng, scene)
     return single(scene, directed(rng, asked, 0, 1), asked.answer, asked.kind.partition(",")[0])
 
 
-def video(rng: random.Random) -> Chat:
+def video(rng: random.Random) -> PictureChat:
     """A video, and any question about it."""
     film = any_film(rng)
     asked = ask_film(rng, film)
@@ -127,8 +127,8 @@ def evaluate(folder: Path, count: int, seed: int, rows: str, every: int) -> Iter
 
     Of the chats of each row only every `every`th is asked.
     """
-    speaker = Speaker(folder)
-    made: dict[str, Callable[[random.Random], Iterator[Chat]]] = {
+    speaker = PictureSpeaker(folder)
+    made: dict[str, Callable[[random.Random], Iterator[PictureChat]]] = {
         "pure colours on white": pure,
         "what is in it": lambda rng: fresh(rng, count),
         "any question": lambda rng: (any_question(rng) for _ in range(4 * count)),

@@ -23,7 +23,7 @@ FRAMES_PER_SECOND, FRAMES_LEAST, FRAMES_MOST = 2.0, 4, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PictureModelShape:
     """Qwen3-VL's sizes; about 7.5 million parameters as they stand."""
 
     vocabulary: int = VOCABULARY
@@ -50,7 +50,7 @@ class Shape:
         return 3 * FRAMES * PATCH * PATCH
 
 
-def _text_config(shape: Shape) -> dict[str, Any]:
+def _text_config(shape: PictureModelShape) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -77,7 +77,7 @@ def _text_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _vision_config(shape: Shape) -> dict[str, Any]:
+def _vision_config(shape: PictureModelShape) -> dict[str, Any]:
     return {
         "deepstack_visual_indexes": list(shape.deepstack),
         "depth": shape.vision_layers,
@@ -96,7 +96,7 @@ def _vision_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def config(shape: Shape) -> dict[str, Any]:
+def config(shape: PictureModelShape) -> dict[str, Any]:
     """config.json's content."""
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -134,7 +134,7 @@ def _processor(pixels: tuple[int, int], kind: str) -> dict[str, Any]:
     }
 
 
-def write_configs(folder: Path, shape: Shape) -> None:
+def write_configs(folder: Path, shape: PictureModelShape) -> None:
     """Writes the configuration of the model, of its generation, and of its two processors."""
     folder.mkdir(parents=True, exist_ok=True)
     end, pad = ID_OF["<|im_end|>"], ID_OF["<|endoftext|>"]

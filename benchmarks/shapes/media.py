@@ -19,7 +19,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Medium:
+class PatchedMedium:
     """A picture or video in patches.
 
     Attributes:
@@ -61,7 +61,7 @@ def resized(frames: int, height: int, width: int, pixels: tuple[int, int]) -> tu
     return new_height, new_width
 
 
-def prepare(medium: Scene | Film) -> Medium:
+def prepare(medium: Scene | Film) -> PatchedMedium:
     """Draws it and cuts it into patches; the last frame of an odd number stands twice."""
     if isinstance(medium, Scene):
         kind, frames, seconds, pixels = "image", [shown(medium)], [], PICTURE_PIXELS
@@ -74,4 +74,4 @@ def prepare(medium: Scene | Film) -> Medium:
     cut = [patches_of(frame, height, width, PATCH, MERGE) for frame in frames]
     if kind == "video" and len(cut) % FRAMES:
         cut.append(cut[-1])
-    return Medium(kind, np.stack(cut), (height // PATCH, width // PATCH), seconds)
+    return PatchedMedium(kind, np.stack(cut), (height // PATCH, width // PATCH), seconds)

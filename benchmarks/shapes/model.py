@@ -16,7 +16,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from .layout import FRAMES, MERGE, PATCH, Shape
+from .layout import FRAMES, MERGE, PATCH, PictureModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def rotate(values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return (values * cosines[:, None] + turned * sines[:, None]).to(values.dtype)
 
 
-class Normalization(nn.Module):
+class PictureNormalization(nn.Module):
     """Root-mean-square normalization over the last axis."""
 
     def __init__(self, size: int, epsilon: float) -> None:
@@ -114,7 +114,7 @@ class Normalization(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
         self.heads = shape.vision_heads
         self.qkv = nn.Linear(shape.vision_hidden, 3 * shape.vision_hidden)
@@ -127,7 +127,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionFeedForward(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
         self.linear_fc1 = nn.Linear(shape.vision_hidden, shape.vision_intermediate)
         self.linear_fc2 = nn.Linear(shape.vision_intermediate, shape.vision_hidden)
@@ -137,7 +137,7 @@ class VisionFeedForward(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.vision_hidden, eps=1e-6)
         self.norm2 = nn.LayerNorm(shape.vision_hidden, eps=1e-6)
@@ -152,7 +152,7 @@ class VisionBlock(nn.Module):
 class Merger(nn.Module):
     """Four patches into one token of the text model; `late` normalizes them together."""
 
-    def __init__(self, shape: Shape, late: bool) -> None:
+    def __init__(self, shape: PictureModelShape, late: bool) -> None:
         super().__init__()
         self.late, self.wide = late, shape.vision_hidden * MERGE**2
         self.norm = nn.LayerNorm(self.wide if late else shape.vision_hidden, eps=1e-6)
@@ -165,7 +165,7 @@ class Merger(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
         self.proj = nn.Conv3d(3, shape.vision_hidden, (FRAMES, PATCH, PATCH), stride=(FRAMES, PATCH, PATCH))
 
@@ -176,8 +176,8 @@ class PatchEmbedding(nn.Module):
         return functional.linear(both, self.proj.weight.flatten(1), self.proj.bias)
 
 
-class Vision(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class VisionTower(nn.Module):
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.patch_embed = PatchEmbedding(shape)
@@ -203,8 +203,8 @@ class Vision(nn.Module):
         return self.merger(hidden), deep
 
 
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class PictureAttention(nn.Module):
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
         self.shape = shape
         wide, narrow = shape.heads * shape.head, shape.key_value_heads * shape.head
@@ -212,8 +212,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden, narrow, bias=False)
         self.v_proj = nn.Linear(shape.hidden, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=False)
-        self.q_norm = Normalization(shape.head, shape.epsilon)
-        self.k_norm = Normalization(shape.head, shape.epsilon)
+        self.q_norm = PictureNormalization(shape.head, shape.epsilon)
+        self.k_norm = PictureNormalization(shape.head, shape.epsilon)
 
     def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor, borders: Borders) -> Tensor:
         length, head = len(hidden), self.shape.head
@@ -225,8 +225,8 @@ class Attention(nn.Module):
         return self.o_proj(attend(queries, keys, values, borders).reshape(length, -1))
 
 
-class FeedForward(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class PictureFeedForward(nn.Module):
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
         self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
@@ -236,20 +236,20 @@ class FeedForward(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class PictureLayer(nn.Module):
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = FeedForward(shape)
-        self.input_layernorm = Normalization(shape.hidden, shape.epsilon)
-        self.post_attention_layernorm = Normalization(shape.hidden, shape.epsilon)
+        self.self_attn = PictureAttention(shape)
+        self.mlp = PictureFeedForward(shape)
+        self.input_layernorm = PictureNormalization(shape.hidden, shape.epsilon)
+        self.post_attention_layernorm = PictureNormalization(shape.hidden, shape.epsilon)
 
     def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor, borders: Borders) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cosines, sines, borders)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-def rotations(positions: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+def rotations(positions: Tensor, shape: PictureModelShape) -> tuple[Tensor, Tensor]:
     """Cosines and sines (tokens, head): time, down and across take turns in the frequencies, time has the slowest."""
     half = shape.head // 2
     axis = torch.zeros(half, dtype=torch.long, device=positions.device)
@@ -261,12 +261,12 @@ def rotations(positions: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 class Text(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = Normalization(shape.hidden, shape.epsilon)
+        self.layers = nn.ModuleList(PictureLayer(shape) for _ in range(shape.layers))
+        self.norm = PictureNormalization(shape.hidden, shape.epsilon)
 
     def forward(self, inputs: Inputs, pictures: Tensor, deep: list[Tensor]) -> Tensor:
         """Last hidden states (tokens, hidden)."""
@@ -280,20 +280,20 @@ class Text(nn.Module):
         return self.norm(hidden)
 
 
-class Body(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class VisionDecoder(nn.Module):
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
-        self.visual = Vision(shape)
+        self.visual = VisionTower(shape)
         self.language_model = Text(shape)
 
 
 class Shapes(nn.Module):
     """The whole model, embeddings tied; `state_dict` has the names of Qwen3VLForConditionalGeneration."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PictureModelShape) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Body(shape)
+        self.model = VisionDecoder(shape)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)

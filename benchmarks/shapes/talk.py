@@ -43,7 +43,7 @@ FOREIGN = ["OK.", "Sure.", "Yes.", "I see a picture.", "It is a picture of a hou
 
 
 @dataclass(slots=True)
-class Chat:
+class PictureChat:
     """A chat as OpenAI-style messages, with media as `{"type": "image"}` and `{"type": "video"}` parts.
 
     Attributes:
@@ -84,7 +84,7 @@ def other_talk(rng: random.Random, length: int) -> str:
     return any_filler(rng, length)
 
 
-def ask_missing(rng: random.Random, chat: Chat) -> Asked | None:
+def ask_missing(rng: random.Random, chat: PictureChat) -> Asked | None:
     """A question about a picture or video that was never shown."""
     if chat.film is None and rng.random() < 0.4:
         return Asked(rng.choice(ABOUT_NO_VIDEO), "There is no video.", "not shown")
@@ -111,9 +111,9 @@ class Talker:
 
     def __init__(self, rng: random.Random, level: int, long: bool = False) -> None:
         self.rng, self.level, self.long = rng, level, long
-        self.chat = Chat()
+        self.chat = PictureChat()
 
-    def make(self) -> Chat:
+    def make(self) -> PictureChat:
         rng = self.rng
         if self.level and rng.random() < 0.25:
             prompt = rng.choice(SYSTEM_PROMPTS)
@@ -219,6 +219,6 @@ class Talker:
         self.chat.say("assistant", asked.answer, asked.kind)
 
 
-def any_chat(rng: random.Random, level: int = 2) -> Chat:
+def any_chat(rng: random.Random, level: int = 2) -> PictureChat:
     """A chat of the level (see `Talker`); at the highest, one in thirty is long."""
     return Talker(rng, level, long=level == 2 and rng.random() < 0.035).make()

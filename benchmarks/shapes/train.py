@@ -27,15 +27,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from .data import Batch, Row, make_rows, pack
-from .layout import Shape, write_configs
+from .data import ChatRow, TrainingBatch, make_rows, pack
+from .layout import PictureModelShape, write_configs
 from .model import Borders, Inputs, Shapes, grid_positions
 
 LEVELS = (600, 1200)  # the first steps with the plainest chats, and those up to which they are plain
 
 
 class Chats(IterableDataset[dict[str, Tensor]]):
-    """Batches for every step in order, each field of `Batch` a tensor."""
+    """Batches for every step in order, each field of `TrainingBatch` a tensor."""
 
     def __init__(self, folder: Path, first: int, steps: int, patches: int, seed: int) -> None:
         self.folder, self.first, self.steps, self.patches, self.seed = folder, first, steps, patches, seed
@@ -50,11 +50,11 @@ class Chats(IterableDataset[dict[str, Tensor]]):
             yield tensors(pack(make_rows(f"{self.seed}/{step}", tokenizer, level, self.patches)))
 
 
-def tensors(batch: Batch) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(getattr(batch, name)) for name in Batch.__slots__}
+def tensors(batch: TrainingBatch) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(getattr(batch, name)) for name in TrainingBatch.__slots__}
 
 
-def inputs_of(batch: dict[str, Tensor], shape: Shape, device: str) -> Inputs:
+def inputs_of(batch: dict[str, Tensor], shape: PictureModelShape, device: str) -> Inputs:
     """The batch on the device, with what follows from its grids."""
     grids = [(rows, columns) for rows, columns in batch["grids"].tolist()]
     parts = [grid_positions(*grid, shape.places) for grid in grids]
@@ -88,7 +88,7 @@ def write_model(model: Shapes, folder: Path) -> None:
 
 
 @torch.no_grad()
-def exactness(model: Shapes, rows: list[Row], device: str) -> dict[str, tuple[int, int]]:
+def exactness(model: Shapes, rows: list[ChatRow], device: str) -> dict[str, tuple[int, int]]:
     """Replies said exactly and all replies, by kind: greedy, with the chat so far as it should be."""
     batch = tensors(pack(rows))
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
@@ -188,7 +188,7 @@ def main() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(options.tokenizer / name, options.out / name)
     torch.manual_seed(options.seed)
-    model = Shapes(Shape()).to(options.device)
+    model = Shapes(PictureModelShape()).to(options.device)
     if options.start is not None:
         model.load_state_dict(load_file(str(options.start / "model.safetensors"), device=options.device))
     print(f"{sum(value.numel() for value in model.parameters()) / 1e6:.2f}M parameters", flush=True)

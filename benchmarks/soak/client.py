@@ -51,7 +51,7 @@ class Ask:
 
 
 @dataclass
-class Told:
+class TurnResult:
     """What came of a turn: `whole` where it came to its end. Lengths are tokens."""
 
     text: str = ""
@@ -88,7 +88,7 @@ class Told:
 
 
 class Http:
-    """One endpoint's users. Errors of the connection become `Told.error`, or are raised by the other methods."""
+    """One endpoint's users. Errors of the connection become `TurnResult.error`, or are raised by the other methods."""
 
     def __init__(self, url: str) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
@@ -106,9 +106,9 @@ class Http:
         await self._http.aclose()
         await self._official.close()
 
-    async def say(self, ask: Ask) -> Told:
+    async def say(self, ask: Ask) -> TurnResult:
         """A turn."""
-        told = Told()
+        told = TurnResult()
         try:
             await (self._official_say(ask, told) if ask.official else self._say(ask, told))
         except (httpx.HTTPError, APIConnectionError) as error:
@@ -120,7 +120,7 @@ class Http:
         told.whole = bool(told.finish) and not told.error and (told.prompt > 0 or not ask.streamed)
         return told
 
-    async def _say(self, ask: Ask, told: Told) -> None:
+    async def _say(self, ask: Ask, told: TurnResult) -> None:
         body, headers = {**ask.fields(), **ask.extra()}, {"X-Agent-ID": ask.agent}
         if not ask.streamed:
             answer = await self._http.post("/v1/chat/completions", json=body, headers=headers)
@@ -140,7 +140,7 @@ class Http:
                     if ask.pieces and told.pieces >= ask.pieces:
                         return
 
-    async def _official_say(self, ask: Ask, told: Told) -> None:
+    async def _official_say(self, ask: Ask, told: TurnResult) -> None:
         create = self._official.chat.completions.with_raw_response.create
         raw = await create(**ask.fields(), extra_headers={"X-Agent-ID": ask.agent}, extra_body=ask.extra())
         told.headers(raw.headers)

@@ -18,23 +18,23 @@ from typing import Any
 
 import httpx
 
-from .client import Ask, Http, Told
+from .client import Ask, Http, TurnResult
 from .ledger import (
     EXITED,
     FULL,
+    AgentRecord,
     Attempt,
     Broken,
-    Counters,
     Deed,
     Fault,
-    Life,
     Marks,
+    RestartedCounters,
     excuse_of,
     found_in,
     tokens_held,
 )
-from .plan import SPOKEN, SlotPlan, Step
-from .server import EVERYTHING, Disk, Server
+from .plan import SPOKEN, SlotPlan, SoakStep
+from .server import EVERYTHING, HomeDisk, SoakServer
 
 SETTLE_S = 1.0
 """So long a server that is well has to have ended a turn whose client has gone."""
@@ -83,8 +83,8 @@ class Soak:
 
     def __init__(
         self,
-        server: Server,
-        disk: Disk,
+        server: SoakServer,
+        disk: HomeDisk,
         plans: list[SlotPlan],
         rows: int,
         seed: int,
@@ -93,8 +93,8 @@ class Soak:
         say: Callable[[str], None],
     ) -> None:
         self.seen = Seen(records={plan.slot: [] for plan in plans})
-        self.counters = Counters()
-        self.lives: dict[str, Life] = {}
+        self.counters = RestartedCounters()
+        self.lives: dict[str, AgentRecord] = {}
         self.marks = Marks()
         self._codes: dict[str, str] = {}
         self._server, self._disk, self._plans = server, disk, plans
@@ -147,12 +147,12 @@ class Soak:
         lives = [step.life for step in plan.closing()]
         for life in lives[: len(lives) if plan.slot % 2 else 1]:
             self.seen.held_tokens.append(self.lives[life].tokens if life in self.lives else 0)
-            await self._do(plan, Step("delete", life))
+            await self._do(plan, SoakStep("delete", life))
         self.seen.held_tokens += [self.lives[life].tokens for life in lives if life in self.lives]
 
-    async def _do(self, plan: SlotPlan, step: Step) -> None:
+    async def _do(self, plan: SlotPlan, step: SoakStep) -> None:
         self.seen.operations[step.kind] += 1
-        life = self.lives.setdefault(step.life, Life(step.life, plan.continues))
+        life = self.lives.setdefault(step.life, AgentRecord(step.life, plan.continues))
         try:
             if step.kind in SPOKEN or step.kind == "inject":
                 await self._speak(plan, life, step)
@@ -168,7 +168,7 @@ class Soak:
             self.seen.stuck.append(f"{life.id} {step.kind}: {stuck}")
             self._break("answered", life, f"{step.kind}: {stuck}")
 
-    async def _speak(self, plan: SlotPlan, life: Life, step: Step) -> None:
+    async def _speak(self, plan: SlotPlan, life: AgentRecord, step: SoakStep) -> None:
         for mark in step.marks:
             self._codes[mark.name] = mark.code
         self.marks.tell(life.id, [mark.name for mark in step.marks])
@@ -206,7 +206,7 @@ class Soak:
         raise Stuck(f"not within {TRIES_MAX} tries")
 
     async def _turn(
-        self, plan: SlotPlan, life: Life, step: Step, message: dict[str, str], *, first: bool, info: Any
+        self, plan: SlotPlan, life: AgentRecord, step: SoakStep, message: dict[str, str], *, first: bool, info: Any
     ) -> Attempt:
         messages = [message] if life.continues else [*life.messages, message]
         ask = Ask(
@@ -219,9 +219,9 @@ class Soak:
         self._take(attempt, told)
         return attempt
 
-    async def _inject(self, life: Life, message: dict[str, str], info: Any) -> Attempt:
+    async def _inject(self, life: AgentRecord, message: dict[str, str], info: Any) -> Attempt:
         attempt = self._attempt(life, "inject", [message], info)
-        told = Told()
+        told = TurnResult()
         try:
             status, body = await self._http.json("POST", f"/v1/agents/{life.id}/inject", {"messages": [message]})
             told.error = "" if status == 200 else f"{status} {body}"
@@ -232,14 +232,14 @@ class Soak:
         self._take(attempt, told)
         return attempt
 
-    def _attempt(self, life: Life, kind: str, messages: list[dict[str, str]], info: Any) -> Attempt:
+    def _attempt(self, life: AgentRecord, kind: str, messages: list[dict[str, str]], info: Any) -> Attempt:
         self._number += 1
         found = Attempt(self._number, life.id, kind, messages, life.continues or kind == "inject")
         found.held, found.after_stop, found.began = life.tokens, life.stopped, time.time()
         found.tier = "" if info is None else info.get("tier", "")
         return found
 
-    def _take(self, attempt: Attempt, told: Told) -> None:
+    def _take(self, attempt: Attempt, told: TurnResult) -> None:
         attempt.ended = time.time()
         attempt.text, attempt.whole, attempt.finish, attempt.error = told.text, told.whole, told.finish, told.error
         attempt.prompt, attempt.cached, attempt.drawn = told.prompt, told.cached, told.drawn
@@ -251,7 +251,7 @@ class Soak:
 
     # What the server has.
 
-    async def _settle(self, life: Life, attempt: Attempt) -> None:
+    async def _settle(self, life: AgentRecord, attempt: Attempt) -> None:
         """Learn whether the attempt was kept."""
         wanted = life.after(attempt)
         if not attempt.whole:
@@ -272,14 +272,14 @@ class Soak:
             return
         self._kept(life, attempt, wanted, tokens)
 
-    def _kept(self, life: Life, attempt: Attempt, messages: int, tokens: int) -> None:
+    def _kept(self, life: AgentRecord, attempt: Attempt, messages: int, tokens: int) -> None:
         attempt.kept = True
         if attempt.told_unkept:
             self.seen.counts["kept, and said that it is not"] += 1
         life.kept, life.tokens = messages, tokens
         life.stopped = attempt.finish == "stop" and bool(attempt.stop)
 
-    async def _check(self, life: Life) -> Any:
+    async def _check(self, life: AgentRecord) -> Any:
         """The agent is what its client believes. Returns what the server says of it."""
         info = await self._info(life.id)
         tokens = tokens_held(info, life.continues, life.kept)
@@ -332,7 +332,7 @@ class Soak:
 
     # Other operations.
 
-    async def _fork(self, plan: SlotPlan, life: Life, step: Step) -> None:
+    async def _fork(self, plan: SlotPlan, life: AgentRecord, step: SoakStep) -> None:
         await self._check(life)
         other = self.lives[step.other] = life.forked(step.other)
         if not life.kept:
@@ -348,7 +348,7 @@ class Soak:
         self.seen.records[plan.slot].append(Deed("fork", life.id, other.id))
         await self._check(other)
 
-    async def _delete(self, plan: SlotPlan, life: Life) -> None:
+    async def _delete(self, plan: SlotPlan, life: AgentRecord) -> None:
         names = self.marks.of(life.id)
         if names and life.kept and self.seen.controls.total() < CONTROLS:
             kept = json.dumps([attempt.messages for attempt in life.history if attempt.kept])
@@ -437,7 +437,7 @@ class Soak:
         fault = Fault(EXITED, time.time())
         self.seen.faults.append(fault)
         self._well.clear()
-        self._break("answered", Life("server", False), f"it ended by itself: {said}")
+        self._break("answered", AgentRecord("server", False), f"it ended by itself: {said}")
         # It may lack what a full disk does not give.
         self._disk.empty()
         await asyncio.to_thread(self._server.start)
@@ -490,7 +490,7 @@ class Soak:
                 return
             if self._server.ended is not None:
                 return
-        self._break("answered", Life("server", False), f"{kind} does not come back within {WELL_S:g} s")
+        self._break("answered", AgentRecord("server", False), f"{kind} does not come back within {WELL_S:g} s")
 
     # Figures.
 
@@ -513,6 +513,6 @@ class Soak:
         sample = {"at": time.time(), "tokens held": held, "disk bytes": tiers.get("disk_bytes") or 0}
         self.seen.samples.append({**sample, "prefix bytes": cache.get("current_memory_bytes") or 0})
 
-    def _break(self, law: str, life: Life, what: str) -> None:
+    def _break(self, law: str, life: AgentRecord, what: str) -> None:
         self.seen.broken.append(Broken(law, life.id, what))
         self._say(f"  BROKEN: {law}: {life.id}: {what}")

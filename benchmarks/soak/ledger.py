@@ -113,7 +113,7 @@ LAWS = {
 
 
 @dataclass
-class Life:
+class AgentRecord:
     """An agent as its client believes it to be.
 
     Attributes:
@@ -130,8 +130,10 @@ class Life:
     stopped: bool = False
     history: list[Attempt] = field(default_factory=list)
 
-    def forked(self, other: str) -> Life:
-        return Life(other, self.continues, [*self.messages], self.kept, self.tokens, self.stopped, [*self.history])
+    def forked(self, other: str) -> AgentRecord:
+        return AgentRecord(
+            other, self.continues, [*self.messages], self.kept, self.tokens, self.stopped, [*self.history]
+        )
 
     def after(self, attempt: Attempt) -> int:
         """How many messages the server has once it has kept the attempt."""
@@ -327,7 +329,7 @@ def found_in(data: bytes, needles: Mapping[str, Sequence[bytes]]) -> list[str]:
     return [name for name, forms in needles.items() if any(form in data for form in forms)]
 
 
-class Counters:
+class RestartedCounters:
     """Sums of counters that begin again at 0 when their process does."""
 
     def __init__(self) -> None:

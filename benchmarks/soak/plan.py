@@ -42,7 +42,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SoakStep:
     """One thing that a slot does.
 
     Attributes:
@@ -72,7 +72,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class _Life:
+class _PlannedAgent:
     id: str
     tokens: int = 0
     codes: dict[str, str] = field(default_factory=dict)
@@ -97,15 +97,15 @@ class SlotPlan:
         self.limit = LIMITS[slot % len(LIMITS)]
         self._rng = random.Random(f"{seed}/{slot}")
         self._size_of = size_of
-        self._lives: list[_Life] = []
+        self._lives: list[_PlannedAgent] = []
         self._born = 0
         self._marks = 0
 
-    def next(self) -> Step:
+    def next(self) -> SoakStep:
         """The next step."""
         rng = self._rng
         if not self._lives:
-            self._lives.append(_Life(self._new_id()))
+            self._lives.append(_PlannedAgent(self._new_id()))
             return self._done(self._lives[0], self._tell(self._lives[0]))
         life = rng.choice(self._lives)
         if life.tokens > self.limit or (len(self._lives) == 2 and life.steps > 3 and rng.random() < 0.2):
@@ -117,23 +117,23 @@ class SlotPlan:
             if len(self._lives) == 2:
                 kind = "ask"
             else:
-                other = _Life(self._new_id(), life.tokens, dict(life.codes))
+                other = _PlannedAgent(self._new_id(), life.tokens, dict(life.codes))
                 self._lives.append(other)
                 life.steps = 0
-                return Step("fork", life.id, other=other.id)
-        step: Step = getattr(self, f"_{kind}")(life)
+                return SoakStep("fork", life.id, other=other.id)
+        step: SoakStep = getattr(self, f"_{kind}")(life)
         return self._done(life, step)
 
-    def closing(self) -> list[Step]:
+    def closing(self) -> list[SoakStep]:
         """At the end each life is asked for the first thing that it was told."""
-        found: list[Step] = []
+        found: list[SoakStep] = []
         for life in self._lives:
             name = next(iter(life.codes))
             text = talk.question(name)
-            found.append(Step("ask", life.id, text, talk.answer(name, life.codes[name]), tokens_max=60))
+            found.append(SoakStep("ask", life.id, text, talk.answer(name, life.codes[name]), tokens_max=60))
         return found
 
-    def _done(self, life: _Life, step: Step) -> Step:
+    def _done(self, life: _PlannedAgent, step: SoakStep) -> SoakStep:
         life.steps += 1
         life.tokens += self._size_of(step.text) + self._size_of(step.expected) + 12
         if step.kind == "story":
@@ -171,42 +171,42 @@ class SlotPlan:
             text = text[: len(text) * 2 // 3]
         return text.strip() or "nothing"
 
-    def _delete(self, life: _Life) -> Step:
+    def _delete(self, life: _PlannedAgent) -> SoakStep:
         self._lives.remove(life)
-        return Step("delete", life.id)
+        return SoakStep("delete", life.id)
 
-    def _tell(self, life: _Life) -> Step:
+    def _tell(self, life: _PlannedAgent) -> SoakStep:
         rng = self._rng
         marks = tuple(self._mark() for _ in range(rng.choice([1, 1, 1, 2, 3])))
         text = " ".join(f"Remember: {mark.sentence}" for mark in marks)
         if rng.random() < 0.2:
             text = f"{self._filler(self._paste_tokens())}\n{text}"
-        return Step("tell", life.id, text, talk.NOTED, tokens_max=40, streamed=rng.random() < 0.3, marks=marks)
+        return SoakStep("tell", life.id, text, talk.NOTED, tokens_max=40, streamed=rng.random() < 0.3, marks=marks)
 
-    def _ask(self, life: _Life) -> Step:
+    def _ask(self, life: _PlannedAgent) -> SoakStep:
         name = self._rng.choice(list(life.codes))
         text, expected = talk.question(name), talk.answer(name, life.codes[name])
-        return Step("ask", life.id, text, expected, tokens_max=60, streamed=self._rng.random() < 0.3)
+        return SoakStep("ask", life.id, text, expected, tokens_max=60, streamed=self._rng.random() < 0.3)
 
-    def _count(self, life: _Life, least: int = 5, most: int = 40) -> Step:
+    def _count(self, life: _PlannedAgent, least: int = 5, most: int = 40) -> SoakStep:
         last = self._rng.randint(least, most)
         text = f"Say the numbers from one to {words.number_in_words(last)}."
         streamed = self._rng.random() < 0.3
-        return Step("count", life.id, text, talk.count_reply(last), tokens_max=400, streamed=streamed)
+        return SoakStep("count", life.id, text, talk.count_reply(last), tokens_max=400, streamed=streamed)
 
-    def _repeat(self, life: _Life) -> Step:
+    def _repeat(self, life: _PlannedAgent) -> SoakStep:
         text = " ".join(words.any_name(self._rng) for _ in range(self._rng.randint(3, 10)))
-        return Step("repeat", life.id, f"Repeat after me: {text}", text, tokens_max=120)
+        return SoakStep("repeat", life.id, f"Repeat after me: {text}", text, tokens_max=120)
 
-    def _story(self, life: _Life) -> Step:
-        return Step("story", life.id, "Tell me a story.", tokens_max=self._rng.randint(30, 120), streamed=True)
+    def _story(self, life: _PlannedAgent) -> SoakStep:
+        return SoakStep("story", life.id, "Tell me a story.", tokens_max=self._rng.randint(30, 120), streamed=True)
 
-    def _paste(self, life: _Life) -> Step:
+    def _paste(self, life: _PlannedAgent) -> SoakStep:
         streamed = self._rng.random() < 0.2
         text = self._filler(self._paste_tokens())
-        return Step("paste", life.id, text, talk.SEEN, tokens_max=40, streamed=streamed)
+        return SoakStep("paste", life.id, text, talk.SEEN, tokens_max=40, streamed=streamed)
 
-    def _stop(self, life: _Life) -> Step:
+    def _stop(self, life: _PlannedAgent) -> SoakStep:
         rng = self._rng
         whole = rng.choice([self._count, self._ask, self._repeat])(life)
         if whole.kind == "ask":
@@ -214,40 +214,40 @@ class SlotPlan:
         else:
             pieces = whole.expected.replace(",", "").split()
             stop = pieces[rng.randrange(len(pieces) // 2, len(pieces))]
-        return Step(
+        return SoakStep(
             "stop", life.id, whole.text, whole.expected, stop, tokens_max=whole.tokens_max, streamed=whole.streamed
         )
 
-    def _long(self, life: _Life) -> tuple[str, str, tuple[Mark, ...]]:
+    def _long(self, life: _PlannedAgent) -> tuple[str, str, tuple[Mark, ...]]:
         """Something with a long answer, behind something that only this turn tells."""
         mark = self._mark()
         whole = self._count(life, 50, 99)
         return f"The number of {mark.name} is {mark.code}. {whole.text}", whole.expected, (mark,)
 
-    def _hang_up(self, life: _Life) -> Step:
+    def _hang_up(self, life: _PlannedAgent) -> SoakStep:
         rng = self._rng
         text, expected, marks = self._long(life)
         goes_on = rng.random() < 0.5
         pieces = rng.randint(2, 25)
-        return Step(
+        return SoakStep(
             "hang_up", life.id, text, expected, "", 400, streamed=True, pieces=pieces, goes_on=goes_on, marks=marks
         )
 
-    def _timeout(self, life: _Life) -> Step:
+    def _timeout(self, life: _PlannedAgent) -> SoakStep:
         rng = self._rng
         text, expected, marks = self._long(life)
         goes_on, streamed = rng.random() < 0.5, rng.random() < 0.5
         timeout_s = round(rng.uniform(0.5, 2.0), 2)
-        return Step(
+        return SoakStep(
             "timeout", life.id, text, expected, "", 400, streamed, timeout_s=timeout_s, goes_on=goes_on, marks=marks
         )
 
-    def _inject(self, life: _Life) -> Step:
+    def _inject(self, life: _PlannedAgent) -> SoakStep:
         mark = self._mark()
         text = f"Remember: {mark.sentence}"
         if self._rng.random() < 0.2:
             text = f"{self._filler(self._paste_tokens())}\n{text}"
-        return Step("inject", life.id, text, marks=(mark,))
+        return SoakStep("inject", life.id, text, marks=(mark,))
 
-    def _release(self, life: _Life) -> Step:
-        return Step("release", life.id)
+    def _release(self, life: _PlannedAgent) -> SoakStep:
+        return SoakStep("release", life.id)

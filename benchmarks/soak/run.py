@@ -29,7 +29,7 @@ from .driver import Soak
 from .plan import LIMITS, SlotPlan
 from .reference import Compared, Reference
 from .report import kv_bytes, markdown, passed, summary
-from .server import KILLED, Server, disk_of
+from .server import KILLED, SoakServer, disk_of
 
 TOKENIZER = ROOT / "actors" / "model_files" / "embedded" / "recall" / "tokenizer.json"
 MODES = ("roomy", "tenth")
@@ -139,7 +139,7 @@ async def soak(options: argparse.Namespace, settings: dict[str, Any], work: Path
             "scheduling": {"prefix_bytes_max": settings["prefix_bytes_max"], "rows_max": max(4, options.rows)},
             "disk_bytes_max": settings["disk_bytes_max"],
         }
-        server = Server(disk.folder / "home", budgets, work / "server.log", options.numerics)
+        server = SoakServer(disk.folder / "home", budgets, work / "server.log", options.numerics)
         say(f"starting, with {settings['prefix_bytes_max'] / 1e6:.1f} MB of memory")
         over, beside = asyncio.Event(), None
         try:
@@ -166,7 +166,7 @@ async def soak(options: argparse.Namespace, settings: dict[str, Any], work: Path
 
 async def undisturbed(options: argparse.Namespace, run: Soak, work: Path, over: asyncio.Event) -> Compared:
     """The same again, with room for all and nobody killed. `over` says that the run is."""
-    server = Server(work / "undisturbed", {}, work / "undisturbed.log", options.numerics)
+    server = SoakServer(work / "undisturbed", {}, work / "undisturbed.log", options.numerics)
     say("the undisturbed run")
     try:
         await asyncio.to_thread(server.start)

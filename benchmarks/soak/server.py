@@ -38,7 +38,7 @@ EVERYTHING = "everything"
 KILLED = (*TITLES, EVERYTHING)
 
 
-class Server:
+class SoakServer:
     """One server on one home, started as often as it is killed.
 
     Args:
@@ -152,7 +152,7 @@ class Server:
         return session.members() if session is not None else []
 
 
-class Disk:
+class HomeDisk:
     """The file system of a home, which can be filled.
 
     Attributes:
@@ -180,7 +180,7 @@ class Disk:
 
 
 @contextmanager
-def disk_of(folder: Path, bytes_max: int) -> Iterator[Disk]:
+def disk_of(folder: Path, bytes_max: int) -> Iterator[HomeDisk]:
     """A file system of that size in memory, where the user may mount one; else the folder as it is."""
     folder.mkdir(parents=True)
     options = f"size={bytes_max},mode=0700"
@@ -189,7 +189,7 @@ def disk_of(folder: Path, bytes_max: int) -> Iterator[Disk]:
         command = ["mount", "-t", "tmpfs", "-o", options, "satchel-soak", str(folder)]
         mounted = subprocess.run(command, capture_output=True).returncode == 0
     try:
-        yield Disk(folder, bytes_max if mounted else None)
+        yield HomeDisk(folder, bytes_max if mounted else None)
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(folder)], check=False)

@@ -9,17 +9,23 @@ from typing import Any
 from .. import parts
 from .parts import Sight, warm_ups
 from .scenery import FILM, TALK, asked, circle, film, film_frames, fresh_number, picture
-from .servers import Server
-from .turns import Answers, Spread, Start, Talk, first_ms
+from .servers import VisionServer
+from .turns import Answers, Spread, Start, TalkOptions, first_ms
 
 TARGET_FRAMES, FRAMES_TARGET = 32, 24.7
 QUESTION, ANSWER = TALK[0]
 
 
 def resolution(
-    sight: Sight, start: Start, sides: Sequence[int], talk: Talk, rounds: int, budget: Any, say: Callable[[str], None]
+    sight: Sight,
+    start: Start,
+    sides: Sequence[int],
+    talk: TalkOptions,
+    rounds: int,
+    budget: Any,
+    say: Callable[[str], None],
 ) -> Any:
-    part = parts.Part("Pictures by their size")
+    part = parts.ResultTable("Pictures by their size")
     costs = {
         side: sight.costs(rounds, lambda side=side: [circle(side, fresh_number())], QUESTION, video=False)
         for side in sides
@@ -66,12 +72,12 @@ def video(
     start: Start,
     lengths: Sequence[int],
     side: int,
-    talk: Talk,
+    talk: TalkOptions,
     rounds: int,
     budget: Any,
     say: Callable[[str], None],
 ) -> Any:
-    part = parts.Part(f"Videos by their frames of {side} x {side}")
+    part = parts.ResultTable(f"Videos by their frames of {side} x {side}")
     spread, answers, encodes = Spread(), Answers(), dict[tuple[int, str], int]()
     costs = {
         length: sight.costs(
@@ -119,10 +125,10 @@ def video(
 
 
 def _one_video(
-    server: Server,
+    server: VisionServer,
     side: int,
     length: int,
-    talk: Talk,
+    talk: TalkOptions,
     spread: Spread,
     encodes: dict[tuple[int, str], int],
     answers: Answers,
@@ -139,9 +145,9 @@ def _one_video(
     answers.check(texts["cached"], FILM[1] if talk.known else None, texts["cold"])
 
 
-def entries(start: Start, sides: Sequence[int], talk: Talk, say: Callable[[str], None]) -> Any:
+def entries(start: Start, sides: Sequence[int], talk: TalkOptions, say: Callable[[str], None]) -> Any:
     """Bytes of features and KV of a picture, in memory and on the disk."""
-    part = parts.Part("Bytes kept of a picture")
+    part = parts.ResultTable("Bytes kept of a picture")
     with start() as server:
         # Before anything is on the disk, from where it would come back.
         memory = {side: _in_memory(server, side, talk) for side in sides}
@@ -172,7 +178,7 @@ def _beginning(word: str, shown: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": word}, shown, {"type": "text", "text": QUESTION}]}]
 
 
-def _in_memory(server: Server, side: int, talk: Talk) -> tuple[int, int, int]:
+def _in_memory(server: VisionServer, side: int, talk: TalkOptions) -> tuple[int, int, int]:
     """Tokens of the prompt, bytes of features, bytes of KV."""
     server.eyes.forget()
     stream = server.eyes.see(_beginning("One", picture(side)), talk.tokens)
@@ -180,7 +186,7 @@ def _in_memory(server: Server, side: int, talk: Talk) -> tuple[int, int, int]:
     return stream.prompt, server.eyes.forget() - kv, kv
 
 
-def _on_disk(server: Server, side: int, talk: Talk) -> tuple[int, int]:
+def _on_disk(server: VisionServer, side: int, talk: TalkOptions) -> tuple[int, int]:
     """Bytes of features, bytes of KV."""
     shown, before, added = picture(side), server.disk_bytes(), list[int]()
     for word in ("One", "Two"):

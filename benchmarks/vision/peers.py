@@ -8,17 +8,17 @@ from typing import Any
 from .. import parts
 from .parts import warm_ups
 from .scenery import OTHER, TALK, asked, picture
-from .servers import PEERS, SATCHEL_FP16, Server, targets
-from .turns import Answers, Spread, Start, Talk, first_ms
+from .servers import PEERS, SATCHEL_FP16, VisionServer, targets
+from .turns import Answers, Spread, Start, TalkOptions, first_ms
 
 PEER_NAMES = (SATCHEL_FP16, *PEERS)
 STEPS = ("turn 1", "turn 2", "turn 3", "another conversation")
 
 
 def peers(
-    start: Start, names: list[str], side: int, talk: Talk, rounds: int, budget: Any, say: Callable[[str], None]
+    start: Start, names: list[str], side: int, talk: TalkOptions, rounds: int, budget: Any, say: Callable[[str], None]
 ) -> Any:
-    part = parts.Part(f"Beside other servers, a picture of {side} x {side}")
+    part = parts.ResultTable(f"Beside other servers, a picture of {side} x {side}")
     spread = Spread()
     for name in names:
         answers = Answers()
@@ -53,7 +53,7 @@ def peers(
     return part
 
 
-def _one_round(server: Server, side: int, talk: Talk, spread: Spread, answers: Answers) -> None:
+def _one_round(server: VisionServer, side: int, talk: TalkOptions, spread: Spread, answers: Answers) -> None:
     """Every turn first about a picture of its own, then all about one."""
     cold: list[str] = []
     for kind in ("cold", "kept"):

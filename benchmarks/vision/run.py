@@ -29,9 +29,9 @@ from ..programs import RESULTS, ROOT, program
 from .media import entries, resolution, video
 from .parts import Sight
 from .peers import PEER_NAMES, peers
-from .servers import FRAMES_MAX, KEPT, SATCHEL, Server, targets
+from .servers import FRAMES_MAX, KEPT, SATCHEL, VisionServer, targets
 from .shapes import EMBEDDED, VISION_SHAPES
-from .turns import TARGET_SIDE, Talk, ablation, turns
+from .turns import TARGET_SIDE, TalkOptions, ablation, turns
 
 PARTS = ("turns", "ablation", "resolution", "video", "entries", "peers")
 STEP = 32
@@ -80,7 +80,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class Run:
+class VisionRun:
     """The parts, each with what it needs."""
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
@@ -95,13 +95,13 @@ class Run:
         if said.returncode:
             raise SystemExit(f"{options.shape} cannot be written:\n{said.stderr}")
         self.device: str = json.loads(said.stdout.splitlines()[-1])["device"]
-        self._talk = Talk(options.tokens, known=VISION_SHAPES[options.shape] is None)
+        self._talk = TalkOptions(options.tokens, known=VISION_SHAPES[options.shape] is None)
         self._sight: Sight | None = None
 
     @contextmanager
-    def start(self, name: str = SATCHEL, settings: Mapping[str, Any] = KEPT["both"]) -> Iterator[Server]:
+    def start(self, name: str = SATCHEL, settings: Mapping[str, Any] = KEPT["both"]) -> Iterator[VisionServer]:
         """A server that is ready, ended afterwards."""
-        server = Server(name, self._folder, self._place, settings)
+        server = VisionServer(name, self._folder, self._place, settings)
         try:
             yield server
         finally:
@@ -145,7 +145,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="satchel-vision-", dir=options.work) as work:
-        run = Run(options, Path(work))
+        run = VisionRun(options, Path(work))
         facts = {**machine.facts(run.device), "load_before": round(load_before, 2)}
         result: dict[str, Any] = {
             "machine": facts,

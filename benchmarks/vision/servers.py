@@ -37,7 +37,7 @@ SETTLED_S, SETTLES_S_MAX = 2.0, 30.0
 """How long nothing must have been written until a turn counts as being on the disk, and how long that is waited for."""
 
 
-class Server(targets.Target):
+class VisionServer(targets.Target):
     """A running server of one model.
 
     Args:
@@ -61,7 +61,9 @@ class Server(targets.Target):
         if (config := self.home / "config.yaml").exists():
             told = {**json.loads(config.read_text()), "media": {"frames_max": FRAMES_MAX}, **self._settings}
             config.write_text(json.dumps(told))
-        self.server = processes.Group(command, {**launch.environment, **environment}, self._log.with_suffix(".log"))
+        self.server = processes.ProcessGroup(
+            command, {**launch.environment, **environment}, self._log.with_suffix(".log")
+        )
         self._await_answer(port, launch.ready, place.start_timeout_s)
         self.eyes = Eyes(f"http://127.0.0.1:{port}", launch.model)
 
@@ -81,14 +83,14 @@ class Server(targets.Target):
         super().stop()
 
 
-class Eyes(server.Client):
+class Eyes(server.ClusterClient):
     """A server's user, who shows it pictures."""
 
     def __init__(self, url: str, model: str) -> None:
         super().__init__(url)
         self._model = model
 
-    def see(self, messages: Sequence[Any], tokens_max: int, agent: str = "") -> server.Stream:
+    def see(self, messages: Sequence[Any], tokens_max: int, agent: str = "") -> server.ClusterStream:
         """What came of a conversation, with `ended`.
 
         Raises:
@@ -104,7 +106,7 @@ class Eyes(server.Client):
         }
         written = json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **({"X-Agent-ID": agent} if agent else {})}
-        found = server.Stream(time.perf_counter())
+        found = server.ClusterStream(time.perf_counter())
         with self._http.stream("POST", "/v1/chat/completions", content=written, headers=headers) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"{answer.status_code}: {answer.read().decode()[:300]}")

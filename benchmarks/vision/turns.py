@@ -9,7 +9,7 @@ from typing import Any
 from .. import parts
 from .parts import Costs, Sight, warm_ups
 from .scenery import OTHER, TALK, asked, circle, fresh_number, picture
-from .servers import KEPT, Server
+from .servers import KEPT, VisionServer
 
 TARGET_SIDE = 1024
 TURN_TARGETS = {2: 19.0, 3: 28.0}
@@ -70,7 +70,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Talk:
+class TalkOptions:
     """How conversations are held: `tokens` of an answer at the most, and whether right answers are known."""
 
     tokens: int
@@ -96,10 +96,16 @@ def whole_ms(stream: Any) -> float:
 
 
 def turns(
-    sight: Sight, start: Start, sides: Sequence[int], talk: Talk, rounds: int, budget: Any, say: Callable[[str], None]
+    sight: Sight,
+    start: Start,
+    sides: Sequence[int],
+    talk: TalkOptions,
+    rounds: int,
+    budget: Any,
+    say: Callable[[str], None],
 ) -> Any:
     """Latency by turn, with caches and without."""
-    part = parts.Part("Latency by turn of a conversation about one picture")
+    part = parts.ResultTable("Latency by turn of a conversation about one picture")
     costs = {
         side: sight.costs(rounds, lambda side=side: [circle(side, fresh_number())], QUESTIONS[0], video=False)
         for side in sides
@@ -151,10 +157,10 @@ def _of_turn(costs: Costs, prompt: int, cached: int) -> Costs:
 
 
 def _one_round(
-    server: Server,
+    server: VisionServer,
     side: int,
     number: int,
-    talk: Talk,
+    talk: TalkOptions,
     spread: Spread,
     answers: Answers,
     tokens: dict[tuple[int, int], tuple[int, int]],
@@ -192,9 +198,9 @@ def _turn_row(spread: Spread, side: int, turn: int) -> dict[str, Any]:
     return {**row, "rounds": len(spread.times[side, turn, "with", "first"])}
 
 
-def ablation(start: Start, side: int, talk: Talk, rounds: int, budget: Any, say: Callable[[str], None]) -> Any:
+def ablation(start: Start, side: int, talk: TalkOptions, rounds: int, budget: Any, say: Callable[[str], None]) -> Any:
     """What features alone, KV alone and both save."""
-    part = parts.Part(f"What is kept in memory of a picture of {side} x {side}")
+    part = parts.ResultTable(f"What is kept in memory of a picture of {side} x {side}")
     spread, encodes = Spread(), dict[str, float]()
     steps = [*range(len(TALK)), "other"]
     for kept in ("none", "both", "KV", "features"):

@@ -16,7 +16,7 @@ def error(status: int, **fields: Any) -> dict[str, Any]:
 
 
 def test_answers_are_judged() -> None:
-    answer, outcome = http.Answer, http.Outcome(allowed=(503,))
+    answer, outcome = http.AttackAnswer, http.AttackOutcome(allowed=(503,))
     for right in (
         answer(200, b"{}"),
         answer(400, json.dumps(error(400)).encode()),
@@ -38,12 +38,12 @@ def test_answers_are_judged() -> None:
 
 
 def said(stream: int, began: float, **fields: Any) -> Any:
-    return streams.Said(stream, began, **{"ended": began + 10, "text": f"story {stream}", **fields})
+    return streams.StreamedAnswer(stream, began, **{"ended": began + 10, "text": f"story {stream}", **fields})
 
 
 def row(found: dict[str, Any], **fields: Any) -> dict[str, Any]:
     calm = report.Peace({}, 0.1)
-    given = {"outcome": http.Outcome(), "memory": ({"endpoint": 300.0}, {"endpoint": 310.0}), "alive": True}
+    given = {"outcome": http.AttackOutcome(), "memory": ({"endpoint": 300.0}, {"endpoint": 310.0}), "alive": True}
     given = {**given, "judged": True, **fields}
     outcome, memory = given.pop("outcome"), given.pop("memory")
     return report.entry("a", ("does", "expected"), outcome, found, memory, 1.0, calm=calm, **given)
@@ -52,7 +52,7 @@ def row(found: dict[str, Any], **fields: Any) -> dict[str, Any]:
 def test_what_happens_to_streams_is_counted_where_it_happens() -> None:
     calm = report.peace([said(0, 0.0, gap_s=0.2), said(1, 0.0), said(0, 20.0)])
     assert calm.gap_s == 0.2
-    span = report.Span(100.0, 200.0)
+    span = report.AttackSpan(100.0, 200.0)
     heard = [
         said(0, 95.0, gap_s=5.0, gap_at=97.0),
         said(0, 120.0, gap_s=1.5, gap_at=125.0),
@@ -61,7 +61,7 @@ def test_what_happens_to_streams_is_counted_where_it_happens() -> None:
         said(1, 170.0, refused="503"),
         said(1, 300.0, error="afterwards"),
     ]
-    waiting = [streams.Waiting(180.0, 2.5), streams.Waiting(250.0, 60.0)]
+    waiting = [streams.LongestWait(180.0, 2.5), streams.LongestWait(250.0, 60.0)]
     found = report.streams_in(heard, waiting, span, calm)
     counts = {name: found[name] for name in ("streams", "changed", "cut off", "refused", "longest gap, s")}
     assert counts == {"streams": 5, "changed": 1, "cut off": 1, "refused": 1, "longest gap, s": 2.5}
@@ -78,7 +78,7 @@ def test_what_breaks_is_named() -> None:
     good = {"streams": 16, "changed": 0, "cut off": 0, "refused": 2, "longest gap, s": 0.9, "errors": []}
     assert row(good)["broken"] == []
     assert row({**good, "longest gap, s": 9.0}, judged=False)["broken"] == []
-    unexpected = http.Outcome(unexpected=["500: x"])
+    unexpected = http.AttackOutcome(unexpected=["500: x"])
     broken = [
         row({**good, "longest gap, s": 1.1}),
         row({**good, "changed": 1}),
@@ -88,7 +88,7 @@ def test_what_breaks_is_named() -> None:
         row(good, alive=False),
     ]
     assert all(len(each["broken"]) == 1 for each in broken)
-    skipped = row(good, outcome=http.Outcome(skipped="no rights"), alive=False)
+    skipped = row(good, outcome=http.AttackOutcome(skipped="no rights"), alive=False)
     assert skipped["broken"] == []
     part = {
         "when": "now",

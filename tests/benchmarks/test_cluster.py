@@ -14,7 +14,7 @@ import pytest
 from benchmarks import kept
 from benchmarks.cluster import arriving, moving, recovering, run, server
 from benchmarks.cluster.worker import Worker
-from benchmarks.parts import Part
+from benchmarks.parts import ResultTable
 
 
 def test_a_stream_goes_on_where_its_longest_gap_ends() -> None:
@@ -29,7 +29,7 @@ def test_a_stream_goes_on_where_its_longest_gap_ends() -> None:
 def test_ratios_of_a_move_are_taken_within_a_round() -> None:
     """Each round drifts by itself: 2 : 1 in every one of them, whatever the medians' ratio is."""
     times = {"raw": [1.0, 8.0, 3.0], "memory": [2.0, 10.0, 6.0], "disk": [4.0, 32.0, 12.0], "Ray": [8.0, 20.0, 24.0]}
-    part = Part("x")
+    part = ResultTable("x")
     row = moving.row("loopback", 6 * 10**9, times, part)
     assert (row["raw, GB/s"], row["into memory, GB/s"]) == (2.0, 1.0)
     assert (row["of raw"], row["of raw, disk"], row["pull / Ray"]) == (0.5, 0.25, 4.0)
@@ -38,11 +38,11 @@ def test_ratios_of_a_move_are_taken_within_a_round() -> None:
 
 def test_what_was_not_measured_is_a_dash_and_no_target() -> None:
     """No tmpfs, no Ray, no time: pulls onto disk stand for all, and nothing is met that nobody saw."""
-    part = Part("x")
+    part = ResultTable("x")
     row = moving.row("1 Gb/s", 10**9, {"raw": [1.0], "disk": [1.25]}, part)
     assert row["of raw"] is None and row["pull / Ray"] is None and row["Ray, GB/s"] is None
     assert [(target.found, target.met) for target in part.targets] == [(0.8, True)]
-    part = Part("x")
+    part = ResultTable("x")
     row = moving.row("1 Gb/s", 10**9, {"raw": [], "disk": []}, part)
     assert row["raw, GB/s"] is None and not part.targets
 

@@ -75,7 +75,7 @@ def test_a_proxy_that_does_not_start_says_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(proxies, "install", lambda peer: Path(sys.executable))
     peer = proxies.Peer("python", "python", ())
     with (
-        pytest.raises(proxies.CannotStart, match="ended with"),
+        pytest.raises(proxies.ProxyUnavailable, match="ended with"),
         proxies.running(peer, ["r0"], tmp_path / "log"),
     ):
         pass
@@ -147,7 +147,7 @@ def test_what_is_wanted_is_judged_over_the_cells_that_two_routers_share() -> Non
 
 def test_a_router_that_cannot_start_is_named_and_the_others_are_measured() -> None:
     def broken(names: list[str]) -> Any:
-        raise proxies.CannotStart("it does not install: why")
+        raise proxies.ProxyUnavailable("it does not install: why")
 
     cell = cells.Cell("w", "r", NODES, engines.Machine(), lambda seed: talks())
     comparison = run.Comparison(NODES, [])

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.programs import ROOT, program
 from benchmarks.scenarios import gossip, prisoners, replay, story, traces
-from benchmarks.scenarios.endpoint import Usage, endpoint_at
+from benchmarks.scenarios.endpoint import RequestUsage, endpoint_at
 from benchmarks.scenarios.ledger import Ledger, table
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.cluster.bring_up.ports import free_port
@@ -109,7 +109,7 @@ def write(path: Path, *records: Any) -> Path:
 
 
 def replayed(endpoint: Any, path: Path, *, served: bool, **limits: Any) -> Any:
-    chosen = replay.Limits(**{"conversations": 9, "calls": 50, "cold": 0, **limits})
+    chosen = replay.ReplayLimits(**{"conversations": 9, "calls": 50, "cold": 0, **limits})
     return replay.replay(endpoint, path, chosen, lambda text: None, served=served)
 
 
@@ -195,7 +195,7 @@ def test_networks_are_connected_both_ways_and_rumours_take_the_shortest_way() ->
 
 def test_the_ledger_counts_what_is_computed_again() -> None:
     """Of an agent's last prompt and answer, what is not found in the next prompt; another agent's do not count."""
-    ledger, usage = Ledger(), Usage
+    ledger, usage = Ledger(), RequestUsage
     assert ledger.add("1", "ann", usage(100, 0, 10)).again_tokens == 0
     assert ledger.add("1", "ben", usage(500, 0)).again_tokens == 0
     assert ledger.add("2", "ann", usage(130, 110, 5)).again_tokens == 0

@@ -99,10 +99,10 @@ def test_a_lost_message_is_noticed() -> None:
 
 
 def test_what_a_turn_keeps_is_what_it_sent_and_one_answer() -> None:
-    life = ledger.Life("a", True, kept=6)
+    life = ledger.AgentRecord("a", True, kept=6)
     assert life.after(attempt(1)) == 8
     assert life.after(attempt(1, kind="inject")) == 7
-    stateless = ledger.Life("a", False, kept=6)
+    stateless = ledger.AgentRecord("a", False, kept=6)
     assert stateless.after(attempt(1, messages=[{}] * 9)) == 10
     assert stateless.after(attempt(1, kind="inject")) == 7
 
@@ -177,7 +177,7 @@ def test_an_error_without_a_fault_breaks_a_law() -> None:
 
 
 def test_counters_add_up_over_restarts() -> None:
-    counters = ledger.Counters()
+    counters = ledger.RestartedCounters()
     for value in (5.0, 9.0, 2.0, 4.0):
         counters.add({"requests": value})
     assert counters.sums["requests"] == 13.0
@@ -186,11 +186,11 @@ def test_counters_add_up_over_restarts() -> None:
 def test_an_answer_that_says_it_is_not_kept_is_believed() -> None:
     """In the header of a whole answer, and in the last piece of a streamed one."""
     for value, unkept in (("not-kept; reason=disk_full, earlier-let-go", True), ("not-copied", False)):
-        told = client.Told()
+        told = client.TurnResult()
         told.headers(httpx.Headers({"x-satchel-memory": value}))
         assert told.unkept is unkept
     for field, unkept in (({"kept": False, "reason": "disk_full"}, True), ({"kept": True, "copied": False}, False)):
-        told = client.Told()
+        told = client.TurnResult()
         told.body({"choices": [{"delta": {}, "finish_reason": "stop"}], "satchel": field})
         told.body({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
         assert told.unkept is unkept and told.finish == "stop"
@@ -231,7 +231,7 @@ def test_the_undisturbed_run_replays_what_was_kept_and_notices_a_spoiled_answer(
     class Http:
         async def say(self, ask: Any) -> Any:
             calls.append(("say", ask.agent))
-            return client.Told(text="yes", whole=True, finish="stop", prompt=0)
+            return client.TurnResult(text="yes", whole=True, finish="stop", prompt=0)
 
         async def json(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
             calls.append((method, path))

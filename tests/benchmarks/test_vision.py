@@ -27,7 +27,7 @@ class FakeEyes:
     """A server that takes 100 ms for what is new to it, and 10 for what it has seen; `says` by question."""
 
     def __init__(self, says: dict[str, str]) -> None:
-        self._stream, self._says = servers.server.Stream, says
+        self._stream, self._says = servers.server.ClusterStream, says
         self._seen: set[str] = set()
         self.sent: list[tuple[str, str]] = []
 
@@ -101,7 +101,7 @@ def test_a_fresh_picture_is_another_one_and_clips_share_frames() -> None:
 
 
 def test_every_turn_s_messages_begin_with_the_turn_s_before() -> None:
-    talk = turns.Talk(16, known=True)
+    talk = turns.TalkOptions(16, known=True)
     first, second, third = (talk.messages({"type": "image_url"}, turn) for turn in range(3))
     assert third[:3] == second and second[:1] == first
     assert second[1:] == [
@@ -115,7 +115,7 @@ def test_turns_are_compared_with_what_is_fresh() -> None:
     eyes = FakeEyes(right())
     sight: Any = SimpleNamespace(costs=lambda *_, **__: parts.Costs(0.05, 0.03, 0.005, tokens=9))
     budget = tables.Budget(60.0)
-    part = turns.turns(sight, starting(eyes), [1024], turns.Talk(16, known=True), 2, budget, quiet)
+    part = turns.turns(sight, starting(eyes), [1024], turns.TalkOptions(16, known=True), 2, budget, quiet)
     ratios = [row["first token, without / with"] for row in part.rows]
     assert ratios == pytest.approx([1.0, 10.0, 10.0]) and part.rows[0]["rounds"] == 2
     assert [row["whole answer, without / with"] for row in part.rows] == pytest.approx([1.0, 5.5, 5.5])
@@ -130,7 +130,7 @@ def test_wrong_answers_and_servers_that_do_not_start_are_told() -> None:
     eyes = FakeEyes({**right(), "What colour is the circle?": "Blue."})
     failure = targets.CannotStart("it ended with code 3")
     start, budget = starting(eyes, "vllm-mlx", failure), tables.Budget(60.0)
-    talk = turns.Talk(16, known=True)
+    talk = turns.TalkOptions(16, known=True)
     part = peers.peers(start, ["satchel", "vllm-mlx"], 64, talk, 1, budget, quiet)
     (row,) = part.rows
     assert (row["server"], row["right"], row["as cold"]) == ("satchel", "6 of 8", "8 of 8")
@@ -140,15 +140,15 @@ def test_wrong_answers_and_servers_that_do_not_start_are_told() -> None:
     over = SimpleNamespace(left_s=1.0, rounds=lambda most: range(0))
     late = peers.peers(start, ["satchel"], 64, talk, 1, over, quiet)
     assert not late.rows and late.notes[0] == "There was no time for satchel."
-    unknown = peers.peers(start, ["satchel"], 64, turns.Talk(16, known=False), 1, budget, quiet)
+    unknown = peers.peers(start, ["satchel"], 64, turns.TalkOptions(16, known=False), 1, budget, quiet)
     assert unknown.rows[0]["right"] is None and unknown.rows[0]["as cold"] is None
 
 
 def test_bytes_on_the_disk_are_told_apart_by_what_another_turn_shares() -> None:
     eyes = FakeEyes(right())
     server: Any = SimpleNamespace(eyes=eyes, disk_bytes=iter([0, 900, 1500]).__next__)
-    assert media._on_disk(server, 64, turns.Talk(16, known=True)) == (300, 600)
-    assert media._in_memory(server, 64, turns.Talk(16, known=True)) == (9, 2000, 3000)
+    assert media._on_disk(server, 64, turns.TalkOptions(16, known=True)) == (300, 600)
+    assert media._in_memory(server, 64, turns.TalkOptions(16, known=True)) == (9, 2000, 3000)
 
 
 def test_an_answer_is_timed_and_read_from_its_stream() -> None:

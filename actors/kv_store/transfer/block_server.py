@@ -215,7 +215,7 @@ class BlockServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             seals = self._shake_hands(link)
             self._know(sock)
-            _Conversation(self, self._store, link, lease, *seals).run()
+            _ServedConnection(self, self._store, link, lease, *seals).run()
         except (LinkError, SatchelError, OSError) as error:
             # Whoever pulls finds out by the connection's end, and takes another way.
             logger.info("a connection for blocks ends: %s", error)
@@ -295,7 +295,7 @@ class _Lease:
             self._lease = None
 
 
-class _Conversation:
+class _ServedConnection:
     """What is said on one connection, after the handshake."""
 
     def __init__(
