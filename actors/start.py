@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import ray
 
-from ..cluster.config import Config, Model, Scheduling
+from ..cluster.config import Config, Model
 from ..cluster.connection import NAMESPACE, satchel_version
 from ..cluster.environment import default_home
 from ..cluster.errors import ActorSilent, InvalidRequest, ModelLoadError, NoAnswer
 from ..cluster.nodes import Node
 from ..cluster.placement import place
+from ..cluster.timing import Timing
 from .kv_store.node_actor import NodeStoreActor
 from .protocol import registry
 from .protocol.clients import ReplicaClient, RouterClient
@@ -30,11 +31,11 @@ from .router.actor import RouterActor
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-ANSWER_S = 2.0
 FLUSH_S = 0.3
 """After the last row has ended: time for its last tokens to leave."""
 
 NAME_FREE_S = 10.0
+"""How long Ray may take to free the names of replicas that were ended."""
 
 Report = Callable[[str, float | None], None]
 Replicas = Mapping[str, ReplicaClient]
@@ -85,7 +86,7 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
         served = registry.entries()
     here = {replica: entry.model for entry in served for replica, where in entry.replicas.items() if where == node.name}
     return {
-        replica: _start_replica(replica, model, config.scheduling, node, len(here), get_if_exists=True)
+        replica: _start_replica(replica, model, config, node, len(here), get_if_exists=True)
         for replica, model in here.items()
     }
 
@@ -96,14 +97,15 @@ def _on(node: Node) -> dict[str, Any]:
 
 
 def _start_replica(
-    replica: str, model: Model, scheduling: Scheduling, node: Node, neighbours: int, **more: Any
+    replica: str, model: Model, config: Config, node: Node, neighbours: int, **more: Any
 ) -> ReplicaClient:
     """
     Raises:
         ValueError: it runs already, where `more` does not say that then it is taken.
     """
     options = ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **_on(node), **more)
-    return ReplicaClient(replica, options.remote(replica, model, scheduling, node, neighbours))
+    started = options.remote(replica, model, config.scheduling, node, neighbours, config.timing)
+    return ReplicaClient(replica, config.timing, started)
 
 
 def located(model: Model) -> Model:
@@ -118,7 +120,7 @@ def located(model: Model) -> Model:
 
 
 def start_replicas(
-    model: Model, scheduling: Scheduling, placed: Mapping[str, Node], neighbours: int
+    model: Model, config: Config, placed: Mapping[str, Node], neighbours: int
 ) -> dict[str, ReplicaClient]:
     """Start the replicas of a model on nodes that are there, by id. They load in the background.
 
@@ -131,7 +133,7 @@ def start_replicas(
     replicas: dict[str, ReplicaClient] = {}
     for name, node in placed.items():
         try:
-            replicas[name] = _start_replica(name, model, scheduling, node, neighbours)
+            replicas[name] = _start_replica(name, model, config, node, neighbours)
         except ValueError:
             kill(replicas)
             what = f"a replica {name} runs already: somebody else loads {model.name!r}, or it has just been unloaded"
@@ -177,7 +179,7 @@ async def wait_until_ready(replicas: Replicas, timeout_s: float, report: Report)
             await asyncio.sleep(POLL_S)
 
 
-async def compare_models(replicas: Replicas) -> list[str]:
+async def compare_models(replicas: Replicas, timing: Timing) -> list[str]:
     """Whether these replicas have loaded the very models that others of the same names have.
 
     Returns:
@@ -188,7 +190,7 @@ async def compare_models(replicas: Replicas) -> list[str]:
     """
     said: list[str] = []
     for entry in await asyncio.to_thread(registry.entries):
-        found = await _infos(find_replicas([entry]))
+        found = await _infos(find_replicas([entry], timing), timing)
         # Those that were there first are what the new ones are compared with.
         said += differing({name: found[name] for name in sorted(found, key=lambda name: name in replicas)})
     return said
@@ -227,16 +229,16 @@ def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-async def _infos(replicas: Replicas) -> dict[str, ModelInfo]:
+async def _infos(replicas: Replicas, timing: Timing) -> dict[str, ModelInfo]:
     """What those replicas say of their models that have loaded and answer in time."""
-    answers = await _each(replica.info().within(ANSWER_S) for replica in replicas.values())
+    answers = await _each(replica.info().within(timing.brief_answer_s) for replica in replicas.values())
     infos = zip(replicas, answers, strict=True)
     return {name: info for name, info in infos if info is not None and not isinstance(info, NoAnswer)}
 
 
-def leave_node(replicas: Replicas, node: Node, drain_s: float, for_good: bool) -> None:
+def leave_node(replicas: Replicas, node: Node, timing: Timing, drain_s: float, for_good: bool) -> None:
     """Finish what the node's replicas are doing, at most `drain_s`, and end what runs there."""
-    asyncio.run(drain(replicas, drain_s))
+    asyncio.run(drain(replicas, drain_s, timing))
     if for_good:
         registry.remove_node(node.name)
         for entry in registry.entries():
@@ -261,14 +263,14 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
     model = located(model)
     served = await asyncio.to_thread(registry.check_name, model)
     nodes = await asyncio.to_thread(present_nodes, config)
-    free = await _memory_free_bytes()
+    free = await _memory_free_bytes(config.timing)
     placed = {replica: nodes[name] for replica, name in place(model, list(nodes), free_bytes=free).items()}
     here = [name for entry in served for name in entry.replicas.values()] + [node.name for node in placed.values()]
     neighbours = max(map(here.count, here))
-    replicas = await asyncio.to_thread(start_replicas, model, config.scheduling, placed, neighbours)
+    replicas = await asyncio.to_thread(start_replicas, model, config, placed, neighbours)
     try:
         await wait_until_ready(replicas, config.timeouts.model_load_s, report)
-        for sentence in differing(await _infos(replicas)):
+        for sentence in differing(await _infos(replicas, config.timing)):
             logger.warning("%s", sentence)
         # Not in a thread: a cancellation must not come between the entry and knowing of it.
         registry.add(model)
@@ -279,10 +281,10 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
         raise
 
 
-async def _memory_free_bytes() -> dict[str, int]:
+async def _memory_free_bytes(timing: Timing) -> dict[str, int]:
     """By node, as their stores have reported; empty where the router cannot be asked."""
     try:
-        nodes = await RouterClient().nodes().within(ANSWER_S)
+        nodes = await RouterClient(timing).nodes().within(timing.brief_answer_s)
     except NoAnswer:
         return {}
     return {node.name: node.memory_free_bytes for node in nodes if node.memory_free_bytes is not None}
@@ -297,45 +299,46 @@ def present_nodes(config: Config) -> dict[str, Node]:
     return {name: node for name, node in known.items() if node.resource in alive}
 
 
-async def unload_model(name: str, drain_s: float) -> None:
-    """Serve a model no more: new requests do not find it, running ones have `drain_s` to finish, its replicas end.
+async def unload_model(name: str, config: Config) -> None:
+    """Serve a model no more: new requests do not find it, running ones have `timeouts.drain_s` to finish, then its
+    replicas end.
 
     Raises:
         ModelNotFound: no such model.
         InvalidRequest: it is the only one.
     """
     entry = await asyncio.to_thread(registry.remove, name)
-    replicas = await asyncio.to_thread(find_replicas, [entry])
+    replicas = await asyncio.to_thread(find_replicas, [entry], config.timing)
     try:
         # Whoever has read the registry just before still sends requests here for a moment.
-        await asyncio.sleep(2 * registry.READ_S)
-        await drain(replicas, drain_s)
+        await asyncio.sleep(2 * config.timing.registry_s)
+        await drain(replicas, config.timeouts.drain_s, config.timing)
     finally:
         kill(replicas)
-    await _forget(replicas)
+    await _forget(replicas, config.timing)
 
 
-def find_replicas(entries: Iterable[registry.Entry]) -> dict[str, ReplicaClient]:
+def find_replicas(entries: Iterable[registry.Entry], timing: Timing) -> dict[str, ReplicaClient]:
     """The models' replicas by id, without those that Ray does not know."""
     replicas = {}
     for name in (name for entry in entries for name in entry.replicas):
         try:
-            replicas[name] = ReplicaClient(name, actor_handle(replica_actor_name(name)))
+            replicas[name] = ReplicaClient(name, timing, actor_handle(replica_actor_name(name)))
         except ValueError:
             logger.warning("there is no replica %s", name)
     return replicas
 
 
-async def drain(replicas: Replicas, timeout_s: float) -> None:
+async def drain(replicas: Replicas, timeout_s: float, timing: Timing) -> None:
     """Refuse new requests and wait for the running ones, at most `timeout_s`; what still runs then is ended."""
-    ends = time.monotonic() + timeout_s
-    await _each(replica.drain().within(ANSWER_S) for replica in replicas.values())
+    ends, answer_s = time.monotonic() + timeout_s, timing.brief_answer_s
+    await _each(replica.drain().within(answer_s) for replica in replicas.values())
     while time.monotonic() < ends - FLUSH_S:
-        if not any(map(_is_at_work, await _each(replica.stats().within(ANSWER_S) for replica in replicas.values()))):
+        if not any(map(_is_at_work, await _each(replica.stats().within(answer_s) for replica in replicas.values()))):
             break
         await asyncio.sleep(POLL_S)
     else:
-        await _each(replica.drain(end_rows=True).within(ANSWER_S) for replica in replicas.values())
+        await _each(replica.drain(end_rows=True).within(answer_s) for replica in replicas.values())
     await asyncio.sleep(FLUSH_S)
 
 
@@ -358,13 +361,13 @@ async def _each(calls: Iterable[Awaitable[T]]) -> list[T | NoAnswer]:
     return await asyncio.gather(*map(ask, calls))
 
 
-async def _forget(replicas: Replicas) -> None:
+async def _forget(replicas: Replicas, timing: Timing) -> None:
     """Tell the router, and wait until the names are free again."""
     ends = time.monotonic() + NAME_FREE_S
     try:
-        router = RouterClient()
+        router = RouterClient(timing)
         for name in replicas:
-            await router.lose(name).within(ANSWER_S)
+            await router.lose(name).within(timing.brief_answer_s)
     except NoAnswer:
         logger.warning("the router does not answer; it will miss the replicas' reports")
     for name in replicas:

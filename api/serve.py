@@ -28,6 +28,7 @@ from ..cluster.errors import ClusterError, SatchelError
 from ..cluster.incidents import note_incident_aside
 from ..cluster.keys import KeyRing
 from ..cluster.processes import give_freed_memory_back
+from ..cluster.timing import Timing
 from ..cluster.trust.endpoint_certificate import client_context
 from ..cluster.trust.shown_certificate import ShownCertificate
 from .agents.memory import AgentMemory
@@ -40,7 +41,6 @@ from .views.generation import Generator
 
 APPLICATION = "satchel"
 POLL_S = 0.1
-ANSWER_S = 2.0
 ENDPOINT_START_S = 120.0
 THREADS = 32
 HEALTH_S = 2.0
@@ -67,12 +67,14 @@ class Endpoint:
         # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "work"))
-        self._watchdog = Watchdog("endpoint")
+        self._watchdog = Watchdog("endpoint", poll_s=config.timing.heartbeat_s)
         self._watchdog.watch("event loop", loop.call_soon_threadsafe)
         self._watchdog.start()
         homes = AgentHomes(config)
         self._generator = Generator(
-            RayBackend(config, homes), config, memory=AgentMemory(RayStore(homes), copy_wait_s=config.copy_wait_s)
+            RayBackend(config, homes),
+            config,
+            memory=AgentMemory(RayStore(homes, config.timing), copy_wait_s=config.copy_wait_s, timing=config.timing),
         )
         at, home = config.endpoint, default_home()
         certificate = None if at.tls is None else ShownCertificate(at.tls, home)
@@ -117,7 +119,14 @@ class Endpoint:
 
 
 class EndpointClient:
-    """The running endpoint, as the server calls it from a thread. Errors are as `protocol.calls` has them."""
+    """The running endpoint, as the server calls it from a thread. Errors are as `protocol.calls` has them.
+
+    Args:
+        timing: of the cluster.
+    """
+
+    def __init__(self, timing: Timing) -> None:
+        self._brief_answer_s = timing.brief_answer_s
 
     def warm(self, timeout_s: float) -> None:
         """Load the tokenizers of all models, which the first requests would wait for.
@@ -129,7 +138,7 @@ class EndpointClient:
 
     def close(self, timeout_s: float) -> None:
         """Take no more connections, and let clients read the rest of their answers for at most `timeout_s`."""
-        self._ask(lambda endpoint: endpoint.close.remote(encode(Close(timeout_s))), timeout_s + ANSWER_S)
+        self._ask(lambda endpoint: endpoint.close.remote(encode(Close(timeout_s))), timeout_s + self._brief_answer_s)
 
     def _ask(self, send: Callable[[Any], Any], timeout_s: float) -> None:
         try:
@@ -149,17 +158,18 @@ class Deployment:
         scheme = "http" if config.endpoint.tls is None else "https"
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.endpoint.port}"
         self.models = [model.name for model in config.models]
+        self._timing = config.timing
 
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests of every model that is served now, and wait for the running ones, at most `timeout_s`;
         what still runs then is ended."""
-        replicas = find_replicas(registry.entries())
-        asyncio.run(drain(replicas, timeout_s))
+        replicas = find_replicas(registry.entries(), self._timing)
+        asyncio.run(drain(replicas, timeout_s, self._timing))
 
     def stop(self, timeout_s: float) -> None:
         """Take no more connections, and let clients read what has been answered, at most `timeout_s`. The processes
         belong to the cluster's Ray, which its owner ends."""
-        EndpointClient().close(timeout_s)
+        EndpointClient(self._timing).close(timeout_s)
 
 
 def deploy(config: Config, *, report: Report) -> Deployment:
@@ -179,7 +189,7 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     deployment = Deployment(config)
     report("Waiting for the endpoint", None)
     _await_health(deployment.url, config.endpoint.tls)
-    EndpointClient().warm(config.timeouts.model_load_s)
+    EndpointClient(config.timing).warm(config.timeouts.model_load_s)
     return deployment
 
 

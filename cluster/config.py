@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
 from .nodes import Node
+from .timing import Timing, broken
 from .units import STRICT, Bytes, Count, Seconds, StrictOrSeconds
 
 T = TypeVar("T")
@@ -217,6 +218,7 @@ class Config:
     routing: Routing = field(default_factory=Routing)
     media: Media = field(default_factory=Media)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    timing: Timing = field(default_factory=Timing)
     transcripts_bytes_max: Bytes = 256 * 2**20
     """What agents' transcripts and manifests may take on disk; the least recently used agents are forgotten first."""
     branches_max: Count = 8
@@ -371,7 +373,7 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
     """The tree from plain data.
 
     Raises:
-        ConfigError: naming every wrong place by its path.
+        ConfigError: naming every wrong place by its path, and times that do not fit each other.
     """
     config = _validated(Config, data if data is not None else {}, source)
     for index, model in enumerate(config.models):
@@ -381,6 +383,8 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
             raise ConfigError(f"{source}: {where}: {refusal}", param=where)
     for where, refusal in _node_refusals(config):
         raise ConfigError(f"{source}: {where}: {refusal}", param=where)
+    if unfitting := tuple(broken(config)):
+        raise ConfigError(f"{source}: {'; '.join(unfitting)}", param=unfitting[0].partition(" ")[0])
     return config
 
 

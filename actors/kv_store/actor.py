@@ -39,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LEASE_S = 60.0
-"""How long a turn may go without a sign of life."""
-
 WAITING_MAX = 64
 """How many turns of one agent may wait for the one before them."""
 
@@ -96,10 +93,15 @@ class KVStoreActor(DiskCalls):
     """
 
     def __init__(self, config: Config, folder: str | Path | None = None, disk: DiskStore | None = None) -> None:
+        self._timing = config.timing
         self._turn_wait_s = config.timeouts.turn_wait_s
         session = f"s{uuid.uuid4().hex}"
         self._folder = Path(folder) if folder is not None else None
-        self._disk_limits = DiskLimits(bytes_max=config.disk_bytes_max, reserve_bytes=config.disk_reserve_bytes)
+        self._disk_limits = DiskLimits(
+            bytes_max=config.disk_bytes_max,
+            reserve_bytes=config.disk_reserve_bytes,
+            lease_s_max=config.timing.block_lease_s,
+        )
         self._disk_error = ""
         self._disk: DiskStore | None = None
         self._owned: Ownership | None = None
@@ -157,7 +159,7 @@ class KVStoreActor(DiskCalls):
     def _take_disk(self, disk: DiskStore) -> Ownership:
         """Answer for the disk tier from now on. Who may have what in it."""
         self._disk = disk
-        self._owned = Ownership(disk, self._ask)
+        self._owned = Ownership(disk, self._ask, self._timing.claim_wait_s)
         self.open_disk(disk, self._session, self._owned)
         return self._owned
 
@@ -251,7 +253,7 @@ class KVStoreActor(DiskCalls):
         self._homes.check(agent)
         if adds:
             self._quotas.check(agent)
-        begun = self._agents.begin(agent, turn, time.monotonic(), LEASE_S)
+        begun = self._agents.begin(agent, turn, time.monotonic(), self._timing.turn_lease_s)
         if begun is None:
             return None
         since, main = begun
@@ -265,7 +267,7 @@ class KVStoreActor(DiskCalls):
 
     async def renew(self, agent: str, turn: str) -> Answer:
         """A sign of life of a long turn. False when the turn was lost."""
-        return await self._answer(lambda: self._agents.renew(agent, turn, time.monotonic(), LEASE_S))
+        return await self._answer(lambda: self._agents.renew(agent, turn, time.monotonic(), self._timing.turn_lease_s))
 
     async def commit(
         self,
@@ -329,7 +331,7 @@ class KVStoreActor(DiskCalls):
             for ending in endings:
                 ending.outcome = {"error": error.to_wire()}
                 if ending.commit.turn:
-                    self._agents.retake(ending.agent, ending.commit.turn, time.monotonic(), LEASE_S)
+                    self._agents.retake(ending.agent, ending.commit.turn, time.monotonic(), self._timing.turn_lease_s)
 
     def _end_turn(self, ending: _Ending) -> None:
         ending.failure = None

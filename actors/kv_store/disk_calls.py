@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ...cluster.errors import SatchelError
+from ...cluster.timing import Timing
 from ..protocol.block_ids import BLOCK_TOKENS
 from ..protocol.entries import TOKEN_BYTES, Location, SegmentRecord, unpack_tokens
 from .agents.claims import Branch, Claims
@@ -25,13 +26,11 @@ COMPACT_S = 20.0
 SPACE_S = 2.0
 """How often it is looked what is free of the device, which others fill too."""
 
-LEASE_S = 30.0
-"""How long a reader has for its files."""
-
 
 class DiskCalls:
     """A part of `KVStoreActor`; every answer is `{"result": ...}` or `{"error": ...}`."""
 
+    _timing: Timing
     _store: DiskStore | None = None
     _disk_threads: ThreadPoolExecutor | None = None
 
@@ -107,7 +106,7 @@ class DiskCalls:
             start = len(blocks) * BLOCK_TOKENS * TOKEN_BYTES
             rest = unpack_tokens(tokens[start : start + BLOCK_TOKENS * TOKEN_BYTES])
             tails = store.tails(model, blocks[-1].id if blocks else parent, rest, tails_max)
-            pin = store.pin([*blocks, *(tail.location for tail in tails)], LEASE_S)
+            pin = store.pin([*blocks, *(tail.location for tail in tails)], self._timing.block_lease_s)
             return {
                 "blocks": [location.to_wire() for location in blocks],
                 "tails": [[tail.location.to_wire(), tail.tokens] for tail in tails],

@@ -38,7 +38,7 @@ from .disk.quotas import Limits
 from .disk.store import DiskStore
 from .ownership import OwnedKeeper, Ownership
 from .peer_calls import VERSIONS_MAX, PeerCalls
-from .replication.copies import FETCH_S, SEND_S, Copies
+from .replication.copies import Copies
 from .replication.peers import Peers, RayPeers
 from .replication.succession import Succession
 from .transfer.node_blocks import NodeBlocks
@@ -50,19 +50,6 @@ TEND_S = 5.0
 
 LEARN_S = 60.0
 """How often other nodes are asked what happened there."""
-
-RETRY_S = 2.0
-"""After that time a node that has just come back is known here."""
-
-HELD_S = 5.0
-"""How long a move may hold an agent's turn for what KV has come meanwhile."""
-
-LEARN_WAIT_S = 5.0
-"""How long a node that starts, or was away, asks the others before it announces its agents and takes turns."""
-
-INTRODUCE_S, LEARN_AGAIN_S = 2.0, 0.5
-"""For how long it asks those again that have not answered before it announces its agents all the same, and how soon.
-The router takes a node that is silent for longer for lost."""
 
 UNBURIED_MAX = 10_000
 
@@ -97,7 +84,7 @@ class NodeStoreActor(PeerCalls):
         self._draining = False
         self._loop = asyncio.get_running_loop()
         self._node = node.name
-        self._peers: Peers = given.peers if given else RayPeers(node.name)
+        self._peers: Peers = given.peers if given else RayPeers(node.name, config.timing)
         self._agents.count_apart(_residue(node.name), NUMBERS)
         self._lock = threading.Lock()
         # Changed on the loop, taken on the reporter's thread; with the lock.
@@ -113,6 +100,7 @@ class NodeStoreActor(PeerCalls):
             self._peers,
             bury=self._bury,
             changed=self._note,
+            timing=config.timing,
         )
         self._copies = Copies(
             node.name,
@@ -126,6 +114,7 @@ class NodeStoreActor(PeerCalls):
             strict=config.replication_wait == "strict",
             doubt=self._succession.doubt,
             limits=self._quotas.of,
+            timing=config.timing,
         )
         # Of copies that came lately: whose, of which home epoch, and the home's count.
         self._versions = FIFOCache(VERSIONS_MAX)
@@ -137,7 +126,7 @@ class NodeStoreActor(PeerCalls):
             self._serve_blocks(self._disk, self._owned)
         self._full = False
         self._watchdog: Watchdog | None = None
-        self._reporter = Reporter(self._report, before_full=self._introduce)
+        self._reporter = Reporter(self._report, config.timing, before_full=self._introduce)
         if given is None:
             self._begin_watch()
             threading.Thread(target=self._reporter.run, name="reporter", daemon=True).start()
@@ -146,11 +135,11 @@ class NodeStoreActor(PeerCalls):
 
     def _begin_blocks(self, key: bytes, node: Node, disk: DiskStore, owned: Ownership) -> None:
         keeper = OwnedKeeper(disk, owned, self._loop)
-        self._blocks = NodeBlocks(disk, key, node, self._session, self._peers, keeper)
+        self._blocks = NodeBlocks(disk, key, node, self._session, self._peers, keeper, self._timing)
         owned.end_pulls = self._blocks.end_pulls
 
     def _begin_watch(self) -> None:
-        self._watchdog = Watchdog(store_actor_name(self._node))
+        self._watchdog = Watchdog(store_actor_name(self._node), poll_s=self._timing.heartbeat_s)
         self._disk_probe = DiskProbe(self._folder)
         self._watchdog.watch("event loop", self._loop.call_soon_threadsafe)
         self._watch_thread("agents", self._worker)
@@ -191,20 +180,20 @@ class NodeStoreActor(PeerCalls):
         if to == self._node:
             return {**nothing, "node": to, "epoch": epoch, "seconds": 0.0}
         if to not in await self._peers.others():
-            raise Unavailable(f"node {to!r} does not answer yet, or is not there", retry_after_s=RETRY_S)
+            raise Unavailable(f"node {to!r} does not answer yet, or is not there", retry_after_s=self._timing.peers_s)
         # What can go while it talks goes first, so that the turn is held for a moment only.
-        await self._copies.send(agent, to, SEND_S)
-        before = await self._fetched(agent, to, FETCH_S)
+        await self._copies.send(agent, to, self._timing.answer_s)
+        before = await self._fetched(agent, to, self._timing.fetch_s)
         turn = f"move-{uuid.uuid4().hex}"
         begun = await self.begin(agent, turn, b"", {})
         if "error" in begun:
             return begun
         try:
-            sent = await self._copies.send(agent, to, SEND_S)
-            moved = await self._fetched(agent, to, HELD_S) if before is not None else None
+            sent = await self._copies.send(agent, to, self._timing.answer_s)
+            moved = await self._fetched(agent, to, self._timing.hold_s) if before is not None else None
             # From here on it may be the home, whatever is heard of it: if it does not give way, this node asks.
             self._succession.doubt(agent)
-            above = await self._peers.call(to, "become_home", agent, sent.epoch, timeout_s=SEND_S)
+            above = await self._peers.call(to, "become_home", agent, sent.epoch, timeout_s=self._timing.answer_s)
             # Turns that nobody takes may have ended meanwhile.
             await self._succession.give_way(agent, to, above, sent)
         finally:
@@ -220,7 +209,8 @@ class NodeStoreActor(PeerCalls):
     async def _fetched(self, agent: str, to: str, within_s: float) -> dict[str, Any] | None:
         """Have another node fetch the agent's KV. None where it cannot: then that is computed again there."""
         try:
-            return await self._peers.call(to, "fetch", agent, self._node, within_s, timeout_s=within_s + SEND_S)
+            timeout_s = within_s + self._timing.answer_s
+            return await self._peers.call(to, "fetch", agent, self._node, within_s, timeout_s=timeout_s)
         except SatchelError as error:
             logger.warning("node %s does not get the KV of agent %s: %s", to, agent, error.message)
             return None
@@ -260,7 +250,7 @@ class NodeStoreActor(PeerCalls):
         """No turn begins at a home that may be none any more, as long as that can be asked."""
         if not self._introduced.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._introduced.wait(), LEARN_WAIT_S)
+                await asyncio.wait_for(self._introduced.wait(), self._timing.learn_s)
             self._introduced.set()
 
     async def _kept(self, agent: str) -> bool:
@@ -290,7 +280,7 @@ class NodeStoreActor(PeerCalls):
     async def _bury_at(self, node: str, agent: str, epoch: int) -> None:
         try:
             number = await self._in_order(lambda: self._agents.buried(agent))
-            await self._peers.call(node, "bury", agent, epoch, number, timeout_s=SEND_S)
+            await self._peers.call(node, "bury", agent, epoch, number, timeout_s=self._timing.answer_s)
         except SatchelError as error:
             # A node that was away asks before it announces anything; one that is there is told again.
             logger.warning("node %s has not forgotten agent %s yet: %s", node, agent, error.message)
@@ -317,7 +307,7 @@ class NodeStoreActor(PeerCalls):
     async def learn(self) -> None:
         """Hear from the other nodes what was forgotten there and who lives elsewhere now; then turns may begin here."""
         try:
-            async with asyncio.timeout(LEARN_WAIT_S):
+            async with asyncio.timeout(self._timing.learn_s):
                 await self._succession.learn()
         except TimeoutError:
             logger.warning("the other nodes take too long to say what happened there")
@@ -361,12 +351,12 @@ class NodeStoreActor(PeerCalls):
 
     def _introduce(self) -> None:
         """On the reporter's thread: what was forgotten elsewhere is known before anything is announced."""
-        ends = time.monotonic() + INTRODUCE_S
+        ends = time.monotonic() + self._timing.introduce_s
         while True:
-            asyncio.run_coroutine_threadsafe(self.learn(), self._loop).result(2 * LEARN_WAIT_S)
+            asyncio.run_coroutine_threadsafe(self.learn(), self._loop).result(2 * self._timing.learn_s)
             if self._succession.heard or time.monotonic() > ends:
                 return
-            time.sleep(LEARN_AGAIN_S)
+            time.sleep(self._timing.report_s)
 
     def _report(self, sequence: int, full: bool) -> StoreReport:
         """The state for the router. On the reporter's thread."""

@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ...cluster.errors import SatchelError, Unavailable
+from ...cluster.timing import USUAL
 from ..protocol.entries import EntryRecord, SegmentRecord, owner_tag
 from .agents.agents import Agents
 from .agents.claims import Branch, Census, Claims
@@ -34,9 +35,6 @@ from .disk.store import DiskStore
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-CLAIM_WAIT_S = 1.0
-"""How long KV waits for its branch. Turns are committed before their KV or soon after it."""
 
 KEPT_WITHIN_S = 30.0
 """How long the event loop may take to let pulled KV count."""
@@ -69,9 +67,10 @@ class Ownership:
         settled_total: entries whose owners were found out from the agents' branches.
     """
 
-    def __init__(self, store: DiskStore, ask: Ask) -> None:
+    def __init__(self, store: DiskStore, ask: Ask, claim_wait_s: float = USUAL.claim_wait_s) -> None:
         self._store = store
         self._ask = ask
+        self._claim_wait_s = claim_wait_s
         self._begun = False
         self._beginning = asyncio.Lock()
         # Agents with a tombstone, by their tags, the latest last.
@@ -199,7 +198,7 @@ class Ownership:
                 continue
             since = self._since.get(agent, set())
             theirs = [entry for entry in entries if tag in entry.owners]
-            left = {entry.id for entry in await self._left(agent, theirs, CLAIM_WAIT_S)}
+            left = {entry.id for entry in await self._left(agent, theirs, self._claim_wait_s)}
             for entry in left:
                 without.setdefault(entry, set()).add(tag)
             since.update(entry.id for entry in theirs if entry.id not in left)
@@ -216,7 +215,7 @@ class Ownership:
             return list(ids)
         since = self._since.get(agent, set())
         records = await asyncio.to_thread(self._store.records, ids)
-        left = await self._left(agent, records, CLAIM_WAIT_S if wait else 0.0)
+        left = await self._left(agent, records, self._claim_wait_s if wait else 0.0)
         theirs = {record.id for record in records} - {record.id for record in left}
         since.update(theirs)
         return [entry for entry in ids if entry in theirs]

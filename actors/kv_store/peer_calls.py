@@ -14,7 +14,7 @@ from .actor import Answer, KVStoreActor
 from .agents.branches import Content, Head
 from .agents.homes import Memory, Place, Role, buried_up_to, life, newest
 from .disk.quotas import Limits
-from .replication.copies import SEND_S, Copies
+from .replication.copies import Copies
 from .replication.peers import head_from_wire
 from .replication.succession import Succession
 from .transfer.machine.pull_wire import Wanted
@@ -101,7 +101,7 @@ class PeerCalls(KVStoreActor):
         """Bring another node's copy of the agent up to date with what is here. Returns the home epoch of that."""
 
         async def work() -> int:
-            return (await self._copies.send(agent, to, SEND_S)).epoch
+            return (await self._copies.send(agent, to, self._timing.answer_s)).epoch
 
         return await self._guarded(work())
 

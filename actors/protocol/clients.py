@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ...cluster.config import Config
+from ...cluster.timing import Timing
 from .calls import ActorRef, Call
 from .handles import ROUTER, replica_actor_name
 from .messages import (
@@ -45,23 +46,19 @@ from .messages import (
     encode,
 )
 
-ANSWER_S = 5.0
-"""How long an actor may take for an answer, where nothing else is said."""
-
 CONFIG_S = 30.0
 """How long the router may take to say the config: it is asked first, and may be starting."""
-
-SILENCE_S = 4.0
-"""A replica that is not heard for this long is lost to its consumer, though it may come back."""
 
 
 class RouterClient:
     """
     Args:
+        timing: of the cluster: an answer may take `answer_s`, where nothing else is said.
         handle: the router's, where it is known already.
     """
 
-    def __init__(self, handle: Any = None) -> None:
+    def __init__(self, timing: Timing, handle: Any = None) -> None:
+        self._answer_s = timing.answer_s
         self.actor = ActorRef(ROUTER, "the router does not answer now", handle=handle, retry_after_s=2.0)
 
     def route(self, request: RouteRequest) -> Call[Decision]:
@@ -70,7 +67,9 @@ class RouterClient:
         Raises:
             NoReplica: no replica of the model answers now.
         """
-        return self.actor.call(lambda router: router.route.remote(encode(request)), partial(decode, Decision), ANSWER_S)
+        return self.actor.call(
+            lambda router: router.route.remote(encode(request)), partial(decode, Decision), self._answer_s
+        )
 
     def report(self, report: ReplicaReport | StoreReport) -> Call[bool]:
         """A heartbeat. False asks for a full one."""
@@ -79,22 +78,22 @@ class RouterClient:
             method = router.report if isinstance(report, ReplicaReport) else router.store_report
             return method.remote(encode(report))
 
-        return self.actor.call(send, lambda answer: decode(Heard, answer).complete, ANSWER_S)
+        return self.actor.call(send, lambda answer: decode(Heard, answer).complete, self._answer_s)
 
     def lose(self, replica: str) -> Call[None]:
         """A call to the replica failed: it is avoided until it reports again."""
         message = ReplicaName(replica)
-        return self.actor.call(lambda router: router.lose.remote(encode(message)), _nothing, ANSWER_S)
+        return self.actor.call(lambda router: router.lose.remote(encode(message)), _nothing, self._answer_s)
 
     def lose_node(self, node: str) -> Call[None]:
         """A whole node is gone: its replicas and its disk are avoided until they report again."""
         message = NodeName(node)
-        return self.actor.call(lambda router: router.lose_node.remote(encode(message)), _nothing, ANSWER_S)
+        return self.actor.call(lambda router: router.lose_node.remote(encode(message)), _nothing, self._answer_s)
 
     def release(self, replica: str, request_id: str) -> Call[None]:
         """The request is no load on the replica: it was refused, or has ended before a report mentioned it."""
         message = RowLeft(replica, request_id)
-        return self.actor.call(lambda router: router.release.remote(encode(message)), _nothing, ANSWER_S)
+        return self.actor.call(lambda router: router.release.remote(encode(message)), _nothing, self._answer_s)
 
     def explain(self, request_id: str) -> Call[Explanation | None]:
         """Why a recent request went where it did; None where nothing is known of it.
@@ -103,7 +102,7 @@ class RouterClient:
             request_id: the `x-request-id` of a response.
         """
         message, read = RequestId(request_id), partial(decode_any, Explanation)
-        return self.actor.call(lambda router: router.explain.remote(encode(message)), read, ANSWER_S)
+        return self.actor.call(lambda router: router.explain.remote(encode(message)), read, self._answer_s)
 
     def config(self) -> Call[Config]:
         """The config that the cluster was started with."""
@@ -112,7 +111,7 @@ class RouterClient:
     def alive(self, model: str) -> Call[list[str]]:
         """Names of the replicas of the model that reported lately."""
         message = ModelName(model)
-        return self.actor.call(lambda router: router.alive.remote(encode(message)), _names, ANSWER_S)
+        return self.actor.call(lambda router: router.alive.remote(encode(message)), _names, self._answer_s)
 
     def places(self, agents: Sequence[str]) -> Call[Places]:
         """Where agents' memory is.
@@ -121,17 +120,19 @@ class RouterClient:
             agents: their keys, `tenant/agent_id`.
         """
         message = AgentKeys(list(agents))
-        return self.actor.call(lambda router: router.places.remote(encode(message)), partial(decode, Places), ANSWER_S)
+        return self.actor.call(
+            lambda router: router.places.remote(encode(message)), partial(decode, Places), self._answer_s
+        )
 
     def moved(self, agent: str, node: str, epoch: int) -> Call[None]:
         """The agent's home is there since `epoch`: its next turn need not wait for the node's report."""
         message = AgentMoved(agent, node, epoch)
-        return self.actor.call(lambda router: router.moved.remote(encode(message)), _nothing, ANSWER_S)
+        return self.actor.call(lambda router: router.moved.remote(encode(message)), _nothing, self._answer_s)
 
     def agents_on(self, node: str) -> Call[list[str]]:
         """Keys of the agents whose home the node is."""
         message = NodeName(node)
-        return self.actor.call(lambda router: router.agents_on.remote(encode(message)), _names, ANSWER_S)
+        return self.actor.call(lambda router: router.agents_on.remote(encode(message)), _names, self._answer_s)
 
     def nodes(self) -> Call[list[NodeReport]]:
         """Every node whose store has reported, by name; those that are still to do so behind them."""
@@ -139,7 +140,7 @@ class RouterClient:
         return self.actor.call(
             lambda router: router.nodes.remote(encode(message)),
             lambda answer: decode(NodeReports, answer).nodes,
-            ANSWER_S,
+            self._answer_s,
         )
 
 
@@ -147,10 +148,12 @@ class ReplicaClient:
     """
     Args:
         replica: its id.
+        timing: as for `RouterClient`.
         handle: its actor's, where it is known already.
     """
 
-    def __init__(self, replica: str, handle: Any = None) -> None:
+    def __init__(self, replica: str, timing: Timing, handle: Any = None) -> None:
+        self._answer_s, self._frame_silence_s = timing.answer_s, timing.frame_silence_s
         self.actor = ActorRef(replica_actor_name(replica), f"replica {replica} does not answer now", handle=handle)
 
     def progress(self) -> Call[Progress]:
@@ -160,17 +163,17 @@ class ReplicaClient:
             SatchelError: why its model cannot be loaded.
         """
         message, read = Nothing(), partial(decode, Progress)
-        return self.actor.call(lambda replica: replica.progress.remote(encode(message)), read, ANSWER_S)
+        return self.actor.call(lambda replica: replica.progress.remote(encode(message)), read, self._answer_s)
 
     def info(self) -> Call[ModelInfo | None]:
         """The loaded model, None before."""
         message, read = Nothing(), partial(decode_any, ModelInfo)
-        return self.actor.call(lambda replica: replica.info.remote(encode(message)), read, ANSWER_S)
+        return self.actor.call(lambda replica: replica.info.remote(encode(message)), read, self._answer_s)
 
     def stats(self) -> Call[ReplicaStats]:
         """Live numbers: running and waiting rows, token totals, memory."""
         message, read = Nothing(), partial(decode, ReplicaStats)
-        return self.actor.call(lambda replica: replica.stats.remote(encode(message)), read, ANSWER_S)
+        return self.actor.call(lambda replica: replica.stats.remote(encode(message)), read, self._answer_s)
 
     def submit(self, request: GenerateRequest) -> Call[None]:
         """Queue a row; until its deadline it may be waited for that it is accepted.
@@ -178,38 +181,38 @@ class ReplicaClient:
         Raises:
             SatchelError: the refusal.
         """
-        timeout_s = request.deadline_s + ANSWER_S
+        timeout_s = request.deadline_s + self._answer_s
         return self.actor.call(lambda replica: replica.submit.remote(encode(request)), _nothing, timeout_s)
 
     def next_frame(self, consumer: str, number: int) -> Call[Frame | None]:
         """The new tokens of the consumer's rows, of an engine step or of several; an empty frame after a while without
         any, None when the consumer is gone."""
         message, read = NextFrame(consumer, number), partial(decode_any, Frame)
-        return self.actor.call(lambda replica: replica.next_frame.remote(encode(message)), read, SILENCE_S)
+        return self.actor.call(lambda replica: replica.next_frame.remote(encode(message)), read, self._frame_silence_s)
 
     def abort(self, request_ids: Sequence[str]) -> Call[None]:
         """Take rows out of the queue or the batch, within one step. Unknown ids are ignored."""
         message = RowIds(list(request_ids))
-        return self.actor.call(lambda replica: replica.abort.remote(encode(message)), _nothing, ANSWER_S)
+        return self.actor.call(lambda replica: replica.abort.remote(encode(message)), _nothing, self._answer_s)
 
     def release(self, kept: KeptKV) -> Call[int]:
         """Let go of blocks in memory, of the tails after them, of those that `first` begins with, and of pictures'
         features; what is on the disk stays. Returns the bytes."""
-        return self.actor.call(lambda replica: replica.release.remote(encode(kept)), _count, ANSWER_S)
+        return self.actor.call(lambda replica: replica.release.remote(encode(kept)), _count, self._answer_s)
 
     def held(self, kept: KeptKV) -> Call[int]:
         """How many of these blocks are in memory, up to the first that is not; of what is shorter, how many tails."""
-        return self.actor.call(lambda replica: replica.held.remote(encode(kept)), _count, ANSWER_S)
+        return self.actor.call(lambda replica: replica.held.remote(encode(kept)), _count, self._answer_s)
 
     def clear_cache(self) -> Call[int]:
         """Let go of everything that is kept in memory for later. Returns the bytes."""
         message = Nothing()
-        return self.actor.call(lambda replica: replica.clear_cache.remote(encode(message)), _count, ANSWER_S)
+        return self.actor.call(lambda replica: replica.clear_cache.remote(encode(message)), _count, self._answer_s)
 
     def drain(self, *, end_rows: bool = False) -> Call[None]:
         """Refuse new rows from now on; running ones finish, or with `end_rows` end with an error that says so."""
         message = Drain(end_rows)
-        return self.actor.call(lambda replica: replica.drain.remote(encode(message)), _nothing, ANSWER_S)
+        return self.actor.call(lambda replica: replica.drain.remote(encode(message)), _nothing, self._answer_s)
 
 
 def _nothing(answer: bytes) -> None:

@@ -18,9 +18,6 @@ from ...cluster.config import Model, name_refusal, parse_model
 from ...cluster.connection import NAMESPACE
 from ...cluster.errors import InvalidRequest, ModelNotFound
 
-READ_S = 0.5
-"""How long a reader may rely on what it has read."""
-
 _NAMESPACE = NAMESPACE
 _MODEL = "model:"
 _REPLICA = "replica:"

@@ -23,6 +23,7 @@ from ...cluster.config import Model, Scheduling
 from ...cluster.environment import default_home
 from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable
 from ...cluster.nodes import Node
+from ...cluster.timing import Timing
 from ..protocol import registry
 from ..protocol.answers import answers
 from ..protocol.entries import unpack_tokens
@@ -61,6 +62,9 @@ ENGINE = "engine"
 COMPILES_TIMES = 4.0
 """So much longer may a step take on a device that makes its kernels when a shape is met for the first time."""
 
+UNWANTED_POLLS = 6
+"""How often it is looked, within `unwanted_s`, whether anybody wants the replica."""
+
 SERVED_S = 30.0
 """A replica that ends sooner after its model was loaded has ended at once, and the next one waits."""
 
@@ -86,12 +90,10 @@ class ReplicaActor:
         neighbours: how many replicas share the node's memory, this one among them.
     """
 
-    unwanted_s = 30.0
-    """How long nobody may have asked about a replica whose model is not served before it ends."""
-
-    unwanted_poll_s = 5.0
-
-    def __init__(self, name: str, model: Model, scheduling: Scheduling, node: Node, neighbours: int) -> None:
+    def __init__(
+        self, name: str, model: Model, scheduling: Scheduling, node: Node, neighbours: int, timing: Timing
+    ) -> None:
+        self._timing = timing
         self._name = name
         self._model = model
         self._scheduling = scheduling
@@ -105,7 +107,7 @@ class ReplicaActor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._consumers: Consumers | None = None
         self._asked = True
-        self._watchdog = Watchdog(replica_actor_name(name))
+        self._watchdog = Watchdog(replica_actor_name(name), poll_s=timing.heartbeat_s)
         self._watchdog.start()
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
         threading.Thread(target=self._end_when_unwanted, name="wanted", daemon=True).start()
@@ -307,7 +309,7 @@ class ReplicaActor:
         if self._consumers is None:
             self._loop = asyncio.get_running_loop()
             self._watchdog.watch("event loop", self._loop.call_soon_threadsafe)
-            self._consumers = Consumers(self._take_out)
+            self._consumers = Consumers(self._take_out, self._timing)
         return self._consumers
 
     # The engine's thread.
@@ -343,16 +345,18 @@ class ReplicaActor:
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
         if loaded.spec.reusable:
-            store, unwritten_bytes_max = NodeStore(self._node), self._scheduling.unwritten_bytes_max
-            self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max)
-        self._engine = engine = Engine(loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk)
+            store, unwritten_bytes_max = NodeStore(self._node, self._timing), self._scheduling.unwritten_bytes_max
+            self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max, self._timing)
+        self._engine = engine = Engine(
+            loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk, self._timing
+        )
         floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
         self._watchdog.watch(ENGINE, engine.call, lambda: limit_s(floor_s, engine.pace.usual_s))
 
         def is_slow() -> bool:
             return self._watchdog.is_slow(ENGINE)
 
-        reports = EngineReports(self._name, self._model.name, self._node, engine, self._disk, is_slow)
+        reports = EngineReports(self._name, self._model.name, self._node, engine, self._disk, self._timing, is_slow)
         threading.Thread(target=reports.reporter.run, name="reporter", daemon=True).start()
         served = threading.Timer(SERVED_S, self._note_served)
         served.daemon = True
@@ -396,13 +400,13 @@ class ReplicaActor:
     # The thread that looks whether the replica is wanted.
 
     def _end_when_unwanted(self) -> None:
-        idle_s = 0.0
-        while idle_s < self.unwanted_s:
+        idle_s, poll_s = 0.0, self._timing.unwanted_s / UNWANTED_POLLS
+        while idle_s < self._timing.unwanted_s:
             # By the polls and not by the clock: a process that stood still has heard nobody ask meanwhile.
-            time.sleep(self.unwanted_poll_s)
+            time.sleep(poll_s)
             asked, self._asked = self._asked, False
             try:
-                idle_s = 0.0 if asked or registry.holds(self._model) else idle_s + self.unwanted_poll_s
+                idle_s = 0.0 if asked or registry.holds(self._model) else idle_s + poll_s
             except Exception as error:
                 # Whatever it is: this thread must live, or the process never ends.
                 logger.warning("the control store does not answer: %s", error)

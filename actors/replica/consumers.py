@@ -14,13 +14,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from ...cluster.timing import Timing
 from ..protocol.messages import RowUpdate
 
 logger = logging.getLogger(__name__)
-
-LEASE_S = 10.0
-BEAT_S = 0.5
-"""A frame is empty if nothing has come for this long: Ray takes 14 s to notice that a machine is gone."""
 
 
 @dataclass
@@ -40,10 +37,11 @@ class Consumers:
 
     Args:
         abort: takes rows out, by request id.
+        timing: `report_s` without news make an empty frame, as Ray takes 14 s to notice that a machine is gone.
     """
 
-    def __init__(self, abort: Callable[[list[str]], Awaitable[None]]) -> None:
-        self._abort = abort
+    def __init__(self, abort: Callable[[list[str]], Awaitable[None]], timing: Timing) -> None:
+        self._abort, self._timing = abort, timing
         self._consumers: dict[str, _Consumer] = {}
         self._reaper = asyncio.get_running_loop().create_task(self._reap())
 
@@ -65,14 +63,14 @@ class Consumers:
 
         Returns:
             None if it is not known here (any more), or a frame was lost on the way: its rows are not to be trusted.
-            Nothing new within `BEAT_S` is an empty list.
+            Nothing new within `report_s` is an empty list.
         """
         state = self._consumer(consumer) if number == 0 else self._consumers.get(consumer)
         if state is None:
             return None
         state.seen = time.monotonic()
         with suppress(TimeoutError):
-            async with asyncio.timeout(BEAT_S):
+            async with asyncio.timeout(self._timing.report_s):
                 await state.ready.wait()
         if self._consumers.get(consumer) is not state or state.frames != number:
             return None
@@ -104,7 +102,8 @@ class Consumers:
         while True:
             await asyncio.sleep(1.0)
             now = time.monotonic()
-            for name in [name for name, state in self._consumers.items() if now - state.seen > LEASE_S]:
+            lease_s = self._timing.consumer_lease_s
+            for name in [name for name, state in self._consumers.items() if now - state.seen > lease_s]:
                 state = self._consumers.pop(name)
                 logger.warning("consumer %s is gone; its %d rows end", name, len(state.rows))
                 rows = list(state.rows)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ...cluster.config import Scheduling
 from ...cluster.errors import DeadlineExceeded, Draining, SatchelError
+from ...cluster.timing import USUAL, Timing
 from ..protocol.messages import GenerateRequest
 from .decode import DecodeLoop
 from .delivery import Delivery, Outbox
@@ -39,6 +40,7 @@ class Engine:
         outbox: where tokens go, once a step.
         kv_bytes_max: memory for the decoding batch.
         disk: where what agents' rows leave is written; None for nowhere.
+        timing: for how long a row waits to be read back.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Engine:
         kv_bytes_max: int,
         outbox: Outbox,
         disk: DiskTier | None = None,
+        timing: Timing = USUAL,
     ) -> None:
         self.loaded = loaded
         limits = limits_of(loaded.spec, scheduling, kv_bytes_max)
@@ -63,7 +66,11 @@ class Engine:
             FeatureTier(disk) if disk is not None else None,
             self._inbox.wake,
         )
-        self.restores = Restores(disk, lambda reading, restored: self._inbox.put(ReadBack(reading, restored)))
+        self.restores = Restores(
+            disk,
+            lambda reading, restored: self._inbox.put(ReadBack(reading, restored)),
+            timing.block_lease_s,
+        )
         self.keeping = keeping = Keeping(memory, executor, disk, self.call)
         self.delivery = delivery = Delivery(
             scheduler, executor, memory, keeping, pictures, self.restores, loaded.eos_token_ids, outbox

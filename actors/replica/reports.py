@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ...cluster.timing import Timing
 from ..protocol.messages import ReplicaReport
-from ..protocol.reporter import REPORT_S, Reporter, tell_router
+from ..protocol.reporter import Reporter, tell_router
 from .engine import Engine
 from .tiers.disk_tier import DiskTier
 
@@ -17,6 +18,7 @@ class EngineReports:
     Args:
         replica, model, node: their names.
         disk: None where nothing is read back.
+        timing: how often, and how long the engine may take to say what came and went.
         is_slow: whether the engine stands still. Then nothing is told, and the router avoids the replica.
     """
 
@@ -27,10 +29,11 @@ class EngineReports:
         node: str,
         engine: Engine,
         disk: DiskTier | None,
+        timing: Timing,
         is_slow: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._is_slow = is_slow
-        self.reporter = Reporter(self._make, tell=self._tell)
+        self._is_slow, self._timing = is_slow, timing
+        self.reporter = Reporter(self._make, timing, tell=self._tell)
         self._replica, self._model, self._node = replica, model, node
         self._engine, self._disk = engine, disk
         self._failed_checks = 0
@@ -50,7 +53,7 @@ class EngineReports:
             done.set()
 
         engine.call(take)
-        self._events_taken = done.wait(REPORT_S)
+        self._events_taken = done.wait(self._timing.report_s)
         announced, retracted = taken[0] if self._events_taken else ([], [])
         return ReplicaReport(
             replica=self._replica,
@@ -76,4 +79,4 @@ class EngineReports:
         )
 
     def _tell(self, report: ReplicaReport) -> bool:
-        return not self._is_slow() and tell_router(report) and self._events_taken
+        return not self._is_slow() and tell_router(report, self._timing) and self._events_taken

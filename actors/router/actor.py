@@ -67,6 +67,7 @@ class RouterActor:
             timeout_s=routing.replica_timeout_s,
             sticky_penalty_s_max=routing.sticky_penalty_s_max,
             rule=routing.policy,
+            timing=config.timing,
         )
         # Searched from the latest on, which a library's cache does not offer.
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
@@ -76,7 +77,7 @@ class RouterActor:
         self._silent: dict[str, int] = {}
         if joined is None and ray.is_initialized():
             loop = asyncio.get_running_loop()
-            self._watchdog = Watchdog(ROUTER)
+            self._watchdog = Watchdog(ROUTER, poll_s=config.timing.heartbeat_s)
             self._watchdog.watch("event loop", loop.call_soon_threadsafe)
             self._watchdog.start()
             self._watching = loop.create_task(self._watch_nodes())

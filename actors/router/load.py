@@ -30,9 +30,6 @@ DECODE_ROW_STEPS = 3
 ROW_WAIT_S = 1.0
 """What each row beyond the batch's places adds: it waits for another to finish."""
 
-RESERVATION_S = 5.0
-"""A routed request that no report has mentioned for this long has not arrived."""
-
 
 @dataclass(slots=True)
 class Load:
@@ -108,15 +105,19 @@ class ReplicaState:
         self._shift(self.requests.pop(request_id), -1)
         self._price()
 
-    def correct(self, active: set[str], now: float) -> list[str]:
-        """Set the counts right by a report's `active` requests; those that are dropped."""
+    def correct(self, active: set[str], now: float, reservation_s: float) -> list[str]:
+        """Set the counts right by a report's `active` requests; those that are dropped.
+
+        Args:
+            reservation_s: a request that no report has mentioned for this long has not arrived.
+        """
         dropped = []
         for request_id, load in list(self.requests.items()):
             if request_id in active:
                 self._shift(load, -1)
                 load.seen = True
                 self._shift(load, 1)
-            elif load.seen or now - load.since > RESERVATION_S:
+            elif load.seen or now - load.since > reservation_s:
                 self._shift(self.requests.pop(request_id), -1)
                 dropped.append(request_id)
         self._strangers = not active <= self.requests.keys()

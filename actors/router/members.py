@@ -11,16 +11,14 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...cluster.timing import USUAL, Timing
 from ..protocol.messages import ReplicaReport, RouteRequest, StoreReport
 from .columns import Columns
 from .directory import Directory, Disk, Seat
-from .load import RESERVATION_S, Load, ReplicaState
+from .load import Load, ReplicaState
 from .nodes import Nodes
 from .places import AgentPlaces, Whereabouts
 from .voice import Voice
-
-GONE_S = 600.0
-"""A replica or node that has been silent for this long is forgotten with all it held."""
 
 
 class Members:
@@ -29,9 +27,11 @@ class Members:
     Args:
         timeout_s: a replica or store that has not reported for this long is avoided.
         agents_max: how many agents' last turns are remembered.
+        timing: for how long a request is counted that no report mentions, and who is silent is known.
     """
 
-    def __init__(self, *, timeout_s: float, agents_max: int) -> None:
+    def __init__(self, *, timeout_s: float, agents_max: int, timing: Timing = USUAL) -> None:
+        self._reservation_s, self._gone_s = timing.reservation_s, timing.gone_s
         self.directory = Directory(agents_max)
         self.places = AgentPlaces()
         self.nodes = Nodes()
@@ -71,7 +71,7 @@ class Members:
         if state.node != report.node:
             self._columns.pop(state.model, None)
         state.apply(report)
-        for request_id in state.correct(set(report.active), now):
+        for request_id in state.correct(set(report.active), now, self._reservation_s):
             del self._placed[request_id]
         if report.full:
             # A router that has restarted learns what runs. What was routed elsewhere since is about to end here.
@@ -127,7 +127,7 @@ class Members:
     def lose(self, replica: str) -> None:
         """Somebody saw the replica fail: avoid it until it reports again.
 
-        What it holds is forgotten when it comes back as another process, or is silent for `GONE_S`, not before: a
+        What it holds is forgotten when it comes back as another process, or is silent for `gone_s`, not before: a
         broken connection is no death.
         """
         state = self._replicas.get(replica)
@@ -254,7 +254,7 @@ class Members:
         self._refresh(state)
         if coming:
             # Whoever comes next with the same prefix finds it there, after the same queue.
-            self._coming.append((state.name, list(coming), load.since + RESERVATION_S + 2.0 * state.queue_s))
+            self._coming.append((state.name, list(coming), load.since + self._reservation_s + 2.0 * state.queue_s))
         if not request.agent:
             return ""
         place = self.places.where(request.agent)
@@ -309,10 +309,10 @@ class Members:
         return state
 
     def _forget_silent(self, now: float) -> None:
-        for state in [state for state in self._replicas.values() if now - state.voice.seen > GONE_S]:
+        for state in [state for state in self._replicas.values() if now - state.voice.seen > self._gone_s]:
             self._remove_state(state)
             self.directory.forget(state.name)
-        for node in [node for node in self.nodes.states.values() if now - node.voice.seen > GONE_S]:
+        for node in [node for node in self.nodes.states.values() if now - node.voice.seen > self._gone_s]:
             self.nodes.forget(node.name)
             self.directory.forget(Disk(node.name))
             self.places.forget(node.name)

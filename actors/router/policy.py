@@ -39,6 +39,7 @@ from math import inf
 
 import numpy as np
 
+from ...cluster.timing import USUAL, Timing
 from ..protocol.block_ids import BLOCK_TOKENS
 from ..protocol.messages import Chain, Decision, RouteRequest
 from .columns import Columns
@@ -107,17 +108,24 @@ class Policy:
         sticky_penalty_s_max: how much sooner another replica must answer to take an agent from its home.
         rule: one of `RULES`.
         agents_max: how many agents' last turns are remembered.
+        timing: as for `Members`.
 
     Raises:
         ValueError: no such rule.
     """
 
     def __init__(
-        self, *, timeout_s: float, sticky_penalty_s_max: float, rule: str = "satchel", agents_max: int = 100_000
+        self,
+        *,
+        timeout_s: float,
+        sticky_penalty_s_max: float,
+        rule: str = "satchel",
+        agents_max: int = 100_000,
+        timing: Timing = USUAL,
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"no routing rule {rule!r}; there are {', '.join(RULES)}")
-        self.members = Members(timeout_s=timeout_s, agents_max=agents_max)
+        self.members = Members(timeout_s=timeout_s, agents_max=agents_max, timing=timing)
         self._sticky_s = sticky_penalty_s_max
         self._rule = rule
 

@@ -27,7 +27,6 @@ from .stall import Pulse, Stall
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0
 LOOP_S = 60.0
 """An event loop that runs nothing for this long is stuck."""
 
@@ -55,11 +54,12 @@ class Watchdog:
 
     Args:
         home: where an end is written down.
+        poll_s: how often the parts are looked at and a sign of life is given: `timing.heartbeat_s`.
         end: ends the process, with a reason.
     """
 
     def __init__(
-        self, name: str, home: Home | None = None, *, poll_s: float = POLL_S, end: Callable[[str], None] | None = None
+        self, name: str, home: Home | None = None, *, poll_s: float, end: Callable[[str], None] | None = None
     ) -> None:
         self._name = name
         self._home = home or default_home()

@@ -1,9 +1,9 @@
 """Agents' memory as a request sees it: recalled before it, kept when it ends, before its last event leaves.
 
 Memory only saves work for a stateless turn, so a store that does not answer holds none up for longer than
-`STORE_ANSWER_S` and `COMMIT_ANSWER_S`. A continuing turn rests on the stored transcript, so it fails where that cannot
-be had. An answer that was computed is delivered in any case, and says where it is not kept (`remembered.py`).
-Nothing here knows Ray: a `Store` stands between.
+`brief_answer_s` before it and `answer_s` at its end. A continuing turn rests on the stored transcript, so it fails
+where that cannot be had. An answer that was computed is delivered in any case, and says where it is not kept
+(`remembered.py`). Nothing here knows Ray: a `Store` stands between.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ...cluster.errors import (
     SatchelError,
     Unavailable,
 )
+from ...cluster.timing import USUAL, Timing
 from ..generation.history import History, Message
 from ..generation.remembered import FORGOTTEN, FULL, NO_ROOM, OVER_QUOTA, UNANSWERED, Remembered
 from ..text.continuation import Continuation, IndexedLine, Line, Match, index_line
@@ -42,20 +43,6 @@ from ..text.model import TextModel
 from .store import Store
 
 _log = logging.getLogger(__name__)
-
-STORE_ANSWER_S = 2.0
-"""How long a stateless turn waits for the store before it."""
-
-COMMIT_ANSWER_S = 5.0
-"""How long its last event waits for the store: what was said is worth more than that. Where the agent's home has just
-been lost, another one is found meanwhile."""
-
-TURN_ANSWER_S = 10.0
-"""How long a continuing turn asks a store that does not answer for what it cannot do without."""
-
-RETRY_S = 0.25
-
-RENEW_TURN_S = 20.0
 
 LINES_BYTES_MAX = 64 * 2**20
 _TOKEN_BYTES = 16
@@ -134,13 +121,22 @@ class AgentMemory:
         moves: of agents to other nodes.
     """
 
-    def __init__(self, store: Store, *, copy_wait_s: float = 1.0, lines_bytes_max: int = LINES_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        copy_wait_s: float = 1.0,
+        lines_bytes_max: int = LINES_BYTES_MAX,
+        timing: Timing = USUAL,
+    ) -> None:
         """
         Args:
             copy_wait_s: how long the store may wait for copies on other nodes before it answers.
+            timing: how long turns wait for the store, and how often they are renewed.
         """
         self.store = store
         self.copy_wait_s = copy_wait_s
+        self.timing = timing
         self.matches: Counter[str] = Counter()
         self.recomputed: Counter[str] = Counter()
         self.commits: Counter[str] = Counter()
@@ -224,7 +220,7 @@ class Turn:
             await self._begin()
             return
         try:
-            async with asyncio.timeout(STORE_ANSWER_S):
+            async with asyncio.timeout(self._memory.timing.brief_answer_s):
                 known = self._known()
                 epochs = {line.branch: line.epoch for line in known.values()}
                 answer = await self._call("recall", self._words_id, epochs, self._limits)
@@ -261,7 +257,8 @@ class Turn:
 
     async def _insist(self, method: str, *arguments: Any, **named: Any) -> Any:
         """As `_call`, but a store that does not answer may be starting again."""
-        ends = time.monotonic() + TURN_ANSWER_S
+        timing = self._memory.timing
+        ends = time.monotonic() + timing.turn_answer_s
         while True:
             try:
                 return await self._call(method, *arguments, **named)
@@ -269,9 +266,9 @@ class Turn:
                 # It has done what it can.
                 raise
             except Unavailable:
-                if time.monotonic() > ends - RETRY_S:
+                if time.monotonic() > ends - timing.retry_s:
                     raise
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(timing.retry_s)
 
     async def _learn(
         self, branches: list[dict[str, Any]], known: dict[int, KnownLine], *, all_of_them: bool = True
@@ -290,7 +287,7 @@ class Turn:
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(RENEW_TURN_S)
+            await asyncio.sleep(self._memory.timing.turn_renewal_s)
             # A store that restarts has no leases; the commit will tell.
             with suppress(SatchelError):
                 await self._call("renew", self._name)
@@ -305,7 +302,10 @@ class Turn:
         try:
             # The copies on other nodes are waited for too.
             more_s = max(0.0, self._memory.copy_wait_s - 1.0)
-            async with asyncio.timeout((2 * TURN_ANSWER_S if self.continues else COMMIT_ANSWER_S) + more_s):
+            timing = self._memory.timing
+            # What was said is worth more than a short wait: where the agent's home has just been lost, another one is
+            # found meanwhile.
+            async with asyncio.timeout((2 * timing.turn_answer_s if self.continues else timing.answer_s) + more_s):
                 outcome, copied = await self._commit(kept)
         except (SatchelError, TimeoutError) as error:
             self._memory.commits["failed"] += 1
@@ -399,7 +399,7 @@ class Turn:
         async def abandon() -> None:
             # Where that fails the turn's lease runs out.
             with suppress(SatchelError, TimeoutError):
-                async with asyncio.timeout(TURN_ANSWER_S):
+                async with asyncio.timeout(self._memory.timing.turn_answer_s):
                     await self._call("abandon", self._name)
 
         self._memory.background(abandon())

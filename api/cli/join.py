@@ -19,6 +19,7 @@ from ...cluster.config import Config, Home
 from ...cluster.errors import ActorAway, ClusterError, ModelLoadError, NoAnswer, SatchelError
 from ...cluster.home import HomeLock, prepare_home
 from ...cluster.nodes import Node
+from ...cluster.timing import USUAL
 from ...cluster.trust.admission import Admission, enter
 from ...cluster.trust.invitations import Invitation, remembered
 from .progress import Progress
@@ -26,10 +27,6 @@ from .serve import POLL_S, StopSignals, as_sentence, leave
 
 ORDER_S = 30.0
 ORDER_BYTES_MAX = 65_536
-DRAIN_S = 4.0
-HAND_OVER_S = 18.0
-"""For giving the node's agents another home; `satchel leave` waits 30 s for all."""
-
 FORMER_S = 40.0
 """How long a node waits until its former life is known to have ended; Ray takes 15 s to notice."""
 
@@ -37,7 +34,8 @@ RETURN_S = 30.0
 """How long replicas may take to be on their way to a node that has come back."""
 
 AGAIN_S = 0.5
-TOLD_S = 1.0
+END_S = 2.0
+"""For ending what runs on a node that leaves."""
 
 
 def read_order() -> JoinOrder:
@@ -144,6 +142,7 @@ class _Start(threading.Thread):
         self._order, self._cluster, self._progress = order, cluster, progress
         self.connected, self.go_on, self.begun = threading.Event(), threading.Event(), threading.Event()
         self.replicas: dict[str, Any] = {}
+        self.timing = USUAL
         self.error: BaseException | None = None
 
     def withdraw(self, *, for_good: bool) -> None:
@@ -167,10 +166,12 @@ class _Start(threading.Thread):
         from ..ray_backend.dispatch import cluster_config
 
         config: Config = cluster_config()
+        self._cluster.go_by(config)
+        self.timing = config.timing
         self.begun.set()
         self.replicas = start_node(config, self._order.node)
         self._await_replicas(config)
-        self._progress.say(*asyncio.run(compare_models(self.replicas)))
+        self._progress.say(*asyncio.run(compare_models(self.replicas, self.timing)))
         self._cluster.note_processes()
 
     def _await_name(self) -> None:
@@ -235,21 +236,22 @@ def _leave_cluster(start: _Start, node: Node, progress: Progress, *, for_good: b
     from ...actors.start import leave_node
     from ..ray_backend.leaving import drain_and_hand_over
 
+    timing = start.timing
+
     def work() -> None:
         with suppress(NoAnswer, RayError, ValueError, TimeoutError):
             if for_good:
-                limits = {"drain_s": DRAIN_S, "hand_over_s": HAND_OVER_S}
-                handed = asyncio.run(drain_and_hand_over(start.replicas, node, **limits))
+                handed = asyncio.run(drain_and_hand_over(start.replicas, node, timing))
                 if handed.moved or handed.left:
                     progress.say(f"{handed.moved} of {handed.moved + handed.left} agents live on other nodes now")
-        leave_node(start.replicas, node, 0.0 if for_good else DRAIN_S, for_good)
+        leave_node(start.replicas, node, timing, 0.0 if for_good else timing.node_drain_s, for_good)
         # Else nobody would know for some seconds. Where the router restarts, it has forgotten the node anyway.
         with suppress(NoAnswer):
-            RouterClient().lose_node(node.name).within(TOLD_S).wait()
+            RouterClient(timing).lose_node(node.name).within(timing.ask_s).wait()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(DRAIN_S + TOLD_S + 2.0 + (HAND_OVER_S if for_good else 0.0))
+    thread.join(timing.node_drain_s + timing.ask_s + END_S + (timing.hand_over_s if for_good else 0.0))
 
 
 def _input_closed() -> bool:

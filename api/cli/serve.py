@@ -117,7 +117,11 @@ class StartUp(threading.Thread):
         machines = self._config.machines
         if len(machines) > 1:
             self.launcher = Launcher(
-                machines[1:], self._home, lambda: invite(self._home, record.door), self._progress.say
+                machines[1:],
+                self._home,
+                lambda: invite(self._home, record.door),
+                self._progress.say,
+                self._config.timing.node_leave_s,
             )
         deployment = deploy(self._config, report=self._progress.report)
         if self.launcher is not None:
@@ -147,7 +151,13 @@ def serve(config: Config, home: Home) -> None:
     signals.install()
     progress = Progress()
     progress.say(f"Home is {home.root}", *(f"Warning: {each.found}; {each.mend}" for each in advice))
-    cluster = LocalCluster(home, node=config.machines[0], port=config.control_port, silent_s=config.timeouts.silent_s)
+    cluster = LocalCluster(
+        home,
+        node=config.machines[0],
+        port=config.control_port,
+        silent_s=config.timeouts.silent_s,
+        heartbeat_s=config.timing.heartbeat_s,
+    )
     start_up = StartUp(config, home, cluster, progress)
     try:
         deployment = _start(start_up, home, cluster, signals, progress)

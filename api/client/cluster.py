@@ -104,18 +104,20 @@ class Cluster:
         return Generator(
             RayBackend(self.config, homes),
             self.config,
-            memory=AgentMemory(RayStore(homes), copy_wait_s=self.config.copy_wait_s),
+            memory=AgentMemory(
+                RayStore(homes, self.config.timing), copy_wait_s=self.config.copy_wait_s, timing=self.config.timing
+            ),
         )
 
     @property
     def router(self) -> RouterClient:
         """The router. Each of its methods is a call: `await cluster.router.alive("qwen")`, or without an event loop
         `cluster.router.alive("qwen").wait()`."""
-        return RouterClient()
+        return RouterClient(self.config.timing)
 
     def replicas(self) -> dict[str, ReplicaClient]:
         """The replicas by id; their methods are calls, as the router's are."""
-        return find_replicas(registry.entries())
+        return find_replicas(registry.entries(), self.config.timing)
 
     @on_loop
     async def load(
@@ -158,7 +160,7 @@ class Cluster:
             ModelNotFound: no such model is served.
             InvalidRequest: it is the only one.
         """
-        await unload_model(name, self.config.timeouts.drain_s)
+        await unload_model(name, self.config)
 
     unload_sync = blocking(unload)
 

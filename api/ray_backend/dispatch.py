@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from ...actors.protocol import registry
 from ...actors.protocol.block_ids import block_ids, is_shared, root_id, scope_of
 from ...actors.protocol.calls import Call
-from ...actors.protocol.clients import ANSWER_S, SILENCE_S, ReplicaClient, RouterClient
+from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.media_ids import features_needed
 from ...actors.protocol.messages import (
     Chain,
@@ -38,6 +38,7 @@ from ...actors.protocol.messages import (
 )
 from ...cluster.config import Config
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, NoReplica, ReplicaDied, ReplicaLost
+from ...cluster.timing import USUAL
 from ..generation.backend import NodeState, RowRequest, ServedModel
 from ..views.cluster import SeenNodes, node_states
 from .homes import AgentHomes
@@ -59,7 +60,8 @@ class Link:
     def __init__(self, backend: RayBackend, replica: str, node: str) -> None:
         self.replica = replica
         self.node = node
-        self.client = ReplicaClient(replica)
+        self._frame_silence_s = backend.config.timing.frame_silence_s
+        self.client = ReplicaClient(replica, backend.config.timing)
         # Of its own: what a broken link left at a living replica is not heard by the next one.
         self.consumer = f"consumer-{uuid.uuid4().hex}"
         self.rows: dict[str, tuple[RayGeneration, int]] = {}
@@ -96,7 +98,7 @@ class Link:
             # Whatever it is: rows that nobody reads must not wait. Where this process itself stood still for a while,
             # as on a Mac that slept, that says nothing of the replica.
             reason = type(error.__cause__ or error).__name__
-            lost = not isinstance(error, ActorSilent) or time.monotonic() - asked < 2 * SILENCE_S
+            lost = not isinstance(error, ActorSilent) or time.monotonic() - asked < 2 * self._frame_silence_s
             self.died = isinstance(error, ActorLost)
         self._backend.unlink(self, lost)
         self._break(reason)
@@ -134,8 +136,8 @@ class RayBackend:
         self.failovers = 0
         self._links: dict[str, Link] = {}
         self._model_ids: dict[str, list[bytes]] = {}
-        self._served = ServedModels(_info)
-        self._router = RouterClient()
+        self._served = ServedModels(self._info, config.timing)
+        self._router = RouterClient(config.timing)
         self._background: set[asyncio.Task[Any]] = set()
 
     async def models(self) -> list[ServedModel]:
@@ -187,7 +189,7 @@ class RayBackend:
 
         async def ask(name: str, model: str, node: str) -> ReplicaStats:
             try:
-                stats = await ReplicaClient(name).stats()
+                stats = await ReplicaClient(name, self.config.timing).stats()
             except NoAnswer:
                 return ReplicaStats(name, model, answers=False, node=node)
             return replace(stats, node=stats.node or node)
@@ -196,7 +198,7 @@ class RayBackend:
 
     async def pids(self) -> dict[str, int]:
         names = list(await self._placed())
-        infos = await asyncio.gather(*map(_info, names))
+        infos = await asyncio.gather(*map(self._info, names))
         return {name: info.pid for name, info in zip(names, infos, strict=True) if info is not None}
 
     async def nodes(self) -> list[NodeState]:
@@ -321,6 +323,12 @@ class RayBackend:
         entries = await self._served.entries()
         return {name: (entry.model.name, node) for entry in entries for name, node in entry.replicas.items()}
 
+    async def _info(self, replica: str) -> ModelInfo | None:
+        """What the replica says of its model; None where it has not loaded it, or does not answer in time."""
+        with suppress(NoAnswer):
+            return await ReplicaClient(replica, self.config.timing).info()
+        return None
+
     async def _described(self) -> list[NodeReport]:
         """What the router knows of the nodes; nothing where it is restarting."""
         try:
@@ -330,17 +338,10 @@ class RayBackend:
 
     async def _seen(self) -> SeenNodes:
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self.config.timing.answer_s):
                 return await asyncio.to_thread(_seen_nodes)
         except (RayError, RuntimeError, TimeoutError) as error:
             raise NoReplica("the cluster's control store does not answer now", retry_after_s=2.0) from error
-
-
-async def _info(replica: str) -> ModelInfo | None:
-    """What the replica says of its model; None where it has not loaded it, or does not answer in time."""
-    with suppress(NoAnswer):
-        return await ReplicaClient(replica).info()
-    return None
 
 
 def _seen_nodes() -> SeenNodes:
@@ -368,7 +369,7 @@ def cluster_config() -> Config:
         NoReplica: no router runs there.
     """
     try:
-        return RouterClient().config().wait()
+        return RouterClient(USUAL).config().wait()
     except NoAnswer as error:
         raise NoReplica("no Satchel router runs in this Ray cluster") from error
 

@@ -23,32 +23,20 @@ from ...actors.protocol.messages import AgentPlace
 from ...cluster.config import Config
 from ...cluster.errors import SatchelError, Unavailable, from_wire
 from ...cluster.nodes import Node
+from ...cluster.timing import Timing
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 KNOWN_MAX = 10_000
-NODES_S = 1.0
-"""How long the list of living nodes is believed."""
-
-ROUTER_S = 2.0
-ANSWER_S = 180.0
-"""How long a store that lives may take for an answer, beside the wait for a turn."""
-
-ADOPT_S = 5.0
-LOOK_S = 1.0
-"""How often it is checked, while a store is waited for, whether its node still lives."""
-
 SILENT_READS = 20
 """A store that had not reported in so many lists of nodes, one after the other, is waited for no more. Longer than a
 slow disk takes for one thing, and counted: where everything stood still it has reported again by then."""
 
 FIRST_LOOK_S = 0.2
-"""The first time it is: Ray takes a second to say that a process is gone."""
-
-
-TABLE_S = 2.0
+"""After so long it is checked for the first time whether the node of a store that is waited for still lives, then every
+`nodes_s`: Ray takes a second to say that a process is gone."""
 
 CONNECT_S = 0.5
 """How long Ray may take to say where its part of a node listens, and that one to take a connection."""
@@ -58,17 +46,18 @@ class AgentHomes:
     """For one event loop."""
 
     def __init__(self, config: Config) -> None:
-        self._router = RouterClient()
+        self._timing = timing = config.timing
+        self._router = RouterClient(timing)
         self._head = config.machines[0].name
         self._known: LRUCache[str, str] = LRUCache(KNOWN_MAX)
         self._nodes = {self._head: True}
-        self._read_at = -NODES_S
+        self._read_at = -timing.nodes_s
         self._silent_reads: dict[str, int] = {}
         self._stores: dict[str, Any] = {}
         self._adoptions: dict[str, asyncio.Task[str]] = {}
         self._checks: dict[str, asyncio.Task[bool]] = {}
         # A turn may wait that long for the one before it, and a move for KV.
-        self._answer_s = config.timeouts.turn_wait_s + ANSWER_S
+        self._answer_s = config.timeouts.turn_wait_s + timing.store_answer_s
 
     def known(self, agent: str) -> str:
         """The node where the agent's memory was found last, "" where it was not looked for."""
@@ -86,7 +75,7 @@ class AgentHomes:
         """It is there since that home epoch: the router need not wait to hear so from the node."""
         self.note(agent, node)
         try:
-            await self._router.moved(agent, node, epoch).within(ROUTER_S)
+            await self._router.moved(agent, node, epoch).within(self._timing.brief_answer_s)
         except Unavailable as error:
             logger.warning("%s", error.message)
 
@@ -96,9 +85,9 @@ class AgentHomes:
 
     async def nodes(self) -> dict[str, bool]:
         """Every node that was heard, and whether its store reports; what was known last where nobody can tell."""
-        if time.monotonic() - self._read_at > NODES_S:
+        if time.monotonic() - self._read_at > self._timing.nodes_s:
             try:
-                found = await self._router.nodes().within(ROUTER_S)
+                found = await self._router.nodes().within(self._timing.brief_answer_s)
             except Unavailable as error:
                 logger.warning("%s", error.message)
             else:
@@ -116,11 +105,11 @@ class AgentHomes:
         return await _shared(self._checks, node, lambda: self._check(node))
 
     async def _check(self, node: str) -> bool:
-        if not await has_ended(node):
+        if not await has_ended(node, self._timing):
             return True
         logger.warning("nothing runs on node %s any more", node)
         try:
-            await self._router.lose_node(node).within(ROUTER_S)
+            await self._router.lose_node(node).within(self._timing.brief_answer_s)
         except Unavailable as error:
             logger.warning("%s", error.message)
         self._nodes[node] = False
@@ -152,7 +141,7 @@ class AgentHomes:
     async def _adopt(self, agent: str, place: AgentPlace) -> str:
         for node in place.copies:
             try:
-                epoch = await self.ask(node, "adopt", agent, place.epoch, timeout_s=ADOPT_S)
+                epoch = await self.ask(node, "adopt", agent, place.epoch, timeout_s=self._timing.answer_s)
             except SatchelError as error:
                 logger.warning("node %s cannot take over agent %s: %s", node, agent, error.message)
                 continue
@@ -167,7 +156,7 @@ class AgentHomes:
             Unavailable: that is not known now.
         """
         try:
-            found = await self._router.places([agent]).within(ROUTER_S)
+            found = await self._router.places([agent]).within(self._timing.brief_answer_s)
         except Unavailable:
             if len(self._nodes) > 1:
                 raise
@@ -184,7 +173,7 @@ class AgentHomes:
         Raises:
             Unavailable: the router does not answer.
         """
-        found = await self._router.places(agents).within(ROUTER_S)
+        found = await self._router.places(agents).within(self._timing.brief_answer_s)
         return {place.agent: place for place in found.places}
 
     async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float | None = None, **named: Any) -> Any:
@@ -235,7 +224,7 @@ class AgentHomes:
                 if self._silent_reads.get(node, 0) >= SILENT_READS:
                     # The only node there is; or that counts as alive because nobody can tell.
                     raise TimeoutError
-                look_s = LOOK_S
+                look_s = self._timing.nodes_s
         finally:
             answer.cancel()
 
@@ -250,10 +239,10 @@ async def _shared(tasks: dict[str, asyncio.Task[T]], key: str, work: Callable[[]
     return await asyncio.shield(task)
 
 
-async def has_ended(node: str) -> bool:
+async def has_ended(node: str, timing: Timing) -> bool:
     """Whether nothing of the cluster runs on that node any more. False where that cannot be told now."""
     try:
-        async with asyncio.timeout(TABLE_S):
+        async with asyncio.timeout(timing.brief_answer_s):
             ports = await asyncio.to_thread(_ports, Node(name=node).resource)
     except (RayError, RuntimeError, TimeoutError):
         return False

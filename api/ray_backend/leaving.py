@@ -17,13 +17,12 @@ from ...actors.protocol.handles import actor_handle, store_actor_name
 from ...actors.start import drain
 from ...cluster.errors import NoAnswer
 from ...cluster.nodes import Node
+from ...cluster.timing import Timing
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 4
 """How many agents are handed over at the same time; a move waits for the network and for disks."""
-
-ACTOR_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -34,26 +33,25 @@ class HandedOver:
     left: int = 0
 
 
-async def drain_and_hand_over(
-    replicas: Mapping[str, ReplicaClient], node: Node, *, drain_s: float, hand_over_s: float
-) -> HandedOver:
-    """Let no more agents come, finish what the node's replicas are doing, at most `drain_s`, then move its agents to
-    other nodes, at most `hand_over_s`."""
+async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node, timing: Timing) -> HandedOver:
+    """Let no more agents come, finish what the node's replicas are doing, at most `node_drain_s`, then move its agents
+    to other nodes, at most `hand_over_s`."""
+    answer_s = timing.brief_answer_s
     try:
         store: Any = await asyncio.to_thread(actor_handle, store_actor_name(node.name))
-        await asyncio.wait_for(store.drain.remote(), ACTOR_S)
+        await asyncio.wait_for(store.drain.remote(), answer_s)
     finally:
-        await drain(replicas, drain_s)
+        await drain(replicas, timing.node_drain_s, timing)
 
-    router = RouterClient()
-    nodes = await router.nodes().within(ACTOR_S)
+    router = RouterClient(timing)
+    nodes = await router.nodes().within(answer_s)
     others = [other.name for other in nodes if other.alive and other.name != node.name]
-    agents = await router.agents_on(node.name).within(ACTOR_S)
+    agents = await router.agents_on(node.name).within(answer_s)
     if not others:
         return HandedOver(left=len(agents))
 
     async def move(agent: str) -> bool:
-        places = (await router.places([agent]).within(ACTOR_S)).places
+        places = (await router.places([agent]).within(answer_s)).places
         # Where a copy is, little has to travel.
         copies = [copy for place in places for copy in place.copies]
         answer = await store.move.remote(agent, next(iter(copies), copy_nodes(agent, others, 1)[0]))
@@ -61,7 +59,7 @@ async def drain_and_hand_over(
             logger.warning("agent %s is not handed over: %s", agent, answer["error"])
         return "result" in answer
 
-    return await hand_over(agents, move, hand_over_s)
+    return await hand_over(agents, move, timing.hand_over_s)
 
 
 async def hand_over(agents: list[str], move: Callable[[str], Awaitable[bool]], within_s: float) -> HandedOver:

@@ -48,11 +48,6 @@ DEATHS_MAX = 2
 PROGRESS_TOKENS = 16
 """A row that has drawn so many at one replica may lose as many replicas as before its first."""
 
-RECOVERY_S = 20.0
-"""How long a row whose replica was lost waits for one to go on with; a lone replica restarts in this time."""
-
-RECOVERY_POLL_S = 0.25
-
 
 class RayGeneration:
     """One row, followed from replica to replica. Implements `backend.Generation`.
@@ -337,9 +332,9 @@ class RayGeneration:
                 self._backend.failovers += len(lost)
                 return
             except Unavailable:
-                if time.monotonic() - now - self._probation_s > RECOVERY_S:
+                if time.monotonic() - now - self._probation_s > self._backend.config.timing.recovery_s:
                     raise
-            await asyncio.sleep(RECOVERY_POLL_S)
+            await asyncio.sleep(self._backend.config.timing.retry_s)
 
     async def abort(self) -> None:
         """Take the row out wherever it runs. Does nothing for a row that has ended."""

@@ -18,12 +18,10 @@ from ...actors.protocol import registry
 from ...actors.protocol.messages import ModelInfo
 from ...actors.protocol.registry import Entry
 from ...cluster.errors import NoReplica
+from ...cluster.timing import Timing
 from ..generation.backend import ServedModel
 
 logger = logging.getLogger(__name__)
-
-REGISTRY_WAIT_S = 2.0
-"""How long a request waits for the registry before it goes by what was read last."""
 
 FIRST_ANSWER_S = 1.0
 """How long requests wait for what a model's replicas say when they are asked for the first time."""
@@ -53,10 +51,11 @@ class _Asking:
 
 
 class ServedModels:
-    """One event loop's view of what is served, half a second old at most."""
+    """One event loop's view of what is served, `registry_s` old at most. Where the registry does not answer, a request
+    waits `brief_answer_s` for it and then goes by what was read last."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, ask: Ask, timing: Timing) -> None:
+        self._ask, self._timing = ask, timing
         self._entries: tuple[Entry, ...] | None = None
         self._read_at = -math.inf
         self._reading: asyncio.Task[None] | None = None
@@ -69,10 +68,10 @@ class ServedModels:
         Raises:
             NoReplica: the registry could never be read.
         """
-        if time.monotonic() - self._read_at > registry.READ_S:
+        if time.monotonic() - self._read_at > self._timing.registry_s:
             if self._reading is None or self._reading.done():
                 self._reading = detached(self._read())
-            await asyncio.wait({self._reading}, timeout=REGISTRY_WAIT_S)
+            await asyncio.wait({self._reading}, timeout=self._timing.brief_answer_s)
         if self._entries is None:
             raise NoReplica("the cluster's control store does not answer now", retry_after_s=2.0)
         return self._entries

@@ -22,6 +22,7 @@ from ...cluster.errors import (
     Unavailable,
     quoted,
 )
+from ...cluster.timing import Timing
 from .homes import AgentHomes
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOVES_MAX = 4
-MOVED_S = 0.5
-"""How often an agent is looked for again that is not where it was believed to be, and how long after."""
+"""How often an agent is looked for again that is not where it was believed to be."""
 
 
 class RayStore:
     """`agents.Store` over the actors of a running cluster. Make it on the event loop that uses it."""
 
-    def __init__(self, homes: AgentHomes) -> None:
-        self._homes = homes
+    def __init__(self, homes: AgentHomes, timing: Timing) -> None:
+        self._homes, self._timing = homes, timing
 
     async def call(self, method: str, agent: str, *arguments: Any, **named: Any) -> Any:
         if method == "agents":
@@ -62,7 +62,7 @@ class RayStore:
                 self._homes.forget(agent)
                 if isinstance(error, AgentElsewhere):
                     # Until the router hears of the new home.
-                    await asyncio.sleep(MOVED_S)
+                    await asyncio.sleep(self._timing.report_s)
                 elif node in await self._homes.alive():
                     # It restarts; whoever can wait asks again.
                     break
@@ -135,7 +135,7 @@ class RayStore:
 
     async def _replicas(self) -> dict[str, ReplicaClient]:
         def find() -> dict[str, ReplicaClient]:
-            return find_replicas(registry.entries())
+            return find_replicas(registry.entries(), self._timing)
 
         return await asyncio.to_thread(find)
 

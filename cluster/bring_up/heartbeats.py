@@ -21,7 +21,6 @@ from ..processes import ProcessMark
 
 _log = logging.getLogger(__name__)
 
-POLL_S = 1.0
 _MESSAGE_BYTES_MAX = 1024
 
 
@@ -67,7 +66,7 @@ class Heartbeats:
     """
 
     def __init__(self, silent_polls_max: int) -> None:
-        self._silent_polls_max = silent_polls_max
+        self.silent_polls_max = silent_polls_max
         self._heard: dict[int, _Heard] = {}
         self._by_name: dict[str, int] = {}
 
@@ -92,7 +91,7 @@ class Heartbeats:
         silent = []
         for heard in self._heard.values():
             heard.silent_polls += 1
-            if heard.silent_polls == self._silent_polls_max:
+            if heard.silent_polls == self.silent_polls_max:
                 silent.append((heard.name, heard.mark))
         return silent
 
@@ -103,20 +102,26 @@ class HeartbeatListener:
     Args:
         path: of the socket, in a folder that only this user may enter. It is made.
         silent_s: how long a process may give no sign of life.
+        poll_s: how often `poll` is called, and every process gives one.
         say: hears what happened (`died`, `silent`) in a sentence.
 
     Raises:
         OSError: the socket cannot be made.
     """
 
-    def __init__(self, path: Path, silent_s: float, say: Callable[[Kind, str], None]) -> None:
+    def __init__(self, path: Path, silent_s: float, poll_s: float, say: Callable[[Kind, str], None]) -> None:
         self._say = say
         self._silent_s = silent_s
-        self._heartbeats = Heartbeats(max(1, round(silent_s / POLL_S)))
+        self._heartbeats = Heartbeats(_polls(silent_s, poll_s))
         self._marks: dict[int, ProcessMark] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(str(path))
+
+    def go_by(self, silent_s: float, poll_s: float) -> None:
+        """Other times from now on."""
+        self._silent_s = silent_s
+        self._heartbeats.silent_polls_max = _polls(silent_s, poll_s)
 
     def listen(self, session: int) -> None:
         """Take what has come; of processes of other Unix sessions nothing."""
@@ -136,7 +141,7 @@ class HeartbeatListener:
                 self._say("died", f"{name} (process {former}) has ended; it was started again as process {pid}")
 
     def poll(self, session: int) -> None:
-        """Call it every `POLL_S`, after `listen`."""
+        """Call it every `poll_s`, after `listen`."""
         silent = self._heartbeats.poll(ProcessMark.is_alive)
         self._marks = {pid: mark for pid, mark in self._marks.items() if mark.is_alive()}
         for name, mark in silent:
@@ -158,6 +163,10 @@ class HeartbeatListener:
         if mark is None and _session_of(pid) == session and (mark := ProcessMark.of(pid)) is not None:
             self._marks[pid] = mark
         return mark
+
+
+def _polls(silent_s: float, poll_s: float) -> int:
+    return max(1, round(silent_s / poll_s))
 
 
 def _session_of(pid: int) -> int | None:

@@ -31,7 +31,6 @@ RETRY_MAX_S = 60.0
 STEADY_S = 60.0
 """A node that stayed for so long is started again as soon as one that has ended for the first time."""
 
-LEAVE_S = 6.0
 KILL_S = 3.0
 
 LINE_BYTES_MAX = 16_384
@@ -119,9 +118,13 @@ class Launcher:
     Args:
         invite: makes an invitation, for each start of a node a new one.
         say: gets what becomes of them.
+        leave_s: how long they may take to leave: `timing.node_leave_s`.
     """
 
-    def __init__(self, nodes: tuple[Node, ...], home: Home, invite: Callable[[], Invitation], say: Say) -> None:
+    def __init__(
+        self, nodes: tuple[Node, ...], home: Home, invite: Callable[[], Invitation], say: Say, leave_s: float
+    ) -> None:
+        self._leave_s = leave_s
         self._home = home
         self._invite = invite
         self._say = say
@@ -145,14 +148,14 @@ class Launcher:
         return late
 
     def stop(self) -> None:
-        """Let all nodes leave, at most `LEAVE_S`, and end those that do not."""
+        """Let all nodes leave, at most `leave_s`, and end those that do not."""
         with self._starting:
             # From here on nothing is started that nobody ends.
             self._stopping.set()
         running = [launched.process for launched in self._launched if launched.process is not None]
         for process in running:
             _close_input(process)
-        ends = time.monotonic() + LEAVE_S
+        ends = time.monotonic() + self._leave_s
         for process in running:
             try:
                 process.wait(max(0.0, ends - time.monotonic()))

@@ -21,16 +21,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from .. import environment
-from ..config import Home, Timeouts
+from ..config import Config, Home, Timeouts
 from ..connection import NAMESPACE, ClusterRecord, connect_ray, satchel_version, versions
 from ..errors import ClusterError, NotRunning
 from ..home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
 from ..incidents import Kind, note_incident_aside
 from ..nodes import Node
 from ..processes import ProcessMark, Session, end_session
+from ..timing import USUAL
 from ..trust.admission import Admission
 from ..trust.door import Door
-from .heartbeats import POLL_S, HeartbeatListener
+from .heartbeats import HeartbeatListener
 from .ray_node import RayReport, RaySpec
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class LocalCluster:
         node: this machine.
         port: where machines join a led cluster; 0 takes a free one.
         silent_s: how long one of Satchel's processes may give no sign of life.
+        heartbeat_s: how often each gives one.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class LocalCluster:
         node: Node | None = None,
         port: int = 0,
         silent_s: float = Timeouts().silent_s,
+        heartbeat_s: float = USUAL.heartbeat_s,
     ) -> None:
         self._home = home
-        self._silent_s = silent_s
+        self._silent_s, self._heartbeat_s = silent_s, heartbeat_s
         self._listener: HeartbeatListener | None = None
         self._noted_at = self._polled_at = 0.0
         self._cpus = cpus
@@ -159,13 +162,19 @@ class LocalCluster:
         write_private_json(self._home.cluster_file, asdict(self._record))
         return self._record
 
+    def go_by(self, config: Config) -> None:
+        """Take the times from the config of the cluster that this machine has joined, which it hears only then."""
+        self._silent_s, self._heartbeat_s = config.timeouts.silent_s, config.timing.heartbeat_s
+        if self._listener is not None:
+            self._listener.go_by(self._silent_s, self._heartbeat_s)
+
     def tend(self) -> None:
         """Look after what runs here: end what gives no sign of life, and now and then note the processes. Call it
         several times a second, as long as the cluster is to run."""
         now = time.monotonic()
         if self._listener is not None and self._session is not None:
             self._listener.listen(self._session.sid)
-            if now - self._polled_at >= POLL_S:
+            if now - self._polled_at >= self._heartbeat_s:
                 self._polled_at = now
                 self._listener.poll(self._session.sid)
         if now - self._noted_at >= _NOTE_PROCESSES_S:
@@ -234,7 +243,7 @@ class LocalCluster:
                 cpus=self._cpus,
             )
             heartbeats = self._private_dir / "heartbeats"
-            self._listener = HeartbeatListener(heartbeats, self._silent_s, self._note)
+            self._listener = HeartbeatListener(heartbeats, self._silent_s, self._heartbeat_s, self._note)
             log = os.open(self._home.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 self._head = subprocess.Popen(

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store import actor, disk_calls, node_actor, peer_calls
+from satchel.actors.kv_store import actor, node_actor, peer_calls
 from satchel.actors.kv_store.agents.homes import LIFE, NOWHERE, Role, life
-from satchel.actors.kv_store.replication import copies
 from satchel.actors.kv_store.replication.peers import copy_nodes
 from satchel.actors.kv_store.transfer import node_blocks
 from satchel.actors.router import actor as router
@@ -136,10 +135,6 @@ def simulate(make: Callable[[], Ledger], name: str, monkeypatch: pytest.MonkeyPa
     clock = Clock()
     for module in (actor, node_actor, node_blocks, peer_calls, router, agent_homes):
         monkeypatch.setattr(module, "time", clock)
-    for module in (copies, node_actor):
-        monkeypatch.setattr(module, "FETCH_S", 6.0)
-    monkeypatch.setattr(actor, "LEASE_S", 20.0)
-    monkeypatch.setattr(disk_calls, "LEASE_S", 10.0)
     memory = SimpleNamespace(available=2**34)
     monkeypatch.setattr(node_actor, "psutil", SimpleNamespace(virtual_memory=lambda: memory), raising=False)
 

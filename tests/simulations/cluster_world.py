@@ -60,6 +60,7 @@ class Blocks(NodeBlocks):
     """As the node's own, over simulated links."""
 
     def __init__(self, world: ClusterWorld, store: KVStore) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self._answer_s = world.config.timing.answer_s
         self._peers, self._lock, self._links = store._peers, store._lock, {}
         self._server: Any = SimpleNamespace(addresses=[("link", 1), ("network", 1)])
         self._puller: Any = Puller(world, store)
@@ -230,7 +231,7 @@ class ClusterWorld(World):
         if hasattr(self, "client"):
             self.client.end()
         self.client = self.process(CLIENT)
-        self.api = self.client.run(lambda: RayStore(Endpoint(self)))
+        self.api = self.client.run(lambda: RayStore(Endpoint(self), self.config.timing))
 
     # Requests.
 

@@ -18,13 +18,13 @@ import ray
 
 from satchel.actors.protocol.handles import ROUTER, actor_handle, store_actor_name
 from satchel.actors.protocol.messages import Sampling
-from satchel.actors.replica.consumers import LEASE_S
 from satchel.api.client.cluster import Cluster, Reply
 from satchel.api.generation.backend import RowRequest
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config
 from satchel.cluster.incidents import incidents
+from satchel.cluster.timing import USUAL
 
 from .test_endpoint import ENDLESS, running, user, wait_until
 
@@ -219,7 +219,7 @@ def test_a_reader_that_stands_still_holds_up_no_other(handles: Cluster, http: ht
     (endpoint,) = {psutil.Process(each.pid) for each in listening if each.laddr and each.laddr.port == port}
     endpoint.suspend()
     try:
-        ends = time.monotonic() + LEASE_S + 3
+        ends = time.monotonic() + USUAL.consumer_lease_s + 3
         while time.monotonic() < ends:
             for replica in handles.replicas().values():
                 assert replica.stats().wait().answers
@@ -242,5 +242,5 @@ async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, 
     for link in backend._links.values():
         link.close()
     started = time.monotonic()
-    wait_until(lambda: running(http) == 0, timeout_s=LEASE_S * 3)
+    wait_until(lambda: running(http) == 0, timeout_s=USUAL.consumer_lease_s * 3)
     assert time.monotonic() - started > 1, "it was the lease that ended it"

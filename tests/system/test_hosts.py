@@ -21,6 +21,7 @@ import pytest
 from satchel.cluster.bring_up.launch import Launcher
 from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
 from satchel.cluster.nodes import Node
+from satchel.cluster.timing import USUAL
 from satchel.cluster.trust.invitations import invite
 
 from . import hosts as namespaces
@@ -231,7 +232,9 @@ def start(world: World, nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> l
     monkeypatch.setenv("PATH", world.path)
     head, door = world.home("mac0"), world.record("mac0").door
     said: list[str] = []
-    launcher = Launcher(tuple(nodes), world.home("another"), lambda: invite(head, door), said.append)
+    launcher = Launcher(
+        tuple(nodes), world.home("another"), lambda: invite(head, door), said.append, USUAL.node_leave_s
+    )
     try:
         wait_until(lambda: len({line.split()[1] for line in said}) == len(nodes), 60)
     finally:

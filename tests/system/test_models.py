@@ -184,8 +184,10 @@ def test_a_load_whose_driver_is_killed_leaves_nothing_behind(server: Server):
     script = """
 import asyncio, os, signal
 from satchel.actors import start
+from satchel.cluster.timing import Timing
 class Hasty(start.ReplicaActor):
-    unwanted_s, unwanted_poll_s = 2.0, 0.2
+    def __init__(self, *args):
+        super().__init__(*args[:-1], Timing(unwanted_s=2.0))
 start.ReplicaActor = Hasty
 def die(what, fraction):
     os.kill(os.getpid(), signal.SIGKILL)

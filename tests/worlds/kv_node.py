@@ -29,11 +29,14 @@ def spoken(*entries: Entry) -> list[int]:
 
 
 class Node:
-    """The store actor's class in this process, and what replicas and endpoints do with it."""
+    """The store actor's class in this process, and what replicas and endpoints do with it. Its KV waits for its branch
+    only for a moment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, claim_wait_s: float = WAIT_S) -> None:
         self.folder = folder
-        self.actor = KVStoreActor(parse_config({"models": [{"name": "x", "source": "x"}]}), folder)
+        config = {"models": [{"name": "x", "source": "x"}], "timing": {"claim_wait_s": claim_wait_s}}
+        self.claim_wait_s = claim_wait_s
+        self.actor = KVStoreActor(parse_config(config), folder)
 
     @property
     def disk(self) -> DiskStore:
@@ -88,16 +91,14 @@ class Node:
         self.close()
         if lose_index:
             (self.folder / "index").write_bytes(b"garbage" * 1000)
-        node = Node(self.folder)
+        node = Node(self.folder, self.claim_wait_s)
         await node.call("stats")
         await node.owned.idle()
         return node
 
 
 @pytest.fixture(name="node")
-async def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
-    """One whose KV waits for its branch only for a moment."""
-    monkeypatch.setattr(ownership, "CLAIM_WAIT_S", WAIT_S)
+async def nodes(tmp_path: Path) -> AsyncIterator[Node]:
     made = Node(tmp_path / "kv")
     yield made
     await made.owned.idle()

@@ -64,7 +64,9 @@ class Cluster:
 
     def __init__(self, folder: Path, names: Sequence[str], **config: Any) -> None:
         self.folder = folder
-        self.config = parse_config({"models": [{"name": "x", "source": "x"}], **config})
+        # KV waits for its branch only for a moment.
+        timing = {"claim_wait_s": 0.1}
+        self.config = parse_config({"models": [{"name": "x", "source": "x"}], "timing": timing, **config})
         self.stores: dict[str, NodeStoreActor] = {}
         self.listed: list[str] = []
         self.cut: set[frozenset[str]] = set()

@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from satchel.api.ray_backend.homes import AgentHomes
 from satchel.cluster.config import Config, parse_config
 from satchel.cluster.errors import SatchelError, Unavailable, from_wire
 from satchel.cluster.keys import OWNER
+from satchel.cluster.timing import Timing
 
 from ..simulations.cluster_memory import Memory
 from ..simulations.cluster_time import Process
@@ -61,7 +63,7 @@ class Store(NodeStoreActor):
         self._world, self._rng = world, world.rng
         self.name, self.process, self.slow_s = name, process, 0.0
         self._at_disk = asyncio.Lock()
-        self._turn_wait_s = 3.0
+        self._timing, self._turn_wait_s = world.config.timing, 3.0
         self._disk = self._owned = self._blocks = self._store = self._owners = None
         self._database: Any = memory
         limits = AgentLimits(branches_max=64)
@@ -87,7 +89,14 @@ class Store(NodeStoreActor):
         self._reporter: Any = SimpleNamespace(incarnation=process.name, wake=self.news.set)
         self._worker: Any = SimpleNamespace(submit=lambda work: SimpleNamespace(result=work))
         self._succession = Succession(
-            name, self._homes, self._agents.heads, self._in_order, self._peers, bury=self._bury, changed=self._note
+            name,
+            self._homes,
+            self._agents.heads,
+            self._in_order,
+            self._peers,
+            bury=self._bury,
+            changed=self._note,
+            timing=world.config.timing,
         )
         self._copies = Copies(
             name,
@@ -98,6 +107,7 @@ class Store(NodeStoreActor):
             count=world.config.replication,
             doubt=self._succession.doubt,
             limits=self._quotas.of,
+            timing=world.config.timing,
         )
         self._versions = FIFOCache(VERSIONS_MAX)
         self._loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
@@ -155,7 +165,7 @@ class Endpoint(AgentHomes):
     def __init__(self, world: World) -> None:
         super().__init__(world.config)
         self._world = world
-        self._router = RouterClient(Direct(lambda: world.router))
+        self._router = RouterClient(world.config.timing, Direct(lambda: world.router))
 
     async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float | None = None, **named: Any) -> Any:
         return await self._world.call(CLIENT, node, method, *arguments, timeout_s=timeout_s or 8.0, **named)
@@ -170,10 +180,11 @@ class World:
         self.rng = random.Random(seed) if isinstance(seed, int) else random.Random(str(seed))
         self.names = list(names)
         self.loop: Any = asyncio.get_running_loop()
-        self.config: Config = parse_config(
+        config = parse_config(
             {"models": [{"name": "x", "source": "x"}], "nodes": [{"name": name} for name in names[:1]]}
             | {"replication": replication}
         )
+        self.config: Config = replace(config, timing=Timing(turn_lease_s=20.0, fetch_s=6.0, block_lease_s=10.0))
         self.disks: dict[str, Memory] = {}
         self.stores: dict[str, Store] = {}
         self.cut: set[frozenset[str]] = set()
@@ -329,7 +340,7 @@ class World:
     def router_now(self) -> RouterClient:
         """The one that runs now; one that is started later is another."""
         actor = self.router
-        return RouterClient(Direct(lambda: actor))
+        return RouterClient(self.config.timing, Direct(lambda: actor))
 
     def texts(self, name: str, agent: str) -> list[str]:
         return [content.text for _, content in self.disks[name].rows.get(agent, {}).values()]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....cluster.errors import CorruptSegment, DiskError, DiskFull, InvalidRecord, StaleEpoch
+from ....cluster.timing import USUAL
 from ...protocol.entries import NOBODY, EntryRecord, SegmentRecord
 from .compaction import Rewritten
 from .folder import typed
@@ -53,7 +54,7 @@ class DiskLimits:
     rows_max: int = 262_144
     tails_per_parent_max: int = 256
     leases_max: int = 1024
-    lease_s_max: float = 30.0
+    lease_s_max: float = USUAL.block_lease_s
     in_flight_s: float = 600.0
 
 

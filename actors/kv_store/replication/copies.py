@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from ....cluster.errors import AgentNotFound, SatchelError, StaleEpoch, Unavailable
+from ....cluster.timing import Timing
 from ..agents.homes import Homes, Memory, Role
 from ..disk.quotas import Limits
 from .peers import Peers, content_to_wire, copy_nodes, head_to_wire
@@ -21,15 +22,6 @@ logger = logging.getLogger(__name__)
 
 InOrder = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls its argument in the thread that may use `Homes`."""
-
-AGAIN_S = 0.25
-"""How soon a copy is tried again for which a turn's last event waits."""
-
-SEND_S = 5.0
-"""How long a copy may take for which nobody waits."""
-
-FETCH_S = 60.0
-"""How long all of an agent's KV may take to come."""
 
 FETCHING_MAX = 2
 """Agents whose KV is being copied at one time; further ones wait."""
@@ -62,6 +54,7 @@ class Copies:
         strict: whether those that fail are tried again within that time.
         doubt: told of agents that another node says live elsewhere.
         limits: what is known of what an agent's tenant may have on a node's disk.
+        timing: how long words and KV may take for which nobody waits, and how soon a copy is tried again.
 
     Attributes:
         failed_total: turns whose copy was not made at once.
@@ -81,11 +74,12 @@ class Copies:
         strict: bool = False,
         doubt: Callable[[str], None],
         limits: Callable[[str], Limits] = lambda agent: {},
+        timing: Timing,
     ) -> None:
         self._node, self._homes, self._in_order, self._peers = node, homes, in_order, peers
         self._version, self._count, self._doubt, self._limits = version, count, doubt, limits
         self._least = min(count, machines - 1)
-        self._wait_s, self._strict = wait_s, strict
+        self._wait_s, self._strict, self._timing = wait_s, strict, timing
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._late: dict[tuple[str, str], None] = {}
         self._members: frozenset[str] = frozenset()
@@ -155,9 +149,9 @@ class Copies:
                     made.add(node)
             at_home = not any(isinstance(result, StaleEpoch) for result in results)
             all_made = not failed and len(made) >= self._least
-            if all_made or not at_home or not self._strict or ends - loop.time() <= AGAIN_S:
+            if all_made or not at_home or not self._strict or ends - loop.time() <= self._timing.retry_s:
                 break
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(self._timing.retry_s)
         for node, error in failed.items():
             self.failed_total += 1
             logger.warning("node %s has no copy of what agent %s said last: %s", node, agent, error.message)
@@ -188,7 +182,7 @@ class Copies:
         place = await self._in_order(lambda: self._homes.place(agent))
         if place.role is Role.HOME and node in copy_nodes(agent, others, self._count):
             try:
-                await self.send(agent, node, SEND_S)
+                await self.send(agent, node, self._timing.answer_s)
             except StaleEpoch:
                 self._doubt(agent)
             except AgentNotFound:
@@ -244,8 +238,10 @@ class Copies:
         place = await self._in_order(lambda: self._homes.place(agent))
         if place.role is not Role.HOME:
             return
+        fetch_s = self._timing.fetch_s
+        timeout_s = fetch_s + self._timing.answer_s
         for node in copy_nodes(agent, await self._peers.others(), self._count):
             try:
-                await self._peers.call(node, "fetch", agent, self._node, FETCH_S, timeout_s=FETCH_S + SEND_S)
+                await self._peers.call(node, "fetch", agent, self._node, fetch_s, timeout_s=timeout_s)
             except SatchelError as error:
                 logger.warning("node %s has no copy of the KV of agent %s: %s", node, agent, error.message)

@@ -11,15 +11,10 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from ....cluster.errors import NoAnswer, Unavailable, from_wire
+from ....cluster.timing import Timing
 from ..agents.branches import Content, Head
 
 logger = logging.getLogger(__name__)
-
-PEERS_S = 2.0
-"""How long a list of nodes is believed."""
-
-PEERS_OLD_S = 10.0
-"""How old it may be when it is used."""
 
 
 class Peers(Protocol):
@@ -65,19 +60,20 @@ class RayPeers:
 
     Args:
         node: this one.
+        timing: of the cluster.
     """
 
-    def __init__(self, node: str) -> None:
-        self._node = node
+    def __init__(self, node: str, timing: Timing) -> None:
+        self._node, self._timing = node, timing
         self._others: list[str] = []
         self._read_at: float | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def others(self) -> list[str]:
         age_s = float("inf") if self._read_at is None else time.monotonic() - self._read_at
-        if age_s > PEERS_S and self._reading is None:
+        if age_s > self._timing.peers_s and self._reading is None:
             self._reading = asyncio.create_task(self._read())
-        if age_s > PEERS_OLD_S and self._reading is not None:
+        if age_s > self._timing.peers_old_s and self._reading is not None:
             # Else turns need not wait for a router that is slow.
             await asyncio.shield(self._reading)
         return self._others
@@ -93,7 +89,7 @@ class RayPeers:
         from ...protocol.clients import RouterClient
 
         try:
-            found = RouterClient().nodes().within(PEERS_S).wait()
+            found = RouterClient(self._timing).nodes().within(self._timing.brief_answer_s).wait()
         except NoAnswer as error:
             # The router restarts; those who were there before are the best guess.
             logger.warning("the router does not say which nodes there are: %s", type(error).__name__)

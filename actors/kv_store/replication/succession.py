@@ -13,18 +13,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from ....cluster.errors import AgentNotFound, SatchelError
+from ....cluster.timing import Timing
 from ..agents.homes import NOWHERE, Homes, Memory, Place, Role, buried_up_to, newest, outranks
 from .copies import InOrder
 from .peers import Peers, content_to_wire, head_to_wire
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 1.0
-"""How long another node has to say what it knows."""
-
-HAND_S = 5.0
 HANDING_MAX = 3
-"""How long handing over may take, and how often it begins again because the agent speaks meanwhile."""
+"""How often handing over begins again because the agent speaks meanwhile."""
 
 TOGETHER = 512
 DOUBTS_MAX = 10_000
@@ -50,6 +47,7 @@ class Succession:
         heads: an agent's branches; for the thread of `in_order`.
         bury: forgets an agent here, up to an epoch; the number is that of its tombstone elsewhere.
         changed: told of agents whose place has changed.
+        timing: how long another node has to say what it knows, and to take an agent.
     """
 
     def __init__(
@@ -62,9 +60,11 @@ class Succession:
         *,
         bury: Callable[[str, int, int], Awaitable[object]],
         changed: Callable[[str], None],
+        timing: Timing,
     ) -> None:
         self._node, self._homes, self._heads, self._in_order, self._peers = node, homes, heads, in_order, peers
         self._bury, self._changed = bury, changed
+        self._ask_s, self._hand_s = timing.ask_s, timing.answer_s
         self._doubts: dict[str, None] = {}
         # Nodes that did not say what happened there when they were asked.
         self._unheard: set[str] = set()
@@ -102,7 +102,7 @@ class Succession:
 
     async def _learn_from(self, node: str) -> None:
         try:
-            told = await self._peers.call(node, "buried", timeout_s=ASK_S)
+            told = await self._peers.call(node, "buried", timeout_s=self._ask_s)
             numbers = {agent: number for agent, _, number in told}
             pairs = [(agent, epoch) for agent, epoch, _ in told]
             for agent, epoch in await self._in_order(lambda: self._homes.to_bury(pairs)):
@@ -136,7 +136,7 @@ class Succession:
         await self.resolve()
 
     async def _ask(self, node: str, agents: Sequence[str]) -> None:
-        for said in await self._peers.call(node, "standing", list(agents), timeout_s=ASK_S):
+        for said in await self._peers.call(node, "standing", list(agents), timeout_s=self._ask_s):
             await self._hear(node, Standing(*said))
 
     async def _hear(self, node: str, said: Standing) -> None:
@@ -179,7 +179,7 @@ class Succession:
                 return await self._in_order(lambda: self._homes.demote(agent, epoch))
             heads = [head_to_wire(head) for head, _ in memory.branches]
             contents = {head.branch: content_to_wire(content) for head, content in memory.branches}
-            await self._peers.call(to, "take_in", agent, memory.epoch, heads, contents, timeout_s=HAND_S)
+            await self._peers.call(to, "take_in", agent, memory.epoch, heads, contents, timeout_s=self._hand_s)
             sent = memory
         self.doubt(agent)
         return False
@@ -205,7 +205,7 @@ class Succession:
         best = max(told, key=lambda node: (told[node].epoch, told[node].newest), default="")
         if best and told[best].newest and (told[best].epoch, told[best].newest) > (mine.epoch, mine.newest):
             try:
-                await self._peers.call(best, "send_copy", agent, self._node, timeout_s=ASK_S)
+                await self._peers.call(best, "send_copy", agent, self._node, timeout_s=self._ask_s)
             except SatchelError as error:
                 logger.warning("node %s has a later copy of agent %s: %s", best, agent, error.message)
         above = max([above, *(said.epoch for said in told.values() if said.role != Role.GONE)])
@@ -217,14 +217,14 @@ class Succession:
 
     async def _standing_of(self, node: str, agent: str) -> Standing | None:
         try:
-            said = await self._peers.call(node, "standing", [agent], timeout_s=ASK_S)
+            said = await self._peers.call(node, "standing", [agent], timeout_s=self._ask_s)
         except SatchelError:
             return None
         return Standing(*said[0]) if said else None
 
     async def _tell(self, node: str, agent: str) -> None:
         try:
-            await self._peers.call(node, "doubt", agent, timeout_s=ASK_S)
+            await self._peers.call(node, "doubt", agent, timeout_s=self._ask_s)
         except SatchelError as error:
             # It asks by itself when it is back.
             logger.info("node %s does not know that agent %s has moved: %s", node, agent, error.message)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ....cluster.errors import DiskError, LinkError, LinkVersion, PortInUse, SatchelError
+from ....cluster.timing import USUAL
 from ....cluster.trust.strangers import Strangers
 from ...protocol.entries import Location, flat_bytes, unpack_tokens
 from ..disk.segment_reader import EntryReader, PartRead
@@ -59,7 +60,7 @@ class ServerLimits:
     idle_s: float = 20.0
     request_s: float = 5.0
     stall_s: float = 10.0
-    lease_s: float = 30.0
+    lease_s: float = USUAL.block_lease_s
 
 
 @dataclass

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....cluster.nodes import Node
+from ....cluster.timing import USUAL, Timing
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
 from ...protocol.media_ids import features_parent, names_in
@@ -18,17 +19,13 @@ from ..agents.branches import Content, Head
 from ..disk.store import DiskStore
 from ..replication.peers import Peers
 from .block_client import BlockPuller
-from .block_server import BlockServer
+from .block_server import BlockServer, ServerLimits
 from .machine.pull_terms import Stop
 from .machine.pull_wire import Wanted
 from .pull_session import PullResult
 from .pull_writer import Keeper
 
 logger = logging.getLogger(__name__)
-
-ADDRESSES_S = 5.0
-"""How long another node has to say where its blocks are."""
-
 
 LINK_BYTES_MIN, LINK_S_MIN = 8 * 2**20, 0.2
 """A pull of fewer bytes that took less time says how long connecting and committing take, and little of the link."""
@@ -47,17 +44,29 @@ class NodeBlocks:
     Args:
         session: of the store's writers.
         keeper: decides who may have what was pulled.
+        timing: for how long files are kept for another node, which has to say where its own are.
 
     Raises:
         LinkError: the cluster's key is too short.
     """
 
     def __init__(
-        self, disk: DiskStore, cluster_key: bytes, node: Node, session: str, peers: Peers, keeper: Keeper
+        self,
+        disk: DiskStore,
+        cluster_key: bytes,
+        node: Node,
+        session: str,
+        peers: Peers,
+        keeper: Keeper,
+        timing: Timing = USUAL,
     ) -> None:
+        self._answer_s = timing.answer_s
         self._disk, self._keeper, self._peers = disk, keeper, peers
         listen = [(link.address, 0) for link in node.data_links]
-        self._server = BlockServer(disk, cluster_key, node.name, listen, bytes_per_s=node.give_bytes_per_s_max)
+        limits = ServerLimits(lease_s=timing.block_lease_s)
+        self._server = BlockServer(
+            disk, cluster_key, node.name, listen, limits=limits, bytes_per_s=node.give_bytes_per_s_max
+        )
         self._puller = BlockPuller(disk, cluster_key, node.name, session, keeper=keeper)
         self._lock = threading.Lock()
         self._links: dict[str, float] = {}
@@ -130,7 +139,7 @@ class NodeBlocks:
         Raises:
             SatchelError: the source does not say where its blocks are, or there are too many pulls.
         """
-        addresses = await self._peers.call(source, "block_addresses", timeout_s=ADDRESSES_S)
+        addresses = await self._peers.call(source, "block_addresses", timeout_s=self._answer_s)
         found = await asyncio.to_thread(
             self._puller.pull,
             wanted,

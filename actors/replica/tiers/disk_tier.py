@@ -21,10 +21,10 @@ import mlx.core as mx
 import numpy as np
 
 from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
+from ....cluster.timing import USUAL, Timing
 from ...kv_store.disk.quotas import Limits
 from ...kv_store.disk.segment_reader import EntryReader, Failure
 from ...kv_store.disk.segments import grouped, read_key, write_segment
-from ...kv_store.transfer.machine.pull_wire import PULL_S
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import TOKEN_BYTES, Entry, Location, pack_tokens, tail_id, unpack_tokens
 from ...protocol.messages import GenerateRequest
@@ -190,7 +190,12 @@ class DiskTier:
     loop's."""
 
     def __init__(
-        self, spec: ModelCacheSpec, model_id: bytes, store: StoreCaller, unwritten_bytes_max: int = 512 * 2**20
+        self,
+        spec: ModelCacheSpec,
+        model_id: bytes,
+        store: StoreCaller,
+        unwritten_bytes_max: int = 512 * 2**20,
+        timing: Timing = USUAL,
     ) -> None:
         self.counters = DiskCounters()
         self.restore_bytes_per_s = 0.0
@@ -198,6 +203,7 @@ class DiskTier:
         self._spec = spec
         self._model = model_id
         self._store = store
+        self._pull_s = timing.pull_s
         self._session: _Session | None = None
         self._queue: queue.SimpleQueue[WriteJob] = queue.SimpleQueue()
         self._waiting = 0
@@ -283,7 +289,7 @@ class DiskTier:
         rest = request.prompt[whole * BLOCK_TOKENS : (whole + 1) * BLOCK_TOKENS]
         wanted = [self._model, request.root_id, request.block_ids[:whole], rest]
         try:
-            self._store.call("pull", request.pull_from, wanted, request.agent, PULL_S, request.disk_limits)
+            self._store.call("pull", request.pull_from, wanted, request.agent, self._pull_s, request.disk_limits)
         except SatchelError as error:
             logger.warning("request %s: nothing is pulled: %s", request.request_id, error.message)
 

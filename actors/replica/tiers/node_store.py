@@ -11,14 +11,11 @@ from ray.exceptions import RayError
 from ....cluster.config import Scheduling
 from ....cluster.errors import Unavailable, from_wire
 from ....cluster.nodes import Node
-from ...kv_store.transfer.machine.pull_wire import PULL_S
+from ....cluster.timing import Timing
 from ...protocol.handles import actor_handle, store_actor_name
 
 KV_MEMORY_FRACTION = 0.25
 """Of a machine's memory, what its replicas may use for decoding rows where the config names no figure."""
-
-STORE_S = 5.0
-"""How long the store may take to answer."""
 
 
 def kv_bytes_max(node: Node, scheduling: Scheduling, neighbours: int) -> int:
@@ -31,11 +28,12 @@ def kv_bytes_max(node: Node, scheduling: Scheduling, neighbours: int) -> int:
 class NodeStore:
     """The store actor of a node, as `disk_tier.StoreCaller`."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, timing: Timing) -> None:
+        self._timing = timing
         self._actor = store_actor_name(node)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        timeout_s = STORE_S + (PULL_S if method == "pull" else 0.0)
+        timeout_s = self._timing.answer_s + (self._timing.pull_s if method == "pull" else 0.0)
         try:
             answer: Any = ray.get(getattr(actor_handle(self._actor), method).remote(*arguments), timeout=timeout_s)
         except (RayError, ValueError, TimeoutError) as error:

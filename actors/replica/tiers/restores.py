@@ -23,11 +23,8 @@ logger = logging.getLogger(__name__)
 READS_MAX = 2
 """How many prompts are read back at a time. Each may be as large as the context, and more would only share the disk."""
 
-READ_WAIT_S = 30.0
-"""How long an admitted row waits for its KV at the most, its turn to read included; its prompt is computed then."""
-
 READ_WAIT_S_MIN = 5.0
-"""So long it waits in any case, and else for twice as long as computing would take."""
+"""So long an admitted row waits for its KV in any case, and else for twice as long as computing would take."""
 
 TRIES_S = (0.5, 1.0, 1.0)
 """How long after each failure a store is asked again that is starting anew: it fails at once."""
@@ -57,9 +54,12 @@ class Restores:
     Args:
         disk: None where nothing is read back.
         deliver: called on a reader's thread with what was read, or None.
+        wait_s_max: how long a row waits at the most, its turn to read included; its prompt is computed then. The store
+            keeps the files for no longer: `timing.block_lease_s`.
     """
 
-    def __init__(self, disk: DiskTier | None, deliver: Deliver) -> None:
+    def __init__(self, disk: DiskTier | None, deliver: Deliver, wait_s_max: float) -> None:
+        self.wait_s_max = wait_s_max
         self._disk = disk
         self._deliver = deliver
         self._reading: dict[str, Reading] = {}
@@ -91,7 +91,7 @@ class Restores:
         """Whether reading would only make rows wait."""
         now, working = time.monotonic(), list(self._working.values())
         return now < self._paused_until or (
-            len(working) == READS_MAX and all(now - since > READ_WAIT_S for since in working)
+            len(working) == READS_MAX and all(now - since > self.wait_s_max for since in working)
         )
 
     def begin(self, sequence: Sequence, hot: int, tokens_per_s: float) -> None:
@@ -103,7 +103,7 @@ class Restores:
         request = sequence.request
         # A copy, as the row may leave and its tokens go on elsewhere.
         prompt = Prompt(request.request_id, request.agent, request.root_id, list(sequence.ids), list(sequence.tokens))
-        compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else READ_WAIT_S
+        compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
         reading = Reading(prompt, hot, time.monotonic(), max(READ_WAIT_S_MIN, 2 * compute_s))
         self._reading[request.request_id] = reading
         self._jobs.put(reading)
@@ -127,7 +127,7 @@ class Restores:
         late = {
             name: wait_s
             for name, reading in self._reading.items()
-            if now - reading.since > (wait_s := min(reading.wait_s, READ_WAIT_S))
+            if now - reading.since > (wait_s := min(reading.wait_s, self.wait_s_max))
         }
         for name, wait_s in late.items():
             logger.warning("request %s: nothing is read back within %.1f s", name, wait_s)

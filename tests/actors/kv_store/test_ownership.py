@@ -20,7 +20,7 @@ nodes = kv_node.nodes
 
 
 async def test_kv_of_a_deleted_agent_that_comes_late_is_refused_at_once_and_off_the_disk(node, monkeypatch):
-    monkeypatch.setattr(ownership, "CLAIM_WAIT_S", 30.0)
+    monkeypatch.setattr(node.owned, "_claim_wait_s", 30.0)
     entries = [*chain(2, owners=(ALICE,)), tail([1, 2], 5, owners=(ALICE,))]
     await node.speak(ALICE, spoken(*entries[:2]))
     late = [await node.write(entries[:2]), await node.write(entries[2:])]
@@ -68,7 +68,7 @@ async def test_of_a_tail_that_goes_on_behind_the_new_branch_nothing_is_kept(node
 
 
 async def test_kv_that_comes_just_before_its_branch_waits_for_it(node, monkeypatch):
-    monkeypatch.setattr(ownership, "CLAIM_WAIT_S", 30.0)
+    monkeypatch.setattr(node.owned, "_claim_wait_s", 30.0)
     shared = chain(1, owners=(BOB,))
     entries = chain(2, first=10, parent=shared[0].id, owners=(ALICE,))
     await node.speak(ALICE, [1])
@@ -89,7 +89,7 @@ async def test_kv_that_comes_just_before_its_branch_waits_for_it(node, monkeypat
 
 
 async def test_an_agent_that_was_never_forgotten_waits_for_nothing(node, monkeypatch):
-    monkeypatch.setattr(ownership, "CLAIM_WAIT_S", 30.0)
+    monkeypatch.setattr(node.owned, "_claim_wait_s", 30.0)
     await node.forget(BOB)
     entries = chain(2, owners=(ALICE,))
     began = time.monotonic()

@@ -7,6 +7,7 @@ import json
 import sqlite3
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from satchel.actors.kv_store.agents.database import NAME
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.entries import unpack_tokens
 from satchel.cluster.config import Config, parse_config
+from satchel.cluster.timing import Timing
 
 MODEL, OTHER = b"m" * 32, b"o" * 32
 
@@ -113,9 +115,8 @@ async def test_nobody_overtakes_those_who_wait():
     assert order == [f"{who} {index}" for index in range(20) for who in ("waited", "came late")]
 
 
-async def test_waiting_ends_with_the_limit_with_giving_up_and_with_the_lease(monkeypatch):
-    monkeypatch.setattr(actor, "LEASE_S", 0.6)
-    store = KVStoreActor(config(timeouts={"turn_wait_s": 0.2}))
+async def test_waiting_ends_with_the_limit_with_giving_up_and_with_the_lease():
+    store = KVStoreActor(replace(config(timeouts={"turn_wait_s": 0.2}), timing=Timing(turn_lease_s=0.6)))
     result(await store.begin("t/x", "t0", MODEL, {}))
     assert (await store.begin("t/x", "t1", MODEL, {}))["error"]["kind"] == "AgentBusy"
     gone = asyncio.create_task(store.begin("t/x", "t2", MODEL, {}))

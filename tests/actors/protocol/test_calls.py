@@ -37,6 +37,7 @@ from satchel.cluster.errors import (
     SatchelError,
     Unavailable,
 )
+from satchel.cluster.timing import USUAL
 
 OTHER_VERSION = bytes(msgpack.packb([VERSION + 1, []]) or b"")
 """As an actor of another version says whatever it says."""
@@ -116,8 +117,8 @@ def outcome(call: Call[Any], how: str) -> Any:
 
 
 CALLS: dict[str, tuple[Callable[[], Call[Any]], str]] = {
-    "router": (lambda: RouterClient().nodes(), "the router does not answer now"),
-    "replica": (lambda: ReplicaClient("m-0").info(), "replica m-0 does not answer now"),
+    "router": (lambda: RouterClient(USUAL).nodes(), "the router does not answer now"),
+    "replica": (lambda: ReplicaClient("m-0", USUAL).info(), "replica m-0 does not answer now"),
 }
 
 UNANSWERED: list[tuple[Callable[[], bytes], type[NoAnswer]]] = [
@@ -169,7 +170,7 @@ def test_another_version_is_no_answer_and_no_fault(world: World, whom: str, how:
     error = outcome(CALLS[whom][0](), how)
     assert type(error) is OtherVersion and f"version {VERSION + 1}" in error.message
     world.said = lambda: encode(NextFrame("c", 0))
-    assert type(outcome(ReplicaClient("m-0").stats(), how)) is OtherVersion, "nor one that says something else"
+    assert type(outcome(ReplicaClient("m-0", USUAL).stats(), how)) is OtherVersion, "nor one that says something else"
 
 
 def test_an_answer_that_is_missing_is_none():
@@ -179,7 +180,7 @@ def test_an_answer_that_is_missing_is_none():
 
 async def test_a_handle_is_looked_up_once_and_again_after_a_loss(world: World):
     """Not after silence: who is slow is still there."""
-    client = RouterClient()
+    client = RouterClient(USUAL)
     for said in (world.said, never, world.said, raising(ActorDiedError()), world.said):
         world.said = said
         try:
@@ -190,7 +191,7 @@ async def test_a_handle_is_looked_up_once_and_again_after_a_loss(world: World):
 
 
 async def test_a_call_is_made_when_it_is_awaited_and_no_sooner(world: World):
-    call = RouterClient().lose("m-0").within(30.0)
+    call = RouterClient(USUAL).lose("m-0").within(30.0)
     assert not world.looked_up
     await call
     assert world.looked_up == ["router"]
@@ -201,8 +202,8 @@ async def test_who_gives_up_is_not_told_that_the_actor_is_silent(world: World):
     world.said = never
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await RouterClient().nodes()
-    asking = asyncio.ensure_future(RouterClient().nodes())
+            await RouterClient(USUAL).nodes()
+    asking = asyncio.ensure_future(RouterClient(USUAL).nodes())
     await asyncio.sleep(0.01)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):

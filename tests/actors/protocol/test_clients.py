@@ -9,7 +9,7 @@ import pytest
 
 from satchel.actors.protocol import clients
 from satchel.actors.protocol.calls import ActorRef, Call
-from satchel.actors.protocol.clients import ANSWER_S, CONFIG_S, SILENCE_S, ReplicaClient, RouterClient
+from satchel.actors.protocol.clients import CONFIG_S, ReplicaClient, RouterClient
 from satchel.actors.protocol.messages import (
     AgentKeys,
     AgentMoved,
@@ -46,6 +46,7 @@ from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.router.actor import RouterActor
 from satchel.cluster.config import default_config
 from satchel.cluster.errors import OtherVersion
+from satchel.cluster.timing import USUAL
 from tests.worlds.direct import model_info
 from tests.worlds.routing import report, store
 
@@ -58,7 +59,7 @@ FRAME = Frame([RowUpdate("r", [1, 2])])
 ROUTER = "router"
 REPLICA = "replica:m-0"
 
-router, replica = RouterClient(), ReplicaClient("m-0")
+router, replica = RouterClient(USUAL), ReplicaClient("m-0", USUAL)
 
 # The call, the actor's method, what comes to it, what it answers, and what is made of that.
 Case = tuple[Call[Any], str, Any, Any, Any]
@@ -127,11 +128,11 @@ def test_every_method_of_an_actor_is_called_by_its_client():
 @pytest.mark.parametrize(
     ("call", "timeout_s"),
     [
-        *((case[0], ANSWER_S) for case in OF_ROUTER),
+        *((case[0], USUAL.answer_s) for case in OF_ROUTER),
         (router.config(), CONFIG_S),
-        *((case[0], ANSWER_S) for case in OF_REPLICA if case[1] not in ("submit", "next_frame")),
-        (replica.submit(ROW), 60.0 + ANSWER_S),
-        (replica.next_frame("c", 0), SILENCE_S),
+        *((case[0], USUAL.answer_s) for case in OF_REPLICA if case[1] not in ("submit", "next_frame")),
+        (replica.submit(ROW), 60.0 + USUAL.answer_s),
+        (replica.next_frame("c", 0), USUAL.frame_silence_s),
     ],
 )
 def test_nothing_is_waited_for_for_ever(call: Call[Any], timeout_s: float):
@@ -144,7 +145,7 @@ async def test_the_config_is_the_clusters(monkeypatch: pytest.MonkeyPatch):
     async def answer() -> Any:
         return config
 
-    own = RouterClient(SimpleNamespace(config=SimpleNamespace(remote=answer)))
+    own = RouterClient(USUAL, SimpleNamespace(config=SimpleNamespace(remote=answer)))
     assert await own.config() is config
     monkeypatch.setattr(clients, "Config", str)
     with pytest.raises(OtherVersion, match="another config"):

@@ -10,18 +10,18 @@ import pytest
 
 from satchel.actors.kv_store.node_actor import NodeStoreActor
 from satchel.actors.protocol.messages import RowUpdate
-from satchel.actors.replica import consumers
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.consumers import Consumers
 from satchel.actors.router.actor import RouterActor
+from satchel.cluster.timing import Timing
 
 
 class Readers:
     """A replica's consumers. `ended` are the rows that were taken out."""
 
-    def __init__(self) -> None:
+    def __init__(self, **timing: float) -> None:
         self.ended: list[str] = []
-        self.all = Consumers(self._abort)
+        self.all = Consumers(self._abort, Timing(report_s=0.05, **timing))
 
     async def _abort(self, request_ids: list[str]) -> None:
         self.ended += request_ids
@@ -35,8 +35,7 @@ class Readers:
 
 
 @pytest.fixture
-async def readers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Readers]:
-    monkeypatch.setattr(consumers, "BEAT_S", 0.05)
+async def readers() -> AsyncIterator[Readers]:
     readers = Readers()
     yield readers
     readers.all._reaper.cancel()
@@ -75,8 +74,8 @@ async def test_two_that_ask_for_one_frame_do_not_share_it(readers: Readers):
     assert first == {"r": [1]} and second is None
 
 
-async def test_who_asks_no_more_is_forgotten_with_its_rows(readers: Readers, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(consumers, "LEASE_S", 0.2)
+async def test_who_asks_no_more_is_forgotten_with_its_rows():
+    readers = Readers(consumer_lease_s=0.2)
     readers.all.rows("c").add("r")
     assert await readers.hears("c", 0) == {}
     async with asyncio.timeout(10):

@@ -17,6 +17,7 @@ from satchel.actors.replica.reports import EngineReports
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import SatchelError, Unavailable
 from satchel.cluster.nodes import Node
+from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct
 
 OWN, OTHER = b"o" * 32, b"x" * 32
@@ -39,13 +40,13 @@ class Engine:
 def replica(monkeypatch: pytest.MonkeyPatch) -> ReplicaActor:
     monkeypatch.setattr(ReplicaActor, "_run_engine", lambda self: None)
     monkeypatch.setattr(ReplicaActor, "_end_when_unwanted", lambda self: None)
-    actor = ReplicaActor("m-0", Model(name="m", source="s"), Scheduling(), Node(name="mac0"), 1)
+    actor = ReplicaActor("m-0", Model(name="m", source="s"), Scheduling(), Node(name="mac0"), 1, USUAL)
     actor._engine = Engine()  # type: ignore[assignment]
     return actor
 
 
 def client(replica: ReplicaActor) -> ReplicaClient:
-    return ReplicaClient("m-0", Direct(lambda: replica))
+    return ReplicaClient("m-0", USUAL, Direct(lambda: replica))
 
 
 async def test_a_request_made_for_another_model_id_is_refused(replica: ReplicaActor):
@@ -85,8 +86,8 @@ async def test_an_engine_that_stands_still_makes_the_replica_not_ready(
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_replica_whose_engine_stands_still_tells_the_router_nothing(slow: bool, monkeypatch: pytest.MonkeyPatch):
     told: list[object] = []
-    monkeypatch.setattr(engine_reports, "tell_router", lambda report: told.append(report) or True)
-    reports = EngineReports("m-0", "m", "mac0", MagicMock(), None, lambda: slow)  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_reports, "tell_router", lambda report, timing: told.append(report) or True)
+    reports = EngineReports("m-0", "m", "mac0", MagicMock(), None, USUAL, lambda: slow)  # type: ignore[arg-type]
     reports._events_taken = True
     assert reports._tell(MagicMock()) is not slow and len(told) == (not slow)
 

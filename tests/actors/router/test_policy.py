@@ -8,8 +8,8 @@ import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.messages import Decision, RouteRequest
-from satchel.actors.router.members import GONE_S
 from satchel.actors.router.policy import FIRST_PREFILL_S, Policy
+from satchel.cluster.timing import USUAL
 from tests.worlds.routing import BLOCKS, RATE, make_policy, probe, report, route
 
 
@@ -319,13 +319,13 @@ def test_a_silent_replica_is_forgotten_in_the_end():
     policy = make_policy("b")
     policy.members.observe(report("a", announced=BLOCKS), 0.0)
     route(policy, "agent", request_id="r", tokens=3000, blocks=10)
-    policy.members.observe(report("b", sequence=1), GONE_S)
+    policy.members.observe(report("b", sequence=1), USUAL.gone_s)
     assert policy.members.requests == {"r": "a"} and policy.members.directory.blocks == 20
-    policy.members.observe(report("b", sequence=2), GONE_S + 0.1)
+    policy.members.observe(report("b", sequence=2), USUAL.gone_s + 0.1)
     policy.members.check()
     assert policy.members.requests == {} and policy.members.directory.blocks == 0
     assert policy.members.directory.seat("agent", "m") is None
-    assert not policy.members.observe(report("a", sequence=1, full=False), GONE_S + 1), "it is new again"
+    assert not policy.members.observe(report("a", sequence=1, full=False), USUAL.gone_s + 1), "it is new again"
 
 
 def test_a_replica_may_change_its_model():

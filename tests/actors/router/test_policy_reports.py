@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.router.load import RESERVATION_S
+from satchel.cluster.timing import USUAL
 from tests.worlds.routing import BLOCKS, RATE, make_policy, probe, report, route
 
 
@@ -37,9 +37,9 @@ def test_load_counts_from_routing_until_its_end():
     assert probe(policy, "decode", 0.5)["a"] > 0.0
     policy.members.observe(report("a", sequence=2), 1.0)
     assert probe(policy, "queue", 1.0) == {"a": pytest.approx(1.0)}, "r1 has ended, though its consumer never said so"
-    policy.members.observe(report("a", sequence=3), RESERVATION_S + 0.1)
-    assert probe(policy, "queue", RESERVATION_S + 0.1) == {"a": 0.0}, "r3 never arrived"
-    assert probe(policy, "decode", RESERVATION_S + 0.1) == {"a": 0.0}
+    policy.members.observe(report("a", sequence=3), USUAL.reservation_s + 0.1)
+    assert probe(policy, "queue", USUAL.reservation_s + 0.1) == {"a": 0.0}, "r3 never arrived"
+    assert probe(policy, "decode", USUAL.reservation_s + 0.1) == {"a": 0.0}
 
 
 def test_a_request_is_counted_once():

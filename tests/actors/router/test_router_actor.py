@@ -14,6 +14,7 @@ from satchel.actors.router.actor import LOST_LOOKS, RouterActor
 from satchel.actors.router.directory import PART_BLOCKS
 from satchel.cluster.config import default_config
 from satchel.cluster.errors import NoReplica
+from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct
 from tests.worlds.routing import BLOCKS, report, store
 
@@ -23,7 +24,7 @@ class Router(RouterClient):
 
     def __init__(self, joined: Iterable[str] = ()) -> None:
         self.own = RouterActor(default_config(), joined=joined)
-        super().__init__(Direct(lambda: self.own))
+        super().__init__(USUAL, Direct(lambda: self.own))
 
 
 async def ask(router: RouterClient, request_id: str) -> Decision:

@@ -11,10 +11,10 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.messages import Decision, RouteRequest
 from satchel.actors.router.directory import Disk
-from satchel.actors.router.members import GONE_S
 from satchel.actors.router.nodes import ASSUMED_LINK_BYTES_PER_S, LINK_RETRY_S, Nodes
 from satchel.actors.router.places import Whereabouts
 from satchel.actors.router.policy import CANDIDATES_SHOWN, Policy
+from satchel.cluster.timing import USUAL
 from tests.worlds.routing import BLOCKS, RATE, make_policy, probe, report, route, store
 
 GIGABYTE = 1e9
@@ -273,14 +273,14 @@ def test_a_report_without_a_node_is_refused():
 def test_a_silent_node_is_forgotten_in_the_end():
     policy = cluster(disks={"n1": 16}, rate=GIGABYTE)
     policy.members.observe_store(store("n1", sequence=1, full=False, agents=[["t/a", 1, True]]), 0.0)
-    for now in (GONE_S, GONE_S + 0.1):
+    for now in (USUAL.gone_s, USUAL.gone_s + 0.1):
         policy.members.observe_store(store("n0", sequence=int(now * 10), full=False), now)
         policy.members.check()
-        gone = now > GONE_S
+        gone = now > USUAL.gone_s
         assert policy.members.directory.blocks == (0 if gone else 16)
         assert (policy.members.where("t/a") is None) == gone
         assert [node["name"] for node in policy.members.node_views(now)] == (["n0"] if gone else ["n0", "n1"])
-    assert policy.members.node_views(GONE_S + 0.1)[0]["links"] == {}, "what was measured of it goes with it"
+    assert policy.members.node_views(USUAL.gone_s + 0.1)[0]["links"] == {}, "what was measured of it goes with it"
 
 
 def test_more_nodes_than_there_was_room_for():

@@ -16,6 +16,7 @@ from satchel.actors.supervision.watchdog import Watchdog
 from satchel.cluster import environment
 from satchel.cluster.config import Home
 from satchel.cluster.incidents import incidents
+from satchel.cluster.timing import USUAL
 
 
 class Part:
@@ -43,7 +44,7 @@ def ends() -> list[str]:
 def watchdog(tmp_path: Path, ends: list[str], monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     # Only what the machine does could make a poll count less.
     monkeypatch.setattr("satchel.actors.supervision.watchdog.PAGING_FAULTS", 10**9)
-    return Watchdog("it", Home(tmp_path), end=ends.append)
+    return Watchdog("it", Home(tmp_path), poll_s=USUAL.heartbeat_s, end=ends.append)
 
 
 def test_a_part_that_stands_still_ends_the_process_with_a_reason(watchdog: Watchdog, ends: list[str]):

@@ -12,6 +12,7 @@ from satchel.api.agents import memory as agents
 from satchel.api.generation.requests import ChatRequest
 from satchel.api.views.generation import Generator
 from satchel.cluster.errors import Unavailable
+from satchel.cluster.timing import Timing
 from tests.worlds.fake_backend import events_of
 from tests.worlds.remembering import LocalStore, Remembering, spoken
 
@@ -135,10 +136,8 @@ async def test_a_continuing_turn_outlasts_a_store_that_starts_again(endpoint, ba
     assert [message["content"] for message in (await endpoint.transcript())[::2]] == ["begin", "commit"]
 
 
-async def test_a_continuing_turn_that_cannot_be_kept_is_answered_and_gives_its_turn_back(
-    endpoint, backend, monkeypatch
-):
-    monkeypatch.setattr(agents, "TURN_ANSWER_S", 0.1)
+async def test_a_continuing_turn_that_cannot_be_kept_is_answered_and_gives_its_turn_back(endpoint, backend):
+    endpoint.memory.timing = Timing(turn_answer_s=0.1)
     endpoint.store.down.add("commit")
     for streams in (False, True):
         response = await endpoint.post({"messages": spoken("Hi"), "agent_continue": True, "stream": streams})
@@ -198,9 +197,8 @@ async def test_completions_and_endpoints_without_memory_continue_nothing(endpoin
     assert response.status_code == 200
 
 
-async def test_a_handle_on_the_same_pipeline_gets_the_tree_of_errors(backend, config, monkeypatch):
-    monkeypatch.setattr(agents, "TURN_ANSWER_S", 0.1)
-    memory = agents.AgentMemory(LocalStore(config))
+async def test_a_handle_on_the_same_pipeline_gets_the_tree_of_errors(backend, config):
+    memory = agents.AgentMemory(LocalStore(config), timing=Timing(turn_answer_s=0.1))
     generator = Generator(backend, config, memory=memory)
     request = ChatRequest(spoken("Hi"), agent="ann", agent_continue=True, opening=[{"role": "system", "content": "S"}])
     for _ in range(2):

@@ -11,12 +11,12 @@ import pytest
 
 from satchel.actors.protocol.block_ids import block_ids, root_id, scope_of
 from satchel.actors.protocol.messages import RowUpdate
-from satchel.api.agents import memory as agents
 from satchel.api.generation.backend import ReplicaStats
 from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import parse_config
+from satchel.cluster.timing import Timing
 from tests.worlds.remembering import LocalStore, Remembering, spoken
 
 
@@ -61,8 +61,8 @@ async def test_an_injection_goes_to_the_end_of_the_conversation_it_makes_main(en
     assert len(await endpoint.branches()) == 2
 
 
-async def test_a_failed_injection_changes_nothing_and_frees_the_agent(endpoint, backend, monkeypatch):
-    monkeypatch.setattr(agents, "TURN_ANSWER_S", 0.1)
+async def test_a_failed_injection_changes_nothing_and_frees_the_agent(endpoint, backend):
+    endpoint.memory.timing = Timing(turn_answer_s=0.1)
     endpoint.store.down.add("commit")
     assert (await inject(endpoint, "x")).status_code == 503
     endpoint.store.down.clear()
@@ -169,8 +169,8 @@ async def test_agents_are_listed_page_by_page(endpoint):
     ("method", "path"),
     [("GET", ""), ("DELETE", ""), ("POST", "/inject"), ("POST", "/fork"), ("POST", "/release")],
 )
-async def test_every_route_refuses_what_is_no_agent_id_and_a_store_that_is_down(endpoint, method, path, monkeypatch):
-    monkeypatch.setattr(agents, "TURN_ANSWER_S", 0.1)
+async def test_every_route_refuses_what_is_no_agent_id_and_a_store_that_is_down(endpoint, method, path):
+    endpoint.memory.timing = Timing(turn_answer_s=0.1)
     body = {"messages": spoken("Hi"), "as": "bob"}
     response = await endpoint.client.request(method, f"/v1/agents/no%20spaces{path}", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "agent_id")

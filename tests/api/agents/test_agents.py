@@ -13,6 +13,7 @@ from satchel.api.agents import memory as agents
 from satchel.api.generation.requests import ChatRequest
 from satchel.api.generation.streams import Finished
 from satchel.cluster.errors import Unavailable
+from satchel.cluster.timing import Timing
 from tests.worlds.remembering import LocalStore, Remembering, spoken
 
 
@@ -100,9 +101,8 @@ async def test_the_turn_is_kept_when_its_last_event_comes(endpoint, backend):
 
 
 @pytest.mark.parametrize("method", ["recall", "commit"])
-async def test_a_store_that_fails_or_hangs_costs_the_memory_and_not_the_answer(endpoint, method, monkeypatch):
-    monkeypatch.setattr(agents, "STORE_ANSWER_S", 0.05)
-    monkeypatch.setattr(agents, "COMMIT_ANSWER_S", 0.05)
+async def test_a_store_that_fails_or_hangs_costs_the_memory_and_not_the_answer(endpoint, method):
+    endpoint.memory.timing = Timing(brief_answer_s=0.05, answer_s=0.05)
     for broken in (endpoint.store.down, endpoint.store.stuck):
         broken.add(method)
         assert await endpoint.say("Hi") == "Hello there"

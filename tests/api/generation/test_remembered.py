@@ -11,7 +11,6 @@ from typing import Any
 import openai
 import pytest
 
-from satchel.api.agents import memory as agents
 from satchel.api.client.agent import Agent
 from satchel.api.client.background import BackgroundLoop
 from satchel.api.generation.remembered import Remembered
@@ -19,6 +18,7 @@ from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.errors import MemoryFull
+from satchel.cluster.timing import Timing
 from tests.worlds.fake_backend import events_of
 from tests.worlds.remembering import LocalStore, Remembering, spoken
 
@@ -82,10 +82,8 @@ async def test_memory_that_has_no_room_for_an_agent_and_one_that_was_forgotten_m
     assert (await turn).headers["x-satchel-memory"] == "not-kept; reason=forgotten"
 
 
-async def test_a_store_that_does_not_answer(endpoint, monkeypatch):
-    monkeypatch.setattr(agents, "STORE_ANSWER_S", 0.05)
-    monkeypatch.setattr(agents, "COMMIT_ANSWER_S", 0.05)
-    monkeypatch.setattr(agents, "TURN_ANSWER_S", 0.05)
+async def test_a_store_that_does_not_answer(endpoint):
+    endpoint.memory.timing = Timing(brief_answer_s=0.05, answer_s=0.05, turn_answer_s=0.05)
     for broken in (endpoint.store.down, endpoint.store.stuck):
         broken.add("commit")
         for continues in (False, True):
@@ -119,8 +117,7 @@ async def test_the_store_may_wait_for_copies_as_long_as_the_policy_says(endpoint
         await asyncio.sleep(0.2)
         return True
 
-    monkeypatch.setattr(agents, "STORE_ANSWER_S", 0.1)
-    monkeypatch.setattr(agents, "COMMIT_ANSWER_S", 0.1)
+    endpoint.memory.timing = Timing(brief_answer_s=0.1, answer_s=0.1)
     monkeypatch.setattr(endpoint.store.actor, "_kept", kept)
     answer = await endpoint.post({"messages": spoken("Hi")})
     assert answer.headers["x-satchel-memory"] == "not-kept; reason=unanswered"

@@ -24,11 +24,11 @@ from satchel.actors.protocol.messages import (
     encode_error,
 )
 from satchel.actors.replica.consumers import _merge
-from satchel.api.ray_backend import rows
 from satchel.api.ray_backend.dispatch import SENT_MAX, SentPictures
 from satchel.api.ray_backend.rows import RayGeneration
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import NoReplica, PictureLost, QueueFull, ReplicaLost, SatchelError, SlowReader
+from satchel.cluster.timing import USUAL, Timing
 from tests.worlds.direct import Direct
 
 SAMPLING = Sampling(max_tokens=6, min_tokens=3, logprobs=1)
@@ -52,7 +52,7 @@ class FakeLink:
         self.sent = SentPictures()
         self.taken: list[GenerateRequest] = []
         self.aborted: list[str] = []
-        self.client = ReplicaClient(name, Direct(lambda: SimpleNamespace(submit=self._submit)))
+        self.client = ReplicaClient(name, USUAL, Direct(lambda: SimpleNamespace(submit=self._submit)))
 
     async def _submit(self, data: bytes) -> bytes:
         step = self.script.pop(0) if self.script else "take"
@@ -84,10 +84,13 @@ class FakeLink:
         self.aborted += request_ids
 
 
+SOON = Timing(retry_s=0.01)
+
+
 class FakeBackend:
     """Routes to the first replica that is not excluded, else to the first."""
 
-    def __init__(self, **scripts: list[Any]) -> None:
+    def __init__(self, timing: Timing = SOON, **scripts: list[Any]) -> None:
         self.links = {name: FakeLink(self, name, *script) for name, script in scripts.items()}
         self.loads: dict[str, int] = dict.fromkeys(scripts, 0)
         self.away = 0
@@ -101,7 +104,8 @@ class FakeBackend:
         self.asked: list[list[GenerateRequest]] = []
         self.tasks: set[asyncio.Task[Any]] = set()
         endpoint = {"unread_tokens_max": UNREAD_MAX}
-        self.config = parse_config({"models": [{"name": "m", "source": "s"}], "endpoint": endpoint})
+        config = parse_config({"models": [{"name": "m", "source": "s"}], "endpoint": endpoint})
+        self.config = replace(config, timing=timing)
 
     def background(self, work: Any) -> None:
         self.tasks.add(asyncio.ensure_future(work))
@@ -191,8 +195,7 @@ async def test_a_row_goes_on_with_what_it_has_said_so_far():
     assert (row.replica, row.node, backend.failovers) == ("b", "node of b", 1)
 
 
-async def test_a_row_waits_for_a_lone_replica_to_come_back(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows, "RECOVERY_POLL_S", 0.01)
+async def test_a_row_waits_for_a_lone_replica_to_come_back():
     backend = FakeBackend(a=[])
     row = generation(backend)
     await row.start()
@@ -270,10 +273,8 @@ async def test_a_reader_that_reads_may_read_any_amount():
     await row.abort()
 
 
-async def test_a_row_that_cannot_go_on_is_no_failover(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows, "RECOVERY_S", 0.05)
-    monkeypatch.setattr(rows, "RECOVERY_POLL_S", 0.01)
-    backend = FakeBackend(a=[])
+async def test_a_row_that_cannot_go_on_is_no_failover():
+    backend = FakeBackend(Timing(recovery_s=0.05, retry_s=0.01), a=[])
     row = generation(backend)
     await row.start()
     backend.away = 1000

@@ -11,6 +11,7 @@ import pytest
 from satchel.api.ray_backend import rows
 from satchel.api.ray_backend.rows import PROGRESS_TOKENS, RayGeneration
 from satchel.cluster.errors import GenerationFailed, ReplicaDied, ReplicaLost
+from satchel.cluster.timing import Timing
 from tests.api.ray_backend.test_dispatch import REQUEST, FakeBackend, FakeLink, said
 
 
@@ -19,7 +20,6 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is written down."""
     told: list[str] = []
     monkeypatch.setattr(rows, "note_incident_aside", lambda home, kind, text: told.append(f"{kind}: {text}"))
-    monkeypatch.setattr(rows, "RECOVERY_POLL_S", 0.001)
     return told
 
 
@@ -169,9 +169,8 @@ async def test_a_suspect_that_leaves_lets_the_next_one_be_tried():
     reading[other != "second"].cancel()
 
 
-async def test_the_time_that_a_suspect_waits_for_others_is_not_its_wait_for_a_replica(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows, "RECOVERY_S", 0.2)
-    backend = FakeBackend(a=[], b=[])
+async def test_the_time_that_a_suspect_waits_for_others_is_not_its_wait_for_a_replica():
+    backend = FakeBackend(Timing(recovery_s=0.2, retry_s=0.001), a=[], b=[])
     row = row_of(backend)
     await row.start()
     reading = asyncio.create_task(said(row))

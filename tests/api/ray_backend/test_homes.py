@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from satchel.cluster.errors import (
     SatchelError,
     Unavailable,
 )
+from satchel.cluster.timing import Timing
 
 X = "t/x"
 
@@ -99,7 +101,7 @@ class Actors:
         copies = [node for node in self.copies.get(agent, []) if node not in away]
         return AgentPlace(agent, home, home in self.names and home not in away, epoch, copies)
 
-    async def has_ended(self, node: str) -> bool:
+    async def has_ended(self, node: str, timing: Timing) -> bool:
         return node in self.ended
 
 
@@ -148,22 +150,21 @@ class StoreHandle:
         return node
 
 
+TIMING = Timing(nodes_s=0.01, answer_s=0.2, report_s=0.02)
+
+
 @pytest.fixture(name="actors")
 def played(monkeypatch: pytest.MonkeyPatch) -> Actors:
     actors = Actors()
     monkeypatch.setattr(agent_homes, "actor_handle", actors.handle)
     monkeypatch.setattr(calls, "actor_handle", actors.handle)
     monkeypatch.setattr(agent_homes, "has_ended", actors.has_ended)
-    monkeypatch.setattr(agent_homes, "LOOK_S", 0.02)
     monkeypatch.setattr(agent_homes, "FIRST_LOOK_S", 0.02)
-    monkeypatch.setattr(agent_homes, "NODES_S", 0.01)
-    monkeypatch.setattr(agent_homes, "ADOPT_S", 0.2)
-    monkeypatch.setattr(ray_store, "MOVED_S", 0.02)
     return actors
 
 
 def homes() -> AgentHomes:
-    return AgentHomes(parse_config({"models": [{"name": "x", "source": "x"}]}))
+    return AgentHomes(replace(parse_config({"models": [{"name": "x", "source": "x"}]}), timing=TIMING))
 
 
 async def test_agents_that_nobody_knows_go_to_the_same_node_for_everybody(actors):
@@ -291,7 +292,7 @@ async def test_the_list_of_nodes_outlives_the_router(actors):
 
 async def test_an_agent_that_has_moved_is_followed(actors):
     actors.homes[X] = "a", 1
-    store = RayStore(homes())
+    store = RayStore(homes(), TIMING)
     assert await store.call("recall", X) == "a"
     actors.elsewhere.add(("a", X))
     actors.homes[X] = "b", 2
@@ -302,7 +303,7 @@ async def test_an_agent_that_has_moved_is_followed(actors):
 async def test_the_router_may_hear_of_a_move_a_moment_later(actors):
     actors.homes[X] = "a", 1
     actors.elsewhere.add(("a", X))
-    store = RayStore(homes())
+    store = RayStore(homes(), TIMING)
     asking = asyncio.create_task(store.call("recall", X))
     await asyncio.sleep(0.03)
     actors.homes[X] = "b", 2
@@ -313,13 +314,13 @@ async def test_an_agent_that_is_nowhere_to_be_found_is_an_error_after_a_few_trie
     actors.homes[X] = "a", 1
     actors.elsewhere.add(("a", X))
     with pytest.raises(AgentElsewhere):
-        await RayStore(homes()).call("recall", X)
+        await RayStore(homes(), TIMING).call("recall", X)
     assert len(actors.asked) == ray_store.MOVES_MAX
 
 
 async def test_a_home_that_dies_is_replaced_while_it_is_asked(actors):
     actors.homes[X], actors.copies[X] = ("a", 1), ["c"]
-    store = RayStore(homes())
+    store = RayStore(homes(), TIMING)
     await store.call("recall", X)
     actors.silent.add("a")
     assert await store.call("commit", X) == "c"
@@ -331,7 +332,7 @@ async def test_a_node_that_was_killed_is_replaced_at_once(actors, tells):
     agents = [f"t/{number}" for number in range(20)]
     for agent in agents:
         actors.homes[agent], actors.copies[agent] = ("a", 1), ["c"]
-    store = RayStore(homes())
+    store = RayStore(homes(), TIMING)
     await asyncio.gather(*(store.call("recall", agent) for agent in agents))
     actors.ended.add("a")
     actors.tells = tells
@@ -344,7 +345,7 @@ async def test_a_node_that_was_killed_is_replaced_at_once(actors, tells):
 
 async def test_a_store_that_restarts_alone_keeps_its_agents(actors):
     actors.homes[X], actors.copies[X] = ("a", 1), ["c"]
-    store = RayStore(homes())
+    store = RayStore(homes(), TIMING)
     await store.call("recall", X)
     actors.restarting.add("a")
     with pytest.raises(Unavailable):
@@ -361,7 +362,7 @@ async def test_while_the_router_learns_nobody_is_taken_for_new_or_lost(actors):
         await found.locate(X)
     assert refusal.value.retry_after_s
     with pytest.raises(Unavailable):
-        await RayStore(found).call("fork", "t/y", X)
+        await RayStore(found, TIMING).call("fork", "t/y", X)
     assert await found.places([X]) == {} and not found.known(X)
     actors.unheard, actors.homes[X] = [], ("b", 4)
     assert await found.locate(X) == "b"
@@ -370,14 +371,14 @@ async def test_while_the_router_learns_nobody_is_taken_for_new_or_lost(actors):
 async def test_a_store_that_lives_and_fails_is_not_asked_again(actors):
     actors.homes[X] = "a", 1
     with pytest.raises(Unavailable, match="full"):
-        await RayStore(homes()).call("failing", X)
+        await RayStore(homes(), TIMING).call("failing", X)
     assert len(actors.asked) == 1
 
 
 async def test_a_fork_is_where_its_original_is_and_never_over_another_agent(actors):
     actors.homes[X], actors.homes["t/y"] = ("b", 1), ("c", 1)
     found = homes()
-    store = RayStore(found)
+    store = RayStore(found, TIMING)
     with pytest.raises(AgentExists):
         await store.call("fork", X, "t/y")
     assert await store.call("fork", X, "t/z") == "b" and found.known("t/z") == "b"
@@ -387,7 +388,7 @@ async def test_a_list_has_every_agent_once_as_its_home_has_it(actors):
     for number in range(10):
         actors.homes[f"t/{number}"] = "abc"[number % 3], 1
         actors.copies[f"t/{number}"] = ["abc"[(number + 1) % 3]]
-    store = RayStore(homes())
+    store = RayStore(homes(), TIMING)
     listed = await store.call("agents", "t", "t/2", 5)
     assert [each["agent"] for each in listed] == [f"t/{number}" for number in range(3, 8)]
     assert all(each["node"] == actors.homes[each["agent"]][0] for each in listed)
@@ -396,7 +397,7 @@ async def test_a_list_has_every_agent_once_as_its_home_has_it(actors):
 async def test_a_move_is_asked_of_the_home_and_the_router_told_at_once(actors):
     actors.homes[X] = "a", 1
     found = homes()
-    store = RayStore(found)
+    store = RayStore(found, TIMING)
     assert await store.move(X, "b") == {"node": "b", "epoch": 2}
     assert [call[:2] for call in actors.asked] == [("a", "info"), ("a", "move")]
     assert found.known(X) == "b" and actors.homes[X] == ("b", 2)

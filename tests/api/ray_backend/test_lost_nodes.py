@@ -12,6 +12,7 @@ import pytest
 
 from satchel.api.ray_backend import homes
 from satchel.api.ray_backend.homes import has_ended
+from satchel.cluster.timing import USUAL, Timing
 
 HOST = "127.0.0.1"
 
@@ -47,17 +48,16 @@ def table(monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, int, bool]) -> None
 async def test_a_port_that_is_closed_is_a_process_that_has_ended(monkeypatch, open_port, closed_port):
     """Ray may take a killed node for alive for a while; one that has come back listens elsewhere."""
     table(monkeypatch, ("mac0", open_port, True), ("mac1", closed_port, True))
-    assert (await has_ended("mac0"), await has_ended("mac1")) == (False, True)
+    assert (await has_ended("mac0", USUAL), await has_ended("mac1", USUAL)) == (False, True)
     table(monkeypatch, ("mac1", closed_port, True), ("mac1", open_port, True))
-    assert not await has_ended("mac1")
+    assert not await has_ended("mac1", USUAL)
     table(monkeypatch, ("mac1", open_port, False))
-    assert await has_ended("mac1"), "Ray knows it"
+    assert await has_ended("mac1", USUAL), "Ray knows it"
 
 
 async def test_silence_is_no_end(monkeypatch, open_port):
     """Of the machine, nor of Ray's table."""
     monkeypatch.setattr(homes, "CONNECT_S", 0.05)
-    monkeypatch.setattr(homes, "TABLE_S", 0.05)
     table(monkeypatch, ("mac1", open_port, True))
 
     async def silent(host: str, port: int) -> Any:
@@ -65,10 +65,10 @@ async def test_silence_is_no_end(monkeypatch, open_port):
 
     with monkeypatch.context() as patch:
         patch.setattr(asyncio, "open_connection", silent)
-        assert not await has_ended("mac1")
+        assert not await has_ended("mac1", Timing(brief_answer_s=0.05))
 
     def fails() -> Any:
         raise RuntimeError("the control store is not there")
 
     monkeypatch.setattr(homes.ray, "nodes", fails)
-    assert not await has_ended("mac1")
+    assert not await has_ended("mac1", USUAL)

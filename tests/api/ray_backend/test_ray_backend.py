@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from satchel.actors.protocol import calls, clients, registry
+from satchel.actors.protocol import calls, registry
 from satchel.actors.protocol.clients import RouterClient
 from satchel.actors.protocol.handles import ROUTER
 from satchel.actors.protocol.messages import (
@@ -32,6 +32,7 @@ from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.api.views.cluster import SeenNodes
 from satchel.cluster.config import Model, parse_config
 from satchel.cluster.errors import NoReplica, Unavailable
+from satchel.cluster.timing import Timing
 from tests.worlds.direct import answer_of, model_info
 
 MODEL = Model(name="m", source="s")
@@ -86,7 +87,7 @@ class World:
     def restart(self, **methods: Callable[..., Any]) -> None:
         """Another router, which the backend finds."""
         self.actors[ROUTER] = Actor(**methods)
-        self.backend._router = RouterClient()
+        self.backend._router = RouterClient(self.backend.config.timing)
 
 
 @pytest.fixture
@@ -170,8 +171,8 @@ async def test_a_decision_is_explained_with_its_node(world: World) -> None:
     assert await world.backend.explain("t") is None
 
 
-async def test_a_router_that_hangs_is_an_error_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "ANSWER_S", 0.5)
+async def test_a_router_that_hangs_is_an_error_in_time(world: World) -> None:
+    world.backend.config = replace(world.backend.config, timing=Timing(answer_s=0.5))
     world.restart(explain=Never, nodes=Never)
     with pytest.raises(Unavailable):
         await world.backend.explain("r")

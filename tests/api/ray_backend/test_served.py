@@ -15,6 +15,7 @@ from satchel.api.ray_backend import served
 from satchel.api.ray_backend.served import ServedModels
 from satchel.cluster.config import Model
 from satchel.cluster.errors import NoReplica
+from satchel.cluster.timing import Timing
 from tests.worlds.direct import model_info
 
 A, B = Model(name="a", source="s"), Model(name="b", source="s", replicas=2)
@@ -22,6 +23,9 @@ A, B = Model(name="a", source="s"), Model(name="b", source="s", replicas=2)
 
 def entry(order: int, model: Model) -> Entry:
     return Entry(order, model, {f"{model.slug}-{number}": "local" for number in range(model.replicas or 1)})
+
+
+TIMING = Timing(registry_s=3600.0)
 
 
 class World:
@@ -33,10 +37,9 @@ class World:
         self.asked: list[str] = []
         self.reads = 0
         monkeypatch.setattr(registry, "entries", self.read)
-        monkeypatch.setattr(registry, "READ_S", 3600.0)
         monkeypatch.setattr(served, "FIRST_ANSWER_S", 0.2)
         monkeypatch.setattr(served, "ASK_AGAIN_S", 0.0)
-        self.models = ServedModels(self.ask)
+        self.models = ServedModels(self.ask, TIMING)
 
     def read(self) -> tuple[Entry, ...]:
         self.reads += 1
@@ -125,6 +128,6 @@ async def test_without_the_control_store_what_was_read_last_counts(world: World)
     world.entries = ConnectionError("gone")
     world.forget_the_reading()
     assert await world.names() == ["a", "b"]
-    fresh = ServedModels(world.ask)
+    fresh = ServedModels(world.ask, TIMING)
     with pytest.raises(NoReplica):
         await fresh.models()

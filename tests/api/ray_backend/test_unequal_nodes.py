@@ -19,6 +19,7 @@ from satchel.api.generation.backend import ReplicaStats
 from satchel.api.ray_backend import store as ray_store
 from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import ModelLoadError
+from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct, answer_of, model_info
 from tests.worlds.remembering import LocalStore, Remembering, spoken
 
@@ -109,7 +110,7 @@ class Replica(ReplicaClient):
     """One that says this of itself."""
 
     def __init__(self, said: ModelInfo | None) -> None:
-        super().__init__("m", Direct(lambda: SimpleNamespace(info=lambda _: answer_of(said))))
+        super().__init__("m", USUAL, Direct(lambda: SimpleNamespace(info=lambda _: answer_of(said))))
 
 
 async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
@@ -123,8 +124,8 @@ async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
     said = (model_info(files_id=FILES, model_id=CPU), model_info(files_id=FILES, model_id=GPU), None)
     infos = dict(zip(("m-0", "m-1", "m-2"), said, strict=True))
     monkeypatch.setattr(ray_store.registry, "entries", lambda: ())
-    monkeypatch.setattr(ray_store, "find_replicas", lambda _: {name: Replica(info) for name, info in infos.items()})
-    answer = await RayStore(Homes()).call("blocks", "t/ann")  # type: ignore[arg-type]
+    monkeypatch.setattr(ray_store, "find_replicas", lambda *_: {name: Replica(info) for name, info in infos.items()})
+    answer = await RayStore(Homes(), USUAL).call("blocks", "t/ann")  # type: ignore[arg-type]
     assert answer == ["mac0", "blocks", "t/ann", [[FILES, CPU], [FILES, GPU]]]
 
 
@@ -178,12 +179,12 @@ async def test_a_node_that_joins_is_compared_with_those_that_were_there(monkeypa
     """By whatever name its replica comes first; one that has not loaded yet is no measure."""
     found = {"a": Replica(info("a", device="metal")), "b": Replica(info("b")), "c": Replica(None)}
     monkeypatch.setattr(start.registry, "entries", lambda: ("qwen",))
-    monkeypatch.setattr(start, "find_replicas", lambda entries: found)
-    (said,) = await start.compare_models({"a": found["a"]})
+    monkeypatch.setattr(start, "find_replicas", lambda entries, timing: found)
+    (said,) = await start.compare_models({"a": found["a"]}, USUAL)
     assert said.startswith("a on node of a computes otherwise than b on node of b (device: metal, cpu)")
     found["a"] = Replica(info("a", {"tokenizer.json": "5"}))
     with pytest.raises(ModelLoadError, match=r"another model on node of a than on node of b: tokenizer\.json differs"):
-        await start.compare_models({"a": found["a"]})
+        await start.compare_models({"a": found["a"]}, USUAL)
 
 
 async def test_the_cluster_shows_what_differs_among_replicas_of_a_model(endpoint, backend):

@@ -66,7 +66,7 @@ while True:
 def test_a_stopped_process_is_ended_and_no_strangers_is(folder: Path):
     told: list[tuple[str, str]] = []
     path = folder / "heartbeats"
-    listener = HeartbeatListener(path, 3.0, lambda kind, text: told.append((kind, text)))
+    listener = HeartbeatListener(path, 3.0, 1.0, lambda kind, text: told.append((kind, text)))
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -93,12 +93,24 @@ def test_a_stopped_process_is_ended_and_no_strangers_is(folder: Path):
         listener.close()
 
 
+def test_a_machine_that_joins_goes_by_the_times_that_it_hears(folder: Path):
+    listener = HeartbeatListener(folder / "heartbeats", 120.0, 1.0, lambda kind, text: None)
+    try:
+        assert listener._heartbeats.silent_polls_max == 120
+        listener.go_by(60.0, 3.0)
+        assert listener._heartbeats.silent_polls_max == 20
+        listener.go_by(1.0, 3.0)
+        assert listener._heartbeats.silent_polls_max == 1
+    finally:
+        listener.close()
+
+
 def test_rubbish_is_not_listened_to_and_nobody_need_listen(folder: Path):
     told: list[str] = []
     path = folder / "heartbeats"
     HeartbeatSender(path, "early").beat()
     HeartbeatSender(None, "alone").beat()
-    listener = HeartbeatListener(path, 1.0, lambda kind, text: told.append(text))
+    listener = HeartbeatListener(path, 1.0, 1.0, lambda kind, text: told.append(text))
     sender = HeartbeatSender(path, "it")
     for rubbish in (b"", b"{", b"[]", b'{"pid": "x"}', b'{"pid": 1}', b"\xff" * 100):
         sender._socket.sendto(rubbish, str(path))

@@ -63,9 +63,11 @@ class World:
         self.node = Node(name="mac1", links=(Link("10.0.0.2", "thunderbolt"),), disk_bytes_max=2**30)
         self.said: list[str] = []
         self.launchers: list[Launcher] = []
+        self.leave_s = 3.0
 
     def start(self) -> Launcher:
-        self.launchers.append(Launcher((self.node,), Home(self.folder), lambda: INVITATION, self.said.append))
+        home = Home(self.folder)
+        self.launchers.append(Launcher((self.node,), home, lambda: INVITATION, self.said.append, self.leave_s))
         return self.launchers[-1]
 
     def starts(self) -> list[tuple[int, float]]:
@@ -79,7 +81,6 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], World]]:
     found = World(tmp_path)
     monkeypatch.setattr(launch, "RETRY_FIRST_S", 0.1)
-    monkeypatch.setattr(launch, "LEAVE_S", 3.0)
 
     def of(how: str) -> World:
         command = [sys.executable, str(found.program), str(found.folder), how]
@@ -111,9 +112,9 @@ def test_a_node_gets_its_order_says_that_it_is_ready_and_leaves_when_the_head_st
     assert len(stay.starts()) == 1 and stay.said == ["Node mac1 is ready"]
 
 
-def test_a_node_that_does_not_leave_is_ended(world: Callable[[str], World], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "LEAVE_S", 0.3)
+def test_a_node_that_does_not_leave_is_ended(world: Callable[[str], World]):
     stuck = world("stuck")
+    stuck.leave_s = 0.3
     launcher = stuck.start()
     assert launcher.wait(20) == []
     began = time.monotonic()

@@ -24,10 +24,6 @@ from .pull_terms import Chunk, Connected, Event, Outcome, Renewed
 Reading = Generator[memoryview, None, None]
 
 
-PULL_S = 20.0
-"""How long a request waits for KV from another node."""
-
-
 @dataclass(frozen=True)
 class Wanted:
     """A chain of blocks, and what may follow it.

@@ -43,7 +43,7 @@ class Run(Ledger):
         self.mode, bad = mode, mode == "bad"
         names, replication = "abc"[: rng.choice((2, 3))], rng.choice((mode == "parted", 1, 1, 2))
         super().__init__(World(seed, names, replication=replication, loss=0.1 * bad, twice=0.1 * bad), AGENTS)
-        self.store, self.one_at_a_time = RayStore(Endpoint(self.world)), mode == "crashes"
+        self.store, self.one_at_a_time = RayStore(Endpoint(self.world), self.world.config.timing), mode == "crashes"
 
     def disturb(self) -> None:
         world, rng = self.world, self.rng

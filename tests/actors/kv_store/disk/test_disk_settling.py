@@ -140,7 +140,8 @@ async def test_what_is_forgotten_while_owners_are_settled_goes_all_the_same(node
 async def test_whatever_comes_together_only_what_some_agent_remembers_is_left(node, monkeypatch, seed):
     """Turns, late writes, deletions, restarts and lost indexes in any order: of a forgotten life nothing stays, and
     nobody's deletion takes what another agent, or the same one since, remembers and has committed."""
-    monkeypatch.setattr(ownership, "CLAIM_WAIT_S", 0.01)
+    monkeypatch.setattr(node, "claim_wait_s", 0.01)
+    monkeypatch.setattr(node.owned, "_claim_wait_s", 0.01)
     rng = random.Random(seed)
     agents = [ALICE, BOB, CAROL]
     known: dict[str, list[Entry]] = {}

@@ -313,7 +313,6 @@ def fill(path: Path) -> None:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "LOCK_WAIT_S", 0.0)
     monkeypatch.setattr(actor, "OPEN_RETRY_S", 0.05)
-    monkeypatch.setattr(ownership, "CLAIM_WAIT_S", 0.1)
 
 
 async def opened(node: Node) -> None:

@@ -22,6 +22,7 @@ from satchel.cluster.errors import (
     StaleEpoch,
     Unavailable,
 )
+from satchel.cluster.timing import USUAL
 from tests.worlds.kv_files import MODEL, chain
 from tests.worlds.store_nodes import Cluster, cluster
 
@@ -669,7 +670,7 @@ async def test_who_does_not_answer_is_not_asked_again_by_an_old_list(monkeypatch
         raise ValueError(name)
 
     monkeypatch.setattr(handles, "actor_handle", gone)
-    peers = RayPeers("a")
+    peers = RayPeers("a", USUAL)
     monkeypatch.setattr(peers, "_ask_router", lambda: there[-1])
     assert await peers.others() == ["b", "c"]
     there.append(["c"])

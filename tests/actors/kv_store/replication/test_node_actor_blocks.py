@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from satchel.actors.kv_store import ownership
 from satchel.actors.kv_store.transfer import node_blocks
 from satchel.actors.kv_store.transfer.pull_writer import PullWriter
 from satchel.actors.protocol.entries import Entry, owner_tag
@@ -18,13 +14,6 @@ from tests.worlds.kv_files import MODEL, ROOT, chain, tail
 from tests.worlds.store_nodes import Cluster, cluster
 
 X, Y = "default/x", "default/y"
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """KV waits for its branch only for a moment."""
-    monkeypatch.setattr(ownership, "CLAIM_WAIT_S", 0.1)
-    yield
 
 
 async def kept(world: Cluster, node: str, agent: str, first: int = 0, blocks: int = 2) -> list[Any]:

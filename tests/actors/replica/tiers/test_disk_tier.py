@@ -20,6 +20,7 @@ from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.tiers import disk_tier
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.cluster.errors import Unavailable, from_wire
+from satchel.cluster.timing import USUAL
 from tests.worlds.bench import Bench, load_tiny
 from tests.worlds.families import write_model
 
@@ -42,6 +43,7 @@ class Node:
         session = f"s{self._number}"
         self.store = DiskStore(self.root, session=session, limits=DiskLimits(bytes_max=2**30))
         self._calls = DiskCalls()
+        self._calls._timing = USUAL
         self._calls.open_disk(self.store, session)
 
     def call(self, method: str, *arguments: Any) -> Any:

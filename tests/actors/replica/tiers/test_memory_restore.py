@@ -25,7 +25,7 @@ from satchel.actors.replica.kv.caches import BlockRun, LayerKind, LayerSpec, Mod
 from satchel.actors.replica.kv.prefix import Hit
 from satchel.actors.replica.kv.sealed_cache import SealedKVCache
 from satchel.actors.replica.kv.sealing import POLICIES
-from satchel.actors.replica.tiers import restores, slab_codec
+from satchel.actors.replica.tiers import slab_codec
 from satchel.actors.replica.tiers.disk_tier import read_slabs
 from satchel.actors.replica.tiers.memory import Restored, RowMemory
 
@@ -387,12 +387,11 @@ def test_a_request_waits_for_a_turn_to_read_only_so_long(
     for _ in range(2):
         assert entered.acquire(timeout=20)
     assert not entered.acquire(timeout=0.2)
-    monkeypatch.setattr(restores, "READ_WAIT_S", 0.0)
+    other.engine.restores.wait_s_max = 0.0
     while len(other.rows) < 3 or any(row.finish is None for row in other.rows.values()):
         other.engine.step()
     assert other.rows["row 1"].tokens == want.tokens
     assert all((row.finish, row.cached) == ("length", 0) for row in other.rows.values())
-    monkeypatch.setattr(restores, "READ_WAIT_S", 60.0)
     go.set()
     third, _ = process(loaded, node)
     assert third.run("again", prompt_of(600), agent=AGENT).cached == 599
