@@ -12,7 +12,7 @@ import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
 import numpy as np
@@ -125,6 +125,22 @@ def _tail_id(parent: bytes, packed: bytes) -> bytes:
     return hasher.digest()
 
 
+class Reusable(Protocol):
+    """KV of some tokens, in memory or on a disk. Window layers lack its first `window_from` tokens; `snapshot` says
+    whether the recurrent state after its last token is in it."""
+
+    @property
+    def window_from(self) -> int: ...
+
+    @property
+    def snapshot(self) -> bool: ...
+
+
+def adds_to(new: Reusable, old: Reusable) -> bool:
+    """Whether `new` serves where `old`, KV of the same tokens, does not."""
+    return new.window_from < old.window_from or (new.snapshot and not old.snapshot)
+
+
 class Part(NamedTuple):
     """Name, safetensors' dtype code and shape of one array of an entry."""
 
@@ -228,10 +244,6 @@ class EntryRecord:
     snapshot: bool
     nbytes: int
     owners: tuple[bytes, ...] = field(default=(NOBODY,), compare=False)
-
-    def adds_to(self, other: EntryRecord) -> bool:
-        """Whether it serves where `other`, of the same tokens, does not; as `replica.prefix.Kept.adds_to`."""
-        return self.window_from < other.window_from or (self.snapshot and not other.snapshot)
 
     def facts(self) -> bytes:
         """Everything but the owners, as bytes."""

@@ -1,4 +1,5 @@
-"""Which node is an agent's home, and which have a copy of its memory. Pure; fed by the stores' reports.
+"""Which node is an agent's home, and which have a copy of its memory. Pure. A cache of what the stores own: every
+report of a store corrects it, and a full report replaces all that it held of that store.
 
 A *home epoch* counts an agent's moves, and only grows. Every store claims agents: a key, an epoch, and whether it is
 the home. Home is who claims so with the highest epoch that anybody ever named; whoever claims a lower one was home

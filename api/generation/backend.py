@@ -6,12 +6,11 @@ plain objects.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...actors.protocol.messages import Media, ReplicaStats, RowUpdate, Sampling
-from ...cluster.keys import OWNER
+from ...actors.protocol.messages import GenerateRequest, ReplicaStats, RowUpdate
 
 
 @dataclass(frozen=True)
@@ -100,44 +99,6 @@ class Generation(Protocol):
     async def abort(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class RowRequest:
-    """One row that is wanted.
-
-    Attributes:
-        agent: the agent's key, or "" for none.
-        tenant: whose row it is.
-        flow: takes turns with others of the tenant: the agent's key, or what stands for a caller without one.
-        cache_salt: KV is shared only with rows of the same one.
-        memory_bytes_max: what a replica keeps of the tenant's KV in memory for reuse; None has no limit of its own.
-        disk_bytes_max: likewise what each node keeps of its agents' words and KV on disk.
-        prompt: token ids, at least one.
-        request_id: unique among all rows.
-        priority: as the caller gave it; a higher number goes first.
-        deadline_s: from now to the last token; None is the configured limit, which also bounds it.
-        choices: how many rows with this very prompt come together.
-        beside: the replica that took the first of them, "" for none.
-        media: the prompt's pictures, in the place of which it has words.
-        remembered_tokens: how many of the prompt's first ones the agent has had in earlier turns.
-    """
-
-    agent: str
-    prompt: list[int]
-    sampling: Sampling
-    request_id: str
-    priority: int = 0
-    deadline_s: float | None = None
-    choices: int = 1
-    beside: str = ""
-    media: Sequence[Media] = ()
-    remembered_tokens: int = 0
-    tenant: str = OWNER
-    flow: str = ""
-    cache_salt: str = ""
-    memory_bytes_max: int | None = None
-    disk_bytes_max: int | None = None
-
-
 class Backend(Protocol):
     failovers: int
     """How many rows went on, elsewhere or on a replica that was started anew, after theirs was lost."""
@@ -150,8 +111,15 @@ class Backend(Protocol):
         """Those of them that have been loaded at least once, in the same order."""
         ...
 
-    async def generate(self, model: ServedModel, row: RowRequest) -> Generation:
+    async def generate(
+        self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
+    ) -> Generation:
         """Route and queue one row. Returns once a replica has accepted it.
+
+        Args:
+            request: but for its consumer, and for the ids of its blocks and of the model, which are filled in here.
+            cache_salt: KV is shared only with rows of the same one.
+            beside: the replica that took the first of several rows with this prompt, "" for none.
 
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 from ...actors.protocol.messages import RowUpdate
 from ...cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
@@ -14,6 +15,7 @@ from ..text.logprobs import ShownToken
 from ..text.pipeline import ReasoningDelta, ToolCall
 from ..text.row_text import RowText, TextDelta
 from .backend import Generation, ServedModel
+from .history import Message, answer_message
 from .remembered import Remembered
 
 _ABORT_WAIT_S = 5.0
@@ -65,6 +67,24 @@ class Answer:
     logprobs: list[ShownToken] | None = None
 
 
+class AnswerKeeper(Protocol):
+    """What remembers an answer for an agent."""
+
+    @property
+    def remembered(self) -> Remembered: ...
+
+    async def keep(self, tokens: list[int], message: Message, generation: Generation) -> None:
+        """Keep an answer that is complete, before its last event; what this raises ends the stream.
+
+        Args:
+            tokens: as drawn.
+            message: in OpenAI's form.
+        """
+
+    def leave(self) -> None:
+        """Give the turn back if nothing was kept."""
+
+
 class TextStream:
     """One running row as text. Iterate it once, or `collect` it; then or instead `abort` it.
 
@@ -74,12 +94,12 @@ class TextStream:
         deadline: by the event loop's clock.
         abort: starts taking a generation out of its batch, in a task that nobody's cancellation ends.
         on_end: called once with the tokens of its answer, when the row has ended or its abort has begun.
+        keeper: of an agent's turn, which is given back where the stream is left early.
 
     Attributes:
         model: the served model.
         replica, node, why: where the row was taken and why there.
         prompt_tokens: length of the prompt in tokens.
-        remembered: what its agent's memory has of the answer, complete with `Finished`; None for nobody's.
         first_event_at: when the first event came out, by `time.perf_counter`; None before.
     """
 
@@ -94,13 +114,13 @@ class TextStream:
         deadline: float,
         abort: Callable[[Generation], asyncio.Task[None]],
         on_end: Callable[[int], None] = lambda tokens: None,
+        keeper: AnswerKeeper | None = None,
     ) -> None:
         self.model = model
         self.replica = generation.replica
         self.node = generation.node
         self.why = generation.why
         self.prompt_tokens = prompt_tokens
-        self.remembered: Remembered | None = None
         self.first_event_at: float | None = None
         self._generation = generation
         self._updates = aiter(generation)
@@ -109,30 +129,34 @@ class TextStream:
         self._deadline = deadline
         self._abort = abort
         self._on_end = on_end
+        self._keeper = keeper
         self._over = False
+        self._reading = False
         self._cached_tokens = 0
+        self._tokens: list[int] = []
+        self._said: list[Event] = []
 
     @property
     def model_id(self) -> bytes:
         """The id that the model has where the row is now."""
         return self._generation.model_id
 
-    def __aiter__(self) -> AsyncGenerator[Event, None]:
-        return self._timed()
+    @property
+    def remembered(self) -> Remembered | None:
+        """What its agent's memory has of the answer, complete with `Finished`; None for nobody's."""
+        return None if self._keeper is None else self._keeper.remembered
 
-    async def _timed(self) -> AsyncGenerator[Event, None]:
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                if self.first_event_at is None:
-                    self.first_event_at = time.perf_counter()
-                yield event
+    def __aiter__(self) -> AsyncGenerator[Event, None]:
+        return self._events()
 
     async def _events(self) -> AsyncGenerator[Event, None]:
-        """Ends with exactly one `Finished`.
+        """Makes events of a row's tokens: the second of the four generators that an answer passes, after the one that
+        follows the row from replica to replica. Ends with exactly one `Finished`, once the answer is kept.
 
         Raises:
-            SatchelError: the row failed, or ran into its deadline.
+            SatchelError: the row failed, ran into its deadline, or could not be kept.
         """
+        self._reading = True
         try:
             finish = None
             while finish is None:
@@ -144,20 +168,40 @@ class TextStream:
                     self._end()
                     raise from_wire(update.error or {"kind": "GenerationFailed", "message": "the row failed"})
                 events = self._row.add(update.tokens, update.logprobs)
+                if self._keeper is not None:
+                    self._tokens += update.tokens
                 if finish is not None:
                     self._end()
                 for event in events:
-                    yield event
+                    yield self._told(event)
+                    self._reading = True
                 if self._row.stopped:
                     finish = "stop"
                     await self.abort()
             if finish not in ("stop", "length"):
                 raise GenerationFailed(f"the row ended with {finish!r} before its answer was complete")
             for event in self._row.finish():
-                yield event
-            yield Finished("tool_calls" if self._row.calls and finish == "stop" else finish, self._usage())
+                yield self._told(event)
+                self._reading = True
+            if self._keeper is not None:
+                await self._keeper.keep(self._tokens, _message(self._said), self._generation)
+            yield self._told(Finished("tool_calls" if self._row.calls and finish == "stop" else finish, self._usage()))
         finally:
-            await self.abort()
+            self._reading = False
+            try:
+                await self.abort()
+            finally:
+                if self._keeper is not None:
+                    self._keeper.leave()
+
+    def _told(self, event: Event) -> Event:
+        """An event that goes out now."""
+        if self.first_event_at is None:
+            self.first_event_at = time.perf_counter()
+        if self._keeper is not None:
+            self._said.append(event)
+        self._reading = False
+        return event
 
     def _usage(self) -> Usage:
         row = self._row
@@ -213,6 +257,9 @@ class TextStream:
 
     def begin_abort(self) -> asyncio.Task[None] | None:
         """As `abort`, without waiting. None where there is nothing to do."""
+        # A row that has said all aborts itself while it is read; anybody else's abort means that nobody reads on.
+        if self._keeper is not None and not self._reading:
+            self._keeper.leave()
         if self._over:
             return None
         self._end()
@@ -221,6 +268,13 @@ class TextStream:
     def _end(self) -> None:
         self._over = True
         self._on_end(self._row.tokens)
+
+
+def _message(said: Sequence[Event]) -> Message:
+    """An answer in OpenAI's form, from its events."""
+    text = "".join(event.text for event in said if isinstance(event, TextDelta))
+    reasoning = "".join(event.text for event in said if isinstance(event, ReasoningDelta))
+    return answer_message(text, reasoning, [event for event in said if isinstance(event, ToolCall)])
 
 
 async def abort_all(streams: Sequence[TextStream]) -> None:
@@ -243,7 +297,8 @@ async def collect_all(streams: Sequence[TextStream]) -> list[Answer]:
 
 
 async def interleave(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of all streams as they come, each with its stream's index. The first failure ends everything."""
+    """The events of all choices' streams as they come, each with its stream's index: the third generator of an answer,
+    as choices are one stream for their reader. The first failure ends everything."""
     if len(streams) == 1:
         async with aclosing(aiter(streams[0])) as events:
             async for event in events:

@@ -304,6 +304,7 @@ class _EventStream(Response):
         events: AsyncGenerator[tuple[int, Event], None],
         request_id: str,
     ) -> AsyncGenerator[bytes, None]:
+        """The body of a streamed answer: the last of its four generators, as events become bytes only here."""
         kind = ChatChunks if isinstance(self._work, ChatRequest) else CompletionChunks
         chunks = kind(streams[0].model.name, self._include_usage)
         total = Usage(0, 0, 0)

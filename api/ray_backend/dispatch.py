@@ -21,7 +21,7 @@ from cachetools import FIFOCache
 from ray.exceptions import RayError
 
 from ...actors.protocol import registry
-from ...actors.protocol.block_ids import block_ids, is_shared, root_id, scope_of
+from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.media_ids import features_needed
@@ -39,10 +39,10 @@ from ...actors.protocol.messages import (
 from ...cluster.config import Config
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, NoReplica, ReplicaDied, ReplicaLost
 from ...cluster.timing import USUAL
-from ..generation.backend import NodeState, RowRequest, ServedModel
+from ..generation.backend import NodeState, ServedModel
 from ..views.cluster import SeenNodes, node_states
 from .homes import AgentHomes
-from .rows import RayGeneration
+from .rows import RayGeneration, called
 from .served import ServedModels, detached
 
 logger = logging.getLogger(__name__)
@@ -147,33 +147,14 @@ class RayBackend:
         """The name of every served model, loaded yet or not, the default first."""
         return [entry.model.name for entry in await self._served.entries()]
 
-    async def generate(self, model: ServedModel, row: RowRequest) -> RayGeneration:
-        name = row.agent.partition("/")[2]
-        scope = scope_of(self.config.share, row.tenant, name, row.request_id, row.cache_salt)
-        root = root_id(model.model_id, scope)
-        request_s = self.config.timeouts.request_s
-        request = GenerateRequest(
-            request_id=row.request_id,
-            consumer="",
-            model=model.name,
-            agent=row.agent,
-            prompt=row.prompt,
-            block_ids=await asyncio.to_thread(block_ids, root, row.prompt),
-            root_id=root,
-            sampling=row.sampling,
-            priority=row.priority,
-            deadline_s=request_s if row.deadline_s is None else min(row.deadline_s, request_s),
-            choices=row.choices,
-            media=list(row.media),
-            remembered_tokens=row.remembered_tokens,
-            reusable=is_shared(scope),
-            model_id=model.model_id,
-            tenant=row.tenant,
-            flow=row.flow,
-            memory_bytes_max=row.memory_bytes_max,
-            disk_bytes_max=row.disk_bytes_max,
-        )
-        generation = RayGeneration(self, request, row.beside, scope)
+    async def generate(
+        self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
+    ) -> RayGeneration:
+        name = request.agent.partition("/")[2]
+        scope = scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
+        most = self.config.timeouts.request_s
+        bounded = replace(request, deadline_s=min(request.deadline_s, most), reusable=is_shared(scope))
+        generation = RayGeneration(self, await called(bounded, model.model_id, scope), beside, scope)
         await generation.start()
         return generation
 

@@ -43,7 +43,8 @@ CONNECT_S = 0.5
 
 
 class AgentHomes:
-    """For one event loop."""
+    """A cache of the router's places, for one event loop: a store that is no home says so (`AgentElsewhere`), which
+    corrects it."""
 
     def __init__(self, config: Config) -> None:
         self._timing = timing = config.timing

@@ -126,7 +126,7 @@ class RayGeneration:
         refusal: SatchelError | None = None
         for _ in range(ATTEMPTS):
             ids = self._backend.model_ids(self._request.model)
-            others = [await self._as_called(other) for other in ids if other != self.model_id]
+            others = [await self._called(other) for other in ids if other != self.model_id]
             decision = await self._backend.route(self._request, tried, self._beside, others)
             if refusal is not None and decision.replica in tried:
                 self._backend.release(decision.replica, self.request_id)
@@ -146,7 +146,7 @@ class RayGeneration:
         self.move_to = decision.move_to
         self._placement += 1
         try:
-            self._request = await self._as_called(decision.model_id)
+            self._request = await self._called(decision.model_id)
             link = self._backend.link(decision)
             if self._deaths:
                 await self._begin_probation(link)
@@ -180,13 +180,11 @@ class RayGeneration:
         self._backend.release(decision.replica, self.request_id)
         return refusal
 
-    async def _as_called(self, model_id: bytes) -> GenerateRequest:
-        """The request with its blocks called as they are at replicas of that model id; b"" is whatever it is now."""
+    async def _called(self, model_id: bytes) -> GenerateRequest:
+        """The request for replicas of that model id; b"" is whatever it is now."""
         if model_id in (b"", self.model_id):
             return self._request
-        root = root_id(model_id, self._scope)
-        ids = await asyncio.to_thread(block_ids, root, self._request.prompt)
-        return replace(self._request, model_id=model_id, root_id=root, block_ids=ids)
+        return await called(self._request, model_id, self._scope)
 
     async def _submit(self, link: Link, request: GenerateRequest) -> SatchelError | None:
         """None where the replica took it, else why not.
@@ -259,6 +257,7 @@ class RayGeneration:
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[RowUpdate]:
+        """The row's updates, from whichever replica has it: the first of an answer's four generators."""
         try:
             while not self._over:
                 placement, update = await self._updates.get()
@@ -368,3 +367,14 @@ async def _unless_broken(link: Link, call: Awaitable[T]) -> T:
     finally:
         answer.cancel()
         broken.cancel()
+
+
+async def called(request: GenerateRequest, model_id: bytes, scope: str) -> GenerateRequest:
+    """The request with its blocks' ids as they are at replicas of that model id.
+
+    Args:
+        scope: who may reuse the blocks.
+    """
+    root = root_id(model_id, scope)
+    ids = await asyncio.to_thread(block_ids, root, request.prompt)
+    return replace(request, model_id=model_id, root_id=root, block_ids=ids)

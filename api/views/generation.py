@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ...actors.protocol.messages import GenerateRequest
 from ...cluster.config import Config
 from ...cluster.errors import (
     DeadlineExceeded,
@@ -28,8 +29,8 @@ from ...cluster.errors import (
     quoted,
 )
 from ..agents.memory import AgentMemory, Kept, Turn
-from ..agents.streams import TurnStream, keeping
-from ..generation.backend import Backend, Generation, RowRequest, ServedModel
+from ..agents.streams import TurnKeeper
+from ..generation.backend import Backend, Generation, ServedModel
 from ..generation.callers import OWNING, Admission, Caller
 from ..generation.conversation import sources_in
 from ..generation.options import Options
@@ -325,38 +326,42 @@ class Generator:
         )
         # Callers choose request ids and may repeat them; rows must differ.
         row_id = f"{request.request_id or 'row'}/{secrets.token_hex(8)}"
-        row = RowRequest(
+        row = GenerateRequest(
+            request_id=row_id,
+            consumer="",
+            model=model.name,
             agent=job.agent,
             prompt=prompt,
+            block_ids=[],
+            root_id=b"",
             sampling=sampling,
-            request_id=row_id,
             priority=request.caller.priority(request.options.priority),
-            tenant=request.caller.tenant,
-            flow=job.agent or f"{request.caller.tenant}/ {request.caller.host}",
-            cache_salt=request.cache_salt,
-            memory_bytes_max=request.caller.limits.memory_bytes_max,
-            disk_bytes_max=request.caller.limits.disk_bytes_max,
             deadline_s=max(0.001, job.deadline - asyncio.get_running_loop().time()),
             choices=request.choices,
-            beside=beside,
             media=[] if job.chat is None else job.chat.media,
             remembered_tokens=0 if job.chat is None else job.chat.remembered_tokens,
+            tenant=request.caller.tenant,
+            flow=job.agent or f"{request.caller.tenant}/ {request.caller.host}",
+            memory_bytes_max=request.caller.limits.memory_bytes_max,
+            disk_bytes_max=request.caller.limits.disk_bytes_max,
         )
-        generation = await self.backend.generate(model, row)
+        generation = await self.backend.generate(model, row, cache_salt=request.cache_salt, beside=beside)
         if job.chat is not None:
             self._shown[generation] = job.chat.shown
-        how: dict[str, Any] = {
-            "model": model,
-            "prompt_tokens": len(prompt),
-            "choice": choice,
-            "deadline": job.deadline,
-            "abort": self._begin_abort,
-            "on_end": admission.end_row,
-        }
-        if job.turn is None or job.chat is None or choice:
-            return TextStream(generation, job.row_text(prompt), **how)
-        keep = keeping(job.turn, job.chat, job.text, generation)
-        return TurnStream(generation, job.row_text(prompt), turn=job.turn, keep=keep, **how)
+        keeper = None
+        if job.turn is not None and job.chat is not None and not choice:
+            keeper = TurnKeeper(job.turn, job.chat, job.text)
+        return TextStream(
+            generation,
+            job.row_text(prompt),
+            model=model,
+            prompt_tokens=len(prompt),
+            choice=choice,
+            deadline=job.deadline,
+            abort=self._begin_abort,
+            on_end=admission.end_row,
+            keeper=keeper,
+        )
 
     def _max_tokens(self, request: Request, left: int) -> int:
         wanted = request.options.max_tokens

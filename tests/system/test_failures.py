@@ -17,9 +17,8 @@ import pytest
 import ray
 
 from satchel.actors.protocol.handles import ROUTER, actor_handle, store_actor_name
-from satchel.actors.protocol.messages import Sampling
+from satchel.actors.protocol.messages import GenerateRequest, Sampling
 from satchel.api.client.cluster import Cluster, Reply
-from satchel.api.generation.backend import RowRequest
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config
@@ -237,7 +236,7 @@ async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, 
     backend = RayBackend(handles.config)
     (model,) = await backend.models()
     sampling = Sampling(temperature=1.0, seed=1, max_tokens=ENDLESS["max_tokens"], ignore_eos=True)
-    await backend.generate(model, RowRequest(agent="", prompt=[1, 2, 3], sampling=sampling, request_id="orphan"))
+    await backend.generate(model, GenerateRequest("orphan", "", model.name, "", [1, 2, 3], [], b"", sampling))
     assert running(http) == 1
     for link in backend._links.values():
         link.close()

@@ -6,14 +6,16 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
-from satchel.actors.protocol.block_ids import block_ids, is_shared, root_id, scope_of
+from satchel.actors.protocol.block_ids import is_shared, scope_of
 from satchel.actors.protocol.messages import GenerateRequest, RowUpdate
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.tiers.disk_tier import DiskTier
-from satchel.api.generation.backend import NodeState, ReplicaStats, RowRequest, ServedModel
+from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel
+from satchel.api.ray_backend.rows import called
 from satchel.cluster.config import Config
 from satchel.cluster.errors import SatchelError, from_wire
 
@@ -117,27 +119,14 @@ class EngineBackend:
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         return None
 
-    async def generate(self, model: ServedModel, row: RowRequest) -> EngineGeneration:
-        scope = scope_of(self.config.share, row.tenant, row.agent.partition("/")[2], row.request_id, row.cache_salt)
-        root = root_id(model.model_id, scope)
-        request = GenerateRequest(
-            request_id=row.request_id,
-            consumer="test",
-            model=model.name,
-            agent=row.agent,
-            prompt=row.prompt,
-            block_ids=block_ids(root, row.prompt),
-            root_id=root,
-            sampling=row.sampling,
-            remembered_tokens=row.remembered_tokens,
-            reusable=is_shared(scope),
-            model_id=model.model_id,
-            tenant=row.tenant,
-            flow=row.flow,
-            memory_bytes_max=row.memory_bytes_max,
-            disk_bytes_max=row.disk_bytes_max,
-        )
-        generation = self._rows[row.request_id] = EngineGeneration(self, request)
+    async def generate(
+        self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
+    ) -> EngineGeneration:
+        name = request.agent.partition("/")[2]
+        scope = scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
+        request = replace(request, consumer="test", reusable=is_shared(scope))
+        request = await called(request, model.model_id, scope)
+        generation = self._rows[request.request_id] = EngineGeneration(self, request)
         known, features = await asyncio.to_thread(self.engine.look_up, request)
         accepted: Future[SatchelError | None] = Future()
         self.engine.submit(request, accepted.set_result, known, features)

@@ -6,13 +6,13 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import httpx
 
-from satchel.actors.protocol.messages import RowUpdate, Sampling, TokenLogprobs
-from satchel.api.generation.backend import NodeState, ReplicaStats, RowRequest, ServedModel
+from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling, TokenLogprobs
+from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel
 from satchel.api.text.model import TextModel
 
 
@@ -100,12 +100,17 @@ class FakeBackend:
     async def models(self) -> list[ServedModel]:
         return self.served
 
-    async def generate(self, model: ServedModel, row: RowRequest) -> FakeGeneration:
-        self.requests.append({"model": model.name, **vars(row)})
+    async def generate(
+        self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
+    ) -> FakeGeneration:
+        given = {field.name: getattr(request, field.name) for field in fields(request)}
+        self.requests.append({**given, "cache_salt": cache_salt, "beside": beside})
         if self.refusal is not None:
             raise self.refusal
         script = self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]
-        generation = FakeGeneration(row.request_id, script, f"{model.name}#{len(self.generations) % 2}", row.sampling)
+        generation = FakeGeneration(
+            request.request_id, script, f"{model.name}#{len(self.generations) % 2}", request.sampling
+        )
         generation.node = self.placed.get(generation.replica, "")
         generation.move_to = self.move_to
         generation.model_id = self.computes_as or model.model_id

@@ -95,7 +95,8 @@ class Memory:
 
 
 class Homes:
-    """The places of a node's agents."""
+    """The places of a node's agents. The stores own where an agent is; the router's table and the endpoint's are caches
+    of it."""
 
     def __init__(self, storage: HomeStorage, end_turn: Callable[[str], object] = lambda agent: None) -> None:
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...protocol.entries import OWNERS_MAX, EntryRecord, SegmentRecord, crowd_tag, is_crowd
+from ...protocol.entries import OWNERS_MAX, EntryRecord, SegmentRecord, adds_to, crowd_tag, is_crowd
 from .index import Index, Row
 
 
@@ -64,7 +64,7 @@ def place(
             index.remove_unreadable(entry.id)
             if entry.tail and not _make_room(index, row, tails_max, placed):
                 row = replace(row, live=False)
-        elif old.model == record.model and entry.adds_to(old.record):
+        elif old.model == record.model and adds_to(entry, old.record):
             index.kill(old)
             owners = _union(entry.owners, old.record.owners)
             row = replace(row, certain=certain and old.certain, record=replace(entry, owners=owners))

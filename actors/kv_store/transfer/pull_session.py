@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ....cluster.errors import InvalidRecord, LinkError, LinkRefused, LinkVersion, SatchelError
-from ...protocol.entries import Location
+from ...protocol.entries import Location, adds_to
 from ..disk.store import DiskStore
 from .machine import pull_terms as terms
 from .machine.block_messages import Described
@@ -364,8 +364,6 @@ class PullSession:
 
 def _offer(entry: bytes, there: Described | None, here: Location | None) -> Offer | None:
     """What is here already is not fetched, but for a copy that serves where this one does not."""
-    if here is not None:
-        adds = there is not None and (there.window_from < here.window_from or (there.snapshot and not here.snapshot))
-        if there is None or not adds:
-            return Offer(entry, here.nbytes, held=True)
+    if here is not None and (there is None or not adds_to(there, here)):
+        return Offer(entry, here.nbytes, held=True)
     return Offer(entry, there.nbytes) if there is not None else None

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 from ...protocol.block_ids import BLOCK_TOKENS
+from ...protocol.entries import adds_to
 from .shares import MemoryShares
 
 TAILS_PER_BLOCK = 256
@@ -50,10 +51,6 @@ class KeptKV(Generic[Value]):
     nbytes: int
     window_from: int = 0
     snapshot: bool = False
-
-    def adds_to(self, other: KeptKV[Value]) -> bool:
-        """Whether it serves where `other`, of the same tokens, does not."""
-        return self.window_from < other.window_from or (self.snapshot and not other.snapshot)
 
 
 @dataclass
@@ -296,7 +293,7 @@ class PrefixCache(Generic[Value]):
             block = chain[index]
             entry = self._entries.get((block, None))
             large = kept.nbytes > most and not self._is_pinned((block, None))
-            if large or (entry is not None and not kept.adds_to(entry.kept)):
+            if large or (entry is not None and not adds_to(kept, entry.kept)):
                 continue
             if entry is not None:
                 self._remove((block, None))

@@ -44,13 +44,13 @@ async def test_the_first_row_is_accepted_before_the_others_start_beside_it(api, 
     """So the replica that computes the prompt is known, and the others go where its blocks will be."""
     accept, accepted = backend.generate, []
 
-    async def generate(model, row):
-        if row.beside:
+    async def generate(model, row, **how):
+        if how["beside"]:
             assert accepted == [0]
         await asyncio.sleep(0.02)
-        if not row.beside:
+        if not how["beside"]:
             accepted.append(row.sampling.choice)
-        return await accept(model, row)
+        return await accept(model, row, **how)
 
     backend.generate = generate
     await api.chat(n=3)
@@ -61,10 +61,10 @@ async def test_n_and_several_prompts_make_a_table_prompt_by_prompt(api, backend)
     """Rows start in another order than they are answered in, so what they say is told by their prompt and choice."""
     accept = backend.generate
 
-    async def generate(model, row):
+    async def generate(model, row, **how):
         prompt, choice = backend.text.decode(row.prompt), row.sampling.choice
         backend.say(f"{prompt}{choice}")
-        return await accept(model, row)
+        return await accept(model, row, **how)
 
     backend.generate = generate
     body = (await api.complete(["a", "b"], n=3)).json()
@@ -98,10 +98,10 @@ async def test_when_one_choice_is_refused_none_runs(api, backend, stream):
     backend.play(asyncio.Event())
     accept = backend.generate
 
-    async def generate(model, row):
+    async def generate(model, row, **how):
         if row.sampling.choice == 2:
             raise QueueFull("full")
-        return await accept(model, row)
+        return await accept(model, row, **how)
 
     backend.generate = generate
     assert (await api.chat(n=3, stream=stream)).status_code == 503
@@ -188,9 +188,9 @@ async def test_time_spent_before_the_row_starts_counts(api, backend):
     await api.chat("so that the tokenizer is loaded")
     accept = backend.generate
 
-    async def generate(model, row):
+    async def generate(model, row, **how):
         await asyncio.sleep(0.2)
-        return await accept(model, row)
+        return await accept(model, row, **how)
 
     backend.generate = generate
     backend.play(asyncio.Event())

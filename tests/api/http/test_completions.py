@@ -68,12 +68,12 @@ async def test_when_one_row_is_refused_none_runs(api, backend):
     backend.play(asyncio.Event())
     accept, left = backend.generate, 2
 
-    async def generate(model, row):
+    async def generate(model, row, **how):
         nonlocal left
         left -= 1
         if left < 0:
             raise QueueFull("full")
-        return await accept(model, row)
+        return await accept(model, row, **how)
 
     backend.generate = generate
     response = await api.complete(["a", "b", "c"])

@@ -77,7 +77,7 @@ async def test_a_client_that_goes_while_the_request_is_queued_cancels_queueing(s
     cancelled = asyncio.Event()
     entered = asyncio.Event()
 
-    async def generate(model, row):
+    async def generate(model, row, **how):
         entered.set()
         try:
             await asyncio.Event().wait()
