@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ...protocol.messages import Sampling, TokenLogprobs
 from ..kv import caches as kv_cache
-from ..kv.caches import PooledBlock, Slab
+from ..kv.caches import Slab
 from ..kv.device import on_gpu
 from ..kv.row_view import RowView, Stacks
 from .sampling import BatchSampler, Draw
@@ -133,7 +133,7 @@ class BatchExecutor:
     def open(
         self,
         row_id: str,
-        blocks: Sequence[Slab | PooledBlock],
+        blocks: Sequence[Slab],
         tail: Slab | None,
         tail_tokens: int,
         pictures: RowPictures | None = None,
@@ -141,7 +141,7 @@ class BatchExecutor:
         """Make room for a row and restore what of its prompt is known."""
         caches = self._loaded.new_caches()
         kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
-        length = sum(block.tokens for block in blocks) + tail_tokens
+        length = sum(slab.tokens for slab in blocks) + tail_tokens
         self._prefilling[row_id] = _Prefilling(row_id, length, caches, pictures=pictures)
 
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
@@ -285,8 +285,8 @@ class BatchExecutor:
             return self._joining[row_id].row.length
         return self._rows[self._index(row_id)].length
 
-    def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab | PooledBlock]:
-        """A row's KV for token spans [start, stop), wherever the row is: blocks in the pool as they are, else copies."""
+    def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab]:
+        """Copies of a row's KV for token spans [start, stop), wherever the row is."""
         spec, length = self._loaded.spec, self.length(row_id)
         # By way of all rows only a few spans are cut: the copies of each stay until the next step.
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
@@ -299,23 +299,9 @@ class BatchExecutor:
         else:
             batch = single.together
             view = RowView(spec, batch.caches, batch.rows[row_id], length, batch.stacks if stacks else None)
-        cuts = [view.cut(start, stop) for start, stop in spans]
-        kv_cache.evaluate(cuts)
-        return cuts
-
-    def adopt(self, slabs: Sequence[Slab]) -> list[Slab | PooledBlock]:
-        """Blocks that come from the disk, put into the pool if there is one."""
-        spec, pool = self._loaded.spec, self._loaded.pool
-        return list(slabs) if pool is None else [*kv_cache.into_pool(spec, pool, slabs)]
-
-    def copied(self, kept: Slab | PooledBlock) -> Slab:
-        """A block as the disk takes it; its arrays are being computed."""
-        if isinstance(kept, Slab):
-            return kept
-        assert self._loaded.pool is not None
-        slab = kv_cache.out_of_pool(self._loaded.spec, self._loaded.pool, kept)
-        kv_cache.evaluate([slab])
-        return slab
+        slabs = [view.slab(start, stop) for start, stop in spans]
+        kv_cache.evaluate(slabs)
+        return slabs
 
     def leave(self, row_ids: Sequence[str]) -> None:
         """Take rows out; unknown ids are ignored."""

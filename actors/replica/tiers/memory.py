@@ -5,19 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
 from ...protocol.messages import GenerateRequest
 from ..execution.executor import BatchExecutor
 from ..execution.vision import RowPictures
-from ..kv.caches import BlockRun, ModelCacheSpec, PooledBlock, Slab
+from ..kv.caches import BlockRun, ModelCacheSpec, Slab
 from ..kv.prefix import Hit, KeptKV, PrefixCache, covers
 
-Piece = Slab | PooledBlock
-
-Found = tuple[Tokens[int], KeptKV[Piece]]
+Found = tuple[Tokens[int], KeptKV[Slab]]
 """Tokens and their KV."""
 
 
@@ -41,7 +39,7 @@ class Sequence:
     tail: Found | None = None
     prompt_tail: Unsaved | None = None
     prompt_end: Unsaved | None = None
-    snapshots: dict[bytes, KeptKV[Piece]] = field(default_factory=dict)
+    snapshots: dict[bytes, KeptKV[Slab]] = field(default_factory=dict)
     pictures: RowPictures | None = None
 
     @property
@@ -87,7 +85,7 @@ class Unsaved:
     id: bytes | None
     parent: bytes
     tokens: Tokens[int]
-    kept: KeptKV[Piece]
+    kept: KeptKV[Slab]
 
 
 class RowMemory:
@@ -99,7 +97,7 @@ class RowMemory:
     """
 
     def __init__(self, spec: ModelCacheSpec, executor: BatchExecutor, bytes_max: int, *, writes: bool = False) -> None:
-        self.prefixes: PrefixCache[Piece] = PrefixCache(bytes_max, spec.rule)
+        self.prefixes: PrefixCache[Slab] = PrefixCache(bytes_max, spec.rule)
         self._spec = spec
         self._executor = executor
         self._bytes_max = bytes_max
@@ -145,7 +143,7 @@ class RowMemory:
             sequence.ids = block_ids(root, sequence.tokens)
         return self.prefixes.peek(root, sequence.ids, sequence.tokens)
 
-    def find(self, sequence: Sequence, tokens_max: int) -> Hit[Piece]:
+    def find(self, sequence: Sequence, tokens_max: int) -> Hit[Slab]:
         """What is known of the first `tokens_max` tokens."""
         if not self._spec.reusable:
             return Hit()
@@ -157,7 +155,7 @@ class RowMemory:
         return hit
 
     @staticmethod
-    def slabs(hit: Hit[Piece], restored: Restored | None) -> list[Piece]:
+    def slabs(hit: Hit[Slab], restored: Restored | None) -> list[Slab]:
         """What to open a row with: the hit's blocks, joined as far as they have been read back so."""
         if restored is None or restored.run is None:
             return list(hit.blocks)
@@ -173,25 +171,11 @@ class RowMemory:
         # Where there are tails, this is all that comes before them, also where memory had every block.
         chain = sequence.ids[: restored.first + len(restored.blocks)]
         self.prefixes.pin(sequence.id, root, chain, [tokens for tokens, _ in restored.tails])
-        blocks = [(restored.first + index, *found) for index, found in enumerate(self._adopted(restored.blocks))]
+        blocks = [(restored.first + index, *found) for index, found in enumerate(restored.blocks)]
         tenant = sequence.request.tenant
         self.prefixes.put_blocks(chain, blocks, tenant)
         for tokens, kept in restored.tails:
             self.prefixes.put_tail(root, chain, tokens, kept, tenant)
-
-    def _adopted(self, blocks: list[Found]) -> list[Found]:
-        """Blocks from the disk as rows take them."""
-        slabs = [kept.value for _, kept in blocks if isinstance(kept.value, Slab)]
-        if len(slabs) < len(blocks):
-            return blocks
-        return [
-            (tokens, KeptKV(piece, kept.nbytes, kept.window_from, kept.snapshot))
-            for (tokens, kept), piece in zip(blocks, self._executor.adopt(slabs), strict=True)
-        ]
-
-    def copied(self, item: Unsaved) -> Unsaved:
-        """The same with KV that the disk can take, which is being computed."""
-        return replace(item, kept=replace(item.kept, value=self._executor.copied(item.kept.value)))
 
     def recount(self) -> Iterator[None]:
         """Count everything again, while there is no row; a step at a time, between which nothing may change.
@@ -407,6 +391,6 @@ class RowMemory:
         self.keep_tail(sequence, computed)
 
 
-def kept_of(slab: Piece) -> KeptKV[Piece]:
-    """A piece as the prefix cache takes it."""
+def kept_of(slab: Slab) -> KeptKV[Slab]:
+    """A slab as the prefix cache takes it."""
     return KeptKV(slab, slab.nbytes, slab.window_from, slab.states is not None)
