@@ -20,7 +20,7 @@ from ..cluster.errors import ActorSilent, InvalidRequest, ModelLoadError, NoAnsw
 from ..cluster.nodes import Node
 from ..cluster.placement import place
 from ..cluster.timing import Timing
-from .kv_store.node_actor import NodeStoreActor
+from .kv_store.actor import KVStoreActor
 from .protocol import registry
 from .protocol.clients import ReplicaClient, RouterClient
 from .protocol.handles import ROUTER, actor_handle, replica_actor_name, store_actor_name
@@ -73,7 +73,7 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
     entry = registry.NodeEntry(node.name, node.address, links, satchel_version(), home, time.time())
     registry.add_node(entry)
     config = replace(config, disk_bytes_max=node.disk_bytes_max or config.disk_bytes_max)
-    store = ray.remote(NodeStoreActor).options(name=store_actor_name(node.name), get_if_exists=True, **_on(node))
+    store = ray.remote(KVStoreActor).options(name=store_actor_name(node.name), get_if_exists=True, **_on(node))
     store.remote(config, node)
     known = {machine.name for machine in config.machines}
     served = registry.entries()
@@ -318,7 +318,7 @@ async def unload_model(name: str, config: Config) -> None:
     await _forget(replicas, config.timing)
 
 
-def find_replicas(entries: Iterable[registry.Entry], timing: Timing) -> dict[str, ReplicaClient]:
+def find_replicas(entries: Iterable[registry.ServedEntry], timing: Timing) -> dict[str, ReplicaClient]:
     """The models' replicas by id, without those that Ray does not know."""
     replicas = {}
     for name in (name for entry in entries for name in entry.replicas):

@@ -17,7 +17,8 @@ from ray.serve.exceptions import RayServeException
 from ..actors.protocol import registry
 from ..actors.protocol.answers import answers
 from ..actors.protocol.calls import UNANSWERED, no_answer
-from ..actors.protocol.messages import Close, Nothing, decode_any, encode
+from ..actors.protocol.codec import decode_any, encode
+from ..actors.protocol.messages import Nothing, StopServing
 from ..actors.start import Report, drain, find_replicas, start_actors, wait_until_ready
 from ..actors.supervision.watchdog import Watchdog
 from ..cluster.audit import Audit
@@ -35,7 +36,7 @@ from .agents.memory import AgentMemory
 from .http.app import create_app
 from .http.server import HttpServer
 from .ray_backend.dispatch import RayBackend
-from .ray_backend.homes import AgentHomes
+from .ray_backend.locator import AgentLocator
 from .ray_backend.store import RayStore
 from .views.generation import Generator
 
@@ -53,7 +54,7 @@ FLOOD_MIN = 10
 """Fewer in a minute are nothing to speak of."""
 
 
-class Endpoint:
+class HttpEndpoint:
     """The HTTP endpoint: one Serve replica on the head node, with the server in its event loop.
 
     Clients talk to it directly. Serve watches over it and starts it again when it dies, but Serve's own proxy is left
@@ -70,11 +71,11 @@ class Endpoint:
         self._watchdog = Watchdog("endpoint", poll_s=config.timing.heartbeat_s)
         self._watchdog.watch("event loop", loop.call_soon_threadsafe)
         self._watchdog.start()
-        homes = AgentHomes(config)
+        locator = AgentLocator(config)
         self._generator = Generator(
-            RayBackend(config, homes),
+            RayBackend(config, locator),
             config,
-            memory=AgentMemory(RayStore(homes, config.timing), copy_wait_s=config.copy_wait_s, timing=config.timing),
+            memory=AgentMemory(RayStore(locator, config.timing), copy_wait_s=config.copy_wait_s, timing=config.timing),
         )
         at, home = config.endpoint, default_home()
         certificate = None if at.tls is None else ShownCertificate(at.tls, home)
@@ -113,8 +114,8 @@ class Endpoint:
         for model in await self._generator.backend.models():
             await self._generator.text_model(model)
 
-    @answers(Close)
-    async def close(self, how: Close) -> None:
+    @answers(StopServing)
+    async def close(self, how: StopServing) -> None:
         await self._server.close(how.timeout_s)
 
 
@@ -138,7 +139,9 @@ class EndpointClient:
 
     def close(self, timeout_s: float) -> None:
         """Take no more connections, and let clients read the rest of their answers for at most `timeout_s`."""
-        self._ask(lambda endpoint: endpoint.close.remote(encode(Close(timeout_s))), timeout_s + self._brief_answer_s)
+        self._ask(
+            lambda endpoint: endpoint.close.remote(encode(StopServing(timeout_s))), timeout_s + self._brief_answer_s
+        )
 
     def _ask(self, send: Callable[[Any], Any], timeout_s: float) -> None:
         try:
@@ -208,7 +211,7 @@ def _start_endpoint(config: Config) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
     ingress = serve.deployment(
-        Endpoint,
+        HttpEndpoint,
         name="endpoint",
         num_replicas=1,
         health_check_period_s=HEALTH_S,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv.prefix import KeptKV, PrefixCache
+from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV
 
 from . import machine
 from .parts import percentile
@@ -39,7 +39,7 @@ def full_cache() -> PrefixCache[None]:
 
 def keep(cache: PrefixCache[None], name: str, length: int) -> None:
     tokens = range(1000, 1000 + BLOCK_TOKENS)
-    cache.put_blocks(chain(name, length), [(index, tokens, KeptKV(None, 1)) for index in range(length)])
+    cache.put_blocks(chain(name, length), [(index, tokens, PrefixKV(None, 1)) for index in range(length)])
 
 
 def operations(cache: PrefixCache[None]) -> dict[str, Callable[[int], tuple[Callable[[], object], int]]]:

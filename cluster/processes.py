@@ -47,7 +47,7 @@ class ProcessMark:
 
 
 @dataclass(frozen=True)
-class Session:
+class UnixSession:
     """A Unix session and those of its members that were written down."""
 
     sid: int
@@ -57,11 +57,11 @@ class Session:
         return {"sid": self.sid, "processes": [[mark.pid, mark.created_s] for mark in self.witnesses]}
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Session | None:
+    def from_dict(data: dict[str, Any]) -> UnixSession | None:
         """The session that `to_dict` described; None where the data is not one."""
         try:
             marks = tuple(ProcessMark(int(pid), float(created)) for pid, created in data["processes"])
-            return Session(int(data["sid"]), marks)
+            return UnixSession(int(data["sid"]), marks)
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -73,10 +73,10 @@ class Session:
         """The ids of its living processes; none where nothing proves that they are ours."""
         return session_members(self.sid) if self.is_ours() else []
 
-    def refreshed(self) -> Session:
+    def refreshed(self) -> UnixSession:
         """The same session with all present members as witnesses."""
         marks = [mark for mark in map(ProcessMark.of, self.members()) if mark is not None]
-        return Session(self.sid, tuple(marks)) if marks else self
+        return UnixSession(self.sid, tuple(marks)) if marks else self
 
 
 def session_members(sid: int) -> list[int]:
@@ -99,7 +99,7 @@ def _send(pids: Iterable[int], number: signal.Signals) -> None:
             continue
 
 
-def end_session(session: Session, *, grace_s: float, kill_s: float = 3.0, spare: int | None = None) -> list[int]:
+def end_session(session: UnixSession, *, grace_s: float, kill_s: float = 3.0, spare: int | None = None) -> list[int]:
     """Ends every process of the session: SIGTERM, after `grace_s` SIGKILL, until none is left or `kill_s` have passed.
 
     Args:

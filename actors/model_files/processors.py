@@ -36,7 +36,7 @@ _PIXELS_MAX = 10**12
 
 
 @dataclass(frozen=True)
-class Layout:
+class SpanLayout:
     """A *span* of a prompt that stands for a picture, or for some frames of a video.
 
     Attributes:
@@ -55,7 +55,7 @@ class PictureLayout:
     """What replaces a picture's placeholder: a text with one span."""
 
     text: str
-    span: Layout
+    span: SpanLayout
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class VideoLayout:
     """
 
     text: str
-    spans: tuple[Layout, ...]
+    spans: tuple[SpanLayout, ...]
     frames: int
     width: int
     height: int
@@ -267,8 +267,8 @@ class PictureProcessor:
         return spans
 
     @staticmethod
-    def _span(tokens: list[int], token: int, grid: tuple[int, ...]) -> Layout:
-        return Layout(tuple(tokens), frozenset(index for index, one in enumerate(tokens) if one == token), grid)
+    def _span(tokens: list[int], token: int, grid: tuple[int, ...]) -> SpanLayout:
+        return SpanLayout(tuple(tokens), frozenset(index for index, one in enumerate(tokens) if one == token), grid)
 
     def _process(self, picture: Image.Image) -> dict[str, Any]:
         return dict(self._processor(text=[self.placeholder], images=[picture]))

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from ...cluster.errors import NoAnswer, OtherVersion, SatchelError, Unavailable
-from .messages import decode, encode, encode_error
+from .codec import decode, encode, encode_error
 
 Self = TypeVar("Self")
 Request = TypeVar("Request")
@@ -31,6 +31,8 @@ def answers(
                 asked = decode(request, data)
             except (TypeError, ValueError) as error:
                 return encode_error(OtherVersion(str(error)))
+            except SatchelError as error:
+                return encode_error(error)
             try:
                 return encode(await method(self, asked))
             except NoAnswer as error:

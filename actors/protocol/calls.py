@@ -1,6 +1,6 @@
 """A call to an actor: made by name, bounded in time, with one convention for what goes wrong.
 
-What an actor says is its answer as bytes (`messages.encode`), or an error as data in the same bytes. Whoever called
+What an actor says is its answer as bytes (`codec.encode`), or an error as data in the same bytes. Whoever called
 gets the answer, or that very error raised again. Where no answer comes it is `NoAnswer` or one of its kinds:
 `ActorLost`, `ActorAway`, `ActorSilent`, `OtherVersion`. No error of Ray's leaves this file, but as a cause.
 """
@@ -26,22 +26,34 @@ class ActorRef:
     Args:
         silent: what is said where no answer comes, such as "the router does not answer now".
         handle: where it is known already.
+        on_no_answer: called where no answer came.
     """
 
-    def __init__(self, name: str, silent: str, *, handle: Any = None, retry_after_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        silent: str,
+        *,
+        handle: Any = None,
+        retry_after_s: float = 1.0,
+        on_no_answer: Callable[[], object] | None = None,
+    ) -> None:
         self.name = name
         self._silent, self._retry_after_s = silent, retry_after_s
-        self._handle = handle
+        self._handle, self._on_no_answer = handle, on_no_answer
 
-    def call(self, send: Callable[[Any], Any], read: Callable[[Any], T], timeout_s: float) -> Call[T]:
+    def call(
+        self, send: Callable[[Any], Any], read: Callable[[Any], T], timeout_s: float, *, large: bool = False
+    ) -> Call[T]:
         """A call that waits to be made.
 
         Args:
             send: begins it at the handle that it is given; the answer's reference.
             read: the answer as it is to be given. Raises the error that the actor says, `ValueError` or `TypeError` for
                 what another version says.
+            large: whether sending takes so long that no event loop should do it.
         """
-        return Call(self, send, read, timeout_s)
+        return Call(self, send, read, timeout_s, large=large)
 
     def find(self) -> Any:
         """The handle. Waits for the control store where it is not known: in a thread.
@@ -64,6 +76,8 @@ class ActorRef:
         found = no_answer(error, self._silent, self._retry_after_s)
         if not isinstance(found, ActorSilent):
             self._handle = None
+        if self._on_no_answer is not None:
+            self._on_no_answer()
         return found
 
 
@@ -95,12 +109,20 @@ class Call(Generic[T]):
         NoAnswer: it says nothing, within the time.
     """
 
-    def __init__(self, actor: ActorRef, send: Callable[[Any], Any], read: Callable[[Any], T], timeout_s: float) -> None:
-        self._actor, self._send, self._read, self._timeout_s = actor, send, read, timeout_s
+    def __init__(
+        self,
+        actor: ActorRef,
+        send: Callable[[Any], Any],
+        read: Callable[[Any], T],
+        timeout_s: float,
+        *,
+        large: bool = False,
+    ) -> None:
+        self._actor, self._send, self._read, self._timeout_s, self._large = actor, send, read, timeout_s, large
 
     def within(self, timeout_s: float) -> Call[T]:
         """The same call, with this much time for the answer."""
-        return Call(self._actor, self._send, self._read, timeout_s)
+        return Call(self._actor, self._send, self._read, timeout_s, large=self._large)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._ask().__await__()
@@ -108,7 +130,10 @@ class Call(Generic[T]):
     async def _ask(self) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                sent: Awaitable[Any] = self._send(await self._actor.find_aside())
+                handle = await self._actor.find_aside()
+                sent: Awaitable[Any] = (
+                    await asyncio.to_thread(self._send, handle) if self._large else self._send(handle)
+                )
                 answer = await sent
         except UNANSWERED as error:
             raise self._actor.unanswered(error) from error

@@ -11,6 +11,7 @@ from typing import Any
 from ...cluster.config import Config
 from ...cluster.timing import Timing
 from .calls import ActorRef, Call
+from .codec import decode, decode_any, encode
 from .handles import ROUTER, replica_actor_name
 from .messages import (
     AgentKeys,
@@ -21,8 +22,7 @@ from .messages import (
     Explanation,
     Frame,
     GenerateRequest,
-    Heard,
-    KeptKV,
+    KVSelection,
     ModelInfo,
     ModelName,
     Names,
@@ -32,18 +32,16 @@ from .messages import (
     NodeReports,
     Nothing,
     Places,
-    Progress,
     ReplicaName,
+    ReplicaProgress,
     ReplicaReport,
     ReplicaStats,
+    ReportAck,
     RequestId,
     RouteRequest,
     RowIds,
     RowLeft,
     StoreReport,
-    decode,
-    decode_any,
-    encode,
 )
 
 CONFIG_S = 30.0
@@ -78,7 +76,7 @@ class RouterClient:
             method = router.report if isinstance(report, ReplicaReport) else router.store_report
             return method.remote(encode(report))
 
-        return self.actor.call(send, lambda answer: decode(Heard, answer).complete, self._answer_s)
+        return self.actor.call(send, lambda answer: decode(ReportAck, answer).complete, self._answer_s)
 
     def lose(self, replica: str) -> Call[None]:
         """A call to the replica failed: it is avoided until it reports again."""
@@ -156,13 +154,13 @@ class ReplicaClient:
         self._answer_s, self._frame_silence_s = timing.answer_s, timing.frame_silence_s
         self.actor = ActorRef(replica_actor_name(replica), f"replica {replica} does not answer now", handle=handle)
 
-    def progress(self) -> Call[Progress]:
+    def progress(self) -> Call[ReplicaProgress]:
         """What the replica is doing until it is ready.
 
         Raises:
             SatchelError: why its model cannot be loaded.
         """
-        message, read = Nothing(), partial(decode, Progress)
+        message, read = Nothing(), partial(decode, ReplicaProgress)
         return self.actor.call(lambda replica: replica.progress.remote(encode(message)), read, self._answer_s)
 
     def info(self) -> Call[ModelInfo | None]:
@@ -195,12 +193,12 @@ class ReplicaClient:
         message = RowIds(list(request_ids))
         return self.actor.call(lambda replica: replica.abort.remote(encode(message)), _nothing, self._answer_s)
 
-    def release(self, kept: KeptKV) -> Call[int]:
+    def release(self, kept: KVSelection) -> Call[int]:
         """Let go of blocks in memory, of the tails after them, of those that `first` begins with, and of pictures'
         features; what is on the disk stays. Returns the bytes."""
         return self.actor.call(lambda replica: replica.release.remote(encode(kept)), _count, self._answer_s)
 
-    def held(self, kept: KeptKV) -> Call[int]:
+    def held(self, kept: KVSelection) -> Call[int]:
         """How many of these blocks are in memory, up to the first that is not; of what is shorter, how many tails."""
         return self.actor.call(lambda replica: replica.held.remote(encode(kept)), _count, self._answer_s)
 

@@ -393,6 +393,15 @@ class Location:
             raise InvalidRecord(f"not a location: {error}") from None
 
 
+@dataclass(frozen=True)
+class Failure:
+    """An entry that was not read. `missing` where its file or place is gone; else it is corrupt."""
+
+    location: Location
+    reason: str
+    missing: bool
+
+
 def checked_meta(meta: Any) -> dict[str, str]:
     """A copy of `meta`. Raises `InvalidRecord` unless it is a small table of texts."""
     if not isinstance(meta, Mapping):

@@ -1,22 +1,16 @@
-"""Every message between Satchel's processes. One version number covers them all.
+"""Every message between Satchel's processes but the stores' (`store_messages.py`). One version number covers them all.
 
-Messages travel as msgpack lists, field by field, so both sides must run the same `VERSION`; `decode` refuses others.
+How they travel is in `codec.py`: field by field, so both sides must run the same `VERSION`.
 Tokens go from a replica straight to whoever asked (a *consumer*: the endpoint, or a driver with handles); the router
 sees sizes and ids only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
-import msgpack
-
-from ...cluster.errors import SatchelError, from_wire
-
-VERSION = 11
-
-T = TypeVar("T")
+VERSION = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +51,11 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Media:
+class MediaSpan:
     """A picture in a prompt, or some frames of a video that are encoded together.
 
     Its span begins at the prompt's token `start`; `tokens` are the ids that the model is given there, where the prompt
-    has words (`kv_store.media`). `key` names what is encoded, `grid` is (frames, rows, columns) of patches where
+    has words (`media_ids`). `key` names what is encoded, `grid` is (frames, rows, columns) of patches where
     positions depend on it. `pixels` are RGB, a byte a channel, of `width` x `height`, frame by frame; none where
     nobody has them any more.
     """
@@ -106,7 +100,7 @@ class GenerateRequest:
     choices: int = 1
     pull_from: str = ""
     pull_tokens: int = 0
-    media: list[Media] = field(default_factory=list)
+    media: list[MediaSpan] = field(default_factory=list)
     remembered_tokens: int = 0
     reusable: bool = True
     model_id: bytes = b""
@@ -117,7 +111,7 @@ class GenerateRequest:
 
     @property
     def disk_limits(self) -> dict[str, int | None]:
-        """As `kv_store.quotas.Limits`."""
+        """As `store_messages.Limits`."""
         return {self.tenant: self.disk_bytes_max}
 
 
@@ -295,7 +289,7 @@ class Nothing:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ReportAck:
     """The router has a report. One that is not `complete`, because one before it was missed, asks for a full one."""
 
     complete: bool
@@ -419,7 +413,7 @@ class NodeReports:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class StopServing:
     """The endpoint takes no more connections, and lets clients read the rest of their answers for `timeout_s`."""
 
     timeout_s: float
@@ -429,7 +423,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ReplicaProgress:
     """What a replica is doing until it is ready, and the fraction of that, None where unknown."""
 
     what: str
@@ -508,7 +502,7 @@ class RowIds:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptKV:
+class KVSelection:
     """Blocks of one chain, or where that is shorter than a block, what `first` (packed tokens) begins with after
     `root`; and pictures' features."""
 
@@ -528,66 +522,3 @@ class Drain:
     """Refuse new rows from now on. Running ones finish, or with `end_rows` end with an error that says so."""
 
     end_rows: bool = False
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return [_plain(getattr(value, f.name)) for f in fields(value)]
-    if isinstance(value, list):
-        return [_plain(v) for v in value] if value and hasattr(value[0], "__dataclass_fields__") else value
-    return value
-
-
-def encode(message: Any) -> bytes:
-    """`message`, a dataclass of this module or None, as bytes."""
-    packed = msgpack.packb([VERSION, _plain(message)])
-    assert packed is not None
-    return packed
-
-
-def encode_error(error: SatchelError) -> bytes:
-    """An error in the place of an answer: `decode` raises it."""
-    packed = msgpack.packb([VERSION, None, error.to_wire()])
-    assert packed is not None
-    return packed
-
-
-_NESTED: dict[type, dict[str, Any]] = {
-    GenerateRequest: {"sampling": Sampling, "media": [Media]},
-    Frame: {"rows": [RowUpdate]},
-    RouteRequest: {"others": [Chain]},
-    Places: {"places": [AgentPlace]},
-    NodeReports: {"nodes": [NodeReport]},
-}
-
-
-def _build(cls: type[T], values: list[Any]) -> T:
-    built = cls(*values)
-    for name, kind in _NESTED.get(cls, {}).items():
-        raw = getattr(built, name)
-        value = [_build(kind[0], item) for item in raw] if isinstance(kind, list) else _build(kind, raw)
-        object.__setattr__(built, name, value)
-    return built
-
-
-def decode(cls: type[T], data: bytes) -> T:
-    """The message of class `cls` in `data`.
-
-    Raises:
-        SatchelError: the one that `encode_error` put there.
-        ValueError: another protocol version, or no message.
-    """
-    found = decode_any(cls, data)
-    if found is None:
-        raise ValueError(f"no {cls.__name__}")
-    return found
-
-
-def decode_any(cls: type[T], data: bytes) -> T | None:
-    """As `decode`, where there may be no message."""
-    version, values, *error = msgpack.unpackb(data)
-    if version != VERSION:
-        raise ValueError(f"message version {version}, this process speaks {VERSION}")
-    if error:
-        raise from_wire(error[0])
-    return None if values is None else _build(cls, values)

@@ -26,7 +26,7 @@ _STARTS = "starts:"
 
 
 @dataclass(frozen=True)
-class Entry:
+class ServedEntry:
     """A served model. No two entries ever have the same `order`; the least is the default model's.
 
     `replicas` are the ids of its replicas and the nodes they are on, whether or not those are there now.
@@ -55,14 +55,14 @@ class NodeEntry:
     since_s: float
 
 
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[ServedEntry, ...]:
     """Every served model, the default first."""
     placed = _read(_REPLICA)
     found = []
     for data in _read(_MODEL).values():
         model = parse_model(**data["model"])
         replicas = {name: where["node"] for name, where in placed.items() if where["model"] == model.slug}
-        found.append(Entry(data["order"], model, dict(sorted(replicas.items(), key=_by_number))))
+        found.append(ServedEntry(data["order"], model, dict(sorted(replicas.items(), key=_by_number))))
     return tuple(sorted(found, key=lambda entry: (entry.order, entry.model.name)))
 
 
@@ -130,7 +130,7 @@ def _by_number(item: tuple[str, str]) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])]
 
 
-def check_name(model: Model) -> tuple[Entry, ...]:
+def check_name(model: Model) -> tuple[ServedEntry, ...]:
     """Refuse a model that could not be added.
 
     Returns:
@@ -160,7 +160,7 @@ def add(model: Model) -> None:
         raise InvalidRequest(f"the name {model.name!r} has just been taken; choose another", param="name")
 
 
-def remove(name: str) -> Entry:
+def remove(name: str) -> ServedEntry:
     """Stop serving a model: whoever asks from now on does not find it. Its replicas run on.
 
     Raises:

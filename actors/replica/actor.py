@@ -1,7 +1,7 @@
 """The replica actor: one model in one process. A thin shell: Ray outside, `Engine` inside.
 
-Six threads: the engine's (all MLX work), the reporter's (reports to the router), the disk's (what rows leave), one that
-looks whether the replica is still wanted, one that looks whether the engine moves, and Ray's event loop (calls).
+Six threads: the engine (all MLX work), the reporter (reports to the router), the disk writer, a check that the model is
+still served, the watchdog, and Ray's event loop (calls).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -33,19 +34,19 @@ from ..protocol.messages import (
     Drain,
     Frame,
     GenerateRequest,
-    KeptKV,
+    KVSelection,
     ModelInfo,
     NextFrame,
     Nothing,
-    Progress,
+    ReplicaProgress,
     ReplicaStats,
     RowIds,
     RowUpdate,
 )
+from ..protocol.store_client import StoreClient
 from ..supervision.stall import limit_s, pause_s
 from ..supervision.watchdog import Watchdog
 from .consumers import Consumers
-from .tiers.node_store import NodeStore, kv_bytes_max
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -55,15 +56,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0005
-"""How long the engine's thread may keep the interpreter from the others. With Python's own 5 ms a call to this actor,
-which changes threads several times, takes ten times as long while the engine works."""
+"""Python's thread switch interval. With the default of 5 ms a call to this actor, which switches threads several times,
+takes ten times as long while the engine works."""
 
 ENGINE = "engine"
 COMPILES_TIMES = 4.0
-"""So much longer may a step take on a device that makes its kernels when a shape is met for the first time."""
+"""Factor on the watchdog's limit on a GPU, which compiles kernels at the first use of a shape."""
 
 UNWANTED_POLLS = 6
 """How often it is looked, within `unwanted_s`, whether anybody wants the replica."""
+
+KV_MEMORY_FRACTION = 0.25
+"""Of a machine's memory, what its replicas may use for decoding rows where the config names no figure."""
 
 SERVED_S = 30.0
 """A replica that ends sooner after its model was loaded has ended at once, and the next one waits."""
@@ -77,17 +81,17 @@ class _LoadProgress:
 
 
 class ReplicaActor:
-    """Serves one model. Named `replica:<name>` in the cluster's namespace.
+    """The actor that serves one model. Named `replica:<name>` in the cluster's namespace.
 
-    It is called through `ReplicaClient`: what its methods take and return travels as bytes, and errors with them.
+    Callers use `ReplicaClient`: requests, replies and errors travel as bytes.
 
-    It lives as long as its model is served (see `registry`), or somebody loads or unloads it, which shows in calls of
-    `progress` or `stats`: so a driver that is killed in the middle of either leaves nothing behind.
+    It ends itself if its model is not served (see `registry`) and nobody calls `progress` or `stats`, as a driver does
+    while it loads or unloads the model. So a driver that is killed meanwhile leaves no replica behind.
 
     Args:
         name: the replica's id, unique in the cluster.
         node: where it runs.
-        neighbours: how many replicas share the node's memory, this one among them.
+        neighbours: how many replicas share the node's memory, including this one.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class ReplicaActor:
         self._model = model
         self._scheduling = scheduling
         self._node = node.name
-        self._kv_bytes_max = kv_bytes_max(node, scheduling, neighbours)
+        self._kv_bytes_max = _kv_bytes_max(node, scheduling, neighbours)
         sys.setswitchinterval(SWITCH_S)
         self._loading = _LoadProgress()
         self._engine: Engine | None = None
@@ -113,14 +117,20 @@ class ReplicaActor:
         threading.Thread(target=self._end_when_unwanted, name="wanted", daemon=True).start()
 
     @answers(Nothing)
-    async def progress(self, _: Nothing) -> Progress:
+    async def progress(self, _: Nothing) -> ReplicaProgress:
+        """Returns how far loading is.
+
+        Raises:
+            SatchelError: loading failed.
+        """
         self._asked = True
         if self._loading.error is not None:
             raise self._loading.error
-        return Progress(self._loading.what, self._loading.fraction, self._engine is not None)
+        return ReplicaProgress(self._loading.what, self._loading.fraction, self._engine is not None)
 
     @answers(Nothing)
     async def info(self, _: Nothing) -> ModelInfo | None:
+        """Returns the loaded model's description; None while it loads."""
         if self._engine is None:
             return None
         loaded = self._engine.loaded
@@ -146,6 +156,7 @@ class ReplicaActor:
 
     @answers(Nothing)
     async def stats(self, _: Nothing) -> ReplicaStats:
+        """Returns the replica's counters and gauges."""
         self._asked = True
         engine = self._engine
         if engine is None:
@@ -190,14 +201,15 @@ class ReplicaActor:
 
     @answers(GenerateRequest)
     async def submit(self, request: GenerateRequest) -> None:
-        """
+        """Accepts a row.
+
         Raises:
-            SatchelError: the refusal. Else the row is accepted.
+            SatchelError: the row is refused.
         """
         if self._engine is None:
             raise NoReplica(f"{self._model.name} is still loading")
         if request.model_id not in (b"", self._engine.loaded.model_id):
-            # Its KV would be kept under the names of another's.
+            # Its KV would be stored under the block ids of another model.
             raise Unavailable(f"{self._name} computes otherwise than the request was made for")
         loop = asyncio.get_running_loop()
         rows = self._known().rows(request.consumer)
@@ -220,16 +232,16 @@ class ReplicaActor:
 
     @answers(NextFrame)
     async def next_frame(self, asked: NextFrame) -> Frame | None:
-        """As `Consumers.next_frame`."""
+        """Returns the consumer's next frame, as `Consumers.next_frame`."""
         updates = await self._known().next_frame(asked.consumer, asked.number)
         return None if updates is None else Frame(updates)
 
     async def _look_up(self, request: GenerateRequest) -> tuple[int, dict[int, Features]]:
-        """About how much of the prompt is known here, and what the disk has of its pictures."""
+        """As `Engine.look_up`, without blocking the event loop."""
         if self._disk is None or self._engine is None or not (request.agent or request.block_ids):
             return 0, {}
         if not request.pull_from and not request.media:
-            # The disk is not asked, so no other thread is needed.
+            # This does not touch the disk, so it needs no other thread.
             return self._engine.look_up(request)
         self._looking.add(request.request_id)
         try:
@@ -239,16 +251,18 @@ class ReplicaActor:
 
     @answers(RowIds)
     async def abort(self, rows: RowIds) -> None:
+        """Aborts rows. Unknown ids are ignored."""
         await self._take_out(rows.request_ids)
 
     async def _take_out(self, request_ids: list[str]) -> None:
-        # Those that are still being looked up are not known to the engine.
+        # The engine does not know rows that are still being looked up.
         self._known().forget_rows(self._looking.intersection(request_ids))
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
 
-    @answers(KeptKV)
-    async def release(self, kept: KeptKV) -> Count:
+    @answers(KVSelection)
+    async def release(self, kept: KVSelection) -> Count:
+        """Drops KV and image embeddings from memory. Returns the freed bytes."""
         tokens = unpack_tokens(kept.first)
 
         def drop(engine: Engine) -> int:
@@ -257,8 +271,9 @@ class ReplicaActor:
 
         return await self._on_engine(drop)
 
-    @answers(KeptKV)
-    async def held(self, kept: KeptKV) -> Count:
+    @answers(KVSelection)
+    async def held(self, kept: KVSelection) -> Count:
+        """Returns how many of the leading blocks are in memory, or without blocks how many tails after the root."""
         tokens = unpack_tokens(kept.first)
 
         def count(engine: Engine) -> int:
@@ -270,6 +285,8 @@ class ReplicaActor:
 
     @answers(Nothing)
     async def clear_cache(self, _: Nothing) -> Count:
+        """Drops all kept KV and image embeddings. Returns the bytes they had."""
+
         def clear(engine: Engine) -> int:
             held = engine.prefixes.nbytes
             engine.prefixes.clear()
@@ -278,7 +295,7 @@ class ReplicaActor:
         return await self._on_engine(clear)
 
     async def _on_engine(self, action: Callable[[Engine], int]) -> Count:
-        """Run `action` between two steps; 0 where there is no engine yet."""
+        """Runs `action` between two steps; 0 if there is no engine yet."""
         engine = self._engine
         if engine is None:
             return Count(0)
@@ -294,7 +311,8 @@ class ReplicaActor:
 
     @answers(Drain)
     async def drain(self, how: Drain) -> None:
-        # Who drains a replica ends it next.
+        """Refuses new rows from now on, and ends running ones if asked to."""
+        # The caller ends this process next.
         self._watchdog.leave()
         if self._engine is not None:
             self._engine.drain()
@@ -305,7 +323,7 @@ class ReplicaActor:
         self._known().deliver(updates)
 
     def _known(self) -> Consumers:
-        """Made on the event loop, which begins after this object."""
+        """Returns the consumers, created at the first call because the event loop starts after this object."""
         if self._consumers is None:
             self._loop = asyncio.get_running_loop()
             self._watchdog.watch("event loop", self._loop.call_soon_threadsafe)
@@ -317,7 +335,7 @@ class ReplicaActor:
     def _run_engine(self) -> None:
         self._pause()
         try:
-            # Here, so that whoever starts this actor need not import MLX, and the event loop answers meanwhile.
+            # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
             from .engine import Engine
             from .execution import models
             from .kv.device import on_gpu
@@ -345,7 +363,7 @@ class ReplicaActor:
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
         if loaded.spec.reusable:
-            store, unwritten_bytes_max = NodeStore(self._node, self._timing), self._scheduling.unwritten_bytes_max
+            store, unwritten_bytes_max = StoreClient(self._node, self._timing), self._scheduling.unwritten_bytes_max
             self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max, self._timing)
         self._engine = engine = Engine(
             loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk, self._timing
@@ -364,13 +382,13 @@ class ReplicaActor:
         try:
             engine.run()
         except BaseException:
-            # Without its engine this process is of no use: Ray starts another.
+            # The process is useless without its engine: Ray starts another.
             logger.exception("the engine stopped")
             os._exit(1)
 
     def _pause(self) -> None:
-        """Wait, where processes of this replica have ended at once: longer every time, as one that crashes while it
-        loads would else keep its machine busy with nothing else."""
+        """Waits if earlier processes of this replica ended soon after their start, longer every time: a replica that
+        crashes while it loads would otherwise keep its machine busy."""
         try:
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
             ended = registry.note_start(self._name, again=again)
@@ -379,9 +397,9 @@ class ReplicaActor:
             return
         wait_s = pause_s(ended)
         if wait_s:
-            what = f"waiting for {wait_s:g} s, after it has ended {ended} times soon after its start"
-            logger.warning("%s: %s", self._name, what)
-            self._note_progress(what, None)
+            reason = f"waiting for {wait_s:g} s, after it has ended {ended} times soon after its start"
+            logger.warning("%s: %s", self._name, reason)
+            self._note_progress(reason, None)
             time.sleep(wait_s)
 
     def _note_served(self) -> None:
@@ -397,7 +415,7 @@ class ReplicaActor:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._deliver, updates)
 
-    # The thread that looks whether the replica is wanted.
+    # The thread that checks whether the replica is still wanted.
 
     def _end_when_unwanted(self) -> None:
         idle_s, poll_s = 0.0, self._timing.unwanted_s / UNWANTED_POLLS
@@ -408,10 +426,17 @@ class ReplicaActor:
             try:
                 idle_s = 0.0 if asked or registry.holds(self._model) else idle_s + poll_s
             except Exception as error:
-                # Whatever it is: this thread must live, or the process never ends.
+                # This thread must survive any error, or the process never ends.
                 logger.warning("the control store does not answer: %s", error)
         logger.warning("%s is not served and nobody asks about %s: it ends", self._model.name, self._name)
         try:
             ray.kill(actor_handle(replica_actor_name(self._name)), no_restart=True)
         except (RayError, ValueError):
             os._exit(0)
+
+
+def _kv_bytes_max(node: Node, scheduling: Scheduling, neighbours: int) -> int:
+    """One replica's share of this machine's memory for the KV of decoding rows, where so many run."""
+    if node.kv_bytes_max is not None:
+        return node.kv_bytes_max // neighbours
+    return scheduling.kv_bytes_max or int(psutil.virtual_memory().total * KV_MEMORY_FRACTION / neighbours)

@@ -1,8 +1,8 @@
-"""Who reads a replica's tokens. A *consumer* is a process that submits rows and asks for one frame after the other with
-the news of all of them; when it stops asking, its rows are taken out. Everything here is on one event loop.
+"""The consumers of a replica's tokens. A *consumer* is a process that submits rows and polls frames with the updates of
+all its rows. If it stops polling, its lease runs out and its rows are removed. Everything here runs on one event loop.
 
-A frame is the answer of a call of its own, and not an item of a generator: before a generator ends Ray waits on the
-event loop for every item to be acknowledged, so one reader that is cut off would stop all others, for minutes.
+Each frame is the answer of a call, not an item of a generator: before a generator ends Ray waits on the event loop
+until every item is acknowledged, so one reader that is cut off would block all others for minutes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Consumer:
-    """One reader of frames. `updates` hold what it has not taken yet, bounded by its rows' `max_tokens`; `frames` is
-    how many it was given."""
+    """One reader of frames. `updates` has what it has not taken yet, bounded by its rows' `max_tokens`; `frames` counts
+    the frames that it was given; `seen` is the time of its last call."""
 
     seen: float
     updates: dict[str, RowUpdate] = field(default_factory=dict)
@@ -46,20 +46,20 @@ class Consumers:
         self._reaper = asyncio.get_running_loop().create_task(self._reap())
 
     def rows(self, consumer: str) -> set[str]:
-        """The consumer's rows, to be changed by whoever adds one or refuses it."""
+        """Returns the ids of the consumer's rows; callers add and remove ids in it."""
         return self._consumer(consumer).rows
 
     def forget_rows(self, request_ids: Iterable[str]) -> None:
-        """Rows that are not running yet will not."""
+        """Removes rows that were aborted before the engine knew them."""
         ids = set(request_ids)
         for state in self._consumers.values():
             state.rows -= ids
 
     async def next_frame(self, consumer: str, number: int) -> list[RowUpdate] | None:
-        """What is new in the consumer's rows. A sign of life, too.
+        """Waits for updates of the consumer's rows, and renews its lease.
 
         Args:
-            number: how many frames it has had. 0 makes it known here.
+            number: how many frames it has had. 0 registers it.
 
         Returns:
             None if it is not known here (any more), or a frame was lost on the way: its rows are not to be trusted.
@@ -80,7 +80,7 @@ class Consumers:
         return list(updates.values())
 
     def deliver(self, updates: dict[str, list[RowUpdate]]) -> None:
-        """Hand out new tokens, by consumer."""
+        """Adds updates, by consumer, to the next frames."""
         for name, rows in updates.items():
             consumer = self._consumers.get(name)
             if consumer is None:
@@ -105,7 +105,7 @@ class Consumers:
             lease_s = self._timing.consumer_lease_s
             for name in [name for name, state in self._consumers.items() if now - state.seen > lease_s]:
                 state = self._consumers.pop(name)
-                logger.warning("consumer %s is gone; its %d rows end", name, len(state.rows))
+                logger.warning("the lease of consumer %s ran out; its %d rows end", name, len(state.rows))
                 rows = list(state.rows)
                 state.rows.clear()
                 await self._abort(rows)
@@ -117,6 +117,6 @@ def _merge(before: RowUpdate, update: RowUpdate) -> RowUpdate:
         update,
         tokens=before.tokens + update.tokens,
         cached_tokens=before.cached_tokens if update.cached_tokens is None else update.cached_tokens,
-        # An entry a token, or none at all; an update without tokens has none either way.
+        # Logprobs have one entry per token, or are missing; an update without tokens has no entry either way.
         logprobs=(before.logprobs or []) + (update.logprobs or []) if before.logprobs or update.logprobs else None,
     )

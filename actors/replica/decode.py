@@ -1,4 +1,4 @@
-"""Rows that decode: one step for all of them, pipelined with the last one, and the way back to the queue."""
+"""The decode loop: one pipelined step of all rows, and preemption."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeLoop:
-    """For the engine's thread.
+    """The decode part of a step. Used on the engine's thread.
 
     Args:
-        pace: is told how long steps take.
+        pace: measures how long steps take.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class DecodeLoop:
         self._delivery = delivery
 
     def step(self) -> bool:
-        """One token of every row. False where there is none."""
+        """Decodes one token of every row. Returns False if no row decodes."""
         decoding = self._scheduler.decoding()
         if not decoding:
             return False
@@ -39,7 +39,7 @@ class DecodeLoop:
         self._keeping.before_step([delivery.rows[request_id] for request_id in decoding])
         started = time.perf_counter()
         try:
-            told = self._begin_answers()
+            delivered = self._begin_answers()
             ready = self._executor.step()
         except Exception:
             logger.exception(
@@ -52,20 +52,21 @@ class DecodeLoop:
         self._pace.note_step(time.perf_counter() - started)
         delivery.counters.steps += 1
         for drawn in ready:
-            if drawn.row_id not in told:
+            if drawn.row_id not in delivered:
                 delivery.tell_next(drawn)
         return True
 
     def _begin_answers(self) -> set[str]:
-        """Tell first tokens before the next step is made ready. Returns whose; rows that they end wait for it."""
-        told = {drawn.row_id for drawn in self._executor.first() if self._delivery.tell_first(drawn)}
-        if told:
+        """Delivers first tokens before the next step is launched, unless they end their rows. Returns the ids of the
+        rows."""
+        delivered = {drawn.row_id for drawn in self._executor.first() if self._delivery.tell_first(drawn)}
+        if delivered:
             self._delivery.flush()
-        return told
+        return delivered
 
     def send_back(self, request_id: str) -> None:
-        """A row that has lost its place keeps its KV. The token that it has drawn last is told first: so it goes on
-        just where its KV ends, which is the only place where recurrent layers can."""
+        """Takes a preempted row out of the batch and keeps its KV. Its last token is delivered first, so that the row
+        continues exactly where its KV ends: recurrent layers cannot continue elsewhere."""
         delivery = self._delivery
         sequence = delivery.rows[request_id]
         drawn = self._executor.drawn(request_id)

@@ -1,7 +1,6 @@
-"""What rows say, on its way to who asked: updates by consumer, handed out together once a step.
+"""Delivers rows' tokens: updates by consumer, handed out together once a step.
 
-The end of a row is the last that is told of it, so rows end here: what they leave is kept, and what they hold given
-back.
+The end of a row is its last update, so rows end here: their KV is kept, and everything that they hold is released.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 class Outbox(Protocol):
     def __call__(self, updates: dict[str, list[RowUpdate]]) -> None:
-        """Take one step's updates by consumer. Called on the engine's thread; must not block."""
+        """Takes one step's updates by consumer. Called on the engine's thread; must not block."""
 
 
 @dataclass
@@ -43,14 +42,14 @@ class Counters:
 
 
 class Delivery:
-    """For the engine's thread.
+    """The accepted rows, their updates and their ends. Used on the engine's thread.
 
     Args:
-        end_tokens: those with which the model ends an answer.
-        outbox: where tokens go, once a step.
+        end_tokens: the model's end-of-sequence tokens.
+        outbox: receives the updates, once a step.
 
     Attributes:
-        rows: those that were taken in and have not ended, by request id.
+        rows: rows that were accepted and have not ended, by request id.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Delivery:
         self._out: dict[str, list[RowUpdate]] = defaultdict(list)
 
     def begin(self, sequence: Sequence) -> None:
-        """A row is taken in."""
+        """Adds an accepted row."""
         self.rows[sequence.id] = sequence
         self.counters.requests += 1
         self.counters.prompt_tokens += len(sequence.tokens)
@@ -85,7 +84,7 @@ class Delivery:
     # Tokens.
 
     def tell_next(self, drawn: Ready) -> None:
-        """Tell a row's next token, which may be its last."""
+        """Delivers a row's next token, and ends the row if it is the last."""
         if not drawn.sound:
             self.fail(drawn.row_id, "the model's output is not a number")
             return
@@ -98,7 +97,8 @@ class Delivery:
             self.finish(sequence, update)
 
     def tell_first(self, drawn: Ready) -> bool:
-        """The same before the step that gives it again. False for one that ends its row: that waits for the step."""
+        """Delivers a first token before the step that returns it again. Returns False, and does nothing, if the token
+        ends its row: that waits for the step."""
         sequence = self.rows[drawn.row_id]
         update = self._update_of(sequence, drawn)
         if not drawn.sound or update.finish is not None:
@@ -108,7 +108,7 @@ class Delivery:
         return True
 
     def _update_of(self, sequence: Sequence, drawn: Ready) -> RowUpdate:
-        """What there is to tell of a row's next token."""
+        """Returns the update of a row's next token."""
         row, sampling, token = self._scheduler.row(drawn.row_id), sequence.request.sampling, drawn.token
         assert row is not None
         stopped = (token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids
@@ -123,11 +123,11 @@ class Delivery:
         self.counters.generated_tokens += 1
 
     def tell(self, sequence: Sequence, update: RowUpdate) -> None:
-        """Hand it out with the next `flush`."""
+        """Queues an update for the next `flush`."""
         self._out[sequence.request.consumer].append(update)
 
     def flush(self) -> None:
-        """Hand out what there is, if anything."""
+        """Hands out all queued updates, if there are any."""
         if self._out:
             out, self._out = self._out, defaultdict(list)
             self._outbox(out)
@@ -135,16 +135,16 @@ class Delivery:
     # Ends.
 
     def finish(self, sequence: Sequence, last: RowUpdate) -> None:
-        """The row has said all."""
+        """Ends a row that is complete, and keeps its KV."""
         self._keeping.keep(sequence, ended=True)
         self._scheduler.finish(sequence.id)
         self._leave(sequence.id, last)
 
     def end(self, request_id: str, finish: str, error: SatchelError | None = None, *, ended: bool = False) -> None:
-        """The end without a token of a row that is to leave, or that the scheduler has let go already.
+        """Ends a row without a further token, and keeps its KV. The scheduler may have dropped it already.
 
         Args:
-            ended: whether it has said all that it can, and is not taken out.
+            ended: whether the answer is complete, not aborted.
         """
         self._keeping.keep(self.rows[request_id], ended=ended)
         if self._scheduler.row(request_id) is not None:
@@ -152,12 +152,12 @@ class Delivery:
         self._leave(request_id, RowUpdate(request_id, [], finish, error=error.to_wire() if error else None))
 
     def fail(self, request_id: str, why: str) -> None:
-        """The end of a row whose KV is of no use."""
+        """Ends a row with an error, and drops its KV, which is useless."""
         self._scheduler.finish(request_id)
         self._leave(request_id, RowUpdate(request_id, [], "error", error=GenerationFailed(why).to_wire()))
 
     def attempt(self, request_id: str, action: Callable[..., None], *arguments: Any) -> None:
-        """Do what concerns one row only; if it raises, that row ends and no other."""
+        """Runs an action on one row; if it raises, only that row ends."""
         try:
             action(*arguments)
         except Exception as error:
@@ -173,7 +173,7 @@ class Delivery:
         self.tell(sequence, last)
 
     def vacate(self, sequence: Sequence) -> None:
-        """The row has no place any more; it may come back."""
+        """Releases what a row holds in memory and in the executor. A preempted row comes back later."""
         self._restores.leave(sequence.id)
         self._memory.leave(sequence)
         self._executor.leave([sequence.id])

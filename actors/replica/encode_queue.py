@@ -1,10 +1,10 @@
-"""Rows whose pictures are encoded before the scheduler hears of them, and what is kept of them.
+"""Encodes rows' pictures before the rows reach the scheduler.
 
-A picture takes as long to encode as many decode steps. So it is done beside the steps, on a thread and a stream of its
-own, on a GPU together with others of its layout, which alone are too small for it. Next is one of the most urgent
-rows', of these one's of the tenant and flow that was given least (`fairness.py`), and of those the one's that has had
-least of its share: many pictures of one do not hold up another's only one (fair queueing, Demers et al. 1989). What
-others have encoded meanwhile costs nothing.
+Encoding a picture takes as long as many decode steps, so it runs beside them, on a thread and a stream of its own. On a
+GPU pictures of one layout are encoded together, because one alone does not use the device. The next picture is of one
+of the most urgent rows, of these of the tenant and flow that was given least (`fairness.py`), and of these of the row
+that has had least encoder time: many pictures of one row do not delay the only one of another (fair queueing, Demers et
+al. 1989). A picture that was encoded for another row costs nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from queue import SimpleQueue
 from PIL import Image
 
 from ...cluster.errors import InvalidRequest, PictureLost, SatchelError
-from ..model_files.processors import Layout
+from ..model_files.processors import SpanLayout
 from ..protocol.media_ids import features_id, is_word, name_at
-from ..protocol.messages import GenerateRequest, Media
+from ..protocol.messages import GenerateRequest, MediaSpan
 from .execution.vision import Features, RowPictures, Vision
 from .scheduling.fairness import FairShares
 from .scheduling.scheduler import ScheduledRow
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 LOST = "a picture of this conversation is not in memory any more: send it again"
 SLOWER_WEIGHT = 0.3
-"""The share of a new measure in the time of encoding where that got slower: the first of a shape compiles kernels."""
+"""Weight of a slower measurement in the smoothed encoding time: the first picture of a shape compiles kernels."""
 
 
 def _id(request: GenerateRequest, index: int) -> bytes:
@@ -43,8 +43,8 @@ def _id(request: GenerateRequest, index: int) -> bytes:
     return features_id(request.root_id, name_at(request.prompt, media.start, len(media.tokens)))
 
 
-def _kind(media: Media) -> tuple[object, ...]:
-    """What pictures have in common that can be encoded together."""
+def _kind(media: MediaSpan) -> tuple[object, ...]:
+    """Returns a key that is equal for pictures that can be encoded together."""
     return media.width, media.height, media.video, media.tokens, media.grid, len(media.pixels)
 
 
@@ -55,8 +55,8 @@ _Job = tuple[Future[_Made], Callable[[], _Made]]
 
 @dataclass
 class _PicturedRow:
-    """`missing` are the pictures that it waits for, by their indexes: what they are called as `features_id`.
-    `had_s` is the encoder's time (seconds) that it has had, more for one that came later."""
+    """A row that waits for its pictures. `missing` has the `features_id` of each by its index; `had_s` is the encoder
+    time that it was given, seconds, starting at the current share for rows that come later."""
 
     sequence: Sequence
     row: ScheduledRow
@@ -66,8 +66,8 @@ class _PicturedRow:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What the encoder has in hand: pictures of rows, by their indexes there, and their features and the time that they
-    took (seconds)."""
+    """Pictures that are being encoded, as (row, index), and the future of their image embeddings and the seconds that
+    they took."""
 
     pictures: list[_Picture]
     made: Future[_Made]
@@ -75,26 +75,26 @@ class _Encoding:
 
 def _encode_forever(jobs: SimpleQueue[_Job]) -> None:
     while True:
-        made, work = jobs.get()
+        made, encode = jobs.get()
         try:
-            made.set_result(work())
+            made.set_result(encode())
         except BaseException as error:
             made.set_exception(error)
-        # Else the last picture would be held until the next one comes.
-        del made, work
+        # Otherwise the last picture would stay alive until the next one.
+        del made, encode
 
 
 class PictureQueue:
-    """For the engine's thread.
+    """The rows that wait for their pictures, and the cache of image embeddings. For the engine's thread.
 
     Args:
         vision: None for a model that takes no pictures.
-        bytes_max: for features that no row needs any more.
-        disk: where agents' are written down; None for nowhere.
+        bytes_max: bytes for image embeddings that no row needs any more.
+        disk: stores those of agents; None if nothing is written.
         wake: called on another thread when a picture has been encoded.
 
     Attributes:
-        encode_token_s: the smoothed time of encoding (seconds) for each token of a picture, 0 before the first.
+        encode_token_s: smoothed seconds of encoding per token of a picture, 0 before the first.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class PictureQueue:
         self._jobs: SimpleQueue[_Job] | None = None
         self._encoding: _Encoding | None = None
         self._waiting: dict[str, _PicturedRow] = {}
-        # What a row had that was always there.
+        # The encoder time of a row that was always waiting.
         self._share_s = 0.0
         self._shares = FairShares()
-        # What every row has been given and needs until it is prefilled.
+        # By row the image embeddings that it needs until it is prefilled.
         self._holding: dict[str, dict[int, Features]] = {}
 
     def __len__(self) -> int:
@@ -117,11 +117,11 @@ class PictureQueue:
 
     @property
     def pending_tokens(self) -> int:
-        """What is to be prefilled of the rows that wait here."""
+        """Prompt tokens of the rows that wait here."""
         return sum(waiting.row.prompt for waiting in list(self._waiting.values()))
 
-    def refusal(self, media: list[Media], prompt: list[int]) -> SatchelError | None:
-        """Why pictures are not taken; None where they are."""
+    def refusal(self, media: list[MediaSpan], prompt: list[int]) -> SatchelError | None:
+        """Returns why a request's pictures are refused, or None."""
         if not media:
             return None
         if self._vision is None:
@@ -132,15 +132,18 @@ class PictureQueue:
             return InvalidRequest("the pictures' places are not in the prompt", param="messages")
         return None
 
-    def begin(self, sequence: Sequence, row: ScheduledRow, known: int, found: Mapping[int, Features]) -> bool:
-        """Take in a row with its pictures, whose first `known` tokens have KV. Whether it need not wait here, as
-        everything is known or not needed.
+    def begin(self, sequence: Sequence, row: ScheduledRow, known: int, restored: Mapping[int, Features]) -> bool:
+        """Accepts a row with its pictures.
 
         Args:
-            found: what was read back of the pictures, by their indexes.
+            known: how many of its first tokens have KV.
+            restored: image embeddings that were read back, by the pictures' indexes.
+
+        Returns:
+            Whether it need not wait: all pictures' embeddings are there or not needed.
 
         Raises:
-            PictureLost: a picture is to be encoded, and its pixels were not sent with this row or one that waits.
+            PictureLost: a picture must be encoded, but neither this row nor a waiting one has its pixels.
         """
         media = sequence.request.media
         if not media or self._vision is None:
@@ -152,16 +155,16 @@ class PictureQueue:
         sequence.pictures = pictures
         missing = [index for index, one in enumerate(media) if one.start + len(one.tokens) > known]
         for index in missing:
-            if media[index].pixels or index in found:
+            if media[index].pixels or index in restored:
                 continue
             picture = _id(sequence.request, index)
             if picture not in self.features and self._with_pixels(picture) is None:
                 raise PictureLost(LOST)
         self._holding[sequence.id] = pictures.features
-        # Of the others nobody needs more than their KV.
+        # The other pictures' KV is known, which is all that is needed of them.
         self.features.hits += len(media) - len(missing)
-        for index in found.keys() & set(missing):
-            self._reuse(sequence, index, found[index])
+        for index in restored.keys() & set(missing):
+            self._reuse(sequence, index, restored[index])
         named = {index: _id(sequence.request, index) for index in missing if not self._has(sequence, index)}
         lacking = {index: picture for index, picture in named.items() if not self._find(sequence, index, picture)}
         if lacking:
@@ -170,22 +173,22 @@ class PictureQueue:
         return not lacking
 
     def _lacking(self, picture: bytes) -> Iterator[_Picture]:
-        """The rows that wait for these features, and which of their pictures it is."""
+        """Yields the rows that wait for a picture, with its index there."""
         for waiting in self._waiting.values():
             for index, wanted in waiting.missing.items():
                 if wanted == picture and not self._has(waiting.sequence, index):
                     yield waiting.sequence, index
 
     def _with_pixels(self, picture: bytes) -> _Picture | None:
-        """One of those that has the picture's pixels."""
+        """Returns one of those rows that has the pixels, or None."""
         lacking = self._lacking(picture)
-        return next((found for found in lacking if found[0].request.media[found[1]].pixels), None)
+        return next((one for one in lacking if one[0].request.media[one[1]].pixels), None)
 
     def step(self, attempt: Callable[[str, Callable[[], None]], None]) -> Iterator[ScheduledRow]:
-        """Take what was encoded and begin with the next picture. Gives the rows that need no more.
+        """Takes encoded pictures and begins the next one. Yields the rows that have all they need.
 
         Args:
-            attempt: does something for a request, which ends if that fails.
+            attempt: runs an action for a request; if it raises, the request ends.
         """
         if self._encoding is not None and self._encoding.made.done():
             encoding, self._encoding = self._encoding, None
@@ -202,7 +205,8 @@ class PictureQueue:
                 yield waiting.row
 
     def _by_turn(self) -> list[_PicturedRow]:
-        """Where rows hold too much already they come as they came, so that the first has its last picture soon."""
+        """Returns the waiting rows, the next one first. If rows hold too much already, the order is by arrival, so that
+        the first row soon has its last picture."""
         if self._is_crowded():
             return sorted(self._waiting.values(), key=lambda one: -one.row.priority)
 
@@ -212,7 +216,7 @@ class PictureQueue:
         return sorted(self._waiting.values(), key=turn)
 
     def _is_full(self) -> bool:
-        """Whether rows that have all of their features, and wait for the model only, are to go on first."""
+        """Whether to wait until rows that have all their embeddings are prefilled: they hold too much memory."""
         ready = any(features and name not in self._waiting for name, features in self._holding.items())
         return ready and self._is_crowded()
 
@@ -225,39 +229,39 @@ class PictureQueue:
             sequence, index = self._with_pixels(_id(sequence.request, index)) or (sequence, index)
         made: Future[_Made] = Future()
         pictures = self._company(sequence, index)
-        work = self._work(pictures)
+        job = self._work(pictures)
         if self._jobs is None:
             self._jobs = SimpleQueue()
-            # One that ended with the interpreter would abort it: what MLX has compiled there wants Python once more.
+            # A daemon, because joining it at the interpreter's end would abort: MLX's compiled code calls Python again.
             threading.Thread(target=_encode_forever, args=(self._jobs,), name="encoder", daemon=True).start()
         self._encoding = _Encoding(pictures, made)
         made.add_done_callback(lambda _: self._wake())
-        self._jobs.put((made, work))
+        self._jobs.put((made, job))
 
     def _company(self, sequence: Sequence, index: int) -> list[_Picture]:
-        """The picture, and as many others as may be encoded with it: of its layout, for rows as urgent, its own first;
-        1, 2, 4, ... in all, as a device prepares itself for every number."""
+        """Returns the picture and others to encode with it: of its layout, for rows of equal priority, its own row's
+        first. Their number is a power of two, because devices compile kernels for every new one."""
         assert self._vision is not None
         first, own = sequence.request.media[index], self._waiting.get(sequence.id)
         most = 1 if first.video in self._vision.apart else self._vision.together_tokens // len(first.tokens)
         if own is None or most < 2:
             return [(sequence, index)]
-        kind, found = _kind(first), {_id(sequence.request, index): (sequence, index)}
+        kind, company = _kind(first), {_id(sequence.request, index): (sequence, index)}
         as_urgent = [waiting for waiting in self._waiting.values() if waiting.row.priority == own.row.priority]
         rows = sorted(as_urgent, key=lambda waiting: waiting is not own)
         for other, at, picture in ((row.sequence, *item) for row in rows for item in row.missing.items()):
-            if len(found) == most:
+            if len(company) == most:
                 break
             if _kind(other.request.media[at]) == kind and not self._has(other, at) and picture not in self.features:
-                found.setdefault(picture, (other, at))
-        return list(found.values())[: 1 << (len(found).bit_length() - 1)]
+                company.setdefault(picture, (other, at))
+        return list(company.values())[: 1 << (len(company).bit_length() - 1)]
 
     def _finish(self, encoding: _Encoding, attempt: Callable[[str, Callable[[], None]], None]) -> None:
         (sequence, index), error = encoding.pictures[0], encoding.made.exception()
         if error is None:
-            # Also where a row is gone: others may ask for the same picture.
+            # Also if a row is gone: others may ask for the same picture.
             self._all_encoded(encoding)
-            # They may be too large to be kept for them.
+            # The cache may be too small to keep them for other rows that wait.
             for (of, at), features in zip(encoding.pictures, encoding.made.result()[0], strict=True):
                 for other, place in self._lacking(_id(of.request, at)):
                     self._reuse(other, place, features)
@@ -271,14 +275,14 @@ class PictureQueue:
             attempt(sequence.id, lambda: self.encode(sequence, index))
 
     def expired(self, now: float) -> list[str]:
-        """Rows whose deadline has passed; they are let go."""
+        """Removes and returns the rows whose deadline has passed."""
         late = [name for name, waiting in self._waiting.items() if waiting.row.deadline <= now]
         for name in late:
             self._let_go(name)
         return late
 
     def leave(self, request_id: str) -> None:
-        """The row is over; one that is not here is ignored."""
+        """Forgets a row that ended; unknown ids are ignored."""
         self._let_go(request_id)
         self._holding.pop(request_id, None)
 
@@ -289,41 +293,46 @@ class PictureQueue:
         return waiting is not None
 
     def drop_features(self, sequence: Sequence) -> None:
-        """The row needs its features no more, unless it is sent back."""
+        """Releases the row's image embeddings after its prefill; a preempted row gets them again."""
         if sequence.pictures is not None:
             sequence.pictures.features.clear()
 
     def require(self, sequence: Sequence, start: int, stop: int) -> None:
-        """See that the features for tokens [start, stop) are there: what was thought to be known may have gone."""
+        """Makes sure that the row has the image embeddings for tokens [start, stop). They may be missing because KV
+        that was known at its arrival is gone. May encode or read from disk, blocking.
+
+        Raises:
+            PictureLost: a picture must be encoded, but its pixels are missing.
+        """
         if sequence.pictures is None:
             return
         for index in sequence.pictures.touched(start, stop):
             if self._encoding is not None and not self._has(sequence, index):
-                # Two at a time would disturb each other, and it may be this very one.
+                # Only one encoding may run at a time, and it may be of this very picture.
                 encoding, self._encoding = self._encoding, None
                 if encoding.made.exception() is None:
                     self._all_encoded(encoding)
             if self._has(sequence, index) or self._find(sequence, index, _id(sequence.request, index)):
                 continue
-            found: dict[int, Features] = {}
+            loaded: dict[int, Features] = {}
             if not sequence.request.media[index].pixels and self._disk is not None:
-                # Its KV was thought to be there, so its features have not been read back.
-                found = self._disk.load(sequence.request, [index])
-            if index in found:
-                self._reuse(sequence, index, found[index])
+                # Not read back before, because its KV was expected to be known.
+                loaded = self._disk.load(sequence.request, [index])
+            if index in loaded:
+                self._reuse(sequence, index, loaded[index])
             else:
                 self.encode(sequence, index)
 
     def encode(self, sequence: Sequence, index: int) -> None:
-        """Encode a picture of a row, while everybody waits."""
+        """Encodes a picture of a row on the engine's thread, blocking all rows."""
         (features,), seconds = self._work([(sequence, index)])()
         self._encoded(sequence, index, features, seconds)
 
     def _work(self, pictures: list[_Picture]) -> Callable[[], _Made]:
-        """Encodes pictures of one layout, on any thread.
+        """Returns a function that encodes pictures of one layout, on any thread.
 
         Raises:
-            PictureLost: nobody has the first one's pixels any more.
+            PictureLost: the pixels of the first one are missing.
         """
         sequence, index = pictures[0]
         vision, media, words = self._vision, sequence.request.media[index], sequence.request.prompt
@@ -331,17 +340,17 @@ class PictureQueue:
         if not media.pixels:
             raise PictureLost(LOST)
         places = frozenset(at for at in range(len(media.tokens)) if is_word(words[media.start + at]))
-        span = Layout(tuple(media.tokens), places, tuple(media.grid))
+        span = SpanLayout(tuple(media.tokens), places, tuple(media.grid))
 
         every = [of.request.media[at].pixels for of, at in pictures]
 
-        def work() -> _Made:
+        def encode() -> _Made:
             started = time.perf_counter()
             shown = [[Image.frombytes("RGB", (media.width, media.height), each) for each in frames] for frames in every]
             features = vision.encode(span, shown, video=media.video)
             return features, time.perf_counter() - started
 
-        return work
+        return encode
 
     def _all_encoded(self, encoding: _Encoding) -> None:
         features, seconds = encoding.made.result()
@@ -362,7 +371,8 @@ class PictureQueue:
         self.encode_token_s += (SLOWER_WEIGHT if slower else 1.0) * (token_s - self.encode_token_s)
 
     def read_back(self, request: GenerateRequest, hot_tokens: int) -> dict[int, Features]:
-        """What the disk has of a request's pictures beyond its first `hot_tokens` tokens. For any thread."""
+        """Reads image embeddings of a request's pictures beyond its first `hot_tokens` tokens from disk, by the
+        pictures' indexes. Blocks; for any thread."""
         if self._disk is None:
             return {}
         lacking = [

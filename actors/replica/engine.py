@@ -1,8 +1,9 @@
 """The replica's step loop: one thread that owns the model, the scheduler and the prefix cache.
 
-Other threads only put commands into the inbox and get results through callbacks, so nothing here is locked. Each step
-of the loop: take commands, let the scheduler say who leaves, prefill within the step's budget (`prefill.py`), decode
-once (`decode.py`), and hand all new tokens out in one call a step (`delivery.py`); first tokens before it.
+Other threads only put commands into the inbox and get results through callbacks, so nothing here is locked. A step
+handles commands, removes the rows that the scheduler names, prefills within the step's budget (`prefill.py`), decodes
+once (`decode.py`), and delivers all new tokens in one call (`delivery.py`). First tokens are delivered earlier, before
+the decode step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.models import LoadedModel
 from .execution.vision import Features
-from .intake import Abort, Call, Command, IdleCheck, Inbox, Intake, ReadBack, Submit, limits_of
+from .intake import Abort, Command, IdleCheck, Inbox, Intake, ReadBack, RunOnEngine, Submit, limits_of
 from .prefill import PrefillLoop
 from .scheduling.prefill_budget import PrefillPace
 from .scheduling.scheduler import Scheduler
@@ -33,7 +34,7 @@ from .tiers.restores import Restores
 
 
 class Engine:
-    """Runs one loaded model. Start it with `run` on the thread that loaded the model.
+    """One loaded model with its scheduler and KV. Start it with `run` on the thread that loaded the model.
 
     Args:
         loaded: the model; its arrays belong to the calling thread.
@@ -86,18 +87,23 @@ class Engine:
     # Called from any thread.
 
     def look_up(self, request: GenerateRequest) -> tuple[int, dict[int, Features]]:
-        """About how many of a prompt's first tokens memory and disk have, and what the disk has of its pictures; for
-        `submit`. Fetches from another node what is to come from there. Blocks."""
+        """Looks a prompt up in memory and on disk before `submit`, and pulls its blocks from another node if the
+        request says so. Blocks.
+
+        Returns:
+            About how many of the prompt's first tokens have KV, and the image embeddings that the disk has, by the
+            pictures' indexes.
+        """
         if self._disk is None:
             return 0, {}
         hot = self.prefixes.peek(request.root_id, request.block_ids, request.prompt)
         if request.pull_from and request.pull_tokens > hot:
             self._disk.pull(request)
         if not request.media:
-            # A row's KV is read back when it has a place.
+            # The KV itself is read back once the row is admitted.
             return max(hot, min(request.remembered_tokens, len(request.prompt) - 1)), {}
         known = self._disk.look(Prompt.of(request), hot)
-        # Windows and snapshots may end what can be reused sooner, and pictures before that are needed again then.
+        # With window or recurrent layers less may be reusable, and then earlier pictures are needed too.
         return known, self.pictures.read_back(request, known if self.prefixes.is_plain else 0)
 
     def submit(
@@ -107,30 +113,34 @@ class Engine:
         known: int = 0,
         features: dict[int, Features] | None = None,
     ) -> None:
-        """Queue a request. `reply` gets None once it is accepted, or why not; it is called on the engine's thread.
+        """Queues a request. `reply` gets None if it is accepted, else the refusal; it is called on the engine's thread.
 
         Args:
-            known: about how many of its prompt's first tokens the disk has.
-            features: what was read back for its pictures, by their indexes.
+            known: about how many of the prompt's first tokens have KV in memory or on disk.
+            features: image embeddings read back from disk, by the pictures' indexes.
         """
         self._inbox.put(Submit(request, reply, known, features or {}))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        """Take requests out before the next step. Unknown ids are ignored."""
+        """Aborts requests before the next step. Unknown ids are ignored."""
         self._inbox.put(Abort(request_ids))
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` on the engine's thread between two steps, where all state is consistent."""
-        self._inbox.put(Call(action))
+        """Runs `action` on the engine's thread between two steps, when all state is consistent."""
+        self._inbox.put(RunOnEngine(action))
 
     @property
     def failed_checks(self) -> int:
-        """How often its tables did not add up, and what rows left was forgotten."""
+        """How often a check found inconsistent tables and cleared the kept KV."""
         return self._idle.failures
 
     def changes(self, *, whole: bool) -> tuple[list[bytes], list[bytes]]:
-        """Ids of blocks and features that have come to memory and gone from it since the last call; with `whole` all
-        that are there instead of those that have come. On the engine's thread."""
+        """Returns the ids of blocks and image embeddings added to memory and removed from it since the last call. Call
+        it on the engine's thread.
+
+        Args:
+            whole: return all ids in memory instead of the added ones.
+        """
         (blocks, gone), (features, lost) = self.prefixes.drain_events(), self.pictures.features.changes.take()
         if whole:
             blocks, features = self.prefixes.block_ids(), self.pictures.features.ids()
@@ -138,25 +148,25 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for their turn, or for their pictures."""
+        """Number of requests in the queue or waiting for their pictures."""
         return self.scheduler.waiting + len(self.pictures)
 
     @property
     def pending_tokens(self) -> int:
-        """What is still to be prefilled of all requests."""
+        """Prompt tokens still to prefill, over all requests."""
         return self.scheduler.pending_tokens + self.pictures.pending_tokens
 
     @property
     def active(self) -> list[str]:
-        """Ids of the requests that are queued or running."""
+        """Ids of all requests that are queued or running."""
         return list(self.delivery.rows)
 
     def drain(self) -> None:
-        """Refuse new requests from now on; running ones go on."""
+        """Refuses new requests from now on; accepted ones go on."""
         self._intake.drain()
 
     def end_all(self) -> None:
-        """End every row with an error that says the replica is shutting down."""
+        """Ends every row with an error that says the server is shutting down."""
 
         def end() -> None:
             for request_id in self.active:
@@ -165,20 +175,21 @@ class Engine:
         self.call(end)
 
     def stop(self) -> None:
-        """End `run` after the current step."""
+        """Ends `run` after the current step."""
         self._stopped.set()
         self._inbox.wake()
 
     # The engine's thread.
 
     def run(self) -> None:
+        """Runs steps until `stop`."""
         while not self._stopped.is_set():
             busy = self.step()
             if not busy:
                 self._wait()
 
     def step(self) -> bool:
-        """One step of the loop. Returns False when there was nothing to do."""
+        """Runs one step of the loop. Returns False if there was nothing to do."""
         moved, delivery = False, self.delivery
         self.keeping.hand_over()
         self._take_commands()
@@ -200,13 +211,13 @@ class Engine:
         return bool(prefilled or decoded or moved or plan.expired or plan.cut or plan.preempted)
 
     def _wait(self) -> None:
-        """Sleep until a command comes; while rows wait for their deadline, at most a little."""
-        waits = bool(self.delivery.rows)
-        if waits:
+        """Waits for a command; only briefly if there are rows, whose deadlines may pass."""
+        has_rows = bool(self.delivery.rows)
+        if has_rows:
             self._idle.note_work()
         else:
             self._idle.rest(time.monotonic())
-        command = self._inbox.wait(0.05 if waits else 0.5)
+        command = self._inbox.wait(0.05 if has_rows else 0.5)
         if command is not None:
             self._handle(command)
 
@@ -225,5 +236,5 @@ class Engine:
                         self.delivery.end(request_id, "abort")
             case ReadBack():
                 self.prefill.open_restored(command.reading, command.restored)
-            case Call():
+            case RunOnEngine():
                 command.action()

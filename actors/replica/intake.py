@@ -1,8 +1,6 @@
-"""What comes to an engine: commands in their order, requests that are taken in or refused, and what it does while
-nothing comes.
+"""The engine's input: its inbox of commands, admission of requests, and the check of its tables while it is idle.
 
-Other threads want something of the engine's by commands, which it takes between two steps. With nothing to do it counts
-again: a wrong table would give wrong answers; an empty one costs work only, so what does not add up is thrown away.
+Other threads send commands, which the engine handles between two steps.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ from .tiers.restores import Reading
 logger = logging.getLogger(__name__)
 
 IDLE_S = 2.0
-"""How long nothing must have been asked before an engine counts again."""
+"""How long an engine must be idle before it checks its tables."""
 
 
 @dataclass(frozen=True)
 class Submit:
-    """Queue a request. `reply` gets None once it is accepted, or why not; the disk has about its first `known` tokens,
-    and `features` were read back for its pictures."""
+    """Queues a request. `reply` gets None if it is accepted, else the refusal. `known` and `features` as for
+    `Engine.submit`."""
 
     request: GenerateRequest
     reply: Callable[[SatchelError | None], None]
@@ -53,7 +51,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """What a row was waiting for; None for nothing."""
+    """Delivers what was read back for a row; None if nothing was."""
 
     reading: Reading
     restored: Restored | None
@@ -61,33 +59,34 @@ class ReadBack:
 
 @dataclass(frozen=True)
 class Abort:
-    """Take requests out; unknown ids are ignored."""
+    """Aborts requests; unknown ids are ignored."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Call:
-    """Run `action` on the engine's thread, where all state is consistent."""
+class RunOnEngine:
+    """Runs `action` on the engine's thread between two steps."""
 
     action: Callable[[], None]
 
 
-Command = Submit | ReadBack | Abort | Call
+Command = Submit | ReadBack | Abort | RunOnEngine
 
 
 class Inbox:
-    """Commands for one reader. Without a limit of its own: requests are refused when they are taken, by the scheduler's
-    queue, so all that may wait here is what arrives during one step."""
+    """The engine's queue of commands, with one reader. It needs no limit: the scheduler's queue refuses requests when
+    they are taken, so only commands of one step wait here."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     def put(self, command: Command) -> None:
+        """Queues a command. May be called from any thread."""
         self._queue.put(command)
 
     def wake(self) -> None:
-        """Let `wait` return."""
+        """Makes `wait` return."""
         self._queue.put(None)
 
     @property
@@ -95,7 +94,7 @@ class Inbox:
         return self._queue.empty()
 
     def take(self) -> Iterator[Command]:
-        """All that is there now."""
+        """Yields all commands that are queued now."""
         while True:
             try:
                 command = self._queue.get_nowait()
@@ -105,7 +104,7 @@ class Inbox:
                 yield command
 
     def wait(self, timeout_s: float) -> Command | None:
-        """The next command; None after `timeout_s` without one, or after `wake`."""
+        """Waits for the next command; None after `timeout_s` without one, or after `wake`."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -113,7 +112,8 @@ class Inbox:
 
 
 def limits_of(spec: ModelCacheSpec, scheduling: Scheduling, kv_bytes_max: int) -> Limits:
-    """What fits. Windows, states and open blocks are counted for every place, the rest is for tokens."""
+    """Returns the scheduler's limits for `kv_bytes_max` bytes: every place costs its windows, states and open block,
+    and the rest is for tokens."""
     rows_max = scheduling.rows_max
     if spec.bytes_per_row:
         rows_max = max(1, min(rows_max, kv_bytes_max // 2 // spec.bytes_per_row))
@@ -128,7 +128,7 @@ def limits_of(spec: ModelCacheSpec, scheduling: Scheduling, kv_bytes_max: int) -
 
 
 class Intake:
-    """Takes requests in, or says why not. For the engine's thread, but for `drain`."""
+    """Accepts or refuses requests. Only `drain` may be called from other threads than the engine's."""
 
     def __init__(
         self,
@@ -146,18 +146,22 @@ class Intake:
         self._draining = threading.Event()
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Refuses new requests from now on."""
         self._draining.set()
 
     def accept(self, submitted: Submit) -> SatchelError | None:
-        """A row for the request, in the scheduler's queue or waiting for its pictures; or why there is none."""
+        """Makes a row for the request, which is queued or waits for its pictures.
+
+        Returns:
+            The refusal; None if the row is accepted.
+        """
         request = submitted.request
         tokens = list(request.prompt)
         refused = self._refusal(request, tokens)
         if refused is not None:
             return refused
         self._memory.limit(request)
-        # The last token is the first to draw from; where none is drawn it is like the others.
+        # The last prompt token is the first decode step's input, unless nothing is to be generated.
         max_tokens = min(request.sampling.max_tokens, self._loaded.context_tokens - len(tokens))
         sequence = Sequence(request, tokens, list(request.block_ids))
         known = max(submitted.known, self._memory.known(sequence))
@@ -198,7 +202,7 @@ class Intake:
         return refused or self._no_room(request, Sequence(request, tokens, []).given())
 
     def _no_room(self, request: GenerateRequest, tokens: list[int]) -> SatchelError | None:
-        """Whether the model and the queue have room for `tokens`: the prompt and what it has said already."""
+        """Returns the refusal if the tokens are invalid, or the model or the queue has no room for them."""
         context, scheduler = self._loaded.context_tokens, self._scheduler
         if not tokens or max(tokens) >= self._loaded.vocabulary_size or min(tokens) < 0:
             return InvalidRequest("the prompt is empty or has token ids outside the vocabulary", param="prompt")
@@ -214,18 +218,19 @@ class Intake:
         if reason == "full":
             return QueueFull(f"the queue is full ({scheduler.limits.queue_requests_max} requests wait)")
         if reason == "full_for_it":
-            return QueueFull("the queue is full for this caller: what is left of it is for others")
+            return QueueFull("the queue is full for this caller: the rest of it is reserved for others")
         return None
 
 
 class IdleCheck:
-    """Counts once in every time without requests.
+    """A check of all tables, once per idle period. Wrong tables would give wrong answers, while empty ones only cost
+    work, so after a failed check everything is cleared.
 
     Args:
-        busy: asked every few thousand entries; counting is given up where somebody wants something.
+        busy: asked every few thousand entries; the check stops if a command waits.
 
     Attributes:
-        failures: how often something did not add up.
+        failures: how often a check failed.
     """
 
     def __init__(
@@ -240,12 +245,11 @@ class IdleCheck:
         self._counted = False
 
     def note_work(self) -> None:
-        """Somebody wants something."""
+        """Ends the idle period."""
         self._idle_since_s, self._counted = None, False
 
     def rest(self, now_s: float) -> None:
-        """Called while there is no request. Counts when it is time to; where something does not add up, everything is
-        forgotten."""
+        """Checks the tables after `IDLE_S` without a request, and clears them if the check fails."""
         if self._idle_since_s is None:
             self._idle_since_s = now_s
         if self._counted or now_s - self._idle_since_s < IDLE_S:
@@ -254,13 +258,13 @@ class IdleCheck:
         try:
             self._scheduler.check()
             if self._scheduler.running or self._scheduler.waiting:
-                raise AssertionError(f"{self._scheduler.running + self._scheduler.waiting} rows are nobody's")
+                raise AssertionError(f"{self._scheduler.running + self._scheduler.waiting} rows belong to no request")
             for _ in self._memory.recount():
                 if self._busy():
                     break
         except Exception:
-            # Whatever it is: in a broken table anything may fail.
-            logger.exception("the replica's tables are wrong; it forgets what rows left in memory")
+            # In a broken table anything may fail.
+            logger.exception("the replica's tables are wrong; it clears the KV that it keeps in memory")
             self.failures += 1
             self._memory.reset()
             self._scheduler.reset()

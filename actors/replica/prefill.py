@@ -1,4 +1,4 @@
-"""Rows on their way into the batch: admitted, read back from the disk, prefilled in chunks within the step's budget."""
+"""The prefill loop: admits rows, reads their KV back from disk, and prefills chunks within the step's budget."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillLoop:
-    """For the engine's thread.
+    """The prefill part of a step. Used on the engine's thread.
 
     Attributes:
-        pace: says what a step may prefill, and is told how long that took.
+        pace: limits what a step may prefill, and measures it.
     """
 
     def __init__(
@@ -46,30 +46,30 @@ class PrefillLoop:
         self._delivery = delivery
 
     def step(self) -> bool:
-        """Admit rows and compute a step's budget of prompts. False where there was nothing to do."""
+        """Admits rows and prefills a step's budget. Returns False if there was nothing to do."""
         scheduler, delivery = self._scheduler, self._delivery
         step_budget = budget = self.pace.budget(bool(scheduler.decoding()))
-        worked = False
+        busy = False
         while budget > 0:
             while not self._keeping.behind and (admitted := scheduler.admit()) is not None:
-                worked = True
+                busy = True
                 delivery.attempt(admitted, self._admit, admitted)
             chunks = self._next_chunks(budget, step_budget)
             if not chunks:
                 break
-            worked = True
+            busy = True
             budget -= sum(chunk.stop - chunk.start for chunk in chunks)
             self._compute(chunks)
-        return worked
+        return busy
 
-    # Rows that get a place.
+    # Admission.
 
     def _admit(self, request_id: str) -> None:
-        """Open a row that has a place, once what the disk has of it is read back."""
+        """Opens a row that got a place, or begins to read its KV back first."""
         sequence = self._delivery.rows[request_id]
         hot = self._memory.peek(sequence)
         if self._restores.asks(sequence, hot, plain=self._memory.prefixes.is_plain):
-            # Others may want the room meanwhile.
+            # Other rows must not evict them meanwhile.
             self._memory.pin(sequence, hot)
             self._scheduler.await_restore(request_id, hot)
             self._restores.begin(sequence, hot, self.pace.tokens_per_s)
@@ -77,13 +77,13 @@ class PrefillLoop:
             self._open(request_id)
 
     def open_restored(self, reading: Reading, restored: Restored | None) -> None:
-        """Something was read back, or nothing: the row begins, if it waits for that still."""
+        """Opens a row after its KV was read back (or nothing was), if it still waits for that."""
         if self._restores.end(reading):
             request_id = reading.prompt.request_id
             self._delivery.attempt(request_id, self._open, request_id, restored)
 
     def open_overdue(self) -> None:
-        """Rows for which nothing is read back in time begin without it."""
+        """Opens rows whose KV was not read back in time, without it."""
         for request_id in self._restores.overdue():
             self._delivery.attempt(request_id, self._open, request_id)
 
@@ -111,7 +111,7 @@ class PrefillLoop:
     # Chunks.
 
     def _next_chunks(self, budget: int, step_budget: int) -> list[PrefillChunk]:
-        """Chunks of different rows, of at most `budget` tokens together; those of short prompts run as one."""
+        """Returns chunks of different rows, of at most `budget` tokens together; they run in one call."""
         chunks: list[PrefillChunk] = []
         while (chunk := self._scheduler.next_chunk(budget, step_budget)) is not None:
             if any(chunk.request_id == other.request_id for other in chunks):
@@ -123,19 +123,19 @@ class PrefillLoop:
 
     def _compute(self, chunks: list[PrefillChunk]) -> None:
         rows = self._delivery.rows
-        work = [(chunk.request_id, rows[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
+        parts = [(chunk.request_id, rows[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
         started = time.perf_counter()
         try:
             for chunk in chunks:
                 self._pictures.require(rows[chunk.request_id], chunk.start, chunk.stop)
-            self._executor.prefill(work)
+            self._executor.prefill(parts)
         except Exception:
             if len(chunks) > 1:
                 logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
-            for chunk, part in zip(chunks, work, strict=True):
+            for chunk, part in zip(chunks, parts, strict=True):
                 self._delivery.attempt(chunk.request_id, self._compute_alone, chunk, part)
             return
-        self.pace.note(sum(len(tokens) for _, tokens in work), time.perf_counter() - started)
+        self.pace.note(sum(len(tokens) for _, tokens in parts), time.perf_counter() - started)
         for chunk in chunks:
             self._delivery.attempt(chunk.request_id, self._computed, chunk)
 

@@ -1,4 +1,4 @@
-"""What a replica tells the router of its engine: its load, and which KV and features it has in memory."""
+"""The replica's reports to the router: its load, and which KV and image embeddings are in its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tiers.disk_tier import DiskTier
 
 
 class EngineReports:
-    """For the reporter's thread; `reporter` sends them.
+    """Makes reports on the reporter's thread; `reporter` sends them.
 
     Args:
         replica, model, node: their names.
@@ -40,10 +40,10 @@ class EngineReports:
         self._events_taken = False
 
     def _make(self, sequence: int, full: bool) -> ReplicaReport:
-        """A long step lets the report go without what came and went in memory."""
+        """Makes a report; during a long step it lacks the changes of memory."""
         engine = self._engine
         if engine.failed_checks != self._failed_checks:
-            # What wrong tables had announced nobody knows.
+            # The tables were reset, so what they announced before is unknown.
             full, self._failed_checks = True, engine.failed_checks
         taken: list[tuple[list[bytes], list[bytes]]] = []
         done = threading.Event()

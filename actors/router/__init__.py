@@ -1,1 +1,1 @@
-"""Where a request goes. Pure, but for the actor."""
+"""Decides which replica answers a request. Pure, but for the actor."""

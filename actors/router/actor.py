@@ -23,7 +23,6 @@ from ..protocol.messages import (
     AgentPlace,
     Decision,
     Explanation,
-    Heard,
     ModelName,
     Names,
     NodeName,
@@ -33,6 +32,7 @@ from ..protocol.messages import (
     Places,
     ReplicaName,
     ReplicaReport,
+    ReportAck,
     RequestId,
     RouteRequest,
     RowLeft,
@@ -45,19 +45,19 @@ from .policy import Policy
 DECISIONS_KEPT = 1000
 WATCH_S = 1.0
 LOST_LOOKS = 3
-"""A node that is silent in so many looks, one after the other, is written down."""
+"""A node that is silent at this many checks in a row becomes an incident."""
 
 
 class RouterActor:
-    """Chooses a replica for each request. Named `router` in the cluster's namespace.
+    """The actor that chooses a replica for each request. Named `router` in the cluster's namespace.
 
-    It is called through `RouterClient`: what its methods take and return travels as bytes, and errors with them.
+    Callers use `RouterClient`: requests, replies and errors travel as bytes.
 
-    One that was started again learns all that it knew from the reports. Until every node has reported, or was silent
-    for as long as one that is lost, it does not say that nobody knows an agent, nor that its home is gone.
+    A restarted router learns everything from reports. Until every node has reported, or the timeout of a lost node has
+    passed, it does not say that an agent is unknown or that its primary is gone.
 
     Args:
-        joined: the nodes that are to report; None asks the registry.
+        joined: the nodes that are expected to report; None asks the registry.
     """
 
     def __init__(self, config: Config, joined: Iterable[str] | None = None) -> None:
@@ -69,7 +69,7 @@ class RouterActor:
             rule=routing.policy,
             timing=config.timing,
         )
-        # Searched from the latest on, which a library's cache does not offer.
+        # `explain` searches it from the latest on, which a library's cache does not offer.
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self._observing = asyncio.Lock()
         self._unheard = set(_joined() if joined is None else joined)
@@ -85,27 +85,31 @@ class RouterActor:
     async def _watch_nodes(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
-            for what in self._look_at_nodes(self._policy.members.node_views(time.monotonic())):
-                note_incident_aside(default_home(), "node", what)
+            for incident in self._look_at_nodes(self._policy.members.node_views(time.monotonic())):
+                note_incident_aside(default_home(), "node", incident)
 
     def _look_at_nodes(self, nodes: Iterable[dict[str, Any]]) -> list[str]:
-        """What is to be written down of nodes that are silent, or were. Those that were asked to leave may be."""
-        said = []
+        """Returns the incidents of nodes that fell silent or report again. Drained nodes may fall silent."""
+        incidents = []
         for node in nodes:
             name, looks = node["name"], self._silent.get(node["name"], 0)
             if node["alive"]:
                 if looks >= LOST_LOOKS:
-                    said.append(f"the store of node {name} reports again")
+                    incidents.append(f"the store of node {name} reports again")
                 self._silent.pop(name, None)
             elif not node["draining"]:
                 self._silent[name] = looks + 1
                 if looks + 1 == LOST_LOOKS:
-                    said.append(f"the store of node {name} has not reported for {node['seen_s']:.0f} s")
-        return said
+                    incidents.append(f"the store of node {name} has not reported for {node['seen_s']:.0f} s")
+        return incidents
 
     @answers(RouteRequest)
     async def route(self, request: RouteRequest) -> Decision:
-        """Where the request goes, reserving its load there."""
+        """Chooses the replica for a request and reserves its load there.
+
+        Raises:
+            NoReplica: no replica of the model is alive.
+        """
         decision = self._policy.route(request, time.monotonic())
         asyncio.get_running_loop().call_soon(self._policy.members.settle)
         if decision is None:
@@ -116,34 +120,39 @@ class RouterActor:
         return decision
 
     @answers(ReplicaReport)
-    async def report(self, report: ReplicaReport) -> Heard:
+    async def report(self, report: ReplicaReport) -> ReportAck:
+        """Takes a replica's report; `ReportAck` says whether a full one must follow."""
         async with self._observing:
-            return Heard(await _in_parts(self._policy.members.observe_in_parts(report, time.monotonic())))
+            return ReportAck(await _in_parts(self._policy.members.observe_in_parts(report, time.monotonic())))
 
     @answers(StoreReport)
-    async def store_report(self, report: StoreReport) -> Heard:
+    async def store_report(self, report: StoreReport) -> ReportAck:
+        """Takes a store's report; `ReportAck` says whether a full one must follow."""
         async with self._observing:
             complete = await _in_parts(self._policy.members.observe_store_in_parts(report, time.monotonic()))
         if complete:
             self._unheard.discard(report.node)
-        return Heard(complete)
+        return ReportAck(complete)
 
     @answers(ReplicaName)
     async def lose(self, which: ReplicaName) -> None:
+        """Avoids a replica until it reports again."""
         self._policy.members.lose(which.replica)
 
     @answers(NodeName)
     async def lose_node(self, which: NodeName) -> None:
-        """Only new processes are believed at first: other reports may have left before the loss."""
+        """Avoids a node until it reports again; at first only reports of new processes count."""
         self._policy.members.lose_node(which.node, time.monotonic())
         self._unheard.discard(which.node)
 
     @answers(RowLeft)
     async def release(self, row: RowLeft) -> None:
+        """Uncounts a row that was refused or has ended."""
         self._policy.members.release(row.replica, row.request_id)
 
     @answers(RequestId)
     async def explain(self, which: RequestId) -> Explanation | None:
+        """Returns the latest decision of a request; None if it is not remembered."""
         # A row's id is its request's id and a random part.
         wanted, of_it = which.request_id, f"{which.request_id}/"
         row = next((row for row in reversed(self._decisions) if row == wanted or row.startswith(of_it)), None)
@@ -164,43 +173,47 @@ class RouterActor:
         )
 
     async def config(self) -> Config:
-        """The config that the cluster was started with."""
+        """Returns the config that the cluster was started with."""
         return self._config
 
     @answers(ModelName)
     async def alive(self, which: ModelName) -> Names:
+        """Returns the replicas of a model that reported lately."""
         return Names(self._policy.members.alive(which.model, time.monotonic()))
 
     @answers(AgentKeys)
     async def places(self, which: AgentKeys) -> Places:
+        """Returns where agents' memory is, and the nodes that must still report before a missing one means anything."""
         alive = frozenset(self._policy.members.alive_nodes(time.monotonic()))
         unheard = self._awaited()
         known = ((agent, self._policy.members.where(agent)) for agent in which.agents)
-        found = [_place(agent, place, alive) for agent, place in known if place is not None]
-        return Places([place for place in found if place.alive or not unheard], unheard)
+        claimed = [_place(agent, place, alive) for agent, place in known if place is not None]
+        return Places([place for place in claimed if place.alive or not unheard], unheard)
 
     def _awaited(self) -> list[str]:
-        """The nodes that are still to report."""
+        """Returns the nodes that must still report."""
         return sorted(self._unheard) if time.monotonic() < self._listens_until else []
 
     @answers(AgentMoved)
     async def moved(self, moved: AgentMoved) -> None:
+        """Notes an agent's new primary."""
         self._policy.members.places.moved(moved.agent, moved.node, moved.epoch)
 
     @answers(NodeName)
     async def agents_on(self, which: NodeName) -> Names:
+        """Returns the agents whose primary the node is."""
         return Names(self._policy.members.places.agents_on(which.node))
 
     @answers(Nothing)
     async def nodes(self, _: Nothing) -> NodeReports:
+        """Returns all nodes, with those that must still report."""
         heard = [NodeReport(**node) for node in self._policy.members.node_views(time.monotonic())]
         names = {node.name for node in heard}
-        # Those that are still to report.
         return NodeReports(heard + [NodeReport(name, True) for name in self._awaited() if name not in names])
 
 
 def _joined() -> list[str]:
-    """The nodes that have joined; none outside a cluster."""
+    """Returns the nodes that have joined; none outside a cluster."""
     return [entry.name for entry in registry.nodes()] if ray.is_initialized() else []
 
 
@@ -210,7 +223,7 @@ def _place(agent: str, place: Whereabouts, alive: frozenset[str]) -> AgentPlace:
 
 
 async def _in_parts(parts: Iterator[bool]) -> bool:
-    """Take a report. One with 100,000 blocks holds nobody up: requests are routed between its parts."""
+    """Takes a report in parts, between which requests are routed: it may have 100,000 blocks."""
     complete = next(parts)
     for _ in parts:
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The replicas of one model as arrays, so that a decision among a thousand is a few operations. Pure."""
+"""The replicas of one model as arrays, so that a decision among a thousand takes a few operations. Pure."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import numpy as np
 
 from .directory import Directory
 from .load import ReplicaState
-from .nodes import Nodes
+from .nodes import NodeTable
 
 
 class Columns:
-    """`states` in their order, a row each. Made anew when one comes or goes; `refresh` when one changes.
+    """The figures of a model's replicas as arrays `(replicas,)`, indices as `intp` and the rest as `float64`. Made anew
+    if a replica joins or leaves; `refresh` updates one.
 
     Args:
-        states: in order of their names.
+        states: the replicas, sorted by name.
     """
 
-    def __init__(self, states: Sequence[ReplicaState], directory: Directory, nodes: Nodes) -> None:
+    def __init__(self, states: Sequence[ReplicaState], directory: Directory, nodes: NodeTable) -> None:
         self.states = list(states)
         self.names = [state.name for state in states]
         self.rows = {name: row for row, name in enumerate(self.names)}
         count = len(states)
         self.memory = np.array([directory.index(name) for name in self.names], np.intp)
-        """The place of each one's memory in `Directory.runs`."""
+        """The index of each one's memory in `Directory.runs`."""
         self.node = np.array([nodes.index(state.node) for state in states], np.intp)
-        """The index of each one's node, -1 where it is not known."""
+        """The index of each one's node, -1 if it is unknown."""
         self.model_ids = sorted({state.model_id for state in states})
         self.model = np.array([self.model_ids.index(state.model_id) for state in states], np.intp)
-        """The index of each one's model id."""
+        """The index of each one's model id in `model_ids`."""
         self.seen, self.queue_s, self.decode_s = np.empty(count), np.empty(count), np.empty(count)
         self.token_s, self.restore_token_s, self.kv_bytes = np.empty(count), np.empty(count), np.empty(count)
         self.free_bytes, self.last_assigned = np.empty(count), np.empty(count)
@@ -39,7 +40,7 @@ class Columns:
             self.refresh(state)
 
     def refresh(self, state: ReplicaState) -> None:
-        """Take what a report says of the replica."""
+        """Updates a replica's row after a report."""
         row = self.rows[state.name]
         self.token_s[row], self.restore_token_s[row] = state.token_s, state.restore_token_s
         self.kv_bytes[row], self.free_bytes[row] = state.kv_bytes, state.free_bytes
@@ -47,14 +48,18 @@ class Columns:
         self.refresh_load(state)
 
     def refresh_load(self, state: ReplicaState) -> None:
-        """Take what was counted or counts no more, and whether it is lost."""
+        """Updates the load and liveness in a replica's row."""
         row = self.rows[state.name]
         self.seen[row] = -inf if state.voice.lost else state.voice.seen
         self.queue_s[row], self.decode_s[row] = state.queue_s, state.decode_s
         self.last_assigned[row] = state.last_assigned
 
-    def check(self, directory: Directory, nodes: Nodes) -> None:
-        """Raise AssertionError where a row is not its replica's."""
+    def check(self, directory: Directory, nodes: NodeTable) -> None:
+        """Checks every row against its replica.
+
+        Raises:
+            AssertionError: a row is out of date.
+        """
         fresh = Columns(self.states, directory, nodes)
         for name, array in vars(fresh).items():
             if isinstance(array, np.ndarray):

@@ -1,9 +1,9 @@
-"""How each replica would best come by a prompt's KV, and what that costs it. Pure; arrays run along the replicas.
+"""Computes how each replica would best get a prompt's KV, and what that costs. Pure; arrays are `(replicas,)`.
 
-A prompt's beginning is in a replica's memory up to `hot` tokens, on its node's disk up to `disk`, and on other nodes'
-disks up to theirs. Each further way costs more a token than the one before it: a pulled token is also restored. So the
-best mix takes each of them wholly or not at all: hot, then restored to the disk's end, then pulled to the end of one
-peer's, as far as that is sooner than computing it; the rest is computed.
+A prompt's first tokens are in a replica's memory up to `hot`, on its node's disk up to `disk`, and on other nodes'
+disks up to some token. Each further way costs more per token than the one before it: a pulled token is also restored.
+So the best mix takes each way wholly or not at all: hot, then restored to the disk's end, then pulled to the end of one
+peer's, if that is faster than computing; the rest is computed.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 RESTORE_SETUP_S = 0.005
-"""What reading anything back from the disk takes besides the bytes: asking the store, opening files."""
+"""Fixed time of reading from disk: asking the store, opening files."""
 
 ENCODE_SETUP_S = 0.03
-"""What encoding a picture takes besides: its pixels have to be sent and prepared."""
+"""Fixed time of encoding a picture: sending and preparing its pixels."""
 
 LOST_S = 3600.0
-"""For a picture that cannot be encoded, as nobody has its pixels any more: whoever has its features is better."""
+"""Cost of a picture whose pixels are gone, so that only replicas with its image embeddings can answer."""
 
 PULL_SETUP_S = 0.03
-"""What pulling takes besides: asking two stores, connecting, committing."""
+"""Fixed time of a pull: asking two stores, connecting, committing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Disks of other nodes that hold the prompt's beginning.
+    """Disks of other nodes that hold the prompt's first tokens.
 
     Attributes:
-        tokens: how much of it, by source; whole blocks.
-        wait_s: how long until other pulls have left it, by source.
-        bytes_per_s: of the link, by replica and source; 0 where a replica cannot pull.
+        tokens: how many of them, whole blocks, `(sources,) int64`.
+        wait_s: seconds until earlier pulls from the source are done, `(sources,) float64`.
+        bytes_per_s: of the link, `(replicas, sources) float64`; 0 if the replica cannot pull.
     """
 
     tokens: Integers
@@ -50,15 +50,15 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The best way for each replica.
+    """The best mix for each replica; arrays are `(replicas,)`.
 
     Attributes:
         held: tokens of the prompt that need not be computed.
         pulled: how many of them are pulled, whole blocks.
-        source: from which of the `Sources`; -1 for none.
-        restore_s: the time to read from the disk what is restored or pulled.
-        pull_s: the time until what is pulled is on the disk.
-        prefill_s: the time to compute the rest.
+        source: index of the source in `Sources`; -1 for none.
+        restore_s: seconds to read restored and pulled KV from disk.
+        pull_s: seconds until pulled KV is on disk.
+        prefill_s: seconds to compute the rest.
     """
 
     held: Integers
@@ -78,25 +78,25 @@ def best_ways(
     kv_bytes: Floats,
     sources: Sources | None,
 ) -> Ways:
-    """The least of hot, restored, pulled and computed, for each replica.
+    """Returns the fastest mix of hot, restored, pulled and computed tokens for each replica.
 
     Args:
-        hot: tokens of the prompt's beginning in memory.
-        disk: tokens of it on the node's disk, whole blocks; None where no disk has any.
+        hot: leading tokens of the prompt in memory.
+        disk: leading tokens on the node's disk, whole blocks; None if no disk has any.
         token_s: seconds to compute a token.
-        restore_token_s: seconds to read a token's KV from the disk.
-        kv_bytes: what a token's KV takes.
-        sources: None where there is nothing to pull.
+        restore_token_s: seconds to read a token's KV from disk.
+        kv_bytes: bytes of a token's KV.
+        sources: None if there is nothing to pull.
     """
     nothing = np.zeros(len(hot))
     none = np.full(len(hot), -1)
     if disk is None:
         return Ways(hot, np.zeros_like(hot), none, nothing, nothing, (prompt_tokens - hot) * token_s)
     near = np.maximum(hot, disk)
-    # An open tail in memory is of no use to what comes after it in whole blocks.
+    # Whole blocks from disk cannot follow an open tail in memory.
     whole = hot - hot % BLOCK_TOKENS
     restore_s = np.where(disk > hot, (disk - whole) * restore_token_s + RESTORE_SETUP_S, 0.0)
-    # What is gained by restoring, and then by pulling from the best source as well.
+    # The gain from restoring, and below the additional gain from pulling from the best source.
     gain_s = (near - hot) * token_s - restore_s
     restores = gain_s > 0.0
     if sources is None:
@@ -126,7 +126,7 @@ def best_ways(
 
 
 def joined(parts: Sequence[tuple[Integers | slice, Ways]], count: int) -> Ways:
-    """The ways of `count` replicas from those of some each, with their positions."""
+    """Joins the ways of groups of replicas, each with its positions, into those of all `count` replicas."""
     if len(parts) == 1:
         return parts[0][1]
     columns = []
@@ -141,14 +141,15 @@ def joined(parts: Sequence[tuple[Integers | slice, Ways]], count: int) -> Ways:
 def encoding_s(
     tokens: int, end: int, pixels: bool, held: Integers, memory: Integers, disk: Integers, encode_token_s: Floats
 ) -> Floats:
-    """What a picture of a prompt costs each replica: nothing where the KV behind it is had, or its features are.
+    """Returns the seconds that a picture of a prompt costs each replica: 0 if its KV need not be computed, or its image
+    embeddings are in memory.
 
     Args:
-        tokens, end: how many tokens it has, and where in the prompt it ends.
-        pixels: whether there are any to encode.
+        tokens, end: number of its tokens, and where in the prompt it ends.
+        pixels: whether the request has its pixels.
         held: tokens of the prompt that need not be computed.
-        memory, disk: not 0 where its features are in the replica's memory, or on its node's disk.
-        encode_token_s: seconds to encode a picture, for each of its tokens.
+        memory, disk: not 0 if its image embeddings are in the replica's memory, or on its node's disk.
+        encode_token_s: seconds to encode a picture, per token.
     """
     anew_s = tokens * encode_token_s + ENCODE_SETUP_S if pixels else np.full(len(held), LOST_S)
     encoded_s = np.where(disk > 0, RESTORE_SETUP_S, anew_s)

@@ -1,8 +1,9 @@
-"""Who holds what: blocks to replicas and disks, agents to replicas. Pure; rebuilt by asking, for it is fed by reports.
+"""The directory: which replicas and disks hold which blocks, and which replica answered an agent last. Pure; built from
+reports.
 
-A *holder* is a replica's memory, by the replica's name, or a node's `Disk`. It is a bit, and a block's holders are one
-integer: a prefix's holders are found with one look-up and one `and` a block, however many there are. Blocks with the
-same holders share the integer. The memory of it all is bounded by what holders report, and `agents_max`.
+A *holder* is a replica's memory, by the replica's name, or a node's `Disk`. Each holder is a bit, and a block's holders
+are one integer: a prefix's holders are found with one look-up and one `and` per block, however many there are. Blocks
+with equal holders share the integer. Memory is bounded by what holders report, and `agents_max`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import numpy.typing as npt
 from cachetools import FIFOCache
 
 PART_BLOCKS = 4096
-"""How many blocks of a report are taken before others get a turn: 1 to 2 ms."""
+"""Blocks of a report that are processed without a pause: 1 to 2 ms."""
 
 SHARED_MAX = 65_536
-"""How many integers are remembered to be shared, at most."""
+"""The most integers that are remembered for sharing."""
 
 FEW_BITS = 24
-"""More holders than this, which hold equally much, are found faster by unpacking all bits than one by one."""
+"""Masks with more bits than this are faster to unpack as a whole than bit by bit."""
 
 
 class Disk(NamedTuple):
-    """What is on a node's disk, as a holder of blocks."""
+    """A node's disk, as a holder of blocks."""
 
     node: str
 
@@ -37,7 +38,7 @@ Holder = str | Disk
 
 
 class Seat(NamedTuple):
-    """Where an agent's last request to a model went, how many prompt tokens it had, and the agent's home epoch then."""
+    """The replica of an agent's last request to a model, its prompt tokens, and the agent's home epoch then."""
 
     replica: str
     tokens: int
@@ -48,23 +49,24 @@ class Directory:
     """Blocks by id and agents by key.
 
     Args:
-        agents_max: how many agents are remembered; the least recently seen go first.
+        agents_max: how many agents are remembered; the oldest entries are dropped first.
     """
 
     def __init__(self, agents_max: int = 100_000) -> None:
         self._bits: dict[Holder, int] = {}
         self._names: dict[int, Holder] = {}
         self._free: list[int] = []
-        """Places below the highest one that are not taken, a heap."""
+        """Free bit positions below the highest used one, a heap."""
         self._counts: dict[Holder, int] = {}
         self._holders: dict[bytes, int] = {}
         self._shared: dict[int, int] = {}
         self._expected: dict[Holder, dict[bytes, float]] = {}
-        """Of each replica, the blocks that count as held though no report has named them, and until when."""
+        """By holder the blocks that count as held before a report has named them, and until when."""
         self._agents: FIFOCache[tuple[str, str], Seat] = FIFOCache(agents_max)
 
     @property
     def blocks(self) -> int:
+        """Number of blocks that some holder has."""
         return len(self._holders)
 
     @property
@@ -73,19 +75,19 @@ class Directory:
 
     @property
     def holders(self) -> set[Holder]:
-        """Those that said something since they were last forgotten."""
+        """All known holders."""
         return set(self._bits)
 
     def count(self, holder: Holder) -> int:
-        """How many blocks it has, or is expected to have."""
+        """Returns how many blocks a holder has, or is expected to have."""
         return self._counts.get(holder, 0)
 
     def index(self, holder: Holder) -> int:
-        """The holder's index in `runs`; -1 where it is not known. It stays the same until the holder is forgotten."""
+        """Returns the holder's index in `runs`, which stays the same until it is forgotten; -1 if it is unknown."""
         return self._bits.get(holder, 0).bit_length() - 1
 
     def join(self, holder: Holder) -> int:
-        """Give the holder a place if it has none. Returns its bit."""
+        """Adds a holder if it is unknown. Returns its bit."""
         bit = self._bits.get(holder)
         if bit is None:
             # The lowest free one, so that the integers stay short.
@@ -94,7 +96,7 @@ class Directory:
         return bit
 
     def announce(self, holder: Holder, blocks: Sequence[bytes]) -> None:
-        """The holder has `blocks` as well."""
+        """Adds blocks to a holder."""
         bit = self.join(holder)
         holders = self._holders
         new = 0
@@ -110,7 +112,7 @@ class Directory:
         self._confirm(holder, blocks)
 
     def retract(self, holder: Holder, blocks: Sequence[bytes]) -> None:
-        """The holder has `blocks` no more."""
+        """Removes blocks from a holder."""
         bit = self._bits.get(holder, 0)
         holders = self._holders
         gone = 0
@@ -127,7 +129,7 @@ class Directory:
             self._confirm(holder, blocks)
 
     def expect(self, replica: str, blocks: Sequence[bytes], until: float) -> None:
-        """The replica is about to have `blocks`: they count as held until it says so, or till `until`."""
+        """Counts blocks as held that a replica will have soon, until it reports them, or `until`."""
         bit = self.join(replica)
         masks = list(map(self._holders.get, blocks, repeat(0)))
         if any(masks):
@@ -141,16 +143,16 @@ class Directory:
         self._expected[replica].update(dict.fromkeys(holders, until))
 
     def expire(self, holder: Holder, now: float) -> None:
-        """What was expected of the holder and has not come in time is not held."""
+        """Removes expected blocks that no report has named in time."""
         self.retract(holder, [block for block, until in self._expected.get(holder, {}).items() if until <= now])
 
     def update(
         self, holder: Holder, announced: Sequence[bytes], retracted: Sequence[bytes], *, whole: bool
     ) -> Iterator[None]:
-        """Take what a holder reports, and pause after every `PART_BLOCKS`; the tables agree at every pause.
+        """Applies a holder's report, and pauses after every `PART_BLOCKS`; the tables are consistent at every pause.
 
         Args:
-            whole: the holder has `announced` and no others.
+            whole: whether the holder has only the `announced` blocks.
         """
         kept: set[bytes] = set()
         for part in parts(announced):
@@ -159,7 +161,7 @@ class Directory:
                 kept.update(part)
             yield
         if whole and self._counts.get(holder, 0) > len(kept):
-            # Only here, and seldom, the whole directory is searched at once.
+            # Rare: searches the whole directory without a pause.
             kept |= self._expected[holder].keys()
             others = [block for block in self._scan(holder) if block not in kept]
             for part in parts(others):
@@ -170,7 +172,7 @@ class Directory:
             yield
 
     def forget(self, holder: Holder) -> None:
-        """The holder is gone: its blocks, and the agents that lived there."""
+        """Forgets a holder with its blocks, and the agents that were answered there."""
         bit = self._bits.get(holder)
         if bit is None:
             return
@@ -181,22 +183,23 @@ class Directory:
         self._shared.clear()
 
     def restart(self, holder: Holder) -> None:
-        """The holder is another process now: no agent lives there, and nothing is on its way.
+        """Forgets a holder's agents and expected blocks, because it is another process now.
 
-        The blocks go with its first report, in parts: `update` with `whole`.
+        `update` with the new process's first report removes the old blocks, in parts.
         """
         self.expire(holder, inf)
         for key in [key for key, seat in self._agents.items() if seat.replica == holder]:
             del self._agents[key]
 
     def held(self, holder: Holder) -> set[bytes]:
-        """Ids of all blocks that the holder has reported. Searches the whole directory."""
+        """Returns the ids of all blocks that the holder has reported. Searches the whole directory."""
         return set(self._scan(holder)) - self._expected.get(holder, {}).keys()
 
     def runs(self, blocks: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        """How many of `blocks` each holder has, counted from the first up to one that it has not.
+        """Returns how many of the leading `blocks` each holder has, including expected ones.
 
-        Expected blocks count. The array goes by `index`, and has a zero at its end, where -1 points.
+        Returns:
+            `(highest index + 2,) int64` by `index`, with a 0 at its end for index -1.
         """
         top = len(self._bits) + len(self._free)
         runs = np.zeros(top + 1, np.int64)
@@ -214,14 +217,19 @@ class Directory:
         return runs
 
     def seat(self, agent: str, model: str) -> Seat | None:
-        """Where the agent's last request to the model went, if that is known."""
+        """Returns the agent's last request to the model; None if it is unknown."""
         return self._agents.get((agent, model))
 
     def set_seat(self, agent: str, model: str, seat: Seat) -> None:
+        """Remembers the agent's last request to the model."""
         self._agents[agent, model] = seat
 
     def check(self) -> None:
-        """Raise AssertionError where the tables disagree."""
+        """Checks all tables.
+
+        Raises:
+            AssertionError: they disagree.
+        """
         counts = dict.fromkeys(self._bits, 0)
         for mask in self._holders.values():
             assert mask, "a block without a holder"
@@ -239,13 +247,13 @@ class Directory:
         assert {seat.replica for seat in self._agents.values()} <= set(self._bits)
 
     def _share(self, mask: int) -> int:
-        """The integer that other blocks with the same holders have: with many holders it is longer than an id."""
+        """Returns the shared integer of equal value: with many holders an integer is longer than a block id."""
         if len(self._shared) >= SHARED_MAX:
             self._shared.clear()
         return self._shared.setdefault(mask, mask)
 
     def _confirm(self, holder: Holder, blocks: Sequence[bytes]) -> None:
-        """Something is known of `blocks`: they are not only expected."""
+        """Notes that a report named `blocks`, so that they are not only expected."""
         expected = self._expected[holder]
         if expected:
             for block in blocks:
@@ -257,12 +265,12 @@ class Directory:
 
 
 def parts(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """`items` in pieces of `PART_BLOCKS`; one empty piece of none."""
+    """Yields `items` in pieces of `PART_BLOCKS`; one empty piece if there are none."""
     return (items[start : start + PART_BLOCKS] for start in range(0, len(items) or 1, PART_BLOCKS))
 
 
 def _note(runs: npt.NDArray[np.int64], mask: int, blocks: int) -> None:
-    """The holders of `mask` have `blocks` blocks."""
+    """Sets `runs` `(holders + 1,) int64` to `blocks` for the holders in `mask`."""
     if mask.bit_count() <= FEW_BITS:
         while mask:
             bit = mask & -mask

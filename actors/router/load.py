@@ -1,4 +1,4 @@
-"""What each replica has to do, counted by the router. Pure: `now` is an argument."""
+"""The load of each replica, counted by the router. Pure: `now` is an argument."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 """Assumed until a replica has measured its own rate."""
 
 DEFAULT_RESTORE_BYTES_PER_S = 1e9
-"""The same for reading KV from the node's disk; a Mac's is three times as fast."""
+"""The same for reading KV from the node's disk; a Mac's disk is three times as fast."""
 
 DEFAULT_KV_BYTES_PER_TOKEN = 131_072
-"""The same for what a token's KV takes: an 8B model's in 16 bits, so that moving it looks no cheaper than it is."""
+"""The same for a token's KV: that of an 8B model in 16 bits, so that moving KV never looks cheaper than it is."""
 
 DEFAULT_ENCODE_TOKEN_S = 0.002
-"""The same for encoding a picture, for each of its tokens: a second for one of 700 x 700 pixels."""
+"""The same for encoding a picture, per token: about a second for 700 x 700 pixels."""
 
 DECODE_ROW_TOKENS = 64
-"""What each row that decodes beside a request costs, in tokens of prefill, where no decode step was measured yet: a
-replica that prefills slowly also decodes slowly, the longer its steps the more rows they have."""
+"""Cost of each row that decodes beside a request, in prefill tokens, until a decode step is measured. A replica that
+prefills slowly also decodes slowly, and its steps take longer with more rows."""
 
 DECODE_ROW_STEPS = 3
 """The same in measured decode steps."""
 
 ROW_WAIT_S = 1.0
-"""What each row beyond the batch's places adds: it waits for another to finish."""
+"""Cost of each row beyond the batch's places: it waits for another to finish."""
 
 
 @dataclass(slots=True)
 class Load:
     """A request on a replica.
 
-    `tokens` were to be prefilled when it was routed. Once a report has `seen` it, they are the most that is left.
+    `tokens` were to be prefilled when it was routed. Once a report has `seen` it, they are an upper bound of the rest.
     """
 
     since: float
@@ -45,10 +45,10 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class ReplicaState:
-    """A replica as its last report describes it, and the requests that it has now.
+    """A replica as its last report describes it, and its current requests.
 
-    Requests are counted from the moment they are routed until their consumer says that they ended: a report is old
-    when it arrives. Reports only drop those that never arrived, or whose consumer died.
+    A request is counted from its routing until its consumer says that it ended, because reports are old when they
+    arrive. Reports only remove requests that never arrived, or whose consumer died.
     """
 
     name: str
@@ -56,34 +56,34 @@ class ReplicaState:
     voice: Voice
     node: str = ""
     model_id: bytes = b""
-    """Which KV it can use: of its own id alone."""
+    """It can use only KV of this id."""
     rows_max: int = 1
     pending_tokens: int = 0
     token_s: float = 1.0 / DEFAULT_PREFILL_TOKENS_PER_S
     """Seconds to prefill a token."""
     row_s: float = DECODE_ROW_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S
-    """Seconds that a row costs those beside it."""
+    """Seconds that a row costs the rows beside it."""
     kv_bytes: float = DEFAULT_KV_BYTES_PER_TOKEN
-    """What a token's KV takes."""
+    """Bytes of a token's KV."""
     restore_token_s: float = DEFAULT_KV_BYTES_PER_TOKEN / DEFAULT_RESTORE_BYTES_PER_S
     """Seconds to read a token's KV from the node's disk."""
     free_bytes: float = inf
-    """Memory that is left for the KV of rows."""
+    """Free memory for rows' KV."""
     encode_token_s: float = DEFAULT_ENCODE_TOKEN_S
-    """Seconds to encode a picture, for each of its tokens."""
+    """Seconds to encode a picture, per token."""
     requests: dict[str, Load] = field(default_factory=dict)
     last_assigned: int = 0
     queue_s: float = 0.0
     decode_s: float = 0.0
     _reserved_tokens: int = 0
-    """The sum of `tokens` over the requests that no report has seen."""
+    """The sum of `tokens` of the requests that no report has seen."""
     _seen_tokens: int = 0
-    """The sum of `tokens` over those that one has."""
+    """The sum of `tokens` of the others."""
     _strangers: bool = False
     """Whether the last report named requests that are not counted here."""
 
     def apply(self, report: ReplicaReport) -> None:
-        """Take what the report says of the replica itself. What is not measured, or cannot be, is assumed."""
+        """Takes the replica's own figures from a report; missing or invalid ones get defaults."""
         self.node = report.node
         self.rows_max, self.pending_tokens = max(1, report.rows_max), max(0, report.pending_tokens)
         self.token_s = 1.0 / measured(report.prefill_tokens_per_s, DEFAULT_PREFILL_TOKENS_PER_S)
@@ -95,13 +95,13 @@ class ReplicaState:
         self.encode_token_s = measured(report.encode_token_s, DEFAULT_ENCODE_TOKEN_S)
 
     def add(self, request_id: str, load: Load) -> None:
-        """Count a request that is not counted yet."""
+        """Counts a request that is not counted yet."""
         self.requests[request_id] = load
         self._shift(load, 1)
         self._price()
 
     def remove(self, request_id: str) -> None:
-        """Count a request no more."""
+        """Uncounts a request."""
         self._shift(self.requests.pop(request_id), -1)
         self._price()
 
@@ -125,7 +125,11 @@ class ReplicaState:
         return dropped
 
     def check(self) -> None:
-        """Raise AssertionError where sums and terms are not those of the requests."""
+        """Checks sums and terms against the requests.
+
+        Raises:
+            AssertionError: they disagree.
+        """
         loads = self.requests.values()
         assert all(load.tokens >= 0 for load in loads)
         assert self._reserved_tokens == sum(load.tokens for load in loads if not load.seen)
@@ -142,15 +146,15 @@ class ReplicaState:
             self._reserved_tokens += sign * load.tokens
 
     def _price(self) -> None:
-        """Compute the terms of the cost that are the same for every request."""
+        """Computes the cost terms that are the same for every request."""
         rows, pending = len(self.requests), self.pending_tokens
         if not self._strangers:
-            # The report is old when it arrives: no more can be left than was routed there.
+            # The report is old when it arrives: no more can be left than was routed here.
             pending = min(pending, self._seen_tokens)
         self.queue_s = (pending + self._reserved_tokens) * self.token_s + max(0, rows + 1 - self.rows_max) * ROW_WAIT_S
         self.decode_s = min(rows, self.rows_max) * self.row_s
 
 
 def measured(value: float, otherwise: float) -> float:
-    """`value`, or `otherwise` where it is no rate: 0 before anything was measured, negative or not finite."""
+    """Returns `value`, or `otherwise` if it is 0 (not measured yet), negative or not finite."""
     return value if 0.0 < value < inf else otherwise

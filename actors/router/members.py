@@ -1,8 +1,8 @@
-"""The replicas and nodes of the cluster as the router knows them, from reports and from what it counts. Pure.
+"""The replicas and nodes of the cluster as the router knows them, from reports and its own counts. Pure.
 
-Reports come twice a second and may be late, lost or out of order. What a report says of blocks is the directory's, of
-agents `places.py`'s, of links `nodes.py`'s; what it says of load only corrects the router's own count (`load.py`),
-where each request is on one replica at most.
+Reports come twice a second and may be late, lost or out of order. `directory.py` keeps what they say of blocks,
+`places.py` of agents, `nodes.py` of links. What they say of load only corrects the router's own count (`load.py`), in
+which each request is on one replica at most.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..protocol.messages import ReplicaReport, RouteRequest, StoreReport
 from .columns import Columns
 from .directory import Directory, Disk, Seat
 from .load import Load, ReplicaState
-from .nodes import Nodes
+from .nodes import NodeTable
 from .places import AgentPlaces, Whereabouts
 from .voice import Voice
 
 
 class Members:
-    """Who is there, what they hold, and what they have to do.
+    """All replicas and nodes, what they hold, and their load.
 
     Args:
         timeout_s: a replica or store that has not reported for this long is avoided.
@@ -34,30 +34,30 @@ class Members:
         self._reservation_s, self._gone_s = timing.reservation_s, timing.gone_s
         self.directory = Directory(agents_max)
         self.places = AgentPlaces()
-        self.nodes = Nodes()
+        self.nodes = NodeTable()
         self.timeout_s = timeout_s
         self._replicas: dict[str, ReplicaState] = {}
         self._models: dict[str, list[ReplicaState]] = {}
         """The replicas of each model, by name."""
         self._columns: dict[str, Columns] = {}
-        """Of each model, until one of its replicas comes or goes, or any node."""
+        """By model; dropped if one of its replicas joins or leaves, or any node."""
         self._placed: dict[str, ReplicaState] = {}
-        """Where each request is counted."""
+        """The replica on which each request is counted."""
         self._coming: list[tuple[str, list[bytes], float]] = []
-        """Replica, blocks and until when they are expected there; not in the directory yet."""
+        """(Replica, blocks, until when they are expected there); not in the directory yet."""
         self._assignments = 0
 
     # Reports.
 
     def observe(self, report: ReplicaReport, now: float) -> bool:
-        """Take a replica's report. Returns False when one before it was missed: the replica must send a full one."""
+        """Takes a replica's report. Returns False if an earlier one was missed: the replica must send a full one."""
         *_, complete = self.observe_in_parts(report, now)
         return complete
 
     def observe_in_parts(self, report: ReplicaReport, now: float) -> Iterator[bool]:
-        """`observe` with pauses, for a report of very many blocks; every pause yields what `observe` returns.
+        """Does `observe` with pauses, for reports of very many blocks; every pause yields its result.
 
-        Routing may go on in the pauses, but the next report must wait for the end.
+        Requests may be routed in the pauses, but the next report must wait for the end.
         """
         self.settle()
         state = self._replicas.get(report.replica)
@@ -74,7 +74,7 @@ class Members:
         for request_id in state.correct(set(report.active), now, self._reservation_s):
             del self._placed[request_id]
         if report.full:
-            # A router that has restarted learns what runs. What was routed elsewhere since is about to end here.
+            # A restarted router learns the running requests. One routed elsewhere since is about to end here.
             for request_id in set(report.active) - self._placed.keys():
                 state.add(request_id, Load(now, max(0, report.pending_tokens), seen=True))
                 self._placed[request_id] = state
@@ -87,16 +87,20 @@ class Members:
             yield complete
 
     def observe_store(self, report: StoreReport, now: float) -> bool:
-        """Take a store's report. Returns False when one before it was missed: the store must send a full one.
+        """Takes a store's report. Returns False if an earlier one was missed: the store must send a full one.
 
         Raises:
-            ValueError: it names no node; the name "" is of replicas that have not said theirs.
+            ValueError: it names no node; "" stands for the unknown node of a replica.
         """
         *_, complete = self.observe_store_in_parts(report, now)
         return complete
 
     def observe_store_in_parts(self, report: StoreReport, now: float) -> Iterator[bool]:
-        """`observe_store` with pauses, as `observe_in_parts`."""
+        """Does `observe_store` with pauses, as `observe_in_parts`.
+
+        Raises:
+            ValueError: as `observe_store`.
+        """
         if not report.node:
             raise ValueError("a store's report names no node")
         self.settle()
@@ -122,10 +126,10 @@ class Members:
         for _ in self.directory.update(disk, report.announced, report.retracted, whole=whole):
             yield complete
 
-    # What others say of them.
+    # Failures that others saw.
 
     def lose(self, replica: str) -> None:
-        """Somebody saw the replica fail: avoid it until it reports again.
+        """Avoids a replica that somebody saw fail until it reports again.
 
         What it holds is forgotten when it comes back as another process, or is silent for `gone_s`, not before: a
         broken connection is no death.
@@ -136,9 +140,9 @@ class Members:
             self._refresh(state)
 
     def lose_node(self, node: str, now: float) -> None:
-        """The node is gone: avoid its replicas and its disk until they report again.
+        """Avoids a lost node's replicas and disk until they report again.
 
-        Reports that were on their way do not bring them back, so for the first `timeout_s` only new processes do.
+        For the first `timeout_s` only new processes count, because reports may have been on their way before the loss.
         """
         until = now + self.timeout_s
         self.nodes.lose(node, until)
@@ -148,12 +152,12 @@ class Members:
                 self._refresh(state)
 
     def release(self, replica: str, request_id: str) -> None:
-        """The request is no load on the replica any more: it was refused, or has ended."""
+        """Uncounts a request that was refused or has ended. Ignored if it is counted on another replica."""
         state = self._placed.get(request_id)
         if state is not None and state.name == replica:
             self._remove(request_id)
 
-    # Questions.
+    # Queries.
 
     @property
     def requests(self) -> dict[str, str]:
@@ -161,25 +165,25 @@ class Members:
         return {request_id: state.name for request_id, state in self._placed.items()}
 
     def alive(self, model: str, now: float) -> list[str]:
-        """Replicas of `model` that reported lately, by name."""
+        """Returns the names of the replicas of `model` that reported lately."""
         states = self._models.get(model, ())
         return [state.name for state in states if state.voice.lives(now, self.timeout_s)]
 
     def node_of(self, replica: str) -> str | None:
-        """Where a replica runs; None where it is not known."""
+        """Returns the node of a replica; None if the replica is unknown."""
         state = self._replicas.get(replica)
         return None if state is None else state.node
 
     def alive_nodes(self, now: float) -> list[str]:
-        """Nodes whose stores reported lately, by name."""
+        """Returns the names of the nodes whose stores reported lately, sorted."""
         return sorted(name for name in self.nodes.states if self.nodes.lives(name, now, self.timeout_s))
 
     def where(self, agent: str) -> Whereabouts | None:
-        """Where the agent's memory is, whether or not those nodes live now; None where no store has said."""
+        """Returns where the agent's memory is, whether or not those nodes are alive; None if no store claims it."""
         return self.places.where(agent)
 
     def node_views(self, now: float) -> list[dict[str, Any]]:
-        """Every node by name, as `NodeReport`."""
+        """Returns the fields of `NodeReport` for every node, sorted by name."""
         return [
             {
                 "name": name,
@@ -201,13 +205,18 @@ class Members:
         ]
 
     def settle(self) -> None:
-        """Note what the last requests will leave where they went. Left undone, the next call of anything does it."""
+        """Enters the blocks that the last requests will leave into the directory. `route` leaves this for after its
+        answer; other calls do it first."""
         for replica, blocks, until in self._coming:
             self.directory.expect(replica, blocks, until)
         self._coming.clear()
 
     def check(self) -> None:
-        """Raise AssertionError where the tables disagree."""
+        """Checks all tables.
+
+        Raises:
+            AssertionError: they disagree.
+        """
         self.directory.check()
         self.places.check()
         self.nodes.check()
@@ -228,23 +237,26 @@ class Members:
             counted += len(state.requests)
         assert counted == len(self._placed), "each request is counted once"
 
-    # For the choice.
+    # For the policy.
 
     def columns_of(self, model: str) -> Columns:
-        """The model's replicas, in order of their names."""
+        """Returns the columns of a model's replicas, sorted by name."""
         columns = self._columns.get(model)
         if columns is None:
             columns = Columns(self._models.get(model, ()), self.directory, self.nodes)
             if model in self._models:
-                # Not of a name that anybody may make up.
+                # Unknown names are not cached: clients may invent them.
                 self._columns[model] = columns
         return columns
 
     def assign(self, state: ReplicaState, request: RouteRequest, load: Load, coming: Sequence[bytes]) -> str:
-        """Count the request there, and expect the blocks that it will leave.
+        """Counts a request on a replica, and expects the blocks that it will leave there.
+
+        Args:
+            coming: ids of those blocks and image embeddings.
 
         Returns:
-            The node to which the agent's memory is to move, "" where it stays.
+            The node to which the agent's memory is to move, "" if it stays.
         """
         self._remove(request.request_id)
         state.add(request.request_id, load)
@@ -262,17 +274,17 @@ class Members:
         self.directory.set_seat(request.agent, request.model, seat)
         again = self.places.answer(request.agent, state.node)
         if place is None or not place.node or request.beside or request.exclude:
-            # Further choices and attempts are no further turns; where a home is lost, a copy adopts the agent.
+            # Further choices and retries are no new turns. If a primary is lost, a secondary adopts the agent.
             return ""
         return self._drained_to(request, place, load.since) or self._followed_to(state, place, again, load.since)
 
     def _followed_to(self, state: ReplicaState, place: Whereabouts, again: bool, now: float) -> str:
-        """Where an agent is answered that lives elsewhere, if that is so for the second time in a row."""
+        """Returns the node of this answer if the agent was answered there, away from its primary, twice in a row."""
         both_live = all(self.nodes.lives(name, now, self.timeout_s) for name in (place.node, state.node))
         return state.node if again and both_live and not self.nodes.drains(state.node) else ""
 
     def _drained_to(self, request: RouteRequest, place: Whereabouts, now: float) -> str:
-        """Where an agent is to live whose home is drained: where it has a copy, or else where fewest agents are."""
+        """Returns the new node of an agent whose primary is drained: a secondary, else the one with fewest agents."""
         if not self.nodes.drains(place.node) or not self.nodes.lives(place.node, now, self.timeout_s):
             return ""
         serving = {other.node for other in self._models.get(request.model, ())}
@@ -287,15 +299,15 @@ class Members:
             self._refresh(state)
 
     def _refresh(self, state: ReplicaState) -> None:
-        """Bring its load into the columns, and whether it is lost."""
+        """Updates the replica's load and liveness in the columns."""
         columns = self._columns.get(state.model)
         if columns is not None:
             columns.refresh_load(state)
 
-    # Replicas and nodes that come and go.
+    # Joins and leaves.
 
     def _join(self, report: ReplicaReport, earlier: ReplicaState | None) -> ReplicaState:
-        """A state for a replica's new process. The blocks of an earlier one go when the report's come."""
+        """Makes the state of a replica's new process. The report's blocks later replace those of an earlier process."""
         voice = Voice(report.incarnation)
         if earlier is not None:
             voice = earlier.voice.succeed(report.incarnation)

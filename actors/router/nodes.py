@@ -1,4 +1,4 @@
-"""Nodes as their stores describe them: who lives, and how fast KV comes from one to another. Pure."""
+"""Nodes as their stores describe them: which are alive, and how fast KV moves between them. Pure."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from .load import measured
 from .voice import Voice
 
 ASSUMED_LINK_BYTES_PER_S = 100e6
-"""Between nodes that have not moved anything yet: a poor gigabit network, so that a pull is no slower than expected."""
+"""Rate between nodes that have not moved anything yet: a poor gigabit network, so that pulls are rarely slower."""
 
 LINK_WEIGHT = 0.3
-"""How much a new measurement counts beside those before it."""
+"""Weight of a new measurement in the smoothed rate."""
 
 LINK_RETRY_S = 600.0
-"""A link that was measured slower than what is assumed is believed for this long: unused, it is not measured again."""
+"""A measurement below the assumed rate expires after this time, because an avoided link is never measured again."""
 
 FIRST = 8
-"""For how many nodes there is room at first."""
+"""Initial length of the arrays."""
 
 LINKS_MAX = 4096
 """How many links a node may have."""
 
 
 class MeasuredLink(NamedTuple):
+    """The smoothed rate of a link, and when it was last measured."""
+
     bytes_per_s: float
     measured_at: float
 
@@ -51,33 +53,34 @@ class StoreState:
     agents_let_go: int = 0
     draining: bool = False
     links: dict[str, MeasuredLink] = field(default_factory=dict)
-    """Measured ones, by the node from which KV came."""
+    """Measured links, by the node that KV came from."""
 
 
-class Nodes:
-    """All nodes whose stores have reported. What costs are computed from is kept as arrays, by a node's `index`."""
+class NodeTable:
+    """All nodes whose stores have reported. The figures for costs are arrays `(room,)`, indexed by a node's `index`;
+    their room doubles if it is used up."""
 
     def __init__(self) -> None:
         self.states: dict[str, StoreState] = {}
         self._names: dict[int, str] = {}
         self._free = list(range(FIRST))
         self.seen = np.full(FIRST, -inf)
-        """When each was last heard; -inf for those that are lost."""
+        """When each last reported, `float64`; -inf for lost ones."""
         self.disks = np.full(FIRST, -1)
-        """The place of each one's disk in `Directory.runs`."""
+        """The index of each one's disk in `Directory.runs`, `int64`."""
         self.writes = np.zeros(FIRST, bool)
-        """Whether each can write down what it pulls."""
+        """Whether each can store what it pulls, `bool`."""
         self.draining = np.zeros(FIRST, bool)
         self.busy_until = np.full(FIRST, -inf)
-        """When what others pull from each will have left it."""
+        """When the pulls from each will be done, `float64`."""
         self.rates = np.full((FIRST, FIRST), ASSUMED_LINK_BYTES_PER_S)
-        """Bytes a second, to one from another."""
+        """Bytes per second, `(room, room) float64`: to the first node from the second."""
 
     def join(self, name: str, voice: Voice, disk: int) -> StoreState:
-        """Take in a node, or the new process of one that is known: what is measured stays.
+        """Adds a node, or the new process of a known one, whose measurements stay.
 
         Args:
-            disk: the place of its disk in `Directory.runs`.
+            disk: the index of its disk in `Directory.runs`.
         """
         state = self.states.get(name)
         if state is not None:
@@ -89,12 +92,12 @@ class Nodes:
         self._names[state.index] = name
         self.disks[state.index] = disk
         for other in self.states.values():
-            # Others may have measured it before it was heard.
+            # Others may have measured links to it before its first report.
             self._set_rates(state, other)
         return state
 
     def apply(self, state: StoreState, report: StoreReport, now: float) -> None:
-        """Take what the report says of the node itself."""
+        """Takes the node's own figures and links from a report."""
         index = state.index
         state.blocks, state.used_bytes, state.free_bytes = report.blocks, report.used_bytes, report.free_bytes
         state.memory_free_bytes = report.memory_free_bytes
@@ -112,29 +115,35 @@ class Nodes:
         for name, rate in report.links.items():
             known = state.links.get(name)
             if measured(rate, 0.0) and name != state.name and (known or len(state.links) < LINKS_MAX):
-                # Of a link that is suddenly less than half as fast, what was measured before says nothing any more.
+                # If a link is suddenly less than half as fast, older measurements are useless.
                 old = known.bytes_per_s if known and rate >= known.bytes_per_s / 2 else rate
                 state.links[name] = MeasuredLink(old + LINK_WEIGHT * (rate - old), now)
         for name in {*slow, *report.links} & self.states.keys():
             self._set_rates(state, self.states[name])
 
     def lives(self, name: str, now: float, timeout_s: float) -> bool:
+        """Whether the node is known and reported within `timeout_s`."""
         state = self.states.get(name)
         return state is not None and state.voice.lives(now, timeout_s)
 
     def drains(self, name: str) -> bool:
+        """Whether the node is known and drained."""
         state = self.states.get(name)
         return state is not None and state.draining
 
     def lose(self, name: str, until: float) -> None:
-        """Avoid the node until its store reports again, `until` or later."""
+        """Avoids the node until its store reports again, at `until` or later."""
         state = self.states.get(name)
         if state is not None:
             state.voice.lose(until)
             self.seen[state.index] = -inf
 
     def forget(self, name: str) -> None:
-        """The node is gone, with all that was measured of it."""
+        """Forgets a node and all its measurements.
+
+        Raises:
+            KeyError: the node is unknown.
+        """
         state = self.states.pop(name)
         state.links.clear()
         for other in self.states.values():
@@ -148,20 +157,24 @@ class Nodes:
         heapq.heappush(self._free, index)
 
     def index(self, name: str) -> int:
-        """The node's index, -1 where it is not known."""
+        """Returns the node's index, -1 if it is unknown."""
         state = self.states.get(name)
         return -1 if state is None else state.index
 
     def named(self, index: int) -> str:
-        """The name of the node with this index."""
+        """Returns the name of the node with this index."""
         return self._names[index]
 
     def reserve(self, source: int, seconds: float, now: float) -> None:
-        """A pull from `source` was decided: the next one waits for it."""
+        """Counts a pull from `source` that takes `seconds`; the next one waits for it."""
         self.busy_until[source] = max(self.busy_until[source], now) + seconds
 
     def check(self) -> None:
-        """Raise AssertionError where the tables disagree."""
+        """Checks all tables.
+
+        Raises:
+            AssertionError: they disagree.
+        """
         taken = [state.index for state in self.states.values()]
         assert sorted(taken + self._free) == list(range(len(self.seen)))
         assert (self.seen[self._free] == -inf).all() and (self.disks[self._free] == -1).all()
@@ -175,9 +188,9 @@ class Nodes:
                     assert self.rates[state.index, self.states[other].index] == link.bytes_per_s
 
     def _set_rates(self, one: StoreState, other: StoreState) -> None:
-        """Both ways between two nodes: as measured, else as measured the other way, else as assumed."""
-        there, back = one.links.get(other.name), other.links.get(one.name)
-        for to, source, link in ((one, other, there or back), (other, one, back or there)):
+        """Sets the rates between two nodes: as measured, else as measured in the other direction, else as assumed."""
+        forth, back = one.links.get(other.name), other.links.get(one.name)
+        for to, source, link in ((one, other, forth or back), (other, one, back or forth)):
             self.rates[to.index, source.index] = link.bytes_per_s if link else ASSUMED_LINK_BYTES_PER_S
 
     def _grow(self) -> None:
@@ -192,4 +205,5 @@ class Nodes:
 
 
 def _doubled(array: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
+    """Returns an array `(n,)` extended to `(2 n,)` with `fill`, of the same dtype."""
     return np.concatenate([array, np.full(len(array), fill, array.dtype)])

@@ -1,10 +1,10 @@
 """Which node is an agent's home, and which have a copy of its memory. Pure. A cache of what the stores own: every
 report of a store corrects it, and a full report replaces all that it held of that store.
 
-A *home epoch* counts an agent's moves, and only grows. Every store claims agents: a key, an epoch, and whether it is
-the home. Home is who claims so with the highest epoch that anybody ever named; whoever claims a lower one was home
-before and is a copy now, or stale. So it does not matter in which order reports come, nor that a node returns with
-what it knew before its agents were adopted elsewhere. A tombstone's epoch ends every claim up to it.
+A *home epoch* counts an agent's promotions, and only grows. Every store claims agents: a key, an epoch, and whether it
+is the primary. The primary is the node that claims so with the highest epoch ever reported; a node with a lower epoch
+was primary before and is a secondary now, or stale. So the order of reports does not matter, nor does a node that
+returns with claims from before its agents were adopted elsewhere. A tombstone's epoch ends every claim up to it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from cachetools import FIFOCache
 from .directory import parts
 
 REMEMBERED_MAX = 100_000
-"""Of how many agents that nobody claims the epoch is remembered, and as many tombstones; the oldest go first."""
+"""How many epochs of unclaimed agents are remembered, and how many tombstones; the oldest are dropped first."""
 
 
 class Claim(NamedTuple):
-    """What a node says of an agent."""
+    """A node's claim on an agent."""
 
     node: str
     epoch: int
-    is_home: bool
+    is_primary: bool
 
 
 class Whereabouts(NamedTuple):
-    """Where an agent's memory is: `node` is "" where nobody who is known is its home. Copies are the newest first."""
+    """Where an agent's memory is: `node` is the primary, "" if none is known. The newest `copies` come first."""
 
     node: str
     epoch: int
@@ -38,21 +38,21 @@ class Whereabouts(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Agent:
+class _AgentClaims:
     epoch: int
-    """The highest that anybody named, also those who claim it no more."""
+    """The highest epoch ever reported, even if no node claims it any more."""
     claims: tuple[Claim, ...] = ()
     away: str = ""
-    """Where its last turn was answered, "" where that was its home."""
+    """The node of its last turn, "" if that was the primary."""
 
 
 class AgentPlaces:
-    """Agents by key. Its memory is bounded by what stores claim, and `remembered_max`."""
+    """All agents' nodes. Memory is bounded by what stores claim, and `remembered_max`."""
 
     def __init__(self, remembered_max: int = REMEMBERED_MAX) -> None:
-        self._agents: dict[str, _Agent] = {}
+        self._agents: dict[str, _AgentClaims] = {}
         self._nodes: dict[str, set[str]] = {}
-        """The agents that each node claims, as home or not."""
+        """The agents that each node claims, as primary or secondary."""
         self._unclaimed: FIFOCache[str, int] = FIFOCache(remembered_max)
         self._buried: FIFOCache[str, int] = FIFOCache(remembered_max)
 
@@ -60,7 +60,7 @@ class AgentPlaces:
         return len(self._agents)
 
     def where(self, agent: str) -> Whereabouts | None:
-        """Where the agent's memory is; None where no node claims it."""
+        """Returns where the agent's memory is; None if no node claims it."""
         known = self._agents.get(agent)
         if known is None:
             return None
@@ -69,7 +69,8 @@ class AgentPlaces:
         return Whereabouts(home, known.epoch, tuple(node for _, node in others))
 
     def answer(self, agent: str, node: str) -> bool:
-        """A turn of the agent is answered on the node. Whether the one before it was too, and that is not its home."""
+        """Notes the node of an agent's turn. Returns whether this and the last turn were both on it and not on the
+        primary."""
         known = self._agents.get(agent)
         if known is None:
             return False
@@ -77,11 +78,11 @@ class AgentPlaces:
         return bool(node) and known.away == before == node
 
     def agents_on(self, node: str) -> list[str]:
-        """The agents whose home the node is, by key."""
+        """Returns the keys of the agents whose primary the node is, sorted."""
         return sorted(agent for agent in self._nodes.get(node, ()) if _home(self._agents[agent]) == node)
 
     def count(self, node: str) -> int:
-        """How many agents the node claims, as home or as a copy."""
+        """Returns how many agents the node claims, as primary or secondary."""
         return len(self._nodes.get(node, ()))
 
     def update(
@@ -93,12 +94,12 @@ class AgentPlaces:
         *,
         whole: bool,
     ) -> Iterator[None]:
-        """Take what a store reports, and pause between its parts; the tables agree at every pause.
+        """Applies a store's report, and pauses between its parts; the tables are consistent at every pause.
 
         Args:
-            claimed: [agent, home epoch, is home].
+            claimed: [agent, home epoch, is primary].
             buried: [agent, home epoch] of tombstones.
-            whole: the node has the agents of `claimed` and no others.
+            whole: whether the node has only the agents of `claimed`.
         """
         for part in parts(buried):
             for agent, epoch in part:
@@ -106,8 +107,8 @@ class AgentPlaces:
             yield
         kept: set[str] = set()
         for part in parts(claimed):
-            for agent, epoch, is_home in part:
-                self._claim(str(agent), Claim(node, int(epoch), bool(is_home)))
+            for agent, epoch, is_primary in part:
+                self._claim(str(agent), Claim(node, int(epoch), bool(is_primary)))
                 kept.add(str(agent))
             yield
         gone = [*retracted, *(self._nodes.get(node, set()) - kept if whole else ())]
@@ -117,16 +118,20 @@ class AgentPlaces:
             yield
 
     def moved(self, agent: str, node: str, epoch: int) -> None:
-        """The agent's home is there since `epoch`, which the node itself says with its next report."""
+        """Makes a node the agent's primary since `epoch`, before the node's next report says so."""
         self._claim(agent, Claim(node, epoch, True))
 
     def forget(self, node: str) -> None:
-        """The node is gone: it claims nothing any more. What it was the home of keeps its epoch."""
+        """Drops all claims of a node. Its agents keep their epochs."""
         for agent in list(self._nodes.get(node, ())):
             self._drop(agent, node)
 
     def check(self) -> None:
-        """Raise AssertionError where the tables disagree."""
+        """Checks all tables.
+
+        Raises:
+            AssertionError: they disagree.
+        """
         claimed: dict[str, set[str]] = {}
         for agent, known in self._agents.items():
             assert known.claims and known.epoch >= max(claim.epoch for claim in known.claims)
@@ -144,7 +149,7 @@ class AgentPlaces:
             return
         known = self._agents.get(agent)
         if known is None:
-            known = self._agents[agent] = _Agent(self._unclaimed.pop(agent, claim.epoch))
+            known = self._agents[agent] = _AgentClaims(self._unclaimed.pop(agent, claim.epoch))
         known.epoch = max(known.epoch, claim.epoch)
         known.claims = (*(other for other in known.claims if other.node != claim.node), claim)
         self._nodes.setdefault(claim.node, set()).add(agent)
@@ -175,6 +180,7 @@ class AgentPlaces:
                 self._drop(agent, claim.node)
 
 
-def _home(known: _Agent) -> str:
-    """Two homes of one epoch cannot be; should they, the first by name is taken, in whatever order they came."""
-    return min((claim.node for claim in known.claims if claim.is_home and claim.epoch == known.epoch), default="")
+def _home(known: _AgentClaims) -> str:
+    """Returns the primary, "" if there is none. Two of one epoch should not exist; then the first by name is taken, so
+    that the order of reports does not matter."""
+    return min((claim.node for claim in known.claims if claim.is_primary and claim.epoch == known.epoch), default="")

@@ -1,34 +1,33 @@
-"""Which replica answers a request, and why. Pure: `now` is an argument.
+"""Chooses the replica for a request, and says why. Pure: `now` is an argument.
 
-The cost of a replica is a sum of terms, all in seconds. The first five are the time to the first token there, the
-others what the request does to everybody's time:
+The cost of a replica is a sum of terms in seconds. The first five are the time to the first token there, the others
+the time that the request costs everybody:
 
-    queue     what was routed there before and is still to be prefilled, the places that are taken, and a wait where
-              memory has no room for the prompt
-    pull      the time until KV that another node's disk has is on this one's
-    restore   the time to read from its node's disk what memory lacks
-    prefill   the part of the prompt that comes neither way, at its own measured rate. Which of these three is taken
-              how far is the best mix for each replica (`costs.py`). For an agent that nobody knows, all three without
-              what they are over the least of them, up to `FIRST_PREFILL_S`: it pays once and comes back many times,
-              and all agents may begin with one system prompt
-    encode    the pictures after what is had that way whose features are neither in memory nor on the node's disk
-    decode    the rows that decode beside the request: all answers come slower
-    away      for every replica but the agent's home: `sticky_penalty_s_max`, and what the home need not compute but
-              this one must, for that is work done twice: up to its queue, since where nobody waits nobody loses by
-              it. What can be pulled is not computed twice
+    queue     tokens routed there before that are still to be prefilled, rows beyond its places, and a wait if memory
+              has no room for the prompt
+    pull      the time until KV from another node's disk is on this one's
+    restore   the time to read KV that memory lacks from the node's disk
+    prefill   the time to compute the rest of the prompt, at the measured rate. Each replica takes the best mix of these
+              three (`costs.py`). For a new agent their excess over the cheapest replica is not counted, up to
+              `FIRST_PREFILL_S`: it is paid once, the agent comes back many times, and all agents may begin with one
+              system prompt
+    encode    the pictures in the computed part whose image embeddings are neither in memory nor on the node's disk
+    decode    the rows that decode beside the request: all answers get slower
+    away      for every replica but the agent's home: `sticky_penalty_s_max`, and the prefill that the home need not do,
+              as that is work done twice. The latter counts up to the replica's queue: if no request waits, none is
+              delayed. What can be pulled is not computed twice
 
-Costs are compared, so a prefix that every candidate holds decides nothing, and one that a single replica holds draws
-requests only until its queue outweighs the prefill elsewhere. A request counts from the moment it is routed, and so do
-the blocks and features that it will leave and the pull that it causes, so a burst spreads and still computes a prefix
-once in each place; of replicas whose costs are even, the one that was given work least recently is taken.
+Costs are compared, so a prefix that every candidate holds decides nothing, and one that a single replica holds attracts
+requests only until its queue costs more than the prefill elsewhere. A request counts as soon as it is routed, and so do
+the blocks and image embeddings that it will leave and the pull that it causes. So a burst spreads, and still computes a
+prefix once in each place. Among replicas of even cost the one that was given work least recently is taken.
 
-An agent's home is the replica of its last turn; where that is gone, or its memory has moved since, the replicas of the
-node that its stores call home. An agent that nobody knows and that asks about a picture that somebody knows has none:
-it goes where that costs least. Nodes that are drained keep the agents they have and get no other requests.
+An agent's home is the replica of its last turn. If that is gone, or the agent's memory has moved since, it is the
+replicas on its primary node. A new agent that asks about a known picture has no home: it goes where that costs least.
+Nodes that are drained keep their agents and get no other requests.
 
-Replicas of one model may have several ids, where their nodes compute differently. KV is of use to those of its own id
-alone. So a request says for every id what its blocks are called there, and only what is held under a replica's own
-names counts for it: an agent goes back to where its KV is of use, or is computed anew.
+Replicas of one model may have several model ids if their nodes compute differently, and can use only KV of their own
+id. So a request has the block ids of every model id, and only those under a replica's own id count for it.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ from .members import Members
 from .places import Whereabouts
 
 FIRST_PREFILL_S = 4.0
-"""How much more of a first prefill decides nothing about where an agent that nobody knows will live."""
+"""The extra cost of a new agent's first prefill that is not counted."""
 
 EVEN_S = 0.02
-"""Costs this close are even; the replica that was given work least recently gets it."""
+"""Costs this close count as even; then the replica that was given work least recently is taken."""
 
 SOURCES_MAX = 16
-"""Of how many nodes that could be pulled from the links are compared: those that hold most."""
+"""How many source nodes for pulls are compared: those that hold most."""
 
 CANDIDATES_SHOWN = 64
-"""Of how many replicas a decision tells the costs: the cheapest."""
+"""How many replicas' costs a decision lists: the cheapest ones."""
 
 RULES = {
     "satchel": ("queue", "pull", "restore", "prefill", "encode", "decode", "away"),
@@ -67,12 +66,12 @@ RULES = {
     "least_loaded": ("queue", "decode"),
     "round_robin": (),
 }
-"""The terms that each rule adds up; all but the first are for comparison: they know no agents, and pull nothing."""
+"""The terms that each rule adds up. All but the first are for comparison: they ignore agents and do not pull."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """The candidates of one model id by their positions, and what the prompt's blocks and pictures are called there."""
+    """The candidates of one model id by their positions, and the ids of the prompt's blocks and pictures there."""
 
     positions: Integers | slice
     blocks: Sequence[bytes]
@@ -81,27 +80,28 @@ class _Group:
 
 @dataclass(slots=True)
 class _Case:
-    """A request among its candidates, the replicas at `rows` of `columns`; arrays run along the candidates."""
+    """A request and its candidates, the replicas at `rows` of `columns`; arrays are `(candidates,)`."""
 
     request: RouteRequest
     columns: Columns
     rows: Integers
     home: list[int]
-    """The positions of those that are the agent's home."""
+    """Positions of the candidates that are the agent's home."""
     seat: Seat | None
-    """The agent's last turn, where that is still its home."""
+    """The agent's last turn, if its replica is still its home."""
     known: bool
-    """Whether anybody knows the agent."""
+    """Whether the agent has had a turn or any node claims it."""
     groups: list[_Group]
-    """Each candidate is in one."""
+    """The candidates by model id; each is in one."""
 
     def group_of(self, position: int) -> _Group:
+        """Returns the group of a candidate."""
         groups = self.groups
         return next(group for group in groups if isinstance(group.positions, slice) or position in group.positions)
 
 
 class Policy:
-    """The choice, by one of the rules, among the members that are known.
+    """Chooses replicas among the known members by one of the rules. Used by the router actor.
 
     Args:
         timeout_s: a replica or store that has not reported for this long is avoided.
@@ -130,9 +130,9 @@ class Policy:
         self._rule = rule
 
     def route(self, request: RouteRequest, now: float) -> Decision | None:
-        """The replica for a request, whose load is reserved there; None when no replica of its model lives.
+        """Chooses the replica for a request and reserves its load there; None if no replica of its model is alive.
 
-        Call `members.settle` when the answer is on its way.
+        Call `members.settle` after the answer is sent.
         """
         self.members.settle()
         case = self._case(request, now)
@@ -167,12 +167,12 @@ class Policy:
             rows, costs = rows[shown], {term: seconds[shown] for term, seconds in costs.items()}
         names = [case.columns.names[row] for row in rows.tolist()]
         terms = {term: seconds.tolist() for term, seconds in costs.items()}
-        # The other rules know no agents.
+        # The other rules ignore agents.
         move_to = move_to if self._rule == "satchel" else ""
         ids = state.model_id, list(case.columns.model_ids)
         return Decision(state.name, why, held, names, terms, state.node, pull_from, pulled, move_to, *ids)
 
-    # Who may answer.
+    # Candidates.
 
     def _case(self, request: RouteRequest, now: float) -> _Case | None:
         columns = self.members.columns_of(request.model)
@@ -195,36 +195,36 @@ class Policy:
         near = request.near
         if seat is None and place is None and self._has_any(columns, rows, request, now):
             near = ""
-        at_home = self._at_home(columns, rows, seat, place, near)
+        at_primary = self._at_primary(columns, rows, seat, place, near)
         if self.members.nodes.draining.any():
-            rows = self._staying(columns, rows, at_home)
-        home = [position for row in at_home if (position := _position(rows, row)) is not None]
+            rows = self._staying(columns, rows, at_primary)
+        home = [position for row in at_primary if (position := _position(rows, row)) is not None]
         known = seat is not None or place is not None
         return _Case(request, columns, rows, home, seat, known, _grouped(request, columns, rows))
 
-    def _staying(self, columns: Columns, rows: Integers, at_home: list[int]) -> Integers:
-        """Those of `rows` that are not on a node that is drained, but for the agent's home; all where none is left."""
+    def _staying(self, columns: Columns, rows: Integers, at_primary: list[int]) -> Integers:
+        """Returns `rows` without replicas on drained nodes, except the agent's home; all if none would be left."""
         nodes = columns.node[rows]
         staying = ~self.members.nodes.draining[nodes] | (nodes < 0)
-        staying[np.isin(rows, at_home)] = True
+        staying[np.isin(rows, at_primary)] = True
         return rows[staying] if staying.any() else rows
 
     def _still(self, seat: Seat | None, place: Whereabouts | None) -> Seat | None:
-        """The agent's last turn, unless its memory has moved to another node since."""
+        """Returns the agent's last turn, unless its memory has moved to another node since."""
         if seat is None or place is None or seat.epoch >= place.epoch:
             return seat
         return seat if self.members.node_of(seat.replica) == place.node else None
 
-    def _at_home(
+    def _at_primary(
         self, columns: Columns, rows: Integers, seat: Seat | None, place: Whereabouts | None, near: str
     ) -> list[int]:
-        """Those of `rows` that are the agent's home: where its last turn was, or else on its home node, or on the node
-        that is to be its home, unless that is where all of them are."""
+        """Returns those of `rows` that are the agent's home: the replica of its last turn, or else those on its primary
+        node. For a new agent those on `near`, its future primary node, unless these are all."""
         if seat is not None and _position(rows, columns.rows.get(seat.replica, -1)) is not None:
             return [columns.rows[seat.replica]]
         index = self.members.nodes.index(near if place is None else place.node)
-        found = rows[columns.node[rows] == index].tolist() if index >= 0 else []
-        return [] if place is None and len(found) == len(rows) else found
+        at_primary = rows[columns.node[rows] == index].tolist() if index >= 0 else []
+        return [] if place is None and len(at_primary) == len(rows) else at_primary
 
     def _beside(self, case: _Case) -> int | None:
         name = case.request.beside
@@ -233,10 +233,11 @@ class Policy:
             return None
         return _position(case.rows, row)
 
-    # At what cost.
+    # Costs.
 
     def _ways(self, case: _Case, beside: int | None, now: float) -> tuple[Ways, Integers]:
-        """How each candidate comes by the prompt, and what is in each one's memory."""
+        """Returns how each candidate gets the prompt's KV, and how many of its tokens each has in memory,
+        `(candidates,) int64`."""
         request, columns, rows = case.request, case.columns, case.rows
         usable = max(0, request.prompt_tokens - 1)
         # The last token of a prompt is always computed.
@@ -245,26 +246,31 @@ class Policy:
             self.members.directory.runs(group.blocks[:blocks_max]) * np.int64(BLOCK_TOKENS) for group in case.groups
         ]
         hot = np.zeros(len(rows), np.int64)
-        for group, found in zip(case.groups, runs, strict=True):
-            hot[group.positions] = found[columns.memory[rows[group.positions]]]
+        for group, group_runs in zip(case.groups, runs, strict=True):
+            hot[group.positions] = group_runs[columns.memory[rows[group.positions]]]
         seat = case.seat
         if seat is not None and case.home and columns.names[rows[case.home[0]]] == seat.replica:
-            # The turn's open tail is in no report: it is believed to be there where the turn's blocks are.
+            # Reports do not list open tails: the turn's is assumed to be where the turn's blocks are.
             claimed = min(seat.tokens, usable)
             if hot[case.home[0]] >= claimed - claimed % BLOCK_TOKENS:
                 hot[case.home[0]] = max(hot[case.home[0]], claimed)
         if beside is not None:
-            # The two are computed together, once.
+            # Choices of one request share their prefill.
             hot[beside] = usable
         parts = [
-            (group.positions, self._ways_of(case, rows[group.positions], hot[group.positions], found, now))
-            for group, found in zip(case.groups, runs, strict=True)
+            (group.positions, self._ways_of(case, rows[group.positions], hot[group.positions], group_runs, now))
+            for group, group_runs in zip(case.groups, runs, strict=True)
         ]
         return joined(parts, len(rows)), hot
 
     def _ways_of(self, case: _Case, rows: Integers, hot: Integers, runs: Integers, now: float) -> Ways:
-        """How each of `rows`, which have one model id, comes by the prompt, of which holders have `runs`; sources are
-        indices of nodes."""
+        """Returns how each of `rows`, which have one model id, gets the prompt's KV. The result's sources are node
+        indices.
+
+        Args:
+            hot: tokens in memory, `(rows,) int64`.
+            runs: leading tokens that each holder has, `(holders + 1,) int64`, as `Directory.runs` in tokens.
+        """
         columns = case.columns
         disk, sources, indices = None, None, rows[:0]
         if self.members.nodes.states and runs.any():
@@ -285,7 +291,14 @@ class Policy:
         return ways if sources is None else replace(ways, source=np.append(indices, -1)[ways.source])
 
     def _sources(self, disks: Integers, near: Integers, nodes: Integers, now: float) -> tuple[Integers, Sources | None]:
-        """The nodes from which somebody could pull more than is near, those that hold most first."""
+        """Returns the indices of the nodes from which a replica could pull, those that hold most, and these as
+        `Sources`.
+
+        Args:
+            disks: tokens on each node's disk, `(nodes + 1,) int64`.
+            near: tokens in memory or on the own node's disk, `(rows,) int64`.
+            nodes: the rows' nodes, `(rows,) int64`, -1 for unknown ones.
+        """
         indices = np.flatnonzero(disks > near.min())
         if not len(indices):
             return indices, None
@@ -298,7 +311,8 @@ class Policy:
         return indices, Sources(disks[indices], wait_s, rates)
 
     def _encode_s(self, case: _Case, held: Integers, now: float) -> Floats:
-        """Seconds to come by the features of the request's pictures, where `held` tokens need not be computed."""
+        """Returns the seconds to get the image embeddings that are needed, `(candidates,) float64`; `held` has the
+        tokens that need not be computed, `(candidates,) int64`."""
         columns = case.columns
         encode_s = np.zeros(len(case.rows))
         for group in case.groups:
@@ -310,23 +324,24 @@ class Policy:
         return encode_s
 
     def _having(self, columns: Columns, rows: Integers, entry: bytes, now: float) -> tuple[Integers, Integers]:
-        """Not 0 for each of `rows` that has these features in its memory, and whose node has them on its disk."""
-        found = self.members.directory.runs([entry])
-        return found[columns.memory[rows]], self._on_disks(found, now)[columns.node[rows]]
+        """Returns two `(rows,) int64`, not 0 if a replica has the image embeddings in memory, or on its node's disk."""
+        holding = self.members.directory.runs([entry])
+        return holding[columns.memory[rows]], self._on_disks(holding, now)[columns.node[rows]]
 
     def _has_any(self, columns: Columns, rows: Integers, request: RouteRequest, now: float) -> bool:
-        """Whether one of `rows` has features of one of the request's pictures."""
+        """Whether one of `rows` has image embeddings of one of the request's pictures."""
         called = [request.pictures, *(chain.pictures for chain in request.others)]
         having = (self._having(columns, rows, entry, now) for pictures in called for entry, _, _, _ in pictures)
         return any(memory.any() or disk.any() for memory, disk in having)
 
     def _on_disks(self, runs: Integers, now: float) -> Integers:
-        """What nodes whose stores report have of `runs` on their disks, and a zero at the end, where -1 points."""
+        """Returns what each node has of `runs` on its disk, `(nodes + 1,) int64`: 0 if its store does not report, and 0
+        at the end, for index -1."""
         living = now - self.members.nodes.seen <= self.members.timeout_s
         return np.append(np.where(living, runs[self.members.nodes.disks], 0), 0)
 
     def _costs(self, case: _Case, ways: Ways, new: bool, now: float) -> dict[str, Floats]:
-        """Seconds by term; `new` is an agent that nobody knows."""
+        """Returns the seconds of every term and their total, each `(candidates,) float64`; `new` for a new agent."""
         columns, rows = case.columns, case.rows
         full = case.request.prompt_tokens * columns.kv_bytes[rows] > columns.free_bytes[rows]
         weight = _first_weight(ways) if new else 1.0
@@ -353,13 +368,13 @@ class Policy:
 
 
 def _position(rows: Integers, row: int) -> int | None:
-    """Where `row` is in the ascending `rows`."""
+    """Returns the index of `row` in the ascending `rows`, `(candidates,) int64`, or None."""
     position = int(rows.searchsorted(row))
     return position if position < len(rows) and rows[position] == row else None
 
 
 def _grouped(request: RouteRequest, columns: Columns, rows: Integers) -> list[_Group]:
-    """The candidates by their model id."""
+    """Returns the candidates by their model id."""
     if columns.model_ids == [request.model_id]:
         return [_Group(slice(None), request.block_ids, request.pictures)]
     chains = {chain.model_id: chain for chain in request.others}
@@ -367,7 +382,7 @@ def _grouped(request: RouteRequest, columns: Columns, rows: Integers) -> list[_G
     groups = []
     for index, model_id in enumerate(columns.model_ids):
         positions = np.flatnonzero(columns.model[rows] == index)
-        # Where nobody said what they are called, no blocks are known, and pictures are as large.
+        # Without a chain for this model id no blocks are known; pictures have the same sizes.
         chain = chains.get(model_id) or Chain(model_id, [], request.pictures)
         if len(positions):
             groups.append(_Group(positions, chain.block_ids, chain.pictures))
@@ -375,22 +390,23 @@ def _grouped(request: RouteRequest, columns: Columns, rows: Integers) -> list[_G
 
 
 def _first_weight(ways: Ways) -> Floats:
-    """The part of coming by a new agent's first prompt that counts, for each candidate."""
+    """Returns the share of a new agent's first prompt cost that counts, `(candidates,) float64`."""
     kv_s = ways.pull_s + ways.restore_s + ways.prefill_s
     return 1.0 - np.minimum(FIRST_PREFILL_S, kv_s - kv_s.min()) / np.maximum(kv_s, EVEN_S)
 
 
 def _least_recent(case: _Case, total: Floats) -> int:
-    """Of the cheapest, and those even to it, the one that was given work least recently."""
+    """Returns the position of the cheapest candidate by `total` `(candidates,) float64`, or of those even to it the one
+    that was given work least recently."""
     turns = np.where(total <= total.min() + EVEN_S, case.columns.last_assigned[case.rows], inf)
     return int(turns.argmin())
 
 
 def _shown(total: Floats, chosen: int) -> Integers:
-    """The positions whose costs are told, in their order."""
+    """Returns the ascending positions whose costs a decision lists, `(CANDIDATES_SHOWN,) int64`."""
     cheapest = np.argpartition(total, CANDIDATES_SHOWN - 1)[:CANDIDATES_SHOWN]
     if chosen not in cheapest:
-        # The last is the dearest of them.
+        # Partition leaves the most expensive of them last.
         cheapest[-1] = chosen
     return np.sort(cheapest)
 

@@ -1,7 +1,7 @@
-"""Whether a report is news: processes that restart, reports that come late, twice or not at all. Pure.
+"""Orders the reports of a process that may restart, and detects late, repeated and missing ones. Pure.
 
-Replicas and stores speak alike: a process has an `incarnation` of its own and counts its reports, so whoever hears them
-knows which is newer and whether one is missing.
+Every process has a unique `incarnation` and numbers its reports with a heartbeat sequence, so that the receiver knows
+which is newer and whether one is missing.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from dataclasses import dataclass
 from math import inf
 
 FORMER_INCARNATIONS = 4
-"""How many earlier processes are remembered, whose late reports say nothing any more."""
+"""How many earlier processes are remembered, whose late reports are ignored."""
 
 
 @dataclass(slots=True)
 class Voice:
-    """What was heard of one process, and of those before it under the same name."""
+    """What was heard from a process, and which processes had its name before."""
 
     incarnation: str
     former: tuple[str, ...] = ()
-    """Earlier processes, the last one last."""
+    """Earlier incarnations, the last one last."""
     whole: bool = False
-    """Whether all that the process has said so far is known. A report may come twice, and its sender hear one answer:
-    so what was missed stays missed until everything is said again."""
+    """Whether no report was missed since the last full one. It stays False until the next full one, because a sender
+    may not have received the answer that told it so."""
     sequence: int = -1
     seen: float = -inf
     lost: bool = False
     lost_until: float = -inf
-    """While this lies ahead, a report of this process does not bring it back: it may have left before the loss."""
+    """Until then a report of this process does not bring it back: it may have been sent before the loss."""
 
     def is_late(self, incarnation: str, sequence: int, now: float, timeout_s: float) -> bool:
-        """Whether something newer than this report has been heard."""
+        """Whether something newer than this report was heard."""
         if incarnation == self.incarnation:
             return sequence <= self.sequence
-        # A listener that is new itself may have heard two processes in the wrong order: the silent one is the old one.
+        # A restarted router may hear two processes in the wrong order; then the silent one is the old one.
         return incarnation in self.former and (now - self.seen <= timeout_s or now < self.lost_until)
 
     def hear(self, sequence: int, now: float, *, full: bool, known: bool) -> bool:
-        """Take a report that is not late. False where something that it builds on was missed.
+        """Takes a report that is not late. Returns False if an earlier report that it builds on was missed.
 
         Args:
-            full: it builds on nothing.
-            known: an earlier one of this process was heard.
+            full: whether it builds on no earlier one.
+            known: whether an earlier one of this process was heard.
         """
         self.whole = full or (self.whole and known and sequence == self.sequence + 1)
         self.sequence, self.seen = sequence, now
@@ -50,12 +50,13 @@ class Voice:
         return self.whole
 
     def succeed(self, incarnation: str) -> Voice:
-        """The voice of the process that took this one's place."""
+        """Returns the voice of the process that replaced this one."""
         return Voice(incarnation, (*self.former, self.incarnation)[-FORMER_INCARNATIONS:])
 
     def lose(self, until: float = -inf) -> None:
-        """Avoid the process until it reports again, `until` or later."""
+        """Avoids the process until it reports again, at `until` or later."""
         self.lost, self.lost_until = True, max(self.lost_until, until)
 
     def lives(self, now: float, timeout_s: float) -> bool:
+        """Whether the process is not lost and reported within `timeout_s`."""
         return not self.lost and now - self.seen <= timeout_s

@@ -38,7 +38,7 @@ LAST_WORDS_S = 3.0
 
 
 @dataclass
-class _Part:
+class _WatchedPart:
     name: str
     post: Callable[[Callable[[], None]], object]
     limit_s: Callable[[], float]
@@ -66,7 +66,7 @@ class Watchdog:
         self._poll_s = poll_s
         self._end = end or self._end_process
         self._heart = HeartbeatSender(heartbeats_path(), name)
-        self._parts: list[_Part] = []
+        self._parts: list[_WatchedPart] = []
         self._faults = 0
 
     def watch(
@@ -85,7 +85,7 @@ class Watchdog:
             limit_s: how long that may take now.
             may_end: asked before the process is ended for it; may block. Where it says no, the time begins anew.
         """
-        self._parts.append(_Part(part, post, limit_s, may_end, Stall(self._poll_s)))
+        self._parts.append(_WatchedPart(part, post, limit_s, may_end, Stall(self._poll_s)))
 
     def start(self) -> None:
         self._heart.beat()
@@ -117,7 +117,7 @@ class Watchdog:
                 logger.warning("%s is not watched any more: %s", part.name, error)
                 self._parts.remove(part)
 
-    def _look(self, part: _Part, paging: bool) -> None:
+    def _look(self, part: _WatchedPart, paging: bool) -> None:
         moved = not part.asked or part.answered.is_set()
         if moved:
             part.answered.clear()

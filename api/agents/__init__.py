@@ -1,1 +1,1 @@
-"""Agents' memory as a request sees it: recalled before it, kept when it ends."""
+"""Agents' memory around a request: recalled before it, committed at its end."""

@@ -1,61 +1,95 @@
-"""The seam between agents' memory and who keeps it: `ray_store.py` implements it over Ray actors."""
+"""The seam between agents' memory and who keeps it: `ray_backend/store.py` implements it over Ray actors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ...actors.protocol.messages import AgentPlace
+from ...actors.protocol.store_messages import (
+    AgentBranches,
+    Begun,
+    BranchKV,
+    Commit,
+    CommitOutcome,
+    Limits,
+    Moved,
+    Recalled,
+)
 
 
 class Store(Protocol):
-    """The store actor, and the replicas where they hold agents' KV."""
+    """The stores of all nodes as if they were one, and the replicas where they hold agents' KV.
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """The result of a method of `KVStoreActor`.
+    Raises:
+        SatchelError: by every method, what a store answered, or that it does not answer. See `StoreClient`.
+    """
+
+    async def recall(
+        self, agent: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+    ) -> Recalled: ...
+
+    async def begin(
+        self, agent: str, turn: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+    ) -> Begun: ...
+
+    async def renew(self, agent: str, turn: str) -> bool: ...
+
+    async def commit(self, agent: str, commit: Commit, limits: Limits | None = None) -> CommitOutcome: ...
+
+    async def abandon(self, agent: str, turn: str) -> None: ...
+
+    async def transcript(self, agent: str) -> bytes: ...
+
+    async def info(self, agent: str) -> AgentBranches: ...
+
+    async def agents(self, tenant: str, after: str, limit: int) -> list[AgentBranches]: ...
+
+    async def blocks(self, agent: str) -> list[BranchKV]: ...
+
+    async def disk_kept(self, agent: str) -> int: ...
+
+    async def fork(self, source: str, target: str, limits: Limits | None = None) -> int: ...
+
+    async def forget(self, agent: str) -> bool: ...
+
+    async def where(self, agent: str) -> AgentPlace:
+        """Where an agent's memory is.
 
         Raises:
-            SatchelError: what it answered, or that it does not answer.
+            AgentNotFound: the agent is unknown.
         """
         ...
 
-    async def where(self, agent: str) -> dict[str, Any]:
-        """Where an agent's memory is: `{"home": node, "alive", "epoch", "copies": [nodes]}`.
-
-        Raises:
-            AgentNotFound: nothing is known of it.
-        """
-        ...
-
-    async def places(self, agents: Sequence[str]) -> dict[str, dict[str, Any]]:
+    async def places(self, agents: Sequence[str]) -> dict[str, AgentPlace]:
         """As `where`, by agent, of those of which anything is known.
 
         Raises:
-            Unavailable: nobody can tell now.
+            Unavailable: the router does not answer.
         """
         ...
 
-    async def move(self, agent: str, node: str) -> dict[str, Any]:
-        """Move an agent to another node: `{"node", "epoch", "tokens", "blocks", "bytes", "seconds"}`.
+    async def move(self, agent: str, node: str) -> Moved:
+        """Move an agent to another node.
 
         Raises:
             AgentNotFound, AgentBusy, InvalidRequest, Unavailable: it cannot be moved there now.
         """
         ...
 
-    async def release(
-        self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes, features: list[bytes]
-    ) -> int:
-        """Let the replicas of a model drop a branch's KV and its pictures' features from memory: an entry of what
-        `blocks` answers. Returns how many bytes that were."""
+    async def release(self, branch: BranchKV) -> int:
+        """Let the replicas of a model drop a branch's KV and its pictures' features from memory. Returns how many bytes
+        that were."""
         ...
 
-    async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
+    async def held(self, branch: BranchKV) -> int:
         """How many entries of a branch's KV the replicas of a model have in memory."""
         ...
 
     async def clear(self) -> int:
-        """Let every replica drop what it keeps in memory for reuse. Returns how many bytes that were.
+        """Drops all kept prefixes from the replicas' memory. Returns the freed bytes.
 
         Raises:
-            Unavailable: a replica did not do so.
+            Unavailable: a replica failed to.
         """
         ...

@@ -9,7 +9,7 @@ from ..generation.history import Message
 from ..generation.remembered import Remembered
 from ..generation.requests import Chat
 from ..text.model import TextModel
-from .memory import Kept, Turn
+from .memory import CommittedTurn, Turn
 
 _CONTEXT_TOKENS = 6
 
@@ -36,7 +36,7 @@ class TurnKeeper:
         chat, text = self._chat, self._text
         spelled = await asyncio.to_thread(spell, text, list(text.plain(chat.prompt[-_CONTEXT_TOKENS:])), tokens)
         said = [*chat.messages, message]
-        kept = Kept([*chat.prompt, *tokens], chat.text + spelled, said, chat.continuation, generation.model_id)
+        kept = CommittedTurn([*chat.prompt, *tokens], chat.text + spelled, said, chat.continuation, generation.model_id)
         await self._turn.commit(kept)
         self._turn.move_after(generation.move_to)
 
@@ -45,7 +45,7 @@ class TurnKeeper:
 
 
 def spell(text: TextModel, prompt: list[int], tokens: list[int]) -> str:
-    """The text that `tokens` add behind `prompt`, special tokens spelled out."""
+    """Returns the text that `tokens` add after `prompt`, special tokens spelled out."""
     context = prompt[-_CONTEXT_TOKENS:]
     before, whole = text.decode(context), text.decode([*context, *tokens])
     return whole[len(before) :] if whole.startswith(before) else text.decode(tokens)

@@ -136,9 +136,9 @@ def forget(context: typer.Context, agent: AgentArgument, json: JsonOption = Fals
 def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
     with _endpoint(given, _ANSWER_S) as session:
         page = _json(session.get("/v1/agents", params={"limit": str(limit), **({"after": after} if after else {})}))
-        homes = _homes(session)
+        primaries = _primaries(session)
     for agent in page["data"]:
-        agent.update(homes.get(agent["id"], {}))
+        agent.update(primaries.get(agent["id"], {}))
     if as_json:
         _print_json(page["data"])
         return
@@ -165,7 +165,7 @@ def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
         console.print(f"There are more: --after {page['last_id']}")
 
 
-def _homes(session: httpx.Client) -> dict[str, dict[str, Any]]:
+def _primaries(session: httpx.Client) -> dict[str, dict[str, Any]]:
     """Home and copies by agent, of those that the cluster's view has; nothing where it cannot be had."""
     answer = session.get("/v1/cluster")
     if not answer.is_success:

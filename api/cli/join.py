@@ -22,7 +22,7 @@ from ...cluster.nodes import Node
 from ...cluster.timing import USUAL
 from ...cluster.trust.admission import Admission, enter
 from ...cluster.trust.invitations import Invitation, remembered
-from .progress import Progress
+from .progress import ProgressDisplay
 from .serve import POLL_S, StopSignals, as_sentence, leave
 
 ORDER_S = 30.0
@@ -103,7 +103,7 @@ def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
     prepare_home(home)
     signals = StopSignals()
     signals.install()
-    progress = Progress()
+    progress = ProgressDisplay()
     cluster = LocalCluster(home, node=order.node)
     start = _Start(order, cluster, progress)
     try:
@@ -137,7 +137,7 @@ def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
 class _Start(threading.Thread):
     """Joins and starts the node's actors; `error` is set where that failed."""
 
-    def __init__(self, order: JoinOrder, cluster: LocalCluster, progress: Progress) -> None:
+    def __init__(self, order: JoinOrder, cluster: LocalCluster, progress: ProgressDisplay) -> None:
         super().__init__(name="join", daemon=True)
         self._order, self._cluster, self._progress = order, cluster, progress
         self.connected, self.go_on, self.begun = threading.Event(), threading.Event(), threading.Event()
@@ -228,7 +228,7 @@ def _stay(cluster: LocalCluster, signals: StopSignals, ordered: bool) -> None:
         cluster.tend()
 
 
-def _leave_cluster(start: _Start, node: Node, progress: Progress, *, for_good: bool) -> None:
+def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_good: bool) -> None:
     """Let the node's work end, and tell the others. One that leaves for good hands its agents over first."""
     from ray.exceptions import RayError
 

@@ -16,7 +16,7 @@ from ...cluster.environment import default_home
 
 if TYPE_CHECKING:
     from ..client.cluster import Cluster
-    from .progress import Progress
+    from .progress import ProgressDisplay
 
 app = typer.Typer(
     help="List the models of the running server, load another one, or unload one.", invoke_without_command=True
@@ -106,16 +106,16 @@ def unload(
 
 
 @contextmanager
-def _connected(given: Path | None) -> Iterator[tuple[Cluster, Progress]]:
+def _connected(given: Path | None) -> Iterator[tuple[Cluster, ProgressDisplay]]:
     """Handles of the running server, and a progress bar that is gone afterwards."""
-    from .progress import Progress
+    from .progress import ProgressDisplay
 
     home = chosen_home(given)
     # Before Ray is imported, which takes seconds.
     find_cluster(home)
     from ..client.cluster import connect
 
-    progress = Progress()
+    progress = ProgressDisplay()
     try:
         with connect(home.root) as cluster:
             yield cluster, progress

@@ -12,7 +12,7 @@ import typer
 from .models import Dtype, JsonOption
 
 if TYPE_CHECKING:
-    from .probe_model import Kept, Report, Row
+    from .probe_model import KVSize, ProbeResult, Report
 
 _SAMPLES_MAX = 100
 _SEED = 1
@@ -38,9 +38,9 @@ def probe(
 ) -> None:
     """Measure what q4 and k8v4 KV do to a model's answers, and recommend one."""
     chosen_lengths, chosen_policies = _numbers(lengths), _names(policies)
-    from .progress import Progress
+    from .progress import ProgressDisplay
 
-    progress = Progress()
+    progress = ProgressDisplay()
 
     def tell(step: str, fraction: float | None) -> None:
         # Standard output is for the JSON alone.
@@ -139,7 +139,7 @@ def _show(report: Report) -> None:
     console.print(f"The rule: {report.rule}.")
 
 
-def _cells(row: Row, kept: Kept, first: bool) -> list[str]:
+def _cells(row: ProbeResult, kept: KVSize, first: bool) -> list[str]:
     measured = row.policy != "fp16"
     return [
         row.policy if first else "",

@@ -53,7 +53,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Row:
+class ProbeResult:
     """A policy at a length. `kl` and `top1` over `places`; `right` of `questions` codes, None where not asked."""
 
     policy: str
@@ -67,7 +67,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KVSize:
     """What a policy's KV takes: for every further token, and for a conversation of `tokens` tokens in all."""
 
     policy: str
@@ -91,8 +91,8 @@ class Report:
     layers: str
     dtype: str
     text: str
-    memory: list[Kept]
-    rows: list[Row]
+    memory: list[KVSize]
+    rows: list[ProbeResult]
     recommended: str
     why: str
     rule: str
@@ -175,8 +175,8 @@ def caches_of(loaded: LoadedModel, spec: ModelCacheSpec) -> NewCaches:
     return lambda: new_caches(spec, make_prompt_cache(loaded.model), None)
 
 
-def memory_of(name: str, spec: ModelCacheSpec, tokens: int) -> Kept:
-    return Kept(name, spec.bytes_per_token, tokens, spec.bytes_per_token * tokens + spec.bytes_per_row)
+def memory_of(name: str, spec: ModelCacheSpec, tokens: int) -> KVSize:
+    return KVSize(name, spec.bytes_per_token, tokens, spec.bytes_per_token * tokens + spec.bytes_per_row)
 
 
 def logits_of(model: Any, tokens: Sequence[int], caches: list[Any], spans: Sequence[Span]) -> Iterator[mx.array]:
@@ -280,7 +280,7 @@ class _Probe:
         self._samples = samples
         self.notes: list[str] = []
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ProbeResult]:
         divergences = self._divergences()
         recalls = self._recalls()
         return [
@@ -290,7 +290,7 @@ class _Probe:
             for row in divergences
         ]
 
-    def _divergences(self) -> list[Row]:
+    def _divergences(self) -> list[ProbeResult]:
         spans = scored_spans(self._lengths)
         others = {name: make for name, make in self._caches.items() if name != FULL_PRECISION}
         found: dict[str, list[list[Scores]]] = {name: [] for name in others}
@@ -305,7 +305,7 @@ class _Probe:
                 found[name].append(scores)
         places = [(stop - start) * self._samples for start, stop in spans]
         rows = [
-            Row(FULL_PRECISION, length, 0.0, 0.0, 1.0, count)
+            ProbeResult(FULL_PRECISION, length, 0.0, 0.0, 1.0, count)
             for length, count in zip(self._lengths, places, strict=True)
         ]
         for name, per_sample in found.items():
@@ -361,10 +361,10 @@ def scored_spans(lengths: Sequence[int]) -> list[Span]:
     return [(max(last, length - BLOCK_TOKENS), length) for last, length in zip(before, lengths, strict=False)]
 
 
-def row_of(name: str, tokens: int, scores: Sequence[Scores]) -> Row:
+def row_of(name: str, tokens: int, scores: Sequence[Scores]) -> ProbeResult:
     kl = np.concatenate([part.kl for part in scores])
     same = np.concatenate([part.same for part in scores])
-    return Row(name, tokens, float(kl.mean()), float(np.quantile(kl, 0.99)), float(same.mean()), len(kl))
+    return ProbeResult(name, tokens, float(kl.mean()), float(np.quantile(kl, 0.99)), float(same.mean()), len(kl))
 
 
 RULE = (
@@ -373,7 +373,7 @@ RULE = (
 )
 
 
-def recommend(memory: Sequence[Kept], rows: Sequence[Row]) -> tuple[str, str]:
+def recommend(memory: Sequence[KVSize], rows: Sequence[ProbeResult]) -> tuple[str, str]:
     """The policy that `RULE` finds, and why it and no smaller one, in a sentence. `fp16` always satisfies it."""
     refused: list[str] = []
     full = _recall([row for row in rows if row.policy == FULL_PRECISION])
@@ -392,6 +392,6 @@ def recommend(memory: Sequence[Kept], rows: Sequence[Row]) -> tuple[str, str]:
     raise AssertionError("full precision agrees with itself")
 
 
-def _recall(rows: Sequence[Row]) -> float | None:
+def _recall(rows: Sequence[ProbeResult]) -> float | None:
     questions = sum(row.questions or 0 for row in rows)
     return sum(row.right or 0 for row in rows) / questions if questions else None

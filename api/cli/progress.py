@@ -9,7 +9,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElap
 from rich.progress import Progress as Bars
 
 
-class Progress:
+class ProgressDisplay:
     """Lines and steps, from any thread. A reader that goes away (`| head`) does not stop the server."""
 
     def __init__(self) -> None:

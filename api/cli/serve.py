@@ -27,7 +27,7 @@ from ...cluster.home import prepare_home, write_private
 from ...cluster.keys import write_owner_key
 from ...cluster.trust.endpoint_certificate import read_certificate
 from ...cluster.trust.invitations import invite
-from .progress import Progress
+from .progress import ProgressDisplay
 
 POLL_S = 0.1
 NODES_WAIT_S = 120.0
@@ -40,7 +40,7 @@ _SAME_SIGNAL_S = 0.4
 """A terminal's Ctrl-C under `make` arrives twice: from the terminal, and handed on by make."""
 
 
-class Deployment(Protocol):
+class RunningDeployment(Protocol):
     """What `satchel.api.serve.deploy` returns."""
 
     url: str
@@ -87,7 +87,7 @@ class StartUp(threading.Thread):
     Then it waits for `go_on`, so that a signal while models load meets the server's handlers and not Ray's.
     """
 
-    def __init__(self, config: Config, home: Home, cluster: LocalCluster, progress: Progress) -> None:
+    def __init__(self, config: Config, home: Home, cluster: LocalCluster, progress: ProgressDisplay) -> None:
         super().__init__(name="start-up", daemon=True)
         self._config = config
         self._home = home
@@ -95,7 +95,7 @@ class StartUp(threading.Thread):
         self._progress = progress
         self.connected = threading.Event()
         self.go_on = threading.Event()
-        self.deployment: Deployment | None = None
+        self.deployment: RunningDeployment | None = None
         self.launcher: Launcher | None = None
         self.error: BaseException | None = None
 
@@ -149,7 +149,7 @@ def serve(config: Config, home: Home) -> None:
     write_owner_key(home)
     signals = StopSignals()
     signals.install()
-    progress = Progress()
+    progress = ProgressDisplay()
     progress.say(f"Home is {home.root}", *(f"Warning: {each.found}; {each.mend}" for each in advice))
     cluster = LocalCluster(
         home,
@@ -180,8 +180,8 @@ def _stop(start_up: StartUp, cluster: LocalCluster) -> None:
 
 
 def _start(
-    start_up: StartUp, home: Home, cluster: LocalCluster, signals: StopSignals, progress: Progress
-) -> Deployment | None:
+    start_up: StartUp, home: Home, cluster: LocalCluster, signals: StopSignals, progress: ProgressDisplay
+) -> RunningDeployment | None:
     """Starts Ray and the models. None where a signal came first.
 
     Raises:
@@ -206,7 +206,11 @@ def _start(
 
 
 def _run(
-    deployment: Deployment, config: Config, cluster: LocalCluster, signals: StopSignals, progress: Progress
+    deployment: RunningDeployment,
+    config: Config,
+    cluster: LocalCluster,
+    signals: StopSignals,
+    progress: ProgressDisplay,
 ) -> None:
     """Returns when a signal comes.
 
@@ -224,7 +228,7 @@ def _run(
         cluster.tend()
 
 
-def _announce(deployment: Deployment, config: Config, progress: Progress) -> None:
+def _announce(deployment: RunningDeployment, config: Config, progress: ProgressDisplay) -> None:
     url, trusting = for_clients(deployment.url, config.endpoint)
     model = deployment.models[0]
     progress.say(f"\nReady: {url}/v1", f"Models: {', '.join(deployment.models)}", "Try it:")
@@ -244,14 +248,14 @@ def for_clients(url: str, endpoint: Endpoint) -> tuple[str, str]:
     return found.reached_at(url), f"--cacert {shlex.quote(found.path)} " if found.is_self_signed else ""
 
 
-def _shut_down(deployment: Deployment, config: Config, signals: StopSignals, progress: Progress) -> None:
+def _shut_down(deployment: RunningDeployment, config: Config, signals: StopSignals, progress: ProgressDisplay) -> None:
     drain_s = config.timeouts.drain_s
     progress.say(f"Finishing running requests, for at most {drain_s:g} s; once more Ctrl-C stops at once")
     _bounded(lambda: deployment.drain(drain_s), drain_s + 0.5, signals, progress)
     _bounded(lambda: deployment.stop(_READ_S), _READ_S + 2.5, signals, progress)
 
 
-def _bounded(work: Callable[[], None], timeout_s: float, signals: StopSignals, progress: Progress) -> None:
+def _bounded(work: Callable[[], None], timeout_s: float, signals: StopSignals, progress: ProgressDisplay) -> None:
     """Runs `work` in a thread and waits until it ends, the time is up, or the user has lost patience."""
     failures: list[Exception] = []
 

@@ -159,7 +159,7 @@ class Agent:
     @on_loop
     async def transcript(self) -> list[dict[str, Any]]:
         """What was said so far, as OpenAI messages; [] for an agent that nothing is known of."""
-        return await asyncio.to_thread(json.loads, await self._memory.store.call("transcript", self._key))
+        return await asyncio.to_thread(json.loads, await self._memory.store.transcript(self._key))
 
     transcript_sync = blocking(transcript)
 

@@ -31,7 +31,7 @@ from ..generation.remembered import Remembered
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.streams import Answer, TextStream
 from ..ray_backend.dispatch import RayBackend, cluster_config
-from ..ray_backend.homes import AgentHomes
+from ..ray_backend.locator import AgentLocator
 from ..ray_backend.store import RayStore
 from ..text.logprobs import ShownToken
 from ..views.agents import agent_page
@@ -100,12 +100,12 @@ class Cluster:
         self._generator = self._loop.run(self._make_generator())
 
     async def _make_generator(self) -> Generator:
-        homes = AgentHomes(self.config)
+        locator = AgentLocator(self.config)
         return Generator(
-            RayBackend(self.config, homes),
+            RayBackend(self.config, locator),
             self.config,
             memory=AgentMemory(
-                RayStore(homes, self.config.timing), copy_wait_s=self.config.copy_wait_s, timing=self.config.timing
+                RayStore(locator, self.config.timing), copy_wait_s=self.config.copy_wait_s, timing=self.config.timing
             ),
         )
 

@@ -128,7 +128,7 @@ class Caller:
 
     @property
     def disk_limits(self) -> dict[str, int | None]:
-        """What its tenant may have on a node's disk, as `kv_store.quotas.Limits`."""
+        """What its tenant may have on a node's disk, as `store_messages.Limits`."""
         return {self.tenant: self.limits.disk_bytes_max}
 
     def may_use(self, model: str) -> bool:
@@ -147,7 +147,7 @@ class Caller:
             raise InvalidRequest(f"priority: this key may ask for at most {most}", param="priority")
         return min(asked, most)
 
-    def admit(self, rows: int, tokens: int) -> Admission:
+    def admit(self, rows: int, tokens: int) -> AdmittedRows:
         """Begin `rows` with prompts of `tokens` together.
 
         Raises:
@@ -155,7 +155,7 @@ class Caller:
         """
         if self.meter is not None:
             self.meter.take_rows(rows, tokens)
-        return Admission(self.meter, rows)
+        return AdmittedRows(self.meter, rows)
 
 
 _NO_LIMITS = KeyLimits()
@@ -163,7 +163,7 @@ OWNING = Caller()
 """Whoever runs the server."""
 
 
-class Admission:
+class AdmittedRows:
     """Rows that were let in, until the last of them has ended."""
 
     def __init__(self, meter: Meter | None, rows: int) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import is_word
-from ...actors.protocol.messages import Media
+from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER
 from ..media.prompt import Medium, media_said, place, with_references, with_words
-from ..text.continuation import PICTURES_CHANGED, Continuation, Line, Match, continue_text
+from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
 from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel
@@ -98,7 +98,7 @@ class Chat:
     text: str
     messages: list[Message]
     continuation: Continuation | None = None
-    media: list[Media] = field(default_factory=list)
+    media: list[MediaSpan] = field(default_factory=list)
     shown: list[Medium] = field(default_factory=list)
 
     @property
@@ -113,7 +113,7 @@ class Past:
     for each of those the words of its pictures."""
 
     messages: Sequence[Message] = ()
-    lines: Sequence[Line] = ()
+    lines: Sequence[StoredBranch] = ()
     words: Sequence[Sequence[int]] = ()
 
 
@@ -203,7 +203,7 @@ def prepare_chat(
     if not prompt:
         raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
     _check_length(prompt, model, "messages")
-    spans: list[Media] = []
+    spans: list[MediaSpan] = []
     if pictures is not None and placed is not None:
         prompt, spans = with_words(pictures, prompt, placed)
         if continuation is not None and continuation.line is not None and past.words:

@@ -82,7 +82,7 @@ def create_app(
         refused: hears why a request is refused for want of room.
     """
     app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
-    endpoint = _Endpoint(backend, config, generator or Generator(backend, config, memory=memory), Metrics(), refused)
+    endpoint = _Routes(backend, config, generator or Generator(backend, config, memory=memory), Metrics(), refused)
     add_error_handlers(app)
     app.add_middleware(KeyGuard, keys=keys, audit=audit)
     if origins := [origin.lower() for origin in config.endpoint.origins]:
@@ -133,7 +133,7 @@ def _version() -> str:
         return "0"
 
 
-class _Endpoint:
+class _Routes:
     """The routes."""
 
     def __init__(
@@ -256,7 +256,7 @@ class _EventStream(Response):
     moment in which a row runs and a cancellation would leave it behind.
     """
 
-    def __init__(self, endpoint: _Endpoint, work: ChatRequest | CompletionRequest, *, include_usage: bool) -> None:
+    def __init__(self, endpoint: _Routes, work: ChatRequest | CompletionRequest, *, include_usage: bool) -> None:
         # Not Response's own initializer: that one sets a Content-Length.
         self.status_code = 200
         self.background = None

@@ -80,7 +80,9 @@ class ClusterRoutes:
         key = agent_key(agent_id, caller.tenant)
         if self._store is None:
             raise Unavailable("this endpoint keeps no agents' memory", retry_after_s=None)
-        return JSONResponse({"id": agent_id, "object": "agent.place", **await self._store.where(key)})
+        place = await self._store.where(key)
+        found = {"home": place.home, "alive": place.alive, "epoch": place.epoch, "copies": place.copies}
+        return JSONResponse({"id": agent_id, "object": "agent.place", **found})
 
     async def explain(self, request: Request, request_id: str) -> Response:
         """Why a recent request went where it did."""

@@ -66,7 +66,7 @@ class _Replicas(Collector):
         return family
 
 
-class _Nodes(Collector):
+class _NodeCollector(Collector):
     """One reading of the nodes; of those that were not heard nothing."""
 
     def __init__(self, nodes: Sequence[NodeState]) -> None:
@@ -123,7 +123,7 @@ class Metrics:
         """
         replicas = CollectorRegistry()
         replicas.register(_Replicas(stats, failovers))
-        replicas.register(_Nodes(nodes))
+        replicas.register(_NodeCollector(nodes))
         return generate_latest(replicas) + generate_latest(self.registry)
 
 

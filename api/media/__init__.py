@@ -1,1 +1,1 @@
-"""Pictures and films: fetched, decoded, and put into prompts."""
+"""Pictures and videos: fetched, decoded, and put into prompts."""

@@ -1,6 +1,6 @@
-"""From a file's bytes to RGB pixels, with Pillow. Blocking: for worker threads.
+"""Decodes picture files to RGB pixels, with Pillow. Blocking: for worker threads.
 
-Whatever a file holds, its size is known and checked before a pixel is decoded, and all that goes wrong is one error.
+The size is checked before a pixel is decoded, and every failure is an `Undecodable`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...actors.protocol.media_ids import picture_hash
 from .sources import Picture, PictureSource
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
-# Pillow warns of what is odd in a file, in words of that file: callers would write into the log.
+# Pillow's warnings quote the file, so callers could write into the log.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _LOW_SIDE = 512
 _SIDES_MAX = 200
-"""How many times the shorter side the longer one may be: some processors enlarge the shorter one to a full size."""
+"""The largest aspect ratio: some processors enlarge the shorter side to a full size."""
 _SCANNED_PIXELS_MAX = 2 * 10**9
-# A scan's length follows from its number of components. What stands behind the picture may be anything.
+# The marker and length of a JPEG scan, which depends on its number of components.
 _SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
 _PNG_DEPTH_OFFSET = 24
@@ -40,11 +40,11 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""By EXIF's orientation."""
+"""By EXIF orientation."""
 
 
 class Undecodable(Exception):
-    """A file that is not taken. Its text goes on after the file's place: "is no picture ..."."""
+    """A file that is refused. Its message continues after the file's position: "is no picture ..."."""
 
 
 class UnknownFormat(Undecodable):
@@ -53,7 +53,7 @@ class UnknownFormat(Undecodable):
 
 @dataclass(frozen=True)
 class Shown:
-    """How large a picture is shown: within a square of `side`, and where it can be between two numbers of pixels."""
+    """The limits of a shown picture: within a square of `side`, and if possible between two numbers of pixels."""
 
     side: int | None = None
     pixels_min: int | None = None
@@ -64,7 +64,7 @@ class Shown:
         return cls(_LOW_SIDE if source.detail == "low" else None, source.pixels_min, source.pixels_max)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """The (width, height) for a picture of these; the shape stays, and no side is less than 1."""
+        """Returns the shown (width, height) of a picture. Keeps the aspect ratio; no side is less than 1."""
         scale = 1.0
         if self.side is not None:
             scale = min(scale, self.side / max(width, height))
@@ -74,7 +74,7 @@ class Shown:
             scale = max(scale, math.sqrt(self.pixels_min / (width * height)))
         if scale == 1.0:
             return width, height
-        # Up where a picture grows, down where it shrinks, so that rounding passes no limit.
+        # Up if a picture grows, down if it shrinks, so that rounding crosses no limit.
         rounded = math.ceil if scale > 1.0 else math.floor
         shorter = max(1, rounded(min(width, height) * scale))
         longer = max(1, rounded(max(width, height) * scale))
@@ -87,10 +87,10 @@ class Shown:
 
 
 def measure(data: bytes, shown: Shown, pixels_max: int) -> int:
-    """How many pixels decoding this file takes: those it has, or those it is enlarged to.
+    """Returns how many pixels decoding this file takes: its own, or those that it is enlarged to.
 
     Raises:
-        Undecodable: it is no picture, or this is more than `pixels_max`.
+        Undecodable: it is no picture, or takes more than `pixels_max`.
     """
     with opened(data, pixels_max) as image:
         width, height = shown.size(*image.size)
@@ -100,7 +100,7 @@ def measure(data: bytes, shown: Shown, pixels_max: int) -> int:
 
 
 def decode(data: bytes, shown: Shown, pixels_max: int) -> Picture:
-    """The picture in a file, the first one where it has several: upright, over white, and as large as it is shown.
+    """Returns the first picture in a file: upright, on white, in its shown size.
 
     Raises:
         Undecodable: it is no picture, has more than `pixels_max` pixels, or is damaged.
@@ -115,7 +115,11 @@ def decode(data: bytes, shown: Shown, pixels_max: int) -> Picture:
 
 @contextmanager
 def opened(data: bytes, pixels_max: int) -> Iterator[Image.Image]:
-    """The file's header, read and checked. What Pillow raises in the block is `Undecodable` too."""
+    """Reads and checks the file's header. Pillow's errors in the block become `Undecodable` too.
+
+    Raises:
+        Undecodable: it is no picture, too large or damaged.
+    """
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             check_size(*image.size, pixels_max)
@@ -129,14 +133,15 @@ def opened(data: bytes, pixels_max: int) -> Iterator[Image.Image]:
     except Image.DecompressionBombError:
         raise Undecodable(f"has {_too_large(pixels_max)}") from None
     except Exception as error:
-        # Pillow's readers raise nearly anything at a damaged file: OSError, SyntaxError, ValueError, struct.error ...
+        # Pillow raises nearly anything for a damaged file: OSError, SyntaxError, ValueError, struct.error ...
         raise Undecodable("is damaged or cut off") from error
 
 
 def check_size(width: int, height: int, pixels_max: int) -> None:
-    """
+    """Checks a picture's size.
+
     Raises:
-        Undecodable: a picture of this size has more pixels, or none, or one side is far longer than the other.
+        Undecodable: it has more than `pixels_max` pixels, or none, or one side is far longer than the other.
     """
     _check_pixels(width, height, pixels_max)
     if max(width, height) > _SIDES_MAX * min(width, height):
@@ -155,16 +160,19 @@ def _too_large(pixels_max: int) -> str:
 
 
 def _check_tiles(image: Image.Image, pixels_max: int) -> None:
-    """A TIFF's tiles may be larger than itself, and are decoded whole."""
+    """Checks the size of a TIFF's tiles, which may be larger than the picture and are decoded whole."""
     tags = image.tag_v2  # pyright: ignore[reportAttributeAccessIssue]
     _check_pixels(tags.get(_TILE_WIDTH, 1), tags.get(_TILE_LENGTH, 1), pixels_max)
 
 
 def rgb(image: Image.Image, depth: int = 8) -> Image.Image:
-    """An opened image as RGB, upright, over white where it is transparent.
+    """Returns an opened image as RGB, upright, with transparent parts on white.
 
     Args:
-        depth: bits a sample, where the file is a PNG.
+        depth: bits per sample if the file is a PNG.
+
+    Raises:
+        Undecodable: it has samples of 32 bits.
     """
     image = _upright(image)
     transparent = _transparent(image, depth)
@@ -187,15 +195,15 @@ def _upright(image: Image.Image) -> Image.Image:
     try:
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:
-        # Cameras and editors leave all kinds of metadata. What cannot be read turns nothing.
+        # Cameras and editors write all kinds of metadata. Unreadable metadata is ignored.
         turn = None
     return image if turn is None else image.transpose(turn)
 
 
 def _transparent(image: Image.Image, depth: int) -> int | bytes | tuple[int, ...] | None:
-    """Which colour or palette entries are transparent, in the range that the pixels have by now.
+    """Returns the transparent colour or palette entries, in the range of the decoded pixels.
 
-    Pillow spreads samples of 2 and 4 bits to 8, and cuts colours of 16 bits to 8, but leaves this as the file has it.
+    Pillow scales samples of 2 and 4 bits to 8, and cuts colours of 16 bits to 8, but does not convert this value.
     """
     given = image.info.get("transparency")
     if image.mode == "L" and depth < 8 and isinstance(given, int):
@@ -206,7 +214,7 @@ def _transparent(image: Image.Image, depth: int) -> int | bytes | tuple[int, ...
 
 
 def _from_16_bits(image: Image.Image, transparent: int | bytes | tuple[int, ...] | None) -> Image.Image:
-    """Grey of 16 bits by its upper byte, as Pillow does for colours."""
+    """Returns grey of 16 bits, `(height, width) uint16`, by its upper byte, as Pillow does for colours."""
     values = np.asarray(image)
     grey = (values >> 8).astype(np.uint8)
     if isinstance(transparent, int):
@@ -215,7 +223,7 @@ def _from_16_bits(image: Image.Image, transparent: int | bytes | tuple[int, ...]
 
 
 def as_picture(image: Image.Image, shown: Shown, seconds: float = 0.0) -> Picture:
-    """An RGB image as it is shown."""
+    """Returns an RGB image in its shown size."""
     size = shown.size(*image.size)
     if size != image.size:
         image = image.resize(size, Image.Resampling.BICUBIC)

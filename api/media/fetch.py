@@ -1,7 +1,7 @@
-"""Loads the pictures and videos of messages: from where callers say, to the pixels that models are shown.
+"""Loads the pictures and videos of messages, from callers' URLs to the pixels that models are shown.
 
-Everything is limited by the config's `media`: sizes, times, how much is decoded at a time, how much is held. What a
-caller causes is an `InvalidRequest` that names the part of the message.
+The config's `media` limits everything: sizes, times, how much is decoded at a time, how much is held. Errors that a
+caller causes are an `InvalidRequest` that names the part of the message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...cluster.errors import InvalidRequest, SatchelError, Unavailable
 from .decode import Shown, Undecodable, decode, measure
 from .files import Unreadable, data_url, read_file
 from .sources import Picture, PictureSource, VideoSource
-from .video import FRAME_PIXELS_MIN, FRAMES_A_SECOND, Sampling, decode_video, evenly
+from .video import FRAME_PIXELS_MIN, FRAMES_A_SECOND, FrameSampling, decode_video, evenly
 from .web import Fetcher, Unfetchable
 
 T = TypeVar("T")
@@ -35,11 +35,11 @@ _VIDEO_FETCHES_MAX = 4
 _VIDEOS_MAX = 2
 _READ_HERE_MAX = 1 << 16
 _CACHE_PART = 4
-"""What is kept for later requests may be a quarter of what may be held."""
+"""The cache for later requests is at most `held_bytes_max` divided by this."""
 
 
 class Workshop:
-    """Threads that decode, and a limit on the pixels that they decode at a time. First come, first served."""
+    """Threads that decode, with a limit on the pixels that are decoded at a time. First come, first served."""
 
     def __init__(self, threads: int, pixels_max: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -47,10 +47,10 @@ class Workshop:
         self._turn = asyncio.Lock()
         self._given_back = asyncio.Event()
 
-    async def run(self, pixels: int, work: Callable[..., T], *arguments: object) -> T:
-        """Do the work when there is room for so many pixels.
+    async def run(self, pixels: int, function: Callable[..., T], *arguments: object) -> T:
+        """Calls `function` in a thread as soon as there is room for so many pixels. Raises what it raises.
 
-        Who waits may be cancelled. Work that has begun goes on, and its room is taken until it ends.
+        The caller may be cancelled. A call that has begun goes on, and its room is taken until it ends.
         """
         pixels = min(pixels, self._pixels_max)
         async with self._turn:
@@ -58,7 +58,7 @@ class Workshop:
                 self._given_back.clear()
                 await self._given_back.wait()
             self._free -= pixels
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        future = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
         future.add_done_callback(lambda done: self._give_back(done, pixels))
         return await asyncio.shield(future)
 
@@ -66,7 +66,7 @@ class Workshop:
         self._free += pixels
         self._given_back.set()
         if not done.cancelled():
-            # Nobody else looks at the error of work whose caller has gone.
+            # Retrieves the error of a call whose caller was cancelled, so that asyncio does not log it.
             done.exception()
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Workshop:
 
 
 class PictureShelf:
-    """Which pictures are held, by requests or for later ones. Those kept for later ones go where room is needed."""
+    """The decoded pictures in memory, held by requests or cached for later ones. Cached ones are evicted for room."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -89,7 +89,7 @@ class PictureShelf:
 
     @asynccontextmanager
     async def room(self, wanted_bytes: int) -> AsyncIterator[None]:
-        """Room for pictures that are made and held in the block. Waits for room that others have and may not need.
+        """Reserves room for pictures that the block creates and holds. Waits for others' reservations to end.
 
         Raises:
             Unavailable: requests hold too much.
@@ -112,17 +112,17 @@ class PictureShelf:
             self._given_back.set()
 
     def hold(self, pictures: Sequence[Picture]) -> None:
-        """Count them for as long as anybody has them."""
+        """Counts pictures as held until they are freed."""
         for picture in pictures:
             self._held[next(self._numbers)] = picture
 
     def keep(self, key: bytes, pictures: list[Picture]) -> None:
-        """Keep them for later requests, as far as there is room."""
+        """Caches pictures for later requests, if they fit."""
         with suppress(ValueError):
             self._kept[key] = pictures
 
     def _held_bytes(self) -> int:
-        # A frame at another time of its video is another picture of the same pixels.
+        # Frames at different times of a video may share their pixels.
         return sum({id(picture.pixels): len(picture.pixels) for picture in list(self._held.values())}.values())
 
 
@@ -131,13 +131,12 @@ def _bytes(pictures: Sequence[Picture]) -> int:
 
 
 class PictureLoader:
-    """Loads pictures and videos; belongs to one event loop."""
+    """Loads pictures and videos, for one event loop."""
 
     def __init__(self, limits: Media) -> None:
         self._limits = limits
         self._fetcher = Fetcher(limits)
-        # Of contents in memory, by whether they are videos and whether they are fetched. Videos take long, and
-        # pictures do not wait for them.
+        # Limits on contents in memory, by (video, remote). Pictures do not wait for videos, which take long.
         self._turns = {
             (False, True): asyncio.Semaphore(_FETCHES_MAX),
             (False, False): asyncio.Semaphore(_READS_MAX),
@@ -149,10 +148,10 @@ class PictureLoader:
         self._shelf = PictureShelf(limits.held_bytes_max)
 
     async def load_all(self, sources: Sequence[PictureSource | VideoSource]) -> list[list[Picture]]:
-        """Every source's pictures, in order: one of a picture, the frames of a video. The first error ends all.
+        """Loads every source, in order: one picture for a picture, the frames for a video. The first error ends all.
 
         Raises:
-            InvalidRequest, Unavailable: as `load`; or they are more than `pictures_max`.
+            InvalidRequest, Unavailable: as `load`; or there are more than `pictures_max` sources.
         """
         if len(sources) > self._limits.pictures_max:
             raise InvalidRequest(
@@ -165,9 +164,10 @@ class PictureLoader:
         return await self.load_video(source) if isinstance(source, VideoSource) else [await self.load(source)]
 
     async def load(self, source: PictureSource) -> Picture:
-        """
+        """Loads a picture.
+
         Raises:
-            InvalidRequest: whatever a caller can cause; `param` is the source's place.
+            InvalidRequest: anything that a caller can cause; `param` is the source's position.
             Unavailable: pictures of requests hold too much memory.
         """
         shown = Shown.of(source)
@@ -182,7 +182,7 @@ class PictureLoader:
         return (await self._load(source.url, source.where, shown, decoded, video=False))[0]
 
     async def load_video(self, source: VideoSource) -> list[Picture]:
-        """The frames to show, in order, each with its time.
+        """Loads the frames to show, in order, each with its time.
 
         Raises:
             InvalidRequest, Unavailable: as `load`.
@@ -192,7 +192,7 @@ class PictureLoader:
         frames_max = min(source.frames_max or limits.frames_max, limits.frames_max, frames_most)
         if source.url is None:
             return await self._load_frames(source, frames_max)
-        sampling = Sampling(
+        sampling = FrameSampling(
             fps=source.fps or FRAMES_A_SECOND,
             frames_max=frames_max,
             pixels_max=limits.pixels_max,
@@ -225,7 +225,7 @@ class PictureLoader:
     async def _load(
         self, url: str, where: str, how: object, decoded: Callable[[bytes], Awaitable[list[Picture]]], *, video: bool
     ) -> list[Picture]:
-        """What `decoded` makes of the content, unless the same was made of the same content before."""
+        """Returns the content decoded by `decoded`, or the cached result of the same content and parameters `how`."""
         try:
             async with self._turns[video, _is_remote(url)]:
                 data = await self._content(url)
@@ -238,11 +238,11 @@ class PictureLoader:
         except (Undecodable, Unfetchable, Unreadable) as error:
             raise InvalidRequest(f"{where} {error}", param=where) from error
 
-    async def _read(self, work: Callable[..., bytes], content: bytes | str, how: object) -> bytes:
-        """What `work` makes of a content. For a small one a thread would take longer: frames are small, and many."""
+    async def _read(self, function: Callable[..., bytes], content: bytes | str, how: object) -> bytes:
+        """Calls `function`, in a thread if the content is large. Frames are small and many, and a thread costs more."""
         if len(content) <= _READ_HERE_MAX:
-            return work(content, how)
-        return await self._pictures.run(len(content), work, content, how)
+            return function(content, how)
+        return await self._pictures.run(len(content), function, content, how)
 
     async def _content(self, url: str) -> bytes:
         if _is_remote(url):
@@ -263,12 +263,12 @@ def _is_remote(url: str) -> bool:
 
 
 def _key(data: bytes, how: object) -> bytes:
-    """Names a file's content and what is made of it."""
+    """Returns the cache key of a file's content and its decoding parameters."""
     return hashlib.sha256(hashlib.sha256(data).digest() + repr(how).encode()).digest()
 
 
 async def _together(loads: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error ends the others."""
+    """Returns the results in order. The first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(load) for load in loads]

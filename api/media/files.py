@@ -1,4 +1,4 @@
-"""Reads what a URL holds in itself, and files of this machine out of folders that the config names. Blocking."""
+"""Reads `data:` URLs, and files of this machine in the folders that the config allows. Blocking."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _SPACES = b" \t\r\n"
 _PIECE_CHARACTERS = 2**16
-"""The interpreter is given back after so many."""
+"""Characters that are decoded before other threads may run."""
 
 
 class Unreadable(Exception):
-    """What is not read. Its text goes on after the place: "is outside ..."."""
+    """A URL that is refused. Its message continues after its position: "is outside ..."."""
 
 
 def data_url(url: str, bytes_max: int) -> bytes:
-    """What a `data:` URL holds, whatever it says of its kind.
+    """Returns the content of a `data:` URL, regardless of its media type.
 
     Raises:
         Unreadable: it is malformed, or holds more than `bytes_max`.
@@ -28,7 +28,7 @@ def data_url(url: str, bytes_max: int) -> bytes:
     head, comma, body = url.partition(",")
     if not comma:
         raise Unreadable("is a data URL without a comma")
-    # Three bytes of four characters, or one of three: more text than this cannot fit.
+    # Four base64 characters are three bytes, and "%xx" is one byte, so a longer text cannot fit.
     if len(body) > 4 * bytes_max + 4:
         raise _too_large(bytes_max)
     pieces = _unquoted(body)
@@ -39,7 +39,7 @@ def data_url(url: str, bytes_max: int) -> bytes:
 
 
 def _unquoted(body: str) -> Iterator[bytes]:
-    """What `body` says, piece by piece; none ends within a character that is written with a percent sign."""
+    """Yields `body` decoded, in pieces that split no percent escape."""
     at = 0
     while at < len(body):
         end = at + _PIECE_CHARACTERS
@@ -64,16 +64,16 @@ def _base64(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def read_file(url: str, roots: Sequence[str], bytes_max: int) -> bytes:
-    """A regular file within one of `roots`, by its path or `file://` URL.
+    """Reads a regular file within one of `roots`, by its path or `file://` URL.
 
-    Links are followed first, so one that leads out of a root is outside.
+    Links are resolved first, so a link that leads out of a root is outside.
 
     Raises:
-        Unreadable: it is outside of all roots, is not there, is no regular file, or has more than `bytes_max`.
+        Unreadable: it is outside of all roots, absent, no regular file, or has more than `bytes_max`.
     """
     if not roots:
         raise Unreadable("names a file of this machine, and media.file_roots names no folder for such")
-    # One sentence, whether it is there or not: nobody learns what else is on this machine.
+    # The same message whether it exists or not, so that callers learn nothing about other files.
     outside = Unreadable("names a file outside of the folders in media.file_roots")
     try:
         path = Path(os.path.realpath(_path(url)))
@@ -98,7 +98,7 @@ def _path(url: str) -> str:
 
 
 def _read(root: Path, parts: Sequence[str], bytes_max: int) -> bytes:
-    """Steps down folder by folder and follows no link, so nobody can put one in between check and use."""
+    """Opens folder by folder without following links, so that no link can be inserted between check and use."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     opened = os.open(root, flags | os.O_DIRECTORY)
     try:

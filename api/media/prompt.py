@@ -1,8 +1,8 @@
-"""Pictures in a prompt: from the template's placeholders to what the model's processor writes, and to words.
+"""Pictures in a prompt: from the template's placeholders to the processor's text, and to media token ids.
 
 A rendered conversation has the template's placeholder where a picture stands. It is replaced by the processor's text
 for a picture of that size, which is tokenized with the rest; then each token that stands for a picture becomes a word
-of its key (`kv_store.media`), so that prompts with other pictures are other prompts.
+of its key (`protocol.media_ids`), so that prompts with other pictures are other prompts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from cachetools import LRUCache
 from PIL import Image
 
-from ...actors.model_files.processors import Layout, PictureProcessor
+from ...actors.model_files.processors import PictureProcessor, SpanLayout
 from ...actors.protocol.media_ids import media_key, words_of
-from ...actors.protocol.messages import Media
+from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import InvalidRequest
 from .sources import Picture
 
 REFERENCE = "picture:"
-"""Transcripts name pictures by such URLs. Callers' are fetched, so nobody sees by a hash what others have sent."""
+"""Transcripts name pictures by such URLs. Callers cannot use them, so a hash gives no access to others' pictures."""
 
 RESIZED_BYTES_MAX = 64 << 20
 
@@ -33,18 +33,18 @@ _REFERENCE = re.compile(rf"{REFERENCE}([0-9a-f]{{64}})/(\d{{1,9}})x(\d{{1,9}})(?
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture, or the frames of a video, as it stands in a message."""
+    """A picture, or the frames of a video, of a message."""
 
     frames: Sequence[Picture]
     video: bool = False
 
     @property
     def part(self) -> dict[str, str]:
-        """What a template is given for it, as it is shown."""
+        """Its content part for the chat template."""
         return {"type": "video" if self.video else "image"}
 
     def shown(self, processor: PictureProcessor) -> list[Medium]:
-        """As the model is shown it: a video's frames are pictures where it knows no videos."""
+        """Returns what the model is shown: single pictures for a video's frames if it does not support videos."""
         if self.video and not processor.video_placeholder:
             return [Medium([frame]) for frame in self.frames]
         return [self]
@@ -52,43 +52,43 @@ class Medium:
 
 @dataclass(frozen=True)
 class Span:
-    """What one span of a prompt stands for: a picture, or frames that are encoded together, as large as `size`."""
+    """The media of one span of a prompt: a picture, or frames that are encoded together, in `size` (width, height)."""
 
-    layout: Layout
+    layout: SpanLayout
     frames: Sequence[Picture]
     size: tuple[int, int]
     video: bool
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A rendered conversation with its pictures' texts, and what each span of it stands for."""
+class MediaPrompt:
+    """A rendered conversation with the processor's texts, and its spans of media, in order."""
 
     text: str
     spans: list[Span]
 
 
-def place(processor: PictureProcessor, rendered: str, media: Sequence[Medium]) -> Placed:
-    """Write the texts of media, as they are shown, into a rendered conversation. Sizes that are new take a while.
+def place(processor: PictureProcessor, rendered: str, media: Sequence[Medium]) -> MediaPrompt:
+    """Writes the processor's texts of `media` (from `Medium.shown`) into a rendered conversation. New sizes are slow.
 
     Raises:
-        InvalidRequest: the conversation says itself what stands for a picture, or the processor refuses a size.
+        InvalidRequest: a text of the conversation contains a placeholder, or the processor refuses a size.
     """
     marks = [mark for mark in (processor.placeholder, processor.video_placeholder) if mark]
     parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered)
     wanted = [processor.video_placeholder if medium.video else processor.placeholder for medium in media]
     if parts[1::2] != wanted:
         raise InvalidRequest(
-            f"messages: a text says {processor.placeholder!r} itself, which stands for a picture", param="messages"
+            f"messages: a text contains {processor.placeholder!r}, the placeholder of a picture", param="messages"
         )
     spans: list[Span] = []
     for index, medium in enumerate(media):
         parts[2 * index + 1] = _lay(processor, medium, spans)
-    return Placed("".join(parts), spans)
+    return MediaPrompt("".join(parts), spans)
 
 
 def _lay(processor: PictureProcessor, medium: Medium, spans: list[Span]) -> str:
-    """Append the medium's spans; its text."""
+    """Appends the medium's spans to `spans`, and returns its text."""
     first = medium.frames[0]
     if not medium.video:
         with _refusing(f"picture of {first.width} x {first.height} pixels"):
@@ -113,13 +113,15 @@ def _refusing(medium: str) -> Iterator[None]:
         raise InvalidRequest(f"messages: the model's processor takes no {medium}", param="messages") from error
 
 
-def with_words(processor: PictureProcessor, tokens: Sequence[int], placed: Placed) -> tuple[list[int], list[Media]]:
-    """The prompt with words for its pictures' tokens, and where each picture is.
+def with_words(
+    processor: PictureProcessor, tokens: Sequence[int], placed: MediaPrompt
+) -> tuple[list[int], list[MediaSpan]]:
+    """Returns the prompt with media token ids in place of its image tokens, and the position of each medium.
 
     Raises:
-        InvalidRequest: other tokens stand for pictures too.
+        InvalidRequest: a text contains an image token.
     """
-    prompt, media, at = list(tokens), list[Media](), 0
+    prompt, media, at = list(tokens), list[MediaSpan](), 0
     for span in placed.spans:
         at = _find(tokens, span.layout.tokens, at)
         key = media_key([frame.hash for frame in span.frames], b"%dx%d" % span.size if span.video else b"")
@@ -127,7 +129,7 @@ def with_words(processor: PictureProcessor, tokens: Sequence[int], placed: Place
         for index in sorted(span.layout.places):
             prompt[at + index] = next(words)
         media.append(
-            Media(
+            MediaSpan(
                 start=at,
                 tokens=list(span.layout.tokens),
                 key=key,
@@ -140,35 +142,32 @@ def with_words(processor: PictureProcessor, tokens: Sequence[int], placed: Place
         )
         at += len(span.layout.tokens)
     if processor.token in prompt or processor.video_token in prompt:
-        raise InvalidRequest("messages: a text has a token that stands for a picture", param="messages")
+        raise InvalidRequest("messages: a text contains a picture's token", param="messages")
     return prompt, media
 
 
 class Resized:
-    """Pictures in the sizes that encoders take, the last ones of them: a clip is shown again at every turn.
-
-    Thread-safe.
-    """
+    """A cache of pictures in the sizes that encoders need: a video is shown again at every turn. Thread-safe."""
 
     def __init__(self, bytes_max: int) -> None:
         self._kept: LRUCache[tuple[bytes, tuple[int, int]], bytes] = LRUCache(bytes_max, getsizeof=len)
         self._lock = Lock()
 
     def pixels(self, picture: Picture, size: tuple[int, int]) -> bytes:
-        """RGB of that (width, height); empty where the picture comes without pixels."""
+        """Returns `(height, width, 3) uint8` RGB bytes for `size` (width, height); empty without pixels."""
         if not picture.pixels or size == (picture.width, picture.height):
             return picture.pixels
         key = (picture.hash, size)
         with self._lock:
-            if (found := self._kept.get(key)) is not None:
-                return found
+            if (cached := self._kept.get(key)) is not None:
+                return cached
         image = Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
-        # As video processors do it.
-        made = image.resize(size, Image.Resampling.BICUBIC).tobytes()
-        # One that is larger than all that is kept is made each time.
+        # Bicubic, like video processors.
+        resized = image.resize(size, Image.Resampling.BICUBIC).tobytes()
+        # A result larger than the whole cache is computed each time.
         with self._lock, suppress(ValueError):
-            self._kept[key] = made
-        return made
+            self._kept[key] = resized
+        return resized
 
 
 _resized = Resized(RESIZED_BYTES_MAX)
@@ -179,11 +178,11 @@ def _find(tokens: Sequence[int], span: Sequence[int], start: int) -> int:
     for at in range(start, len(tokens) - len(wanted) + 1):
         if tokens[at] == first and list(tokens[at : at + len(wanted)]) == wanted:
             return at
-    raise InvalidRequest("messages: a picture's tokens are not where they should be", param="messages")
+    raise InvalidRequest("messages: a picture's tokens are missing in the prompt", param="messages")
 
 
 def with_references(messages: Sequence[dict[str, Any]], media: Sequence[Medium]) -> list[dict[str, Any]]:
-    """Messages in the templates' form, in which each medium, as it is shown, is named: as transcripts have them."""
+    """Returns messages in the templates' form with each medium named by its references, as transcripts store them."""
     left = iter(media)
     return [
         {**message, "content": [_named(part, left) for part in message["content"]]}
@@ -207,7 +206,7 @@ def _url(picture: Picture) -> str:
 
 
 def referred(part: Any) -> Medium | None:
-    """What a part of a transcript names, without its pixels; None for any other part."""
+    """Returns the medium that a part of a transcript names, without pixels; None for any other part."""
     match part:
         case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith(REFERENCE):
             picture = _picture(url)
@@ -219,20 +218,20 @@ def referred(part: Any) -> Medium | None:
 
 
 def _picture(url: str) -> Picture | None:
-    found = _REFERENCE.fullmatch(url)
-    if found is None:
+    match = _REFERENCE.fullmatch(url)
+    if match is None:
         return None
-    return Picture(int(found[2]), int(found[3]), b"", bytes.fromhex(found[1]), float(found[4] or 0.0))
+    return Picture(int(match[2]), int(match[3]), b"", bytes.fromhex(match[1]), float(match[4] or 0.0))
 
 
 def media_said(messages: Sequence[Any]) -> list[Medium]:
-    """The media of a transcript, in order."""
+    """Returns the media of a transcript, in order."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     return [medium for part in parts if (medium := referred(part)) is not None]
 
 
 def pictures_said(messages: Sequence[Any]) -> list[Picture]:
-    """The pictures of a transcript without their pixels, in the order of first use, each once. A video is its frames,
-    whether the model was shown them as one or as pictures."""
+    """Returns the pictures of a transcript without pixels, each once, in the order of first use. A video counts as its
+    frames."""
     frames = (frame for medium in media_said(messages) for frame in medium.frames)
     return list({frame.hash: frame for frame in frames}.values())

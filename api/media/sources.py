@@ -1,4 +1,4 @@
-"""Pictures and videos in messages: as callers write them, checked for form, and what becomes of them. Pure."""
+"""Pictures and videos in messages, as callers write them and as models are shown them; checks of their form. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PICTURE_KEYS = {"image_url": ("image_url",), "input_image": ("image_url",), "im
 _VIDEO_KEYS = {"video_url": ("video_url",), "video": ("video", "url", "video_url")}
 _PICTURE_OPTIONS = ("detail", "min_pixels", "max_pixels")
 _VIDEO_OPTIONS = ("fps", "max_frames", "min_pixels", "max_pixels")
-# A hint to other servers, which changes no answer; a part of text may have it too.
+# `cache_control` is a hint for other servers and changes no answer; text parts may have it too.
 _BESIDE = ("type", "cache_control")
 _NUMBER_MAX = 10**9
 
@@ -23,9 +23,9 @@ class Picture:
     """A picture as a model is shown it.
 
     Attributes:
-        pixels: RGB, a byte a channel, row by row.
+        pixels: `(height, width, 3) uint8`, RGB; empty if only the hash is known.
         hash: `picture_hash` of these pixels.
-        seconds: when it is shown in its video; 0 for a picture alone.
+        seconds: when it is shown in its video; 0 for a single picture.
     """
 
     width: int
@@ -40,7 +40,7 @@ class PictureSource:
     """One picture of a message.
 
     Attributes:
-        where: its place, such as `messages[2].content[0]`, for errors.
+        where: its position, such as `messages[2].content[0]`, for errors.
         url: `http://`, `https://`, `data:`, `file://` or an absolute path.
         detail: `auto`, `low` or `high`.
         pixels_min, pixels_max: the part's own `min_pixels` and `max_pixels`.
@@ -57,8 +57,8 @@ class PictureSource:
 class VideoSource:
     """One video of a message: a file by its `url`, or its `frames` in order.
 
-    `fps` is how many frames of a second are taken of a file, and how many of a list make a second. Of more than
-    `frames_max` frames so many are taken, evenly.
+    `fps` is the rate at which a file is sampled, or the rate of a list's frames. At most `frames_max` frames are used,
+    evenly spaced.
     """
 
     where: str
@@ -71,10 +71,10 @@ class VideoSource:
 
 
 def media_part(part: dict[str, Any], where: str) -> PictureSource | VideoSource | None:
-    """What a part of a message's content names; None where its type is no picture or video.
+    """Returns the picture or video in a part of a message's content; None if its type is another one.
 
     Raises:
-        InvalidRequest: its form is wrong, or it has an option that is not known; `param` is the place.
+        InvalidRequest: its form is wrong, or it has an unknown option; `param` is the position.
     """
     kind = part.get("type")
     if not isinstance(kind, str):
@@ -93,10 +93,10 @@ def _wrong(where: str, what: str) -> InvalidRequest:
 def _named(
     part: dict[str, Any], keys: tuple[str, ...], options: tuple[str, ...], where: str, *, ignored: tuple[str, ...] = ()
 ) -> tuple[Any, dict[str, Any], str]:
-    """What the part names by the first of `keys` that it has, its options, and the place of what is named.
+    """Returns the value of the first of `keys` in the part, the part's options, and the position of the value.
 
-    OpenAI wraps an address and its options into an object, which may have those that are `ignored` too; others put
-    both beside the type.
+    OpenAI wraps a URL and its options into an object, which may also have the `ignored` keys. Other servers put both
+    beside the type.
     """
     key = next((key for key in keys if part.get(key) is not None), None)
     if key is None:
@@ -110,14 +110,14 @@ def _named(
 
 
 def _check_known(given: dict[str, Any], keys: tuple[str, ...], options: tuple[str, ...], where: str) -> None:
-    """Nulls are what clients write for fields that they leave out."""
+    """Raises for unknown keys. Clients write null for fields that they leave out."""
     for key, value in given.items():
         if value is not None and key not in keys and key not in options:
             raise _wrong(f"{where}.{key}", f"is not supported; possible are {', '.join(options)}")
 
 
 def _picture(part: dict[str, Any], keys: tuple[str, ...], where: str) -> PictureSource:
-    # Some clients give a picture's MIME type as `format`: what a file is, its own bytes say.
+    # Some clients give a picture's MIME type as `format`. It is ignored, because the file's bytes tell its format.
     value, options, place = _named(part, keys, _PICTURE_OPTIONS, where, ignored=("format",))
     url = _address(value, place)
     detail = options.get("detail")
@@ -141,7 +141,7 @@ def _video(part: dict[str, Any], keys: tuple[str, ...], where: str) -> VideoSour
 
 
 def _frame(value: Any, where: str, pixels_min: int | None, pixels_max: int | None) -> PictureSource:
-    """A frame of a list: an address, or a part as for a picture."""
+    """Returns a frame of a list: a URL, or a part as for a picture."""
     if not isinstance(value, dict):
         return PictureSource(where, _address(value, where), "auto", pixels_min, pixels_max)
     return _picture({"min_pixels": pixels_min, "max_pixels": pixels_max, **value}, ("image_url", "image", "url"), where)

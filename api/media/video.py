@@ -1,7 +1,7 @@
-"""From a video's bytes to some of its frames. Blocking: for worker threads.
+"""Decodes some frames of a video. Blocking: for worker threads.
 
-Animated pictures are read by Pillow. Films are read by OpenCV's FFmpeg in a process of its own (`video_worker.py`),
-which may be given back at any time and whose crash is one refused request.
+Pillow reads animated pictures. OpenCV's FFmpeg reads films in a process of its own (`video_worker.py`), so a crash or
+hang only fails one request.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .sources import Picture
 T = TypeVar("T")
 
 FRAMES_A_SECOND = 2.0
-"""Frames of a second that are taken where nobody says how many; also what lists of frames are taken to have."""
+"""The default sampling rate, and the assumed rate of lists of frames."""
 FRAME_PIXELS_MIN = 64 * 64
-"""Of a video with more frames than can have so many pixels each, fewer are taken: no model sees smaller ones."""
+"""Fewer frames are taken if they would have fewer pixels than this: no model can use smaller ones."""
 _ANIMATED = ("GIF", "WEBP", "PNG")
 _KNOWN = "MP4, WebM, Matroska, AVI and animated GIF, WebP and PNG"
 _USUAL_FRAME_S = 0.1
@@ -42,15 +42,15 @@ _SANDBOX_EXEC = "/usr/bin/sandbox-exec"
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Which frames are taken of a video, and within which limits.
+class FrameSampling:
+    """How a video is sampled, and limits.
 
     Attributes:
-        fps: how many of a second.
-        frames_max: how many in all; of more so many are kept, evenly.
-        pixels_max: of a frame as it is in the file, and of all that are kept while reading.
-        shown_max, shown_min: pixels of a frame as it is shown, where the caller asks for that.
+        fps: frames per second of the video.
+        frames_max: frames in all, evenly spaced.
+        pixels_max: of a frame in the file, and of all frames held while reading.
         timeout_s: for decoding.
+        shown_max, shown_min: pixels of a shown frame, if the caller asks for that.
     """
 
     fps: float
@@ -61,22 +61,22 @@ class Sampling:
     shown_min: int | None = None
 
     def shown(self) -> Shown:
-        """The size of one frame. Up to twice `frames_max` are held while reading."""
+        """Returns the size limits of one frame. Up to `2 * frames_max` are held while reading."""
         most = max(1, self.pixels_max // (2 * self.frames_max))
         return Shown(None, min(self.shown_min or 1, most), min(self.shown_max or most, most))
 
 
 class FrameSampler:
-    """Takes frames on an even grid out of a stream of unknown length, at most `2 * frames_max` at a time."""
+    """Evenly spaced frames of a stream of unknown length. Holds at most `2 * frames_max`."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: FrameSampling) -> None:
         self._step_s = 1 / sampling.fps
         self._frames_max = sampling.frames_max
         self._next_s = 0.0
         self._taken: list[Picture] = []
 
     def wants(self, seconds: float) -> bool:
-        """Whether a frame that is shown at this time is one to take."""
+        """Returns whether the frame at this time should be taken."""
         return seconds + _ALMOST >= self._next_s
 
     def take(self, frame: Picture) -> None:
@@ -87,9 +87,10 @@ class FrameSampler:
         self._next_s = (math.floor((frame.seconds + _ALMOST) / self._step_s) + 1) * self._step_s
 
     def frames(self) -> list[Picture]:
-        """
+        """Returns the sampled frames.
+
         Raises:
-            Undecodable: there was none.
+            Undecodable: there were none.
         """
         if not self._taken:
             raise Undecodable("has no frame that can be read")
@@ -97,7 +98,7 @@ class FrameSampler:
 
 
 def evenly(items: Sequence[T], most: int) -> list[T]:
-    """At most `most` of `items`, evenly spread from the first to the last."""
+    """Returns at most `most` of `items`, evenly spaced from the first to the last."""
     if len(items) <= most:
         return list(items)
     if most == 1:
@@ -105,8 +106,8 @@ def evenly(items: Sequence[T], most: int) -> list[T]:
     return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
 
 
-def decode_video(data: bytes, sampling: Sampling) -> list[Picture]:
-    """Frames of a video, in order, each with its time.
+def decode_video(data: bytes, sampling: FrameSampling) -> list[Picture]:
+    """Returns frames of a video, in order, each with its time.
 
     Raises:
         Undecodable: it is no video, is damaged or too large, or takes longer than `timeout_s`.
@@ -118,9 +119,10 @@ def decode_video(data: bytes, sampling: Sampling) -> list[Picture]:
 
 
 def container(data: bytes) -> str:
-    """FFmpeg's name for what reads this film, by its first bytes; "" if it is none.
+    """Returns FFmpeg's name of the demuxer for a film, by its first bytes; "" if it is none.
 
-    FFmpeg is left no choice: it also reads playlists and descriptions of sessions, which name other files and hosts.
+    FFmpeg may not choose by itself, because it also reads playlists and session descriptions, which name other files
+    and hosts.
     """
     if data[4:8] == b"ftyp":
         return "mov"
@@ -135,15 +137,16 @@ class Deadline:
         self._end = time.monotonic() + timeout_s
 
     def check(self) -> None:
-        """
+        """Checks the time.
+
         Raises:
-            Undecodable: it has passed.
+            Undecodable: the deadline has passed.
         """
         if time.monotonic() > self._end:
             raise Undecodable(f"takes longer than {self._timeout_s:g} s to decode (media.timeout_s)")
 
 
-def _animation(data: bytes, sampling: Sampling) -> list[Picture]:
+def _animation(data: bytes, sampling: FrameSampling) -> list[Picture]:
     sampler, deadline = FrameSampler(sampling), Deadline(sampling.timeout_s)
     with opened(data, sampling.pixels_max) as image:
         if image.format not in _ANIMATED:
@@ -156,7 +159,7 @@ def _animation(data: bytes, sampling: Sampling) -> list[Picture]:
 
 
 def _frame_times(image: Image.Image, pixels_max: int) -> Iterator[float]:
-    """Goes through an animation; while `image` is a frame, gives the seconds at which it is shown."""
+    """Seeks through an animation, and yields for each frame the time in seconds at which it is shown."""
     seconds = 0.0
     for index in itertools.count():
         try:
@@ -166,18 +169,18 @@ def _frame_times(image: Image.Image, pixels_max: int) -> Iterator[float]:
         check_size(*image.size, pixels_max)
         image.load()
         if index == 0 and image.info.get("default_image"):
-            # What an animated PNG shows where animations are unknown is no frame of it.
+            # An animated PNG may have a fallback picture, which is no frame.
             continue
         yield seconds
         seconds += (image.info.get("duration") or 0) / 1000 or _USUAL_FRAME_S
 
 
-def _worker(sampling: Sampling) -> list[str]:
+def _worker(sampling: FrameSampling) -> list[str]:
     return ["-m", "satchel.api.media.video_worker", json.dumps(asdict(sampling))]
 
 
-def _film(data: bytes, sampling: Sampling) -> list[Picture]:
-    # Nothing else of this process's own environment, in which there may be keys.
+def _film(data: bytes, sampling: FrameSampling) -> list[Picture]:
+    # No other variables, because this process's environment may contain keys.
     environment = {name: value for name, value in snapshot().items() if name in _LIBRARY_PATHS}
     environment |= {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -192,7 +195,7 @@ def _film(data: bytes, sampling: Sampling) -> list[Picture]:
             stderr=subprocess.DEVNULL,
             env=environment,
             cwd="/",
-            # The worker keeps the limit itself while all is well.
+            # Normally the worker keeps the time limit itself.
             timeout=sampling.timeout_s + _WORKER_START_S,
         )
         answer = msgpack.unpackb(run.stdout)
@@ -204,7 +207,8 @@ def _film(data: bytes, sampling: Sampling) -> list[Picture]:
 
 
 def _sandbox() -> list[str]:
-    """What starts a process without a network on macOS. On Linux the worker leaves it by itself."""
+    """Returns the command prefix that starts a process without a network on macOS. On Linux the worker leaves the
+    network itself."""
     if sys.platform == "darwin" and os.access(_SANDBOX_EXEC, os.X_OK):
         return [_SANDBOX_EXEC, "-p", "(version 1)(allow default)(deny network*)"]
     return []

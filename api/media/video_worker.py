@@ -1,8 +1,8 @@
 """Reads one film from standard input, in a process of its own, and writes some of its frames to standard output.
 
-FFmpeg believes what a file says about itself, and has had its share of bugs. Here it has a limit of memory, no file but
-the one it is given, the one demuxer that belongs to that, no network where the system allows it (Linux with namespaces,
-macOS), and nobody else's requests beside it.
+FFmpeg trusts a file's metadata, and has had many bugs. Here it has a memory limit, no other file, only the one demuxer
+for the file's format, no network if the system allows that (Linux with namespaces, macOS), and no other requests in its
+process.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from PIL import Image
 
 from .decode import Undecodable, as_picture, check_size
 from .sources import Picture
-from .video import Deadline, FrameSampler, Sampling
+from .video import Deadline, FrameSampler, FrameSampling
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _BYTES_MAX = 256 * 2**20
 _BYTES_A_PIXEL = 40
-"""And so many for each pixel of the largest frame: frames that a decoder looks back at, and those that are kept."""
+"""Further bytes per pixel of the largest frame, for the decoder's reference frames and the sampled ones."""
 _THREADS = 2
 _DAMAGED = "is a video that cannot be read, or is damaged"
 _FRAMES_A_SECOND = 25.0
 _HEAD_BYTES = 16
-"""No part of a file is looked for in its last so many bytes. As many may be missing: some tools count a head twice."""
+"""A file's last bytes that are not parsed. As many may be missing, because some tools count a header twice."""
 _FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 _MATROSKA = b"\x1a\x45\xdf\xa3"
 _HOLDS_FRAMES = frozenset(
     (b"moov", b"moof", b"mdat", b"RIFF", b"\x18\x53\x80\x67", b"\x1f\x43\xb6\x75", b"\xa0", b"\xa3")
 )
-"""MP4's boxes, AVI's whole, and Matroska's segment, cluster, group of blocks and simple block."""
+"""MP4's boxes, AVI's RIFF chunk, and Matroska's segment, cluster, block group and simple block."""
 
 
-def read_film(data: bytes, sampling: Sampling) -> list[Picture]:
-    """
+def read_film(data: bytes, sampling: FrameSampling) -> list[Picture]:
+    """Returns sampled frames of a film.
+
     Raises:
         Undecodable: it cannot be read, is cut off, is too large, or takes too long.
     """
@@ -67,7 +68,7 @@ def read_film(data: bytes, sampling: Sampling) -> list[Picture]:
             break
         deadline.check()
         stated = film.get(cv2.CAP_PROP_POS_MSEC) / 1000
-        # Some files have no times, or wrong ones.
+        # Some files have no timestamps, or wrong ones.
         seconds = stated if math.isfinite(stated) and stated > seconds else max(seconds, index / rate)
         if sampler.wants(seconds):
             sampler.take(_picture(film.retrieve(), sampling, seconds))
@@ -75,10 +76,10 @@ def read_film(data: bytes, sampling: Sampling) -> list[Picture]:
 
 
 def _check_whole(data: bytes, deadline: Deadline) -> None:
-    """FFmpeg reads a file that is cut off as if it were whole. What gives it away is a part that goes on past the end.
+    """Checks that a file is not cut off, because FFmpeg reads such a file without an error.
 
-    Containers' numbers of frames and durations are too often estimates. What this does not notice: a cut just between
-    two parts of a file that does not tell its whole size (a fragmented MP4, a live WebM), and an AVI without sizes.
+    Looks for a part that extends past the end: a container's frame count and duration are often only estimates. Misses
+    a cut between two parts of a file without a total size (fragmented MP4, live WebM), and an AVI without sizes.
 
     Raises:
         Undecodable: bytes are missing at its end.
@@ -100,7 +101,7 @@ def _check_whole(data: bytes, deadline: Deadline) -> None:
 
 
 def _box(data: bytes, at: int) -> tuple[bytes, int]:
-    """What part of an MP4 begins here, and where it ends."""
+    """Returns the kind of the MP4 box that begins at `at`, and where it ends."""
     size, kind = struct.unpack_from(">I4s", data, at)
     if size == 1:
         (size,) = struct.unpack_from(">Q", data, at + 8)
@@ -108,13 +109,14 @@ def _box(data: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _chunk(data: bytes, at: int) -> tuple[bytes, int]:
-    """What part of an AVI begins here, and where it ends."""
+    """Returns the kind of the AVI chunk that begins at `at`, and where it ends."""
     kind, size = struct.unpack_from("<4sI", data, at)
     return kind, at + 8 + size + size % 2 if 0 < size < 2**32 - 1 else len(data)
 
 
 def _element(data: bytes, at: int) -> tuple[bytes, int]:
-    """What part of a Matroska file begins here, and where it ends; if it does not say, where its first part begins."""
+    """Returns the kind of the Matroska element that begins at `at`, and where it ends; of unknown size, where its
+    first child begins."""
     size_at = at + 9 - data[at].bit_length()
     body = size_at + 9 - data[size_at].bit_length()
     unknown = 2 ** (7 * (body - size_at)) - 1
@@ -122,26 +124,26 @@ def _element(data: bytes, at: int) -> tuple[bytes, int]:
     return data[at:size_at], body + size if size != unknown else body
 
 
-def _picture(retrieved: tuple[bool, Any], sampling: Sampling, seconds: float) -> Picture:
+def _picture(retrieved: tuple[bool, Any], sampling: FrameSampling, seconds: float) -> Picture:
     worked, frame = retrieved
     if not worked or frame.ndim != 3:
         raise Undecodable(_DAMAGED)
     check_size(frame.shape[1], frame.shape[0], sampling.pixels_max)
-    # OpenCV gives blue, green, red.
+    # OpenCV's channels are blue, green, red.
     return as_picture(Image.fromarray(frame[..., ::-1].copy()), sampling.shown(), seconds)
 
 
 def _leave_network() -> None:
-    """On Linux: a network namespace in which there is nothing, of which this process alone is a member."""
+    """Moves this process into an empty network namespace, on Linux."""
     if sys.platform == "linux":
         c = ctypes.CDLL(None, use_errno=True)
-        # Who is not root needs a namespace of users around it. Where neither is allowed the network stays.
+        # Without root, that needs a user namespace too. If the system allows neither, the network stays.
         if c.unshare(_CLONE_NEWNET) != 0:
             c.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
 
 
 def _limit_memory(further_bytes: int) -> None:
-    """Let this process allocate so much more; macOS knows no such limit and keeps none."""
+    """Limits how much more memory this process can allocate. macOS has no such limit."""
     if sys.platform == "linux":
         most = psutil.Process().memory_info().vms + further_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -149,9 +151,9 @@ def _limit_memory(further_bytes: int) -> None:
 
 
 def main() -> None:
-    # While there is one thread: a process of several may not leave its users' namespace.
+    # Before any thread starts: a process with several threads cannot change its user namespace.
     _leave_network()
-    sampling = Sampling(**json.loads(sys.argv[1]))
+    sampling = FrameSampling(**json.loads(sys.argv[1]))
     try:
         frames = read_film(sys.stdin.buffer.read(), sampling)
     except Undecodable as refusal:

@@ -1,8 +1,8 @@
-"""Fetches what URLs of callers name, without becoming their way into this machine's network.
+"""Fetches callers' URLs without giving them access to this machine's network.
 
-A host is looked up once, every address of it must be public or allowed, and the connection goes to one of those very
-addresses, so that a later answer of its name server changes nothing. Redirects are checked the same way. Proxies that
-the environment names are not used: they would look hosts up themselves.
+A host is resolved once, all of its addresses must be public or allowed, and the connection goes to one of exactly these
+addresses, so that a later DNS answer (rebinding) has no effect. Redirects are checked the same way. Proxies of the
+environment are not used, because they would resolve hosts themselves.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _HEADERS = {"User-Agent": "satchel", "Accept": "image/*, video/*, */*;q=0.1", "A
 
 
 class Unfetchable(Exception):
-    """What is not fetched. Its text goes on after the URL's place: "is on a host ..."."""
+    """A URL that is refused. Its message continues after the URL's position: "is on a host ..."."""
 
 
 @dataclass(frozen=True)
 class _Allowed:
-    """Hosts that need no public address."""
+    """Hosts and networks that are allowed without a public address."""
 
     names: frozenset[str]
     networks: tuple[IPv4Network | IPv6Network, ...]
@@ -55,7 +55,7 @@ class _Allowed:
 
 
 def plain(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one stands for, where it does."""
+    """Returns the IPv4 address embedded in an IPv6 address, if there is one, else the address."""
     if isinstance(address, IPv4Address):
         return address
     embedded = address.ipv4_mapped or address.sixtofour
@@ -65,7 +65,7 @@ def plain(address: Address) -> Address:
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is a single host's address in the open internet."""
+    """Returns whether it is a unicast address on the public internet."""
     address = plain(address)
     if isinstance(address, IPv6Address) and (address.is_site_local or address.teredo is not None):
         return False
@@ -73,29 +73,29 @@ def is_public(address: Address) -> bool:
 
 
 class Fetcher:
-    """Fetches files over HTTP; belongs to one event loop."""
+    """Fetches files over HTTP, for one event loop."""
 
     def __init__(self, limits: Media) -> None:
         self._limits = limits
         self._allowed = _Allowed.of(limits.allowed_hosts)
-        # Name servers may take half a minute, and a thread that waits for one cannot be stopped: they have their own.
+        # Own threads, because a DNS look-up may take half a minute and cannot be cancelled.
         self._look_ups = ThreadPoolExecutor(_LOOK_UPS_MAX, thread_name_prefix="look-up")
-        # No connection is kept: the pool knows them by address, and one address may have many hosts' certificates.
+        # No keep-alive: the pool identifies connections by address, but one address may serve many hosts.
         self._client = httpx.AsyncClient(
             headers=_HEADERS,
             limits=httpx.Limits(max_keepalive_connections=0),
             # `fetch` limits the whole of it.
             timeout=None,
             trust_env=False,
-            # Nor a cookie: it would tell one host, or one caller, of another.
+            # No cookies: they would leak information between hosts and between callers.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
         )
 
     async def fetch(self, url: str) -> bytes:
-        """What the URL names.
+        """Fetches a URL.
 
         Raises:
-            Unfetchable: it may not be fetched, is not there, is too large, or does not come within `timeout_s`.
+            Unfetchable: it is not allowed, not found, too large, or takes longer than `timeout_s`.
         """
         try:
             async with asyncio.timeout(self._limits.timeout_s):
@@ -116,7 +116,7 @@ class Fetcher:
         raise Unfetchable(f"is redirected more than {self._limits.redirects_max} times (media.redirects_max)")
 
     async def _ask(self, url: httpx.URL) -> bytes | httpx.URL:
-        """The content, or where it is instead."""
+        """Returns the content, or the URL of a redirect."""
         addresses = await self._addresses(url)
         for last, address in ((address is addresses[-1], address) for address in addresses):
             request = self._client.build_request(
@@ -142,7 +142,7 @@ class Fetcher:
             return url.join(response.headers["Location"])
         if response.status_code != 200:
             raise Unfetchable(f"could not be fetched: its host answers {response.status_code}")
-        # Others, such as what uploads leave behind ("aws-chunked"), change nothing in the content.
+        # Other encodings, such as "aws-chunked" left over from uploads, do not change the content.
         if _COMPRESSIONS & {name.strip().lower() for name in response.headers.get("Content-Encoding", "").split(",")}:
             raise Unfetchable("comes compressed from its host, though uncompressed was asked for; that is not read")
         too_large = Unfetchable(f"has more than {self._limits.source_bytes_max} bytes (media.source_bytes_max)")
@@ -150,7 +150,7 @@ class Fetcher:
         if announced.isdecimal() and int(announced) > self._limits.source_bytes_max:
             raise too_large
         content = bytearray()
-        # Raw: what an answer unpacks to could have any size.
+        # Raw, because decompressed content could have any size.
         async for chunk in response.aiter_raw():
             content += chunk
             if len(content) > self._limits.source_bytes_max:
@@ -158,7 +158,7 @@ class Fetcher:
         return bytes(content)
 
     async def _addresses(self, url: httpx.URL) -> list[Address]:
-        """Where to connect; every address that the host has is public or allowed."""
+        """Returns addresses to connect to, after checking that all addresses of the host are public or allowed."""
         if url.scheme not in _PORTS:
             raise Unfetchable("is no http or https URL, or leads to another one")
         if url.userinfo:
@@ -167,10 +167,10 @@ class Fetcher:
         if port > _PORT_MAX:
             raise Unfetchable("is no URL, or leads to none")
         host = url.raw_host.decode("ascii").strip("[]").rstrip(".").lower()
-        # httpx escapes what cannot be in a name ("http://["); an IPv6 address may have an escaped zone.
+        # httpx escapes invalid characters of a name ("http://["). An IPv6 address may have an escaped zone.
         if not host or ("%" in host and ":" not in host):
             raise Unfetchable("is no URL with a host, or leads to one without")
-        # One sentence for all reasons: whoever asks learns nothing about names in this network.
+        # One message for all reasons, so that callers learn nothing about names in this network.
         refused = Unfetchable("is on a host without a public address; others need media.allowed_hosts")
         try:
             addresses = await self._look_up(host, port)
@@ -182,8 +182,8 @@ class Fetcher:
 
     async def _look_up(self, host: str, port: int) -> list[Address]:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._look_ups, _look_up, host, port)
-        return [ip_address(address) for address in dict.fromkeys(found)]
+        addresses = await loop.run_in_executor(self._look_ups, _look_up, host, port)
+        return [ip_address(address) for address in dict.fromkeys(addresses)]
 
     async def close(self) -> None:
         self._look_ups.shutdown(wait=False, cancel_futures=True)
@@ -191,5 +191,5 @@ class Fetcher:
 
 
 def _look_up(host: str, port: int) -> list[str]:
-    """A host's addresses; one with a zone (`fe80::1%eth0`) reaches only neighbours and loses it."""
+    """Returns a host's addresses, without zones (`fe80::1%eth0`)."""
     return [str(each[4][0]).split("%")[0] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]

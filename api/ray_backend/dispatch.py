@@ -1,7 +1,7 @@
 """The backend over Ray: the router asked, the replicas' frames read, each row's tokens dealt out to it (`rows.py`).
 
-One `RayBackend` lives on one event loop. Its `Link` to a replica is a *consumer* there: it asks for one frame after the
-other with the new tokens of all its rows. The rows of a process that asks no more are taken out.
+One `RayBackend` lives on one event loop. Its `ReplicaConnection` to a replica is a *consumer* there: it asks for one
+frame after the other, with the new tokens of all its rows. Rows of a consumer whose lease ran out are taken out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...actors.protocol.messages import (
     Chain,
     Decision,
     GenerateRequest,
-    Media,
+    MediaSpan,
     ModelInfo,
     NodeReport,
     ReplicaStats,
@@ -41,7 +41,7 @@ from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, NoReplica, Repli
 from ...cluster.timing import USUAL
 from ..generation.backend import NodeState, ServedModel
 from ..views.cluster import SeenNodes, node_states
-from .homes import AgentHomes
+from .locator import AgentLocator
 from .rows import RayGeneration, called
 from .served import ServedModels, detached
 
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 SENT_MAX = 4096
 
 
-class Link:
+class ReplicaConnection:
     """This consumer's connection to one replica: its client, the rows running there, and the reading of its frames.
 
     Args:
@@ -130,11 +130,11 @@ class Link:
 class RayBackend:
     """`backend.Backend` over the actors of a running cluster. Make it on the event loop that uses it."""
 
-    def __init__(self, config: Config, homes: AgentHomes | None = None) -> None:
+    def __init__(self, config: Config, locator: AgentLocator | None = None) -> None:
         self.config = config
-        self._homes = homes or AgentHomes(config)
+        self._locator = locator or AgentLocator(config)
         self.failovers = 0
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, ReplicaConnection] = {}
         self._model_ids: dict[str, list[bytes]] = {}
         self._served = ServedModels(self._info, config.timing)
         self._router = RouterClient(config.timing)
@@ -231,7 +231,7 @@ class RayBackend:
             prompt_tokens=len(request.prompt),
             exclude=list(exclude),
             beside=beside,
-            near=self._homes.known(request.agent) if request.agent else "",
+            near=self._locator.known(request.agent) if request.agent else "",
             pictures=_pictures_of(request),
             model_id=request.model_id,
             others=[Chain(other.model_id, other.block_ids, _pictures_of(other)) for other in others],
@@ -254,15 +254,15 @@ class RayBackend:
         """Tell the router that the request is no load on the replica: it was refused, or has ended."""
         self._tell(self._router.release(replica, request_id))
 
-    def link(self, decision: Decision) -> Link:
+    def link(self, decision: Decision) -> ReplicaConnection:
         """The connection to the replica, opened on first use."""
         replica = decision.replica
         link = self._links.get(replica)
         if link is None:
-            link = self._links[replica] = Link(self, replica, decision.node)
+            link = self._links[replica] = ReplicaConnection(self, replica, decision.node)
         return link
 
-    def unlink(self, link: Link, lost: bool) -> None:
+    def unlink(self, link: ReplicaConnection, lost: bool) -> None:
         """Let a broken link go, and where the replica seems to be `lost`, tell the router."""
         self._links.pop(link.replica, None)
         if not lost:
@@ -273,11 +273,11 @@ class RayBackend:
 
     async def _check(self, node: str) -> None:
         """Where the whole node has ended, nothing else there is asked any more."""
-        await self._homes.check(node)
+        await self._locator.check(node)
 
     async def node_lives(self, node: str) -> bool:
         """Whether the node still runs, as far as can be seen now."""
-        return await self._homes.check(node)
+        return await self._locator.check(node)
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` on its own; it must not raise."""
@@ -380,5 +380,5 @@ class SentPictures:
         for one in request.media:
             self._sent.pop((request.root_id, one.key), None)
 
-    def _knows(self, request: GenerateRequest, one: Media) -> bool:
+    def _knows(self, request: GenerateRequest, one: MediaSpan) -> bool:
         return bool(one.pixels) and (request.root_id, one.key) in self._sent

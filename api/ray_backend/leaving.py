@@ -7,15 +7,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ray.exceptions import RayError
-
-from ...actors.kv_store.replication.peers import copy_nodes
+from ...actors.kv_store.replication.peers import secondary_nodes
 from ...actors.protocol.clients import ReplicaClient, RouterClient
-from ...actors.protocol.handles import actor_handle, store_actor_name
+from ...actors.protocol.store_client import StoreClient
 from ...actors.start import drain
-from ...cluster.errors import NoAnswer
+from ...cluster.errors import NoAnswer, SatchelError
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
 
@@ -38,8 +35,8 @@ async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node,
     to other nodes, at most `hand_over_s`."""
     answer_s = timing.brief_answer_s
     try:
-        store: Any = await asyncio.to_thread(actor_handle, store_actor_name(node.name))
-        await asyncio.wait_for(store.drain.remote(), answer_s)
+        store = StoreClient(node.name, timing)
+        await store.drain().within(answer_s)
     finally:
         await drain(replicas, timing.node_drain_s, timing)
 
@@ -54,10 +51,16 @@ async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node,
         places = (await router.places([agent]).within(answer_s)).places
         # Where a copy is, little has to travel.
         copies = [copy for place in places for copy in place.copies]
-        answer = await store.move.remote(agent, next(iter(copies), copy_nodes(agent, others, 1)[0]))
-        if "error" in answer:
-            logger.warning("agent %s is not handed over: %s", agent, answer["error"])
-        return "result" in answer
+        # Given up by `hand_over`.
+        call = store.move(agent, next(iter(copies), secondary_nodes(agent, others, 1)[0])).within(timing.hand_over_s)
+        try:
+            await call
+        except NoAnswer:
+            raise
+        except SatchelError as error:
+            logger.warning("agent %s is not handed over: %s", agent, error.message)
+            return False
+        return True
 
     return await hand_over(agents, move, timing.hand_over_s)
 
@@ -77,7 +80,7 @@ async def hand_over(agents: list[str], move: Callable[[str], Awaitable[bool]], w
             try:
                 has_moved = await asyncio.wait_for(move(agent), max(0.0, ends - time.monotonic()))
                 moved += has_moved
-            except (NoAnswer, RayError, TimeoutError) as error:
+            except (NoAnswer, TimeoutError) as error:
                 logger.warning("agent %s is not handed over: %s", agent, type(error).__name__)
             if time.monotonic() >= ends:
                 return

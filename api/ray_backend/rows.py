@@ -33,7 +33,7 @@ from ...cluster.errors import (
 from ...cluster.incidents import note_incident_aside
 
 if TYPE_CHECKING:
-    from .dispatch import Link, RayBackend
+    from .dispatch import RayBackend, ReplicaConnection
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RayGeneration:
         self._deaths = 0
         self._probation: asyncio.Lock | None = None
         self._probation_s = 0.0
-        self._link: Link | None = None
+        self._link: ReplicaConnection | None = None
         self._lacks_pixels = False
         self._over = False
 
@@ -186,7 +186,7 @@ class RayGeneration:
             return self._request
         return await called(self._request, model_id, self._scope)
 
-    async def _submit(self, link: Link, request: GenerateRequest) -> SatchelError | None:
+    async def _submit(self, link: ReplicaConnection, request: GenerateRequest) -> SatchelError | None:
         """None where the replica took it, else why not.
 
         Raises:
@@ -215,7 +215,7 @@ class RayGeneration:
         link, self._link = self._link, None
         return link is not None and link.rows.pop(self.request_id, None) is not None
 
-    async def _begin_probation(self, link: Link) -> None:
+    async def _begin_probation(self, link: ReplicaConnection) -> None:
         """Wait until no other suspect is tried there.
 
         Raises:
@@ -350,7 +350,7 @@ class RayGeneration:
         return link.abort([self.request_id])
 
 
-async def _unless_broken(link: Link, call: Awaitable[T]) -> T:
+async def _unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
     """The answer to a call.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...actors.protocol import registry
 from ...actors.protocol.messages import ModelInfo
-from ...actors.protocol.registry import Entry
+from ...actors.protocol.registry import ServedEntry
 from ...cluster.errors import NoReplica
 from ...cluster.timing import Timing
 from ..generation.backend import ServedModel
@@ -56,13 +56,13 @@ class ServedModels:
 
     def __init__(self, ask: Ask, timing: Timing) -> None:
         self._ask, self._timing = ask, timing
-        self._entries: tuple[Entry, ...] | None = None
+        self._entries: tuple[ServedEntry, ...] | None = None
         self._read_at = -math.inf
         self._reading: asyncio.Task[None] | None = None
-        self._known: dict[Entry, ServedModel] = {}
-        self._asking: dict[Entry, _Asking] = {}
+        self._known: dict[ServedEntry, ServedModel] = {}
+        self._asking: dict[ServedEntry, _Asking] = {}
 
-    async def entries(self) -> tuple[Entry, ...]:
+    async def entries(self) -> tuple[ServedEntry, ...]:
         """Every served model, the default first, whether it has answered yet or not.
 
         Raises:
@@ -115,7 +115,7 @@ class ServedModels:
             if (asking := self._asking.pop(gone, None)) is not None:
                 asking.task.cancel()
 
-    async def _learn(self, entry: Entry) -> None:
+    async def _learn(self, entry: ServedEntry) -> None:
         """Ask the model's replicas about it, all at once; the first that has loaded it is believed."""
         asked = [asyncio.ensure_future(self._ask(name)) for name in entry.replicas]
         try:

@@ -1,16 +1,27 @@
-"""The store over Ray: the store actor asked by name, and every replica that may hold an agent's KV."""
+"""The store over Ray: the stores asked where agents live, and every replica that may hold an agent's KV."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from ...actors.protocol import registry
 from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import ReplicaClient
-from ...actors.protocol.messages import AgentPlace, KeptKV, ModelInfo
+from ...actors.protocol.messages import AgentPlace, ModelInfo
+from ...actors.protocol.store_messages import (
+    AgentBranches,
+    Begun,
+    BranchKV,
+    Commit,
+    CommitOutcome,
+    Limits,
+    Moved,
+    Recalled,
+)
 from ...actors.start import find_replicas
 from ...cluster.errors import (
     AgentElsewhere,
@@ -23,7 +34,7 @@ from ...cluster.errors import (
     quoted,
 )
 from ...cluster.timing import Timing
-from .homes import AgentHomes
+from .locator import AgentLocator, Question
 
 logger = logging.getLogger(__name__)
 
@@ -36,86 +47,111 @@ MOVES_MAX = 4
 class RayStore:
     """`agents.Store` over the actors of a running cluster. Make it on the event loop that uses it."""
 
-    def __init__(self, homes: AgentHomes, timing: Timing) -> None:
-        self._homes, self._timing = homes, timing
+    def __init__(self, locator: AgentLocator, timing: Timing) -> None:
+        self._locator, self._timing = locator, timing
 
-    async def call(self, method: str, agent: str, *arguments: Any, **named: Any) -> Any:
-        if method == "agents":
-            return await self._list(agent, *arguments)
-        if method == "fork" and await self._homes.where(arguments[0]) is not None:
-            raise AgentExists(f"there is an agent {arguments[0].partition('/')[2]!r} already", param="as")
-        if method == "blocks":
-            # The same words may have been computed by replicas of several ids.
-            infos = [info for _, info in await self._infos()]
-            arguments = ([[info.files_id, info.model_id] for info in infos],)
+    async def recall(
+        self, agent: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+    ) -> Recalled:
+        return await self._at_primary(agent, lambda store: store.recall(agent, words, known, limits))
+
+    async def begin(
+        self, agent: str, turn: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+    ) -> Begun:
+        return await self._at_primary(agent, lambda store: store.begin(agent, turn, words, known, limits))
+
+    async def renew(self, agent: str, turn: str) -> bool:
+        return await self._at_primary(agent, lambda store: store.renew(agent, turn))
+
+    async def commit(self, agent: str, commit: Commit, limits: Limits | None = None) -> CommitOutcome:
+        return await self._at_primary(agent, lambda store: store.commit(agent, commit, limits))
+
+    async def abandon(self, agent: str, turn: str) -> None:
+        await self._at_primary(agent, lambda store: store.abandon(agent, turn))
+
+    async def transcript(self, agent: str) -> bytes:
+        return await self._at_primary(agent, lambda store: store.transcript(agent))
+
+    async def info(self, agent: str) -> AgentBranches:
+        return await self._at_primary(agent, lambda store: store.info(agent))
+
+    async def blocks(self, agent: str) -> list[BranchKV]:
+        # The same words may have been computed by replicas of several ids.
+        replicas = [(info.files_id, info.model_id) for _, info in await self._infos()]
+        return await self._at_primary(agent, lambda store: store.blocks(agent, replicas))
+
+    async def disk_kept(self, agent: str) -> int:
+        return await self._at_primary(agent, lambda store: store.disk_kept(agent))
+
+    async def fork(self, source: str, target: str, limits: Limits | None = None) -> int:
+        if await self._locator.where(target) is not None:
+            raise AgentExists(f"there is an agent {target.partition('/')[2]!r} already", param="as")
+        branches, node = await self._found(source, lambda store: store.fork(source, target, limits))
+        # The copy begins where its original is, which the router hears of a moment later.
+        self._locator.note(target, node)
+        return branches
+
+    async def forget(self, agent: str) -> bool:
+        return await self._at_primary(agent, lambda store: store.forget(agent))
+
+    async def _at_primary(self, agent: str, question: Question[T]) -> T:
+        return (await self._found(agent, question))[0]
+
+    async def _found(self, agent: str, question: Question[T]) -> tuple[T, str]:
+        """What the store of the agent's home answers, and which node that is."""
         refusal: SatchelError | None = None
         for _ in range(MOVES_MAX):
-            node = await self._homes.locate(agent)
+            node = await self._locator.locate(agent)
             try:
-                answer = await self._homes.ask(node, method, agent, *arguments, **named)
-                if method == "fork":
-                    # The copy begins where its original is, which the router hears of a moment later.
-                    self._homes.note(arguments[0], node)
-                return answer
+                return await self._locator.ask(node, question), node
             except Unavailable as error:
                 refusal = error
-                self._homes.forget(agent)
+                self._locator.forget(agent)
                 if isinstance(error, AgentElsewhere):
                     # Until the router hears of the new home.
                     await asyncio.sleep(self._timing.report_s)
-                elif node in await self._homes.alive():
+                elif node in await self._locator.alive():
                     # It restarts; whoever can wait asks again.
                     break
         assert refusal is not None
         raise refusal
 
-    async def _list(self, tenant: str, after: str, limit: int) -> list[dict[str, Any]]:
+    async def agents(self, tenant: str, after: str, limit: int) -> list[AgentBranches]:
         """Agents of all nodes in the order of their keys, each as its home has it."""
-        nodes = await self._homes.alive()
-        pages = await asyncio.gather(*(self._homes.ask(node, "agents", tenant, after, limit) for node in nodes))
-        merged: dict[str, dict[str, Any]] = {}
+        nodes = await self._locator.alive()
+        pages = await asyncio.gather(
+            *(self._locator.ask(node, lambda store: store.agents(tenant, after, limit)) for node in nodes)
+        )
+        merged: dict[str, AgentBranches] = {}
         for each in (each for page in pages for each in page):
-            known = merged.get(each["agent"])
-            if known is None or each["place"] > known["place"]:
-                merged[each["agent"]] = each
+            known = merged.get(each.agent)
+            if known is None or (each.epoch, each.is_primary) > (known.epoch, known.is_primary):
+                merged[each.agent] = each
         return [merged[key] for key in sorted(merged)][:limit]
 
-    async def where(self, agent: str) -> dict[str, Any]:
-        """`{"home", "alive", "epoch", "copies"}`.
-
-        Raises:
-            AgentNotFound: nothing is known of it.
-        """
-        place = await self._homes.where(agent)
+    async def where(self, agent: str) -> AgentPlace:
+        place = await self._locator.where(agent)
         if place is None:
             raise AgentNotFound(f"there is no agent {agent.partition('/')[2]!r}", param="id")
-        return _view(place)
+        return place
 
-    async def places(self, agents: Sequence[str]) -> dict[str, dict[str, Any]]:
-        return {agent: _view(place) for agent, place in (await self._homes.places(agents)).items()}
+    async def places(self, agents: Sequence[str]) -> dict[str, AgentPlace]:
+        return await self._locator.places(agents)
 
-    async def move(self, agent: str, node: str) -> dict[str, Any]:
-        """Move the agent to another node: `{"node", "tokens", "blocks", "bytes", "seconds"}`.
-
-        Raises:
-            AgentNotFound, AgentBusy, InvalidRequest, Unavailable: it cannot be moved there now.
-        """
-        if node not in await self._homes.nodes():
+    async def move(self, agent: str, node: str) -> Moved:
+        if node not in await self._locator.nodes():
             raise InvalidRequest(f"there is no node {quoted(node)}", param="to")
-        await self.call("info", agent)
-        moved = await self.call("move", agent, node)
-        await self._homes.moved(agent, node, moved["epoch"])
+        await self.info(agent)
+        moved = await self._at_primary(agent, lambda store: store.move(agent, node))
+        await self._locator.moved(agent, node, moved.epoch)
         return moved
 
-    async def release(
-        self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes, features: list[bytes]
-    ) -> int:
-        kept = KeptKV(root, block_ids, first, features)
-        return sum(await _answers([holder.release(kept) for holder in await self._holders(model_id)]))
+    async def release(self, branch: BranchKV) -> int:
+        return sum(await _answers([holder.release(branch.kept) for holder in await self._holders(branch.model)]))
 
-    async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
-        kept = KeptKV(root, block_ids, first)
-        return max(await _answers([holder.held(kept) for holder in await self._holders(model_id)]), default=0)
+    async def held(self, branch: BranchKV) -> int:
+        kept = replace(branch.kept, features=[])
+        return max(await _answers([holder.held(kept) for holder in await self._holders(branch.model)]), default=0)
 
     async def clear(self) -> int:
         replicas = await self._replicas()
@@ -153,7 +189,3 @@ async def _answer(call: Call[T]) -> T | None:
     except NoAnswer as error:
         logger.warning("%s: %s", error.message, type(error.__cause__ or error).__name__)
         return None
-
-
-def _view(place: AgentPlace) -> dict[str, Any]:
-    return {"home": place.home, "alive": place.alive, "epoch": place.epoch, "copies": place.copies}

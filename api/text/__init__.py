@@ -1,1 +1,1 @@
-"""Text on one side, token ids on the other."""
+"""Between text and token ids: tokenizer, continuation, stops, reasoning, tool calls, logprobs."""

@@ -1,20 +1,20 @@
-"""Continuing a conversation by its text: the ids of a new prompt, beginning with as many remembered ones as can be.
+"""Token alignment: continues a conversation by its text, and keeps as many remembered token ids as possible.
 
-A new prompt comes as text. Tokenized anew, it may give other ids than those in memory though it says the same: a model
-draws ` hel` and `lo` where the tokenizer says ` hello`. From the first other id on the KV cache would be lost. So the
-text is compared with the text of each remembered line, and the line's own ids are kept up to a *seam*; only what is
-behind the seam is tokenized.
+A new prompt comes as text. Tokenized again, it may give other ids than those in memory for the same text: a model draws
+` hel` and `lo`, but the tokenizer gives ` hello`. The KV cache would be lost from the first different id on. So the
+text is compared with the text of each remembered line. The line's own ids are kept up to a *seam*, and only the text
+after the seam is tokenized.
 
-A seam is a place where the new text's own tokenization has a border whatever stands before it, so that nothing changes
-for the rest. There are four kinds, the later ones tried only where tokens can be won by them:
+A seam is a position where the new text has a token border regardless of the text before it, so that the tokens after it
+stay the same. There are four kinds. Later ones are tried only if they can keep more tokens:
 
 1. the end of an added token that splits the text there, in the line and in the new text;
-2. behind it, as long as the line has the very ids that the tokenizer gives, the result being that of tokenizing anew;
-3. an end of a word in the new text and in the line, words being what the pre-tokenizer separates (byte-level only);
-4. the beginning of an added token in the new text, where the line has a border (for the others).
+2. after it, up to the first id in which the line differs from the tokenizer: the result equals a full tokenization;
+3. an end of a word in the new text and in the line; words are what the pre-tokenizer separates (byte-level only);
+4. the beginning of an added token in the new text, at a border of the line (other tokenizers).
 
-The rest is always tokenized from the beginning of an added token before the seam or from the beginning of the text, so
-it cannot know that anything was cut: nothing is added at its front, and no merge reaches over the seam.
+The rest is always tokenized from the beginning of an added token before the seam, or from the beginning of the text. So
+the cut has no effect: nothing is added at its front, and no merge crosses the seam.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ import numpy as np
 
 from ...cluster.errors import InvalidRequest
 from .model import TextModel
-from .spelling import IndexedLine, Line, Spelling, common_length, spelling_of, utf8
+from .spelling import IndexedLine, Spelling, StoredBranch, common_length, spelling_of, utf8
 
-__all__ = ["Continuation", "IndexedLine", "Line", "Match", "continue_text", "index_line"]
+__all__ = ["Continuation", "IndexedLine", "Match", "StoredBranch", "continue_text", "index_line"]
 
 TEXT_CHANGED = "text changed"
 NO_SEAM = "no safe seam"
 NOTHING_COMMON = "nothing in common"
 PICTURES_CHANGED = "pictures changed"
 
-# The common part of a line's text from which on it is a partial match.
+# The least common share of a line's text for a partial match.
 _PARTIAL_MIN = 0.8
 _WORD_TOKENS = 16
-# How far behind the common part words are looked at: what follows may decide where a word ends.
+# How far past the common part words are compared: the text after a word may decide where it ends.
 _AHEAD_BYTES = 4096
-# And how far before its end from on, where the text is longer.
+# How far before the end of a long common part the comparison of words begins.
 _BEHIND_BYTES = 16_384
 _WORD_BEGINS = (re.compile(rb"[a-z]\n(?=[A-Za-z])"), re.compile(rb"[a-z](?= [a-z])"))
-# How many borders before the end of the common part may be the beginning of an added token. One that differs from the
-# line only past its first characters, such as `<|`, is found by this.
+# How many borders before the end of the common part are tried as the beginning of an added token. This finds one that
+# shares its first characters, such as `<|`, with the line.
 _BORDERS_TRIED = 8
-# How many added tokens are tried where cutting there has to be tested.
+# How many added tokens are tried if a cut has to be tested by encoding.
 _CUTS_TESTED = 4
 _CUT_CONTEXT_BYTES = 64
 
 
 class Match(Enum):
-    """How a new text continues a line. Only said, never a limit to what is kept."""
+    """How a new text continues a line. For information: it does not limit what is kept."""
 
     EXACT = "exact"
     EXTEND = "extend"
@@ -68,11 +68,11 @@ class Continuation:
 
     Args:
         tokens: ids of the whole prompt.
-        line: which of the lines they continue; None where none has anything in common with the text.
+        line: the index of the line that they continue; None if no line has a common prefix with the text.
         match: how the text continues that line; None without one.
-        common_characters: how many of the first characters of text and line are equal.
-        kept_tokens: how many of the line's own ids lead `tokens`.
-        reason: why no more were kept; "" where all of the line's are.
+        common_characters: the length of the common prefix of text and line.
+        kept_tokens: how many of the line's own ids `tokens` begins with.
+        reason: why no more were kept; "" if all of the line's ids were.
     """
 
     tokens: list[int]
@@ -85,24 +85,24 @@ class Continuation:
 
 @dataclass(frozen=True)
 class _Seam:
-    """`kept` ids of the line, then `rest` from `rest_from` on."""
+    """`kept` ids of the line, followed by `rest[rest_from:]`."""
 
     kept: int
     rest: list[int]
     rest_from: int
 
 
-def index_line(line: Line, model: TextModel) -> IndexedLine:
-    """`line` prepared for `continue_text` with this model, for callers that keep it."""
+def index_line(line: StoredBranch, model: TextModel) -> IndexedLine:
+    """Returns `line` prepared for `continue_text` with this model, for callers that cache it."""
     return spelling_of(model).index(line)
 
 
-def continue_text(text: str, lines: Sequence[Line], model: TextModel) -> Continuation:
-    """The token ids of `text`, continuing the line of which the most tokens can be kept.
+def continue_text(text: str, lines: Sequence[StoredBranch], model: TextModel) -> Continuation:
+    """Returns the token ids of `text`, continuing the line of which the most tokens can be kept.
 
-    Of several such lines that with the longest common text, and then the first. Nothing is put around the text (no
-    beginning-of-sequence token but one that is spelled out in it). Takes milliseconds and the encoding of what is new,
-    so it belongs in a worker thread. Lines that were prepared by `index_line` save most of the milliseconds.
+    Ties go to the longest common text, then to the first line. No special tokens are added around the text. Takes some
+    milliseconds plus the encoding of the new text, so it belongs in a worker thread. Lines from `index_line` save most
+    of the milliseconds.
 
     Raises:
         InvalidRequest: `text` is not valid Unicode.
@@ -116,7 +116,7 @@ def continue_text(text: str, lines: Sequence[Line], model: TextModel) -> Continu
     ranked.sort(key=lambda entry: entry[:3], reverse=True)
     best: tuple[tuple[int, int, int], IndexedLine, _Seam] | None = None
     for kept_max, common, place, line in ranked:
-        # No later line can keep more, so most need not even be prepared.
+        # No later line can keep more, so most lines are never indexed.
         if best is not None and (kept_max, common, place) < best[0]:
             break
         indexed = spelling.index(line)
@@ -139,11 +139,11 @@ def continue_text(text: str, lines: Sequence[Line], model: TextModel) -> Continu
     )
 
 
-def _kept_max(line: Line, common: int) -> int:
-    """A number of tokens that the line surely does not exceed within the first `common` bytes."""
+def _kept_max(line: StoredBranch, common: int) -> int:
+    """Returns an upper bound of the line's tokens within the first `common` bytes."""
     if isinstance(line, IndexedLine):
         return line.tokens_within(common)
-    # A token spells a byte at least, but for a space that a tokenizer puts at the front and behind each added token.
+    # A token has at least one byte, except spaces that a tokenizer inserts at the front and after each added token.
     return min(len(line.tokens), 2 * common + 1)
 
 
@@ -157,14 +157,14 @@ def _reason(line: IndexedLine, common: int, kept: int) -> str:
     if kept == len(line.tokens):
         return ""
     lost = line.tokens_within(common) - kept
-    # Where the text changed in a word, the word's tokens before that are lost with it.
+    # If the text changed inside a word, the word's earlier tokens are lost too.
     if lost > (_WORD_TOKENS if common < len(line.data) else 0):
         return NO_SEAM
     return line.fault if line.fault and line.fault_at < common else TEXT_CHANGED
 
 
 class _NewText:
-    """The new text: compares it with lines and finds where they may be continued."""
+    """The new text, compared with lines to find seams."""
 
     def __init__(self, text: str, model: TextModel, spelling: Spelling) -> None:
         try:
@@ -176,11 +176,11 @@ class _NewText:
         self._encoded: dict[int, list[int]] = {}
 
     def common(self, data: bytes) -> int:
-        """How many of the first bytes are equal, no character being cut."""
+        """Returns the length in bytes of the common prefix, cut at a character border."""
         return _at_character(self.data, common_length(self.data, data))
 
     def seam(self, line: IndexedLine, common: int) -> _Seam:
-        """The latest seam within the first `common` bytes."""
+        """Returns the last seam within the first `common` bytes."""
         within = line.tokens_within(common)
         place = self._last_added(line, within)
         first = 0 if place is None else place + 1
@@ -197,19 +197,19 @@ class _NewText:
         return self._before_added(line, within, seam)
 
     def _encode(self, start: int) -> list[int]:
-        """The ids of the text from byte `start` on, which is its beginning or that of an added token."""
+        """Returns the ids of the text from byte `start`, which is 0 or the beginning of an added token."""
         if start not in self._encoded:
             self._encoded[start] = self._model.encode(self.data[start:].decode())
         return self._encoded[start]
 
     def _last_added(self, line: IndexedLine, within: int) -> int | None:
-        """The place of the last added token among the line's first `within` that splits the new text too."""
+        """Returns the index of the last added token among the line's first `within` that splits the new text too."""
         tests = 0
         for place in line.added[: int(np.searchsorted(line.added, within))][::-1]:
             token = int(line.tokens[place])
             end = int(line.ends[place + 1])
             start = end - len(self._spelling.content(token))
-            # Others may reach into its text, and a longer one may begin there too.
+            # Other added tokens may overlap its text, and a longer one may begin there.
             if self._spelling.added_at(self.data, start, after_space=True) != token:
                 continue
             if self._spelling.backend is not None or self._cut_holds(start, end):
@@ -220,7 +220,7 @@ class _NewText:
         return None
 
     def _cut_holds(self, start: int, end: int) -> bool:
-        """Whether a tokenizer of which nothing is known tokenizes apart what is before, in and behind [start, end)."""
+        """Returns whether an unknown tokenizer encodes the text before, in and after [start, end) independently."""
         before = self.data[max(0, start - _CUT_CONTEXT_BYTES) : start].decode("utf-8", "ignore")
         added = self.data[start:end].decode()
         after = self.data[end : end + _CUT_CONTEXT_BYTES].decode("utf-8", "ignore")
@@ -230,10 +230,10 @@ class _NewText:
         return behind[:1] == [token] and encode(before + added + after) == [*encode(before), *behind]
 
     def _at_word(self, line: IndexedLine, common: int, start: int, seam: _Seam) -> _Seam:
-        """The last end of a word that has a border in the line, if it keeps more than `seam`.
+        """Returns the last seam at the end of a word with a token border in the line, if it keeps more than `seam`.
 
-        Both texts' words are compared from where both are known to begin one. While they end at the same places, they
-        are the same, and whatever ids the line has for them say the same as the tokenizer's.
+        The words of both texts are compared from a position where both begin a word. While they end at the same
+        positions, they are equal, so the line's ids for them have the same text as the tokenizer's.
         """
         sizes = start + self._spelling.sizes(seam.rest)
         since = self._word_before(start, common, sizes)
@@ -248,16 +248,17 @@ class _NewText:
                 break
             border = int(np.searchsorted(sizes, end, side="right")) - 1
             if line.ends[kept] == end == sizes[border]:
-                # Where the tokenizer changes the text, bytes of ids are not bytes of the text.
+                # A tokenizer that normalizes text gives ids whose bytes are not those of the text.
                 same = self._spelling.join(seam.rest[:border]) == self.data[start:end]
                 return _Seam(kept, seam.rest, border) if same else seam
         return seam
 
     def _before_added(self, line: IndexedLine, within: int, seam: _Seam) -> _Seam:
-        """A border of the line at which an added token begins in the new text, if it keeps more than `seam`."""
+        """Returns a seam at a border of the line where the new text has an added token, if it keeps more than
+        `seam`."""
         for kept in range(within, max(seam.kept, within - _BORDERS_TRIED), -1):
             at = int(line.ends[kept])
-            # What the line's tokens were made of reaches further, so they may not be those of what is before.
+            # The line's text goes on here, so its tokens before the border may depend on what follows.
             if at < len(line.data) and not self._spelling.joins_by_merges:
                 break
             token = self._spelling.added_at(self.data, at, after_space=False)
@@ -269,33 +270,33 @@ class _NewText:
 
     @staticmethod
     def _is_put_in(line: IndexedLine, kept: int) -> bool:
-        """Whether the line's tokens from its last added one on may spell nothing but what the tokenizer puts there.
+        """Returns whether the line's tokens after its last added one may be only a space that the tokenizer inserts.
 
-        A space at the front of a text belongs to that text; where the new one has none there, it must not stay.
+        An inserted space belongs to the text after it. It must not stay if the new text has none there.
         """
         before = int(np.searchsorted(line.added, kept))
         first = int(line.added[before - 1]) + 1 if before else 0
         return kept > first and not line.data[int(line.ends[first]) : int(line.ends[kept])].strip()
 
     def _word_before(self, start: int, common: int, sizes: np.ndarray) -> int:
-        """Where to look at words from: `start`, or a place nearer to `common` where a word surely begins.
+        """Returns where to begin comparing words: `start`, or a later position where a word surely begins.
 
-        Pre-tokenizers begin one at a letter behind a line's end, and at a space between letters. One that does not
-        would still get no wrong seam, as a seam is always a border between two tokens of the text's own.
+        Pre-tokenizers begin a word at a letter after a line break, and at a space between letters. Even for one that
+        does not, no seam is wrong, because a seam is always a token border of the new text's own encoding.
         """
         if common - start <= _BEHIND_BYTES:
             return start
         first = common - _BEHIND_BYTES
         for pattern in _WORD_BEGINS:
-            for found in pattern.finditer(self.data, first, first + _BEHIND_BYTES // 2):
-                border = int(np.searchsorted(sizes, found.end()))
-                if sizes[border] == found.end():
-                    return found.end()
+            for match in pattern.finditer(self.data, first, first + _BEHIND_BYTES // 2):
+                border = int(np.searchsorted(sizes, match.end()))
+                if sizes[border] == match.end():
+                    return match.end()
         return start
 
 
 def _at_character(data: bytes, at: int) -> int:
-    """`at`, or the beginning of the character that it lies in."""
+    """Returns `at`, or the beginning of the character that it lies in."""
     while at < len(data) and 0x80 <= data[at] < 0xC0:
         at -= 1
     return at

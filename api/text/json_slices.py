@@ -1,8 +1,8 @@
-"""JSON of any size without keeping the interpreter from others: measured first, then parsed in small pieces.
+"""Parses JSON of any size without holding the interpreter lock for long: first measured, then parsed in small pieces.
 
-A parser in C holds the interpreter until it is through. Here it is given a piece at a time, so the event loop waits for
-milliseconds whatever the size. What makes a text expensive is how many values it has and how they nest: both are known
-before anything is made of it. Pure; large texts belong in a worker thread.
+A parser in C holds the interpreter lock until it ends. Here it gets one piece at a time, so the event loop waits for
+milliseconds at most. A text's cost is its number of values and their nesting, and both are checked before anything is
+allocated for them. Pure; large texts belong in a worker thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from pydantic_core import from_json
 
 DEPTH_MAX = 200
-"""How deep the parser goes within one piece, and so within the whole."""
+"""The nesting that the parser accepts in one piece, and so in the whole."""
 
 _SCAN_BYTES = 256 * 2**10
 _PIECE_BYTES = 2**20
@@ -29,7 +29,7 @@ _OPEN_OBJECT, _CLOSE_OBJECT, _OPEN_LIST, _CLOSE_LIST, _COMMA, _COLON = _MARKS
 _KINDS = bytes(byte if byte in _MARKS + b'"\\' else 0 for byte in range(256))
 _SPACES = b" \t\r\n"
 
-# A character of a string as it is written; the two halves of a pair stay together.
+# One written character of a string; the two escapes of a surrogate pair stay together.
 _WRITTEN = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4})?|\\u[0-9a-fA-F]{4}|\\[^u]|[^\\][\x80-\xbf]*", re.DOTALL
 )
@@ -45,13 +45,13 @@ class TooDeep(Exception):
 
 @dataclass(frozen=True)
 class Outline:
-    """Where the structure of a JSON text is: its brackets, commas and colons, none of those within strings.
+    """The structure of a JSON text: its marks, which are brackets, commas and colons outside of strings.
 
     Attributes:
-        at: (marks,) int64; their places, in bytes.
-        kind: (marks,) uint8; the bytes themselves.
-        depth: (marks,) int64; how many containers are open behind each.
-        values: how many of them are no closing brackets: about as many as there are values and keys.
+        at: `(marks,) int64`: their byte offsets.
+        kind: `(marks,) uint8`: the bytes themselves.
+        depth: `(marks,) int64`: how many containers are open after each.
+        values: how many marks are not closing brackets, which is about the number of values and keys.
     """
 
     at: np.ndarray
@@ -61,10 +61,10 @@ class Outline:
 
 
 def outline(data: bytes | bytearray, values_max: int, depth_max: int | None = DEPTH_MAX) -> Outline:
-    """The outline of `data`. About 10 ns a byte, in steps of less than a millisecond.
+    """Returns the outline of `data`. Takes about 10 ns per byte, in steps of less than a millisecond.
 
     Raises:
-        TooManyValues, TooDeep: found out before more memory than for `values_max` is taken.
+        TooManyValues, TooDeep: it exceeds a limit. Raised before more memory than for `values_max` is allocated.
         ValueError: strings or containers do not end.
     """
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -72,12 +72,12 @@ def outline(data: bytes | bytearray, values_max: int, depth_max: int | None = DE
     escaped = inside = False
     for start in range(0, len(data), _SCAN_BYTES):
         piece = data[start : start + _SCAN_BYTES]
-        found = np.frombuffer(piece.translate(_KINDS), np.uint8)
-        places = np.flatnonzero(found)
-        kinds = found[places]
-        quotes, escaped = _quotes(places, kinds, escaped, len(piece))
+        classes = np.frombuffer(piece.translate(_KINDS), np.uint8)
+        offsets = np.flatnonzero(classes)
+        kinds = classes[offsets]
+        quotes, escaped = _quotes(offsets, kinds, escaped, len(piece))
         is_mark = (kinds != _QUOTE) & (kinds != _BACKSLASH)
-        at, kind = places[is_mark], kinds[is_mark]
+        at, kind = offsets[is_mark], kinds[is_mark]
         outside = (np.searchsorted(quotes, at) + inside) & 1 == 0
         at, kind = at[outside], kind[outside]
         inside ^= bool(len(quotes) & 1)
@@ -88,7 +88,7 @@ def outline(data: bytes | bytearray, values_max: int, depth_max: int | None = DE
             if depth_max is not None and depths.max() > depth_max:
                 raise TooDeep
             if depths.min() < 0:
-                raise ValueError("a bracket closes nothing")
+                raise ValueError("a closing bracket has no opening one")
             depth = int(depths[-1])
         values += len(kind) - int(np.count_nonzero(closes))
         if values > values_max:
@@ -101,7 +101,14 @@ def outline(data: bytes | bytearray, values_max: int, depth_max: int | None = DE
 
 
 def _quotes(places: np.ndarray, kinds: np.ndarray, escaped: bool, size: int) -> tuple[np.ndarray, bool]:
-    """Where strings begin and end in a piece, and whether the byte behind it is escaped. `escaped`: its first is."""
+    """Returns where strings begin and end in a piece, `(quotes,) int64`, and whether the next piece begins escaped.
+
+    Args:
+        places: `(n,) int64`: offsets of marks, quotes and backslashes.
+        kinds: `(n,) uint8`: the bytes there.
+        escaped: whether the piece's first byte is escaped.
+        size: of the piece in bytes.
+    """
     slashes = places[kinds == _BACKSLASH]
     behind = np.zeros(0, np.int64)
     if escaped and len(slashes) and slashes[0] == 0:
@@ -119,12 +126,12 @@ def _quotes(places: np.ndarray, kinds: np.ndarray, escaped: bool, size: int) -> 
 
 
 def check_values(texts: Sequence[str], values_max: int) -> None:
-    """See that texts which may be JSON have no more values together, before anybody parses them one by one.
+    """Checks that texts which may be JSON have at most `values_max` values together, before they are parsed.
 
     Raises:
-        TooManyValues: they have.
+        TooManyValues: they have more.
     """
-    # Those within strings count too here, which is enough to know of most.
+    # An upper bound, because it includes marks in strings. It is enough for most texts.
     if sum(text.count(mark) for text in texts for mark in "{[,:") <= values_max:
         return
     left = values_max
@@ -134,29 +141,29 @@ def check_values(texts: Sequence[str], values_max: int) -> None:
 
 
 def parse(data: bytes | bytearray, values_max: int) -> tuple[Any, int]:
-    """What the JSON text `data` says, and about how many values and keys that are.
+    """Parses JSON. Returns the value, and about how many values and keys it has.
 
-    NaN, unpaired surrogates and integers of more than 4,300 digits are refused. Of equal keys the last counts.
+    Refuses NaN, unpaired surrogates and integers of more than 4,300 digits. The last of equal keys wins.
 
     Raises:
-        TooManyValues, TooDeep: it is too large in structure.
+        TooManyValues, TooDeep: it has too many values, or is nested too deeply.
         ValueError: it is not JSON.
     """
     marks = outline(data, values_max)
     if len(data) <= _PIECE_BYTES and len(marks.at) <= _PIECE_MARKS:
         return from_json(data, allow_inf_nan=False), marks.values
-    return _Pieces(data, marks).element(-1, len(marks.at), 0, len(data)), marks.values
+    return _SlicedParser(data, marks).element(-1, len(marks.at), 0, len(data)), marks.values
 
 
-class _Pieces:
-    """Parses by an outline, at most `_PIECE_BYTES` and `_PIECE_MARKS` at a time. Marks are named by their numbers."""
+class _SlicedParser:
+    """A parser that uses an outline, at most `_PIECE_BYTES` and `_PIECE_MARKS` at a time. Marks are passed by index."""
 
     def __init__(self, data: bytes | bytearray, marks: Outline) -> None:
         self._data = data
         self._at, self._kind, self._depth = marks.at, marks.kind, marks.depth
 
     def element(self, before: int, behind: int, start: int, end: int) -> Any:
-        """The one value between two marks, which are no part of it, in bytes `start` to `end`."""
+        """Returns the only value between two marks (exclusive), in bytes `start` to `end`."""
         first, last = before + 1, behind - 1
         if last < first:
             return self._scalar(start, end)
@@ -173,7 +180,7 @@ class _Pieces:
         return self._container(first, last)
 
     def _closing(self, opening: int) -> int:
-        """The mark that closes the container which `opening` opens."""
+        """Returns the mark that closes the container opened by `opening`."""
         below = self._depth[opening + 1 :] < self._depth[opening]
         return opening + 1 + int(below.argmax())
 
@@ -188,7 +195,7 @@ class _Pieces:
         out: Any = {} if is_object else []
         number = 0
         while number < len(edges) - 1:
-            # As many elements as fit; at least one.
+            # As many elements as fit, at least one.
             most = min(
                 int(np.searchsorted(edges, edges[number] + _PIECE_MARKS, "right")),
                 int(np.searchsorted(at, at[number] + _PIECE_BYTES, "right")),
@@ -198,7 +205,7 @@ class _Pieces:
             if until == number + 1 and end - start > 0 and self._is_large(edges, number, start, end):
                 self._take_one(out, int(edges[number]), int(edges[until]), start, end)
             elif not self._data[start:end].strip(_SPACES):
-                # Nothing stands here, and this is more than an empty container.
+                # An element is missing, and the container is not empty.
                 raise self._malformed(start)
             elif is_object:
                 out.update(self._parsed(b"{", start, end, b"}"))
@@ -212,7 +219,7 @@ class _Pieces:
         return end - start >= _PIECE_BYTES or int(edges[number + 1] - edges[number]) >= _PIECE_MARKS
 
     def _take_one(self, out: Any, before: int, behind: int, start: int, end: int) -> None:
-        """The one large element between two marks."""
+        """Adds the one large element between two marks to `out`."""
         if isinstance(out, list):
             out.append(self.element(before, behind, start, end))
             return
@@ -245,19 +252,19 @@ class _Pieces:
         try:
             return from_json(text, allow_inf_nan=False)
         except ValueError as error:
-            # The parser's own place is one within the piece.
+            # The parser's own position is relative to the piece.
             what = str(error).partition(" at line ")[0]
-            raise ValueError(f"{what} behind byte {start}") from None
+            raise ValueError(f"{what} after byte {start}") from None
 
     @staticmethod
     def _malformed(start: int) -> ValueError:
-        return ValueError(f"expected a value behind byte {start}")
+        return ValueError(f"expected a value after byte {start}")
 
 
 def _cut(text: bytes, start: int, end: int) -> int:
-    """The last place at or before `end` at which a written character ends; one ends at `start`."""
+    """Returns the last position up to `end` where a written character ends, given that one ends at `start`."""
     window = max(start, end - _CUT_BYTES)
-    # Of backslashes in a row every second one is escaped.
+    # In a run of backslashes every second one is escaped.
     slashes = window - start - len(text[start:window].rstrip(b"\\"))
     at = window - slashes % 2
     while (written := _WRITTEN.match(text, at)) is not None and written.end() <= end:

@@ -1,8 +1,8 @@
-"""Which tokens stand behind the text of an answer, and how likely each was.
+"""Maps an answer's text back to its tokens and their logprobs.
 
-The law: the bytes of the tokens that come out concatenate to the UTF-8 of the content that is shown. Tokens without a
-part in it (special tokens, reasoning, tool calls, what follows a stop string) do not come out, and of a token that is
-partly shown only that part does. A token comes out with the last of its bytes.
+Invariant: the bytes of the returned tokens concatenate to the UTF-8 of the shown content. Tokens that are not shown
+(special tokens, reasoning, tool calls, text after a stop string) are left out, and a token that is partly shown has
+only that part. A token is returned with the last of its bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...actors.protocol.messages import TokenLogprobs
 from .model import REPLACEMENT, TextModel
 
 LOGPROB_MIN = -9999.0
-"""What OpenAI writes for a token that is practically impossible; JSON has no infinity."""
+"""OpenAI's value for a practically impossible token; JSON has no infinity."""
 
 _REPLACEMENT = REPLACEMENT.encode()
 
@@ -24,8 +24,8 @@ _REPLACEMENT = REPLACEMENT.encode()
 class ShownToken:
     """A token of an answer's content.
 
-    `data` are its bytes as far as they are shown, perhaps a part of a character; `offset` is the character of the
-    content in which they begin. `top` are bytes and logarithms of the likeliest tokens there, best first.
+    `data` are its shown bytes, perhaps a part of a character; `offset` is the index of the content's character in which
+    they begin. `top` are (bytes, logprob) of the likeliest tokens there, best first.
     """
 
     data: bytes
@@ -35,8 +35,8 @@ class ShownToken:
 
 
 @dataclass(slots=True)
-class _Entry:
-    """A token on its way: `taken` of its bytes have been shown or skipped."""
+class _PendingToken:
+    """A pending token: `taken` of its bytes have been shown or skipped."""
 
     token: int
     logprobs: TokenLogprobs
@@ -46,19 +46,19 @@ class _Entry:
 
 
 class TokenLedger:
-    """Follows one row's tokens through the pipeline: `add` as they are drawn, then `show` and `skip` in the order of
-    the text that they made, then `finish`."""
+    """One row's tokens on their way through the pipeline: call `add` for each sampled token, `show` and `skip` in the
+    order of the text, then `finish`."""
 
     def __init__(self, text: TextModel) -> None:
         self._text = text
-        self._group: list[_Entry] = []
-        self._entries: deque[_Entry] = deque()
+        self._group: list[_PendingToken] = []
+        self._entries: deque[_PendingToken] = deque()
         self._ready: list[ShownToken] = []
         self._characters = 0
 
     def add(self, token: int, piece: str, logprobs: TokenLogprobs) -> None:
-        """A token, and the text that the detokenizer gave for it."""
-        entry = _Entry(token, logprobs, self._text.token_bytes(token))
+        """Adds a token, and the text that the detokenizer returned for it."""
+        entry = _PendingToken(token, logprobs, self._text.token_bytes(token))
         if self._text.byte_level:
             self._entries.append(entry)
         else:
@@ -66,20 +66,20 @@ class TokenLedger:
             self.settle(piece)
 
     def settle(self, piece: str) -> None:
-        """More text from the detokenizer, without a token."""
+        """Adds text that the detokenizer returned without a new token."""
         if not piece or not self._group:
             return
         group, self._group = self._group, []
         data = piece.encode()
         if b"".join(entry.data for entry in group) != data:
-            # The decoder changed them, as it does with a text's first space; nobody knows which byte is whose.
+            # The decoder changed the bytes, for example a leading space, so they cannot be assigned to single tokens.
             for entry in group:
                 entry.data = b""
             group[-1].data = data
         self._entries.extend(group)
 
     def show(self, text: str) -> list[ShownToken]:
-        """The next characters go out: the tokens that are complete with them."""
+        """Marks the next characters as shown. Returns the tokens that they complete."""
         for index, part in enumerate(text.split(REPLACEMENT)):
             if index:
                 self._take(self._replaced_bytes(), _REPLACEMENT)
@@ -89,14 +89,14 @@ class TokenLedger:
         return ready
 
     def skip(self, text: str) -> None:
-        """The next characters do not go out."""
+        """Marks the next characters as not shown."""
         for index, part in enumerate(text.split(REPLACEMENT)):
             if index:
                 self._take(self._replaced_bytes(), b"")
             self._take(len(part.encode()), b"")
 
     def finish(self) -> list[ShownToken]:
-        """No more text goes out: the tokens of which a part has."""
+        """Ends the text. Returns the tokens that are partly shown."""
         for entry in self._entries:
             self._end(entry)
         self._entries.clear()
@@ -104,7 +104,7 @@ class TokenLedger:
         return ready
 
     def _take(self, size: int, shown: bytes) -> None:
-        """`size` bytes of the tokens have become `shown`, which is as long, or U+FFFD, or nothing."""
+        """Consumes `size` bytes of the tokens, shown as `shown`: equally many bytes, U+FFFD, or none."""
         while self._entries:
             entry = self._entries[0]
             count = min(size, len(entry.data) - entry.taken)
@@ -116,7 +116,7 @@ class TokenLedger:
                 return
             self._end(self._entries.popleft())
 
-    def _end(self, entry: _Entry) -> None:
+    def _end(self, entry: _PendingToken) -> None:
         if not entry.shown:
             return
         drawn, top = entry.logprobs
@@ -126,7 +126,7 @@ class TokenLedger:
         self._characters += sum(not _continues(byte) for byte in entry.shown)
 
     def _replaced_bytes(self) -> int:
-        """How many of the next bytes one U+FFFD stands for: a maximal part of a character (Unicode 3.9), or itself."""
+        """Returns how many of the next bytes one U+FFFD replaces: a maximal subpart (Unicode 3.9), or itself."""
         front = b""
         for entry in self._entries:
             front += entry.data[entry.taken :]
@@ -141,17 +141,17 @@ class TokenLedger:
 
 
 def _continues(byte: int) -> bool:
-    """Whether a byte of UTF-8 is not the first of its character."""
+    """Returns whether a byte of UTF-8 is not the first of its character."""
     return byte & 0xC0 == 0x80
 
 
 def _finite(value: float) -> float:
-    # Written so that what is no number at all becomes the least one too.
+    # This comparison also turns NaN into the minimum.
     return value if value > LOGPROB_MIN else LOGPROB_MIN
 
 
 def chat_logprobs(tokens: list[ShownToken]) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice or chunk."""
+    """Returns the `logprobs` of a chat's choice or chunk."""
 
     def one(data: bytes, logprob: float) -> dict[str, Any]:
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
@@ -161,7 +161,8 @@ def chat_logprobs(tokens: list[ShownToken]) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: list[ShownToken]) -> dict[str, Any]:
-    """The `logprobs` of a text completion's choice or chunk. `top_logprobs` have the drawn token too, as OpenAI's."""
+    """Returns the `logprobs` of a text completion's choice or chunk. As in OpenAI's, `top_logprobs` include the sampled
+    token."""
     top: list[dict[str, float]] = []
     for token in tokens:
         likeliest: dict[str, float] = {}
@@ -177,7 +178,7 @@ def completion_logprobs(tokens: list[ShownToken]) -> dict[str, Any]:
 
 
 def _written(data: bytes) -> str:
-    """A token as text; a part of a character in OpenAI's form, `bytes:\\xe6\\x97`."""
+    """Returns a token as text; a part of a character in OpenAI's form, `bytes:\\xe6\\x97`."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""Text on one side, token ids on the other: tokenizer, chat template, incremental detokenizing, stop strings.
+"""Between text and token ids: tokenizer, chat template, incremental detokenizing, stop strings.
 
-Everything here is computation without I/O, except `load_text_model`. Rendering and encoding may take milliseconds to
-seconds and belong in a worker thread; a `Detokenizer` and a `StopMatcher` cost microseconds a token.
+Only `load_text_model` does I/O. Rendering and encoding may take milliseconds to seconds and belong in a worker thread;
+a `Detokenizer` and a `StopMatcher` cost microseconds per token.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"
 
-# A character has at most four bytes, so a window this long that still ends in U+FFFD holds bytes that are invalid.
+# A character has at most four bytes, so if a window this long still ends in U+FFFD, its bytes are invalid.
 _HELD_TOKENS_MAX = 8
 _CONTEXT_TOKENS = 6
 
 _LONG_TOKEN_CHARACTERS = 8
-"""A text with more characters a token than this is rare."""
+"""Texts with more characters per token than this are rare."""
 _COUNTED_CHARACTERS = 2**16
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _bytes_by_character() -> dict[str, int]:
-    """GPT-2's reversible map of bytes to printable characters, inverted."""
+    """Returns GPT-2's reversible map of bytes to printable characters, inverted."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -48,18 +48,18 @@ class Detokenizer(Protocol):
     """Turns tokens into text one at a time. The pieces, `flush` included, concatenate to the whole text."""
 
     def add(self, token: int) -> str:
-        """The text that became complete with `token`; "" while a character is incomplete."""
+        """Returns the text completed by `token`; "" while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What was held back, at the end of the answer; incomplete bytes become U+FFFD."""
+        """Returns the held text at the end of the answer; incomplete bytes become U+FFFD."""
         ...
 
 
 class ByteDetokenizer:
-    """For byte-level BPE: every token is a fixed string of bytes, so a UTF-8 decoder is all the state there is.
+    """A detokenizer for byte-level BPE. Every token is a fixed byte string, so a UTF-8 decoder is the only state.
 
-    Replaces invalid bytes by maximal subparts, as the one-shot decoder of `tokenizers` does.
+    Replaces invalid bytes by maximal subparts, like the one-shot decoder of `tokenizers`.
     """
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
@@ -74,14 +74,14 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other decoder: decodes a short window twice a token and emits the difference.
+    """A detokenizer for all other decoders: decodes a short window twice per token and emits the difference.
 
-    `tokenizers.decoders.DecodeStream` takes 1.4 µs a token where this takes 2.3, but it holds invalid bytes for ever,
-    cannot be flushed, and is not for tokenizers in Python.
+    `tokenizers.decoders.DecodeStream` takes 1.4 µs per token instead of 2.3, but it holds invalid bytes for ever,
+    cannot be flushed, and does not work with tokenizers in Python.
 
     Args:
         decode: token ids to text.
-        context: tokens before the first one. Decoders that strip a leading space then keep it.
+        context: tokens before the first one, so that decoders do not strip its leading space.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
@@ -108,10 +108,11 @@ class WindowDetokenizer:
 
 
 class StopMatcher:
-    """Finds stop strings in text that arrives in pieces, and never lets a part of one out; a stage of a `Pipeline`.
+    """Cuts text that arrives in pieces at the first stop string; a stage of a `Pipeline`.
 
-    The match that ends first wins, and of those that end together the longest. So the result does not depend on how
-    the text was cut into pieces. `matched` is set by a match; no more text comes out then.
+    The match that ends first wins, and of those that end together the longest. So the result does not depend on the
+    pieces. Text that may be the beginning of a stop string is held back. After a match, `matched` is true and no more
+    text comes out.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -120,14 +121,14 @@ class StopMatcher:
         self.matched = False
 
     def add(self, text: str) -> list[str]:
-        """The text that can go out."""
+        """Returns the text that can go out."""
         if self.matched:
             return []
         buffer = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
-        if found:
+        matches = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if matches:
             self.matched = True
-            cut = min(found)[1]
+            cut = min(matches)[1]
             self._held = ""
         else:
             cut = len(buffer) - longest_held(buffer, self._stops)
@@ -135,13 +136,13 @@ class StopMatcher:
         return [buffer[:cut]] if cut else []
 
     def flush(self) -> list[str]:
-        """What was held back because a stop string might have begun there."""
+        """Returns the text that was held back as a possible beginning of a stop string."""
         held, self._held = self._held, ""
         return [held] if held else []
 
 
 def longest_held(text: str, markers: Iterable[str]) -> int:
-    """How many of the last characters of `text` are a proper prefix of a marker; the longest such suffix."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of a marker."""
     cut = len(text)
     for marker in markers:
         at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
@@ -153,16 +154,19 @@ def longest_held(text: str, markers: Iterable[str]) -> int:
 
 
 class TextModel:
-    """The text side of one served model: its tokenizer, its chat template and its forms of tool calls and reasoning.
+    """The text side of one served model: tokenizer, chat template, and its formats of tool calls and reasoning.
 
-    Thread-safe. `hidden_tokens` never become text: special tokens and every end-of-sequence token. `tool_call_tokens`
-    and `think_tokens` mark tool calls and reasoning, whether they are hidden or not. `byte_level` says that a token's
-    bytes are the same wherever it stands.
+    Thread-safe.
 
     Args:
         wrapper: mlx-lm's `TokenizerWrapper`.
-        sampling: the model's own sampling by field, for requests that are silent about it.
-        pictures: what the model's processor makes of pictures; None where it takes none.
+        sampling: the model's own sampling defaults by field.
+        pictures: the model's image processor, None if it takes no images.
+
+    Attributes:
+        hidden_tokens: special and end-of-sequence tokens, which never become text.
+        tool_call_tokens, think_tokens: markers of tool calls and reasoning, hidden or not.
+        byte_level: whether a token's bytes do not depend on its neighbours.
     """
 
     def __init__(
@@ -182,7 +186,7 @@ class TextModel:
         self.byte_level = self._backend is not None and _is_byte_level(self._backend)
         self._pieces: dict[int, bytes] = {}
         self._bytes = _bytes_by_character()
-        # Unicode normalization makes at most a handful of characters into one.
+        # Unicode normalization merges at most a few characters into one.
         self._token_characters_max = 4 * max(map(len, self._tokenizer.get_vocab()), default=1)
         self.end_tokens = frozenset(wrapper.eos_token_ids)
         self.hidden_tokens = self.end_tokens | frozenset(self._tokenizer.all_special_ids) | self._special_added()
@@ -210,15 +214,15 @@ class TextModel:
         *,
         generation_prompt: bool = True,
     ) -> str:
-        """The prompt text of a conversation.
+        """Returns the prompt text of a conversation.
 
         Args:
             template_kwargs: variables for the template, such as `enable_thinking`.
-            generation_prompt: whether it ends where the assistant begins, or with the last message.
+            generation_prompt: whether the text ends with the beginning of the assistant's message.
 
         Raises:
             InvalidRequest: the model has no chat template, its template refuses these messages, or a variable has a
-                name that is taken.
+                reserved name.
         """
         if not self._wrapper.has_chat_template:
             raise InvalidRequest(f"the model {self.name!r} has no chat template; use /v1/completions", param="model")
@@ -228,7 +232,7 @@ class TextModel:
                 f"chat_template_kwargs: {min(taken)!r} is not for callers to set", param="chat_template_kwargs"
             )
         try:
-            # A template is a program that comes with the model: it may fail in any way on messages it does not expect.
+            # A template is a program of the model's author: it may raise anything for messages it does not expect.
             return self._wrapper.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=generation_prompt, tokenize=False, **extra
             )
@@ -237,20 +241,20 @@ class TextModel:
             raise InvalidRequest(f"the model's chat template refused: {reason}", param="messages") from error
 
     def plain(self, tokens: Sequence[int]) -> Sequence[int]:
-        """`tokens` with the model's own in the place of words (see `kv_store.media`)."""
+        """`tokens` with the model's own in the place of words (see `protocol.media_ids`)."""
         if self.pictures is None or not any(map(is_word, tokens)):
             return tokens
         return array("I", [self.pictures.token_of(token) if is_word(token) else token for token in tokens])
 
     def ends_in_thought(self, prompt: str) -> bool:
-        """Whether `prompt` ends with an opened block of reasoning, so that the answer begins inside it."""
+        """Returns whether `prompt` ends inside an open reasoning block, so that the answer begins with reasoning."""
         if not self.has_thinking:
             return False
         at = prompt.rfind(self.think_start)
         return at >= 0 and not prompt[at + len(self.think_start) :].strip()
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`. `special_tokens` adds those that the tokenizer puts around a text by itself.
+        """Returns the token ids of `text`. `special_tokens` adds those that the tokenizer puts around a text.
 
         Raises:
             InvalidRequest: `text` is not valid Unicode.
@@ -261,38 +265,38 @@ class TextModel:
             raise InvalidRequest(f"text with an unpaired surrogate at character {error.start}") from None
         if self._backend is None:
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens))
-        # A batch of one, because `Tokenizer.encode` keeps the interpreter lock and this does not.
+        # A batch of one, because `Tokenizer.encode` holds the interpreter lock and this does not.
         return self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
 
     def tokens_min(self, text: str, enough: int) -> int:
-        """A number of tokens that `text` surely has. What has far more than `enough` is found without encoding it all:
-        it would take seconds, and what comes out would be as large."""
+        """Returns a lower bound of the number of tokens in `text`. A text with far more than `enough` tokens is not
+        encoded whole, which would take seconds and much memory."""
         least = len(text) // self._token_characters_max
         if least >= enough or self._backend is None or len(text) <= _LONG_TOKEN_CHARACTERS * enough:
             return least
         tokens = 0
         for start in range(0, len(text), _COUNTED_CHARACTERS):
             piece = text[start : start + _COUNTED_CHARACTERS].encode("utf-8", "replace").decode()
-            # A cut adds a few tokens, never as many as there are.
+            # A cut adds a few tokens, but never doubles their number.
             tokens += len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
             if tokens >= 2 * enough:
                 break
         return max(least, tokens // 2)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens` in one go, special tokens included."""
+        """Returns the text of `tokens`, special tokens included."""
         if self._backend is not None:
             return self._backend.decode(list(tokens), skip_special_tokens=False)
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
-        """A fresh detokenizer for one row. `context`: the tokens that the text continues, where it continues some."""
+        """Returns a new detokenizer for one row. `context` are the tokens that the text continues, if any."""
         if self.byte_level:
             return ByteDetokenizer(self._piece)
         return WindowDetokenizer(self.decode, context)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of `token` in the middle of a text. Where not `byte_level`, its neighbours may change them."""
+        """Returns the bytes of `token` in the middle of a text. If not `byte_level`, neighbours may change them."""
         if self.byte_level:
             return self._piece(token)
         piece = self._pieces.get(token)
@@ -303,14 +307,14 @@ class TextModel:
     def _bytes_alone(self, token: int) -> bytes:
         if self._backend is not None and (byte := _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or "")):
             return bytes.fromhex(byte[1])
-        # Decoders may strip a leading space, but not that of a second token.
+        # Decoders may strip a leading space, but not the space of a second token.
         return self.decode([token, token])[len(self.decode([token])) :].encode()
 
     def _piece(self, token: int) -> bytes:
         piece = self._pieces.get(token)
         if piece is None:
             assert self._backend is not None
-            # Ids past the tokenizer's end exist where a model pads its vocabulary; they have no text.
+            # Models may pad their vocabulary with ids that the tokenizer does not have; they have no text.
             written = self._backend.id_to_token(token) or ""
             try:
                 piece = bytes([self._bytes[character] for character in written])
@@ -321,16 +325,16 @@ class TextModel:
 
 
 def _taken_names() -> set[str]:
-    """What transformers and the code above pass to a template themselves."""
+    """Returns the template arguments that transformers and `render` set themselves."""
     from transformers import PreTrainedTokenizerBase
 
     return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages", "conversations"}
 
 
 def _rust_tokenizer(tokenizer: Any) -> Any | None:
-    """The `tokenizers.Tokenizer` inside, or None where Python code stands before it that must run too.
+    """Returns the inner `tokenizers.Tokenizer`, or None if Python code wraps its encoding or decoding.
 
-    Using it directly is what makes encoding thread-safe: transformers' own `encode` sets truncation on shared state.
+    Using it directly makes encoding thread-safe: transformers' own `encode` sets truncation on shared state.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -352,10 +356,10 @@ def _is_byte_level(backend: Any) -> bool:
 
 
 def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False) -> TextModel:
-    """The text side of the model in `folder`, whose own code runs only if it is `trusted`. Takes up to seconds.
+    """Loads the text side of the model in `folder`, whose own code runs only if it is `trusted`. Takes up to seconds.
 
     Raises:
-        ModelLoadError: no tokenizer there, or one that does not load.
+        ModelLoadError: the tokenizer is absent or does not load.
     """
     # Imported here because mlx_lm brings MLX with it, which only processes that serve text need.
     from mlx_lm import tokenizer_utils
@@ -378,13 +382,14 @@ def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:
     try:
         return PictureProcessor.load(path, trusted=trusted)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError) as error:
-        # The replica serves it for text too, and says so.
+        # The replica then serves the model for text only, and reports that.
         logger.warning("%s takes no pictures here: %s", path.name, error)
         return None
 
 
 def _own_sampling(path: Path) -> dict[str, float]:
-    """What generation_config.json says of sampling; `do_sample: false` is greedy. Values out of range are left out."""
+    """Returns the sampling defaults in generation_config.json; `do_sample: false` is greedy. Omits values out of
+    range."""
     try:
         config = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -401,6 +406,6 @@ def _own_sampling(path: Path) -> dict[str, float]:
     own = {name: config[name] for name in limits if type(config.get(name)) in (int, float)}
     own = {name: value for name, value in own.items() if limits[name][0] <= value <= limits[name][1]}
     if config.get("do_sample") is False:
-        # The filters do nothing there; the penalty does.
+        # Greedy decoding ignores the filters, but not the penalty.
         own = {"temperature": 0.0} | {name: own[name] for name in ("repetition_penalty",) if name in own}
     return own

@@ -1,13 +1,13 @@
-"""The stages that an answer's text runs through, and the pieces that come out of them.
+"""The stages that an answer's text passes, and the pieces that they emit.
 
 ::
 
     characters -> ReasoningSplitter -> StopMatcher -> ToolCallSplitter -> pieces
 
-A stage takes text as it arrives and gives pieces. Strings are the answer's content, which the next stage takes; other
-pieces pass. A stage may hold text back until it knows what it is, but it neither reorders nor loses any: the strings,
-`ReasoningDelta` and `Skipped` that come out concatenate to what went in, up to a stop string. So whoever knows which
-tokens the characters came from knows it of the pieces too.
+A stage takes text as it arrives and emits pieces. Strings are the answer's content, which the next stage takes; other
+pieces pass through. A stage may hold text back until it knows what it is, but it neither reorders nor loses any: the
+strings, `ReasoningDelta` and `Skipped` that it emits concatenate to its input, up to a stop string. So pieces can be
+mapped back to tokens by counting characters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thought before it answered. Never empty."""
+    """More of the model's reasoning before its answer. Never empty."""
 
     text: str
 
@@ -45,7 +45,7 @@ Piece = str | Skipped | ReasoningDelta | ToolCall
 
 
 def text_of(piece: Piece) -> str:
-    """What of the answer's characters the piece stands for; a call's are in the `Skipped` before it."""
+    """Returns the answer's characters in a piece; those of a call are in the `Skipped` before it."""
     if isinstance(piece, str):
         return piece
     return "" if isinstance(piece, ToolCall) else piece.text
@@ -53,16 +53,16 @@ def text_of(piece: Piece) -> str:
 
 class Stage(Protocol):
     def add(self, text: str) -> Sequence[Piece]:
-        """The pieces that `text`, never empty, has decided. No piece is an empty string."""
+        """Takes more text, never empty, and returns the pieces that are decided. No piece is an empty string."""
         ...
 
     def flush(self) -> Sequence[Piece]:
-        """What was held back, at the end of the answer."""
+        """Returns the held pieces at the end of the answer."""
         ...
 
 
 class Pipeline:
-    """Stages one after the other."""
+    """A sequence of stages."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers: found between its markers and taken out of the answer. Computation only."""
+"""Separates a model's reasoning, between its markers, from the answer. Computation only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .model import longest_held
 from .pipeline import Piece, ReasoningDelta, Skipped
 
 
-class _State(Enum):
+class _ReasoningState(Enum):
     BEFORE = "nothing yet but white space"
     INSIDE = "the block is open"
     AFTER = "nothing since the block but line ends"
@@ -16,51 +16,51 @@ class _State(Enum):
 
 
 class ReasoningSplitter:
-    """Splits an answer into the block of reasoning at its beginning, and its content.
+    """A stage of a `Pipeline` that splits an answer into the reasoning block at its beginning, and its content.
 
-    Only what an answer begins with is such a block, so an answer may write about the markers. A block that is never
-    closed goes on to the answer's end. Line ends just inside the markers and after the block are dropped, as models'
-    templates do when they print an earlier answer, and so is white space before the block.
+    Only a block at the beginning counts, so an answer may mention the markers. A block that is never closed extends to
+    the answer's end. White space before the block is dropped, and so are line breaks just inside the markers and after
+    the block, because templates drop them too when they print an earlier answer.
 
     Args:
         start, end: the markers.
-        inside: the prompt has opened the block.
+        inside: whether the prompt has opened the block.
     """
 
     def __init__(self, start: str, end: str, *, inside: bool) -> None:
         self._start = start
         self._end = end
-        self._state = _State.INSIDE if inside else _State.BEFORE
+        self._state = _ReasoningState.INSIDE if inside else _ReasoningState.BEFORE
         self._begun = False
         self._buffer = ""
 
     @property
     def inside(self) -> bool:
-        """Whether the text so far ends within the block."""
-        return self._state is _State.INSIDE
+        """Whether the text so far ends inside the block."""
+        return self._state is _ReasoningState.INSIDE
 
     @property
     def over(self) -> bool:
-        """Whether no marker is looked for any more."""
-        return self._state in (_State.AFTER, _State.OVER)
+        """Whether no more markers are expected."""
+        return self._state in (_ReasoningState.AFTER, _ReasoningState.OVER)
 
     def add(self, text: str) -> list[Piece]:
-        if self._state is _State.OVER:
+        if self._state is _ReasoningState.OVER:
             return [text]
         self._buffer += text
         out: list[Piece] = []
-        if self._state is _State.BEFORE:
+        if self._state is _ReasoningState.BEFORE:
             self._open(out)
-        if self._state is _State.INSIDE:
+        if self._state is _ReasoningState.INSIDE:
             self._close(out)
-        if self._state is _State.AFTER:
+        if self._state is _ReasoningState.AFTER:
             self._begin_content(out)
         return out
 
     def flush(self) -> list[Piece]:
-        """What was held back. An unfinished marker is text."""
+        """Returns the held pieces at the end of the answer. An unfinished marker is text."""
         out: list[Piece] = []
-        if self._state is _State.INSIDE:
+        if self._state is _ReasoningState.INSIDE:
             _skip(self._buffer[self._think(self._buffer, out) :], out)
         elif self._buffer:
             out.append(self._buffer)
@@ -68,12 +68,12 @@ class ReasoningSplitter:
         return out
 
     def _open(self, out: list[Piece]) -> None:
-        said = self._buffer.lstrip()
-        if said.startswith(self._start):
-            self._state = _State.INSIDE
-            self._skip_to(len(self._buffer) - len(said) + len(self._start), out)
-        elif not self._start.startswith(said):
-            self._state = _State.OVER
+        text = self._buffer.lstrip()
+        if text.startswith(self._start):
+            self._state = _ReasoningState.INSIDE
+            self._skip_to(len(self._buffer) - len(text) + len(self._start), out)
+        elif not self._start.startswith(text):
+            self._state = _ReasoningState.OVER
             out.append(self._buffer)
             self._buffer = ""
 
@@ -82,19 +82,19 @@ class ReasoningSplitter:
         known = at if at >= 0 else len(self._buffer) - longest_held(self._buffer, (self._end,))
         self._buffer = self._buffer[(thought := self._think(self._buffer[:known], out)) :]
         if at >= 0:
-            self._state = _State.AFTER
+            self._state = _ReasoningState.AFTER
             self._skip_to(at - thought + len(self._end), out)
 
     def _begin_content(self, out: list[Piece]) -> None:
-        said = self._buffer.lstrip("\n")
-        self._skip_to(len(self._buffer) - len(said), out)
-        if said:
-            self._state = _State.OVER
-            out.append(said)
+        text = self._buffer.lstrip("\n")
+        self._skip_to(len(self._buffer) - len(text), out)
+        if text:
+            self._state = _ReasoningState.OVER
+            out.append(text)
             self._buffer = ""
 
     def _think(self, text: str, out: list[Piece]) -> int:
-        """Give out `text` but for the line ends that may be the block's last; how many characters that was."""
+        """Emits `text` as reasoning, except trailing line breaks, which may be the block's last. Returns its length."""
         solid = text.rstrip("\n")
         thought = solid if self._begun else solid.lstrip("\n")
         _skip(solid[: len(solid) - len(thought)], out)

@@ -1,4 +1,4 @@
-"""One row's tokens as text: ``tokens -> characters -> pieces -> events``, a few microseconds a token."""
+"""One row's tokens as text: ``tokens -> characters -> pieces -> events``, a few microseconds per token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .tool_calls import ToolCallSplitter
 class TextDelta:
     """More of the answer's content.
 
-    `logprobs` are the tokens that are complete with it, None where nobody asked for them. `text` is empty only in an
-    answer's last one, where a token is left over of which only a part was shown.
+    `logprobs` are the tokens that it completes, None if they were not requested. `text` is empty only in the last delta
+    of an answer, for a token of which only a part was shown.
     """
 
     text: str
@@ -31,15 +31,15 @@ TextEvent = TextDelta | ReasoningDelta | ToolCall
 
 
 class RowText:
-    """Makes events of one row's tokens. Nothing follows once `stopped`.
+    """One row's text, which turns its tokens into events. No events follow once it is `stopped`.
 
     Args:
-        reasoning, stops, calls: what is looked for in the text; None and () for nothing.
-        stop_tokens: tokens that end the row and are no part of its text, besides the model's own end tokens.
-        logprobs: follow the tokens; `add` must be given their logarithms then.
+        reasoning, stops, calls: the stages of the text's pipeline; None and () for none.
+        stop_tokens: tokens that end the row without being text, besides the model's own end tokens.
+        logprobs: whether events carry logprobs; `add` needs them then.
 
     Attributes:
-        follows_tokens: whether events have `logprobs`.
+        follows_tokens: whether events carry `logprobs`.
         tokens, reasoning_tokens, calls: how many there were.
     """
 
@@ -73,9 +73,10 @@ class RowText:
         return self._stops is not None and self._stops.matched
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> list[TextEvent]:
-        """
+        """Returns the events of further tokens.
+
         Raises:
-            GenerationFailed: logarithms are missing.
+            GenerationFailed: logprobs are missing.
         """
         if self._ledger is not None and len(logprobs or ()) != len(tokens):
             raise GenerationFailed("the replica sent tokens without their logprobs")
@@ -96,7 +97,7 @@ class RowText:
         return self._events(pieces)
 
     def finish(self) -> list[TextEvent]:
-        """What was held back, once all tokens are there or a stop string was found."""
+        """Returns the held events, after the last token or a stop string."""
         pieces: list[Piece] = []
         if piece := self._detokenizer.flush():
             if self._ledger is not None:
@@ -120,13 +121,13 @@ class RowText:
             return True
         if token not in self._text.hidden_tokens:
             return False
-        # Some models write their markers, and a call's name and arguments between them, as special tokens.
+        # Some models write their markers, and a call's name and arguments, as special tokens.
         if self._reasoning is not None and not self._reasoning.over and token in self._text.think_tokens:
             return False
         return self._splitter is None or not (self._splitter.inside or token in self._text.tool_call_tokens)
 
     def _events(self, pieces: list[Piece]) -> list[TextEvent]:
-        """One event for all text of a kind that comes together, with the tokens that stand behind it."""
+        """Merges neighbouring pieces of a kind into one event, with their tokens."""
         events: list[TextEvent] = []
         for kind, run in groupby(pieces, type):
             if kind is ToolCall:

@@ -1,7 +1,7 @@
-"""Which bytes a line's tokens spell, and which tokens always split a text: what continuing by text stands on.
+"""Which bytes a line's tokens stand for, and which tokens always split a text: the basis of `continuation`.
 
-A line is compared with a new text in UTF-8 bytes, not in characters: a border between two tokens may lie inside a
-character, and bytes that are no text all look alike (U+FFFD) once they are characters.
+Lines are compared with a new text in UTF-8 bytes, not in characters: a token border may lie inside a character, and
+different invalid bytes all become the same character (U+FFFD).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _META_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _TOKENS_MAX = 2**32
 _LEADS_TRIED = 16
-# What a piece says that surely equals no text: this byte never occurs in UTF-8.
+# A piece that equals no text: this byte never occurs in UTF-8.
 _NOTHING = b"\xff"
 
 
 @dataclass(frozen=True)
-class Line:
-    """A conversation as the memory holds it.
+class StoredBranch:
+    """A conversation as an agent's memory holds it.
 
     Args:
-        text: what `tokens` stand for: the rendered prompt and the answer, special tokens spelled out.
-        tokens: the exact ids, drawn ones included.
+        text: of `tokens`: the rendered prompt and the answer, special tokens spelled out.
+        tokens: the exact ids, sampled ones included.
     """
 
     text: str
@@ -45,15 +45,15 @@ class Line:
 
 
 @dataclass(frozen=True)
-class IndexedLine(Line):
-    """A line prepared for comparing, worth keeping while the line is. Made by `Spelling.index`, for that model only.
+class IndexedLine(StoredBranch):
+    """A line with the byte offsets of its tokens, worth caching. Created by `Spelling.index`, for that model only.
 
     Args:
         data: `text` in UTF-8.
-        ends: (spelled tokens + 1,) int64; after the first k tokens, `ends[k]` bytes of `data` are spelled. Inside a
-            stretch that is known only as a whole, the end of that stretch.
-        added: (added tokens,) int64; the places of added tokens among those.
-        fault: why the tokens after those are not spelled; "" where all are.
+        ends: `(aligned tokens + 1,) int64`: the first k tokens end at byte `ends[k]` of `data`. Inside a stretch that
+            is only aligned as a whole, it is the end of that stretch.
+        added: `(added tokens,) int64`: the indexes of added tokens among the aligned ones.
+        fault: why the remaining tokens are not aligned; "" if all are.
         fault_at: the byte of `data` where they begin to differ.
     """
 
@@ -64,12 +64,12 @@ class IndexedLine(Line):
     fault_at: int
 
     def tokens_within(self, limit: int) -> int:
-        """How many of the first tokens end within the first `limit` bytes."""
+        """Returns how many of the first tokens end within the first `limit` bytes."""
         return int(np.searchsorted(self.ends, limit, side="right")) - 1
 
 
-class _Pieces(dict[int, bytes]):
-    """The bytes of every token that was asked for; at most the vocabulary."""
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of tokens, cached; at most the vocabulary."""
 
     def __init__(self, spell: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -81,31 +81,33 @@ class _Pieces(dict[int, bytes]):
 
 
 class Spelling:
-    """What the tokens of one model spell. Thread-safe; `spelling_of` keeps one a model.
+    """The bytes of one model's tokens. Thread-safe; `spelling_of` keeps one per model.
 
-    `byte_level`: every token border can be told by counting bytes, because nothing is put into a text.
-    `joins_by_merges`: the tokens up to a border between two of them are what their text alone gives, whatever follows.
+    Attributes:
+        backend: the `tokenizers.Tokenizer`, or None.
+        byte_level: whether token borders follow from counting bytes, because the tokenizer inserts nothing.
+        joins_by_merges: whether the tokens before a token border depend only on the text before it.
     """
 
     def __init__(self, model: TextModel) -> None:
         self.backend, self._added = _inside(model)
         self._model = model
         self._concatenates = self.backend is not None and (model.byte_level or _is_sentencepiece(self.backend))
-        self._pieces = _Pieces(self._spell)
+        self._pieces = _TokenBytes(self._spell)
         self._added_tokens = np.array(sorted(self._added), np.int64)
         self._by_content = {entry.content.encode(): token for token, entry in self._added.items() if entry.content}
         self._lengths = sorted({len(content) for content in self._by_content}, reverse=True)
         self._alone: dict[int, bool] = {}
         self._space_first = self._concatenates and self._puts_space("")
-        # The same behind every added token, so one that surely splits a text tells.
+        # All added tokens behave alike here, so one that always splits a text is enough to test.
         few = islice(self._added, _LEADS_TRIED)
         lead = next((self._added[token].content for token in few if self.stands_alone(token)), "")
         self._space_later = bool(lead) and self._concatenates and self._puts_space(lead)
         self.byte_level = model.byte_level and not self._space_first
         self.joins_by_merges = self._joins_by_merges()
 
-    def index(self, line: Line) -> IndexedLine:
-        """`line` prepared: a few milliseconds for 100,000 tokens, more where the tokenizer changes the text."""
+    def index(self, line: StoredBranch) -> IndexedLine:
+        """Returns `line` with offsets. Takes milliseconds for 100,000 tokens, more if the tokenizer normalizes text."""
         if isinstance(line, IndexedLine):
             return line
         data = utf8(line)
@@ -127,31 +129,31 @@ class Spelling:
         return IndexedLine(line.text, line.tokens, data, ends[: count + 1], added, fault, fault_at)
 
     def sizes(self, tokens: Sequence[int]) -> np.ndarray:
-        """(len(tokens) + 1,) int64: how many bytes the first tokens spell, from none to all. Byte-level only."""
+        """Returns `(len(tokens) + 1,) int64`: the bytes of the first k tokens, for every k. Byte-level only."""
         ends = np.zeros(len(tokens) + 1, np.int64)
         np.cumsum(np.fromiter(map(len, map(self._pieces.__getitem__, tokens)), np.int64, len(tokens)), out=ends[1:])
         return ends
 
     def join(self, tokens: Sequence[int]) -> bytes:
-        """What `tokens` spell. Byte-level only."""
+        """Returns the bytes of `tokens`. Byte-level only."""
         return b"".join(map(self._pieces.__getitem__, tokens))
 
     def word_borders(self, data: bytes) -> np.ndarray:
-        """The bytes at which the words of a text end, words being what is tokenized apart. Byte-level only."""
+        """Returns `(words,) int64`: the bytes at which the pre-tokenizer's words of a text end. Byte-level only."""
         assert self.backend is not None
         encoding = self.backend.encode_batch([data.decode("utf-8", "replace")], add_special_tokens=False)[0]
         words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
         return self.sizes(encoding.ids)[1:][np.append(words[1:] != words[:-1], True)[: len(words)]]
 
     def content(self, token: int) -> bytes:
-        """The text of an added token."""
+        """Returns the text of an added token in UTF-8."""
         return self._added[token].content.encode()
 
     def added_at(self, data: bytes, at: int, *, after_space: bool) -> int | None:
-        """The added token that surely splits a text at byte `at`, if there is one.
+        """Returns the added token that always splits a text at byte `at`, if there is one.
 
         Args:
-            after_space: whether it may be one that takes in white space before it, where there is some.
+            after_space: whether a token may be returned that would also take in white space before `at`.
         """
         for length in self._lengths:
             token = self._by_content.get(data[at : at + length])
@@ -162,9 +164,9 @@ class Spelling:
         return None
 
     def stands_alone(self, token: int) -> bool:
-        """Whether an added token is found wherever its text stands, unless a longer one begins there too.
+        """Returns whether an added token is always found in a text, unless a longer one begins there too.
 
-        It splits the text then: what is before and behind it is tokenized apart.
+        Such a token splits the text: the parts before and after it are tokenized independently.
         """
         alone = self._alone.get(token)
         if alone is None:
@@ -199,7 +201,7 @@ class Spelling:
         return written.replace(_META_SPACE, " ").encode()
 
     def _puts_space(self, lead: str) -> bool:
-        """Whether a text that begins after `lead` gets a space that it does not have."""
+        """Returns whether the tokenizer inserts a space at the beginning of a text after `lead`."""
         return self.join(self._model.encode(lead + "a")[bool(lead) :]) == b" a"
 
     def _joins_by_merges(self) -> bool:
@@ -209,13 +211,16 @@ class Spelling:
         if not isinstance(model, models.BPE) or model.ignore_merges or model.dropout:
             return False
         splits = _state(self.backend.pre_tokenizer) if self.backend is not None else None
-        # Patterns may look at what follows, so that words end elsewhere; these only look at the spaces.
+        # Patterns may look ahead, so that later text moves the end of a word. These only look at spaces.
         return splits is None or splits["type"] == "Metaspace" or "String" in splits.get("pattern", ())
 
-    def _align(self, line: Line, data: bytes, spelled: bytes, ends: np.ndarray, added: np.ndarray) -> tuple[int, int]:
-        """Walks from added token to added token where the tokens do not spell the text to the letter.
+    def _align(
+        self, line: StoredBranch, data: bytes, spelled: bytes, ends: np.ndarray, added: np.ndarray
+    ) -> tuple[int, int]:
+        """Aligns tokens with a text that differs from their bytes, from added token to added token.
 
-        Turns `ends`, offsets in `spelled`, into offsets in `data`.
+        Changes `ends`, `(tokens + 1,) int64`, in place from offsets in `spelled` to offsets in `data`. `added`,
+        `(added tokens,) int64`, are the indexes of added tokens.
 
         Returns:
             How many of the first tokens are aligned, and the first byte that is not.
@@ -245,7 +250,8 @@ class Spelling:
         return self._space_later if later else self._space_first
 
     def _skip(self, segment: bytes, data: bytes, at: int, *, later: bool) -> int | None:
-        """How many bytes of `segment` to leave out so that the text at `at` begins with it, where it can."""
+        """Returns how many bytes of `segment` to skip so that the text at `at` begins with the rest; None if neither
+        0 nor 1."""
         if not self._concatenates:
             return None
         if data.startswith(segment, at):
@@ -253,8 +259,8 @@ class Spelling:
         spaced = self._has_space(later) and segment[:1] == b" " and data.startswith(segment[1:], at)
         return 1 if spaced else None
 
-    def _past(self, line: Line, place: int, data: bytes, at: int) -> int | None:
-        """Where the text of the added token at `place` ends, if it begins at byte `at`."""
+    def _past(self, line: StoredBranch, place: int, data: bytes, at: int) -> int | None:
+        """Returns where the text of the added token at index `place` ends, None if it does not begin at byte `at`."""
         if place == len(line.tokens):
             return at
         token = line.tokens[place]
@@ -263,11 +269,11 @@ class Spelling:
         piece = self._pieces[token]
         return at + len(piece) if data.startswith(piece, at) else None
 
-    def _past_whole(self, line: Line, first: int, place: int, data: bytes, at: int) -> int | None:
-        """Where a stretch ends, its added token included, if the tokenizer too makes such tokens of its text.
+    def _past_whole(self, line: StoredBranch, first: int, place: int, data: bytes, at: int) -> int | None:
+        """Returns where a stretch ends, its added token included, if the tokenizer gives such tokens for its text.
 
-        For what spells another text than it was made of: normalized, lower-cased, unknown characters. The added token
-        before the stretch is decoded with it, because it tells decoders that this is not the beginning.
+        For tokens whose text differs from the encoded one: normalized, lower-cased, unknown characters. The added token
+        before the stretch is decoded with it, because decoders treat the beginning of a text differently.
         """
         stop, before = len(data), self._added[line.tokens[first - 1]].content if first else ""
         if place < len(line.tokens):
@@ -279,22 +285,22 @@ class Spelling:
         stretch = line.tokens[max(first - 1, 0) : place + 1]
         if not all(0 <= token < _TOKENS_MAX for token in stretch):
             return None
-        given = self._model.decode(stretch)
-        # Bytes that are no text look alike without being alike.
-        if REPLACEMENT in given:
+        decoded = self._model.decode(stretch)
+        # Different invalid bytes decode to the same character.
+        if REPLACEMENT in decoded:
             return None
-        same = given == text or given == self._model.decode(self._model.encode(text))
+        same = decoded == text or decoded == self._model.decode(self._model.encode(text))
         return stop if same else None
 
-    def _past_spaces(self, line: Line, place: int, data: bytes, at: int) -> int:
-        """`at`, or behind the white space that the added token at `place` takes in."""
+    def _past_spaces(self, line: StoredBranch, place: int, data: bytes, at: int) -> int:
+        """Returns `at`, or the end of the white space that the added token at index `place` takes in."""
         if place < len(line.tokens) and self._added[line.tokens[place]].rstrip:
             return _behind_spaces(data, at)
         return at
 
 
 def spelling_of(model: TextModel) -> Spelling:
-    """The one of this model, made the first time.
+    """Returns the `Spelling` of this model, created on first use.
 
     To be moved: a field of `TextModel`.
     """
@@ -304,13 +310,13 @@ def spelling_of(model: TextModel) -> Spelling:
     return spelling
 
 
-def utf8(line: Line) -> bytes:
-    """The text of `line`. Lone surrogates become bytes that no valid text has."""
+def utf8(line: StoredBranch) -> bytes:
+    """Returns the text of `line` in UTF-8. Lone surrogates become bytes that no valid text has."""
     return line.data if isinstance(line, IndexedLine) else line.text.encode("utf-8", "surrogatepass")
 
 
 def common_length(one: _Items, other: _Items) -> int:
-    """How many of the first items are equal. Compares slices, so that no loop goes over the items."""
+    """Returns the length of the common prefix. Compares slices instead of looping over items."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -329,7 +335,7 @@ def common_length(one: _Items, other: _Items) -> int:
 
 
 def _inside(model: TextModel) -> tuple[Any | None, dict[int, Any]]:
-    """The rust tokenizer, or None, and the added tokens by id.
+    """Returns the Rust tokenizer, or None, and the added tokens by id.
 
     To be moved: public fields of `TextModel`.
     """
@@ -337,12 +343,12 @@ def _inside(model: TextModel) -> tuple[Any | None, dict[int, Any]]:
 
 
 def _state(part: Any | None) -> dict[str, Any] | None:
-    """What a part of a rust tokenizer is made of, as in tokenizer.json."""
+    """Returns a part of a Rust tokenizer as in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _is_sentencepiece(backend: Any) -> bool:
-    """Whether tokens are written with `▁` for a space, and texts are their pieces in a row but for a first space."""
+    """Returns whether pieces use `▁` for a space, and a text is their concatenation except for a leading space."""
     state = _state(backend.decoder)
     if state is None:
         return False
@@ -362,7 +368,7 @@ def _is_sentencepiece(backend: Any) -> bool:
 
 
 def _begins_inside(inner: str, outer: str) -> bool:
-    """Whether `inner` may begin in `outer` past its first character, all of it or as far as `outer` goes."""
+    """Returns whether `inner` or a prefix of it at the end of `outer` begins inside `outer`."""
     at = outer.find(inner[0], 1)
     while at > 0:
         if outer.startswith(inner, at) or inner.startswith(outer[at:]):
@@ -372,7 +378,7 @@ def _begins_inside(inner: str, outer: str) -> bool:
 
 
 def _behind_spaces(data: bytes, at: int, width: int = 256) -> int:
-    """The first byte from `at` on that is not white space."""
+    """Returns the first byte from `at` on that is not white space."""
     while at < len(data):
         piece = data[at : at + width].decode("utf-8", "ignore")
         spaces = len(piece) - len(piece.lstrip())

@@ -1,7 +1,4 @@
-"""Tool calls in a model's text: finds them between their markers and parses them.
-
-Computation only. Feed text in as it arrives; text and calls come out.
-"""
+"""Finds tool calls between their markers in a model's text, and parses them. Computation only."""
 
 from __future__ import annotations
 
@@ -14,17 +11,18 @@ from .model import longest_held
 from .pipeline import Piece, Skipped, ToolCall
 
 Parse = Callable[[str], list[tuple[str, str]]]
-"""From the text between the markers to (name, arguments as JSON text) pairs; ValueError where it is malformed."""
+"""Turns the text between the markers into (name, arguments as JSON text) pairs. Raises ValueError if malformed."""
 
 
 def call_parser(parse: Callable[[str, Any], Any], tools: list[dict[str, Any]]) -> Parse:
-    """mlx-lm's `parse` for a model's form of calls, with its results checked."""
+    """Returns a `Parse` (which raises ValueError) that runs mlx-lm's `parse` for a model's format and checks its
+    result."""
 
     def parse_calls(text: str) -> list[tuple[str, str]]:
         try:
             parsed = parse(text, tools)
         except Exception as error:
-            # Parsers evaluate what the model wrote, with json, ast and regular expressions; anything can come out.
+            # Parsers run json, ast and regular expressions on the model's text and may raise anything.
             raise ValueError(f"malformed tool call: {error}") from error
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not calls:
@@ -49,14 +47,14 @@ def _checked(call: Any) -> tuple[str, str]:
 
 
 class ToolCallSplitter:
-    """Splits an answer into text and tool calls, whatever the pieces in which it arrives; a stage of a `Pipeline`.
+    """A stage of a `Pipeline` that splits an answer into text and tool calls, regardless of how the text is chunked.
 
-    Text that is not a well-formed call comes out unchanged, markers included. White space that touches a call belongs
-    to the call and is dropped, so it is held back until it is known what follows it.
+    Text that is not a well-formed call passes unchanged, markers included. White space next to a call is dropped, so it
+    is held back until the following text is known.
 
     Args:
         start: the marker before a call.
-        end: the marker after it; "" where a call lasts until the answer ends.
+        end: the marker after it; "" if a call lasts until the answer ends.
         parse: see `Parse`.
     """
 
@@ -70,7 +68,7 @@ class ToolCallSplitter:
         self._after_call = False
         self._count = 0
         self.inside = False
-        """Whether the text so far ends within a call."""
+        """Whether the text so far ends inside a call."""
 
     def add(self, text: str) -> list[Piece]:
         self._buffer += text
@@ -80,7 +78,7 @@ class ToolCallSplitter:
         return out
 
     def flush(self) -> list[Piece]:
-        """What is left at the end of the answer. An unfinished call comes out as text."""
+        """Returns the held pieces at the end of the answer. An unfinished call becomes text."""
         out: list[Piece] = []
         if self.inside and not self._end:
             self._close(self._buffer, "", out)
@@ -95,7 +93,7 @@ class ToolCallSplitter:
         return out
 
     def _step(self, out: list[Piece]) -> bool:
-        """Consume what is decided; False once more text is needed."""
+        """Consumes text up to the next marker. Returns False if more text is needed."""
         marker = self._end if self.inside else self._start
         at = self._buffer.find(marker, self._searched) if marker else -1
         if at < 0:

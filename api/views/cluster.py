@@ -1,7 +1,4 @@
-"""The cluster as clients see it, and moving an agent in it: shared by the HTTP routes and the Python handles.
-
-Nothing here knows Ray: what was heard of nodes comes as data, and what is done is asked of a store.
-"""
+"""The cluster as clients see it: shared by the HTTP routes and the Python handles. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from ...actors.protocol.registry import NodeEntry
 
 AGENTS_MAX = 1000
-"""How many agents one view of the cluster shows."""
+"""Agents in one view of the cluster."""
 
 RATE_OVER_S = 0.5
 """The shortest time over which tokens a second are measured, and a reading that is older than `RATE_AGE_S` says nothing
@@ -32,12 +29,12 @@ RATE_AGE_S = 10.0
 
 @dataclass(frozen=True)
 class SeenNodes:
-    """What the control store says of the nodes.
+    """The nodes in Ray's control store.
 
     Attributes:
-        joined: those that have joined and not left.
-        resources: names of all that living machines offer; each node's own is among them while it lives.
-        here: the resource of the machine on which this was read, "" where it is none of the cluster.
+        joined: nodes that joined and have not left.
+        resources: Ray resource names of all live machines; each node has its own while it lives.
+        here: the resource of the machine on which this was read, "" if it is not in the cluster.
         memory_free_bytes: of that machine.
     """
 
@@ -48,45 +45,46 @@ class SeenNodes:
 
 
 def node_states(machines: Sequence[Node], seen: SeenNodes, described: Iterable[NodeReport]) -> list[NodeState]:
-    """The nodes, those of the config first and in its order. One that has left is none, though the router remembers it.
+    """Returns the nodes: first those of the config, in its order, then others that joined. Omits nodes that left, even
+    if the router still reports them.
 
     Args:
-        described: what the router knows of them.
+        described: the router's reports.
     """
     addresses = {node.name: node.address for node in machines}
     links = {node.name: tuple((str(link.address), str(link.kind)) for link in node.data_links) for node in machines}
     for entry in seen.joined:
-        # How it joined last is newer than what the config says.
+        # The address with which it joined is newer than the config.
         addresses[entry.name], links[entry.name] = entry.address, entry.links
-    heard = {each.name: each for each in described}
+    reports = {each.name: each for each in described}
     states = []
     for name, address in addresses.items():
         resource = f"satchel-node-{name}"
-        # Ray takes many seconds to notice that a machine is gone, the router few.
-        said = heard.get(name) or NodeReport(name, resource in seen.resources)
+        # Ray takes much longer than the router to notice that a machine is gone.
+        report = reports.get(name) or NodeReport(name, resource in seen.resources)
         states.append(
             NodeState(
                 name=name,
                 address=address,
                 links=links[name],
-                up=said.alive,
-                rates=said.links,
-                memory_free_bytes=seen.memory_free_bytes if resource == seen.here else said.memory_free_bytes,
-                disk_bytes=said.used_bytes,
-                disk_free_bytes=None if said.free_bytes < 0 else said.free_bytes,
-                disk_full=said.disk_full,
-                disk_error=said.disk_error,
-                agents_let_go=said.agents_let_go,
-                blocks=said.blocks,
-                agents=said.agents,
-                draining=said.draining,
+                up=report.alive,
+                rates=report.links,
+                memory_free_bytes=seen.memory_free_bytes if resource == seen.here else report.memory_free_bytes,
+                disk_bytes=report.used_bytes,
+                disk_free_bytes=None if report.free_bytes < 0 else report.free_bytes,
+                disk_full=report.disk_full,
+                disk_error=report.disk_error,
+                agents_let_go=report.agents_let_go,
+                blocks=report.blocks,
+                agents=report.agents,
+                draining=report.draining,
             )
         )
     return states
 
 
 class TokenRates:
-    """Tokens a second by replica, from the replicas' totals as they were read last."""
+    """Tokens per second by replica, from two readings of the replicas' totals."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -97,8 +95,8 @@ class TokenRates:
     async def read(
         self, read: Callable[[], Awaitable[list[ReplicaStats]]]
     ) -> tuple[list[ReplicaStats], dict[str, float]]:
-        """The replicas now, and what each generates. Where nothing recent is known of one that works, this takes
-        `RATE_OVER_S`."""
+        """Returns the replicas' statistics and tokens per second. Takes `RATE_OVER_S` if a busy replica has no recent
+        reading."""
         async with self._reading:
             return await self._read(read)
 
@@ -115,7 +113,7 @@ class TokenRates:
             now = self._clock()
         past_s = max(now - self._read_at, 1e-9)
         rates = {
-            # A replica that was started anew counts from 0.
+            # A restarted replica counts from 0.
             each.replica: max(0.0, (each.generated_tokens_total - self._totals[each.replica]) / past_s)
             for each in stats
             if each.answers and each.replica in self._totals and past_s <= RATE_AGE_S
@@ -129,13 +127,13 @@ class TokenRates:
 
 
 async def cluster_view(backend: Backend, store: Store | None, rates: TokenRates, *, tenant: str) -> dict[str, Any]:
-    """Nodes, replicas, and the tenant's first agents by their ids.
+    """Returns nodes, replicas, and the tenant's first agents by their ids.
 
     Args:
         store: of the agents; None leaves them out.
 
     Raises:
-        Unavailable: the control store does not answer. A store that does not leaves the agents out.
+        Unavailable: the control store does not answer. If the agents' store does not, agents are left out.
     """
     nodes, (stats, tokens_per_s), pids = await asyncio.gather(
         backend.nodes(), rates.read(backend.stats), backend.pids()
@@ -149,7 +147,7 @@ async def cluster_view(backend: Backend, store: Store | None, rates: TokenRates,
 
 
 def node_views(nodes: Sequence[NodeState], stats: Iterable[ReplicaStats]) -> list[dict[str, Any]]:
-    """The nodes, with what their replicas hold."""
+    """Returns the nodes with their replicas' totals."""
     replicas = list(stats)
     return [_node_view(node, nodes, [each for each in replicas if each.node == node.name]) for node in nodes]
 
@@ -160,7 +158,7 @@ def _node_view(node: NodeState, nodes: Sequence[NodeState], replicas: Sequence[R
         "address": node.address,
         "addresses": [{"address": address, "kind": kind} for address, kind in node.links],
         "up": node.up or any(each.answers for each in replicas),
-        # Those that load, have failed or are silent.
+        # Replicas that are loading, have failed or do not answer.
         "waits_for": [each.replica for each in replicas if not each.answers],
         "draining": node.draining,
         "replicas": [each.replica for each in replicas],
@@ -194,7 +192,7 @@ def _replica_view(
         "pid": pids.get(stats.replica),
         "model": stats.model,
         "model_id": stats.model_id or None,
-        # With those KV is not shared.
+        # Replicas that differ do not share KV.
         "differs": _differing(stats, every),
         "up": stats.answers,
         "running": stats.running,
@@ -204,7 +202,7 @@ def _replica_view(
 
 
 def _differing(stats: ReplicaStats, every: Iterable[ReplicaStats]) -> dict[str, str]:
-    """How the replica computes, of what replicas of its model do not all do alike."""
+    """Returns the replica's computation settings that differ among the replicas of its model."""
     others = [each.computing for each in every if each.model == stats.model and each.model_id]
     return {name: value for name, value in stats.computing.items() if any(other.get(name) != value for other in others)}
 
@@ -214,16 +212,16 @@ async def _agents_view(store: Store | None, tenant: str, nodes: Sequence[NodeSta
     if store is None:
         return unknown
     try:
-        found = await store.call("agents", tenant, f"{tenant}/", AGENTS_MAX + 1)
-        keys = [str(each["agent"]) for each in found[:AGENTS_MAX]]
+        found = await store.agents(tenant, f"{tenant}/", AGENTS_MAX + 1)
+        keys = [each.agent for each in found[:AGENTS_MAX]]
         places = await store.places(keys)
     except SatchelError:
-        # Nodes and replicas are looked at when something does not answer.
+        # Clients need the nodes and replicas most when something does not answer.
         return unknown
     only = nodes[0].name if len(nodes) == 1 else None
     shown = []
     for key in keys:
-        place = places.get(key) or {}
-        home = place.get("home") or only
-        shown.append({"id": agent_id_of(key), "home": home, "copies": list(place.get("copies", ()))})
+        place = places.get(key)
+        home = (place.home if place else "") or only
+        shown.append({"id": agent_id_of(key), "home": home, "copies": place.copies if place else []})
     return {"agents": shown, "agents_count": len(shown), "agents_has_more": len(found) > AGENTS_MAX}

@@ -1,8 +1,8 @@
 """From messages to text: the pipeline that the HTTP endpoint and the Python handles share.
 
-One request goes ``check -> render -> encode`` in a worker thread, then to the backend as token ids, and comes back as
-a `TextStream` for every choice: ``tokens -> characters -> reasoning -> stop strings -> tool calls -> events``, on the
-event loop, a few microseconds a token. Nothing here knows HTTP or Ray.
+A request goes ``check -> render -> encode`` in a worker thread, then to the backend as token ids. It comes back as one
+`TextStream` per choice: ``tokens -> characters -> reasoning -> stop strings -> tool calls -> events``, on the event
+loop, a few microseconds per token. Independent of HTTP and Ray.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ...cluster.errors import (
     Unavailable,
     quoted,
 )
-from ..agents.memory import AgentMemory, Kept, Turn
+from ..agents.memory import AgentMemory, CommittedTurn, Turn
 from ..agents.streams import TurnKeeper
 from ..generation.backend import Backend, Generation, ServedModel
-from ..generation.callers import OWNING, Admission, Caller
+from ..generation.callers import OWNING, AdmittedRows, Caller
 from ..generation.conversation import sources_in
 from ..generation.options import Options
 from ..generation.remembered import OVER_QUOTA, UNANSWERED, Remembered
@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Job:
-    """A request that has been checked. `deadline` is by the event loop's clock; `row_text` makes what reads a row. The
-    first choice of a `chat` is remembered by the agent whose `turn` this is."""
+    """A checked request. `deadline` is by the event loop's clock; `row_text` creates the text side of a row, given its
+    prompt. If there is a `turn`, the first choice of the `chat` is committed to it."""
 
     request: Request
     model: ServedModel
@@ -65,11 +65,11 @@ class _Job:
 
 
 class Generator:
-    """Starts rows on a backend. One an event loop; it loads each model's tokenizer once.
+    """Starts rows on a backend, for one event loop. Loads each model's tokenizer once.
 
     Args:
-        memory: what agents remember; None for nothing.
-        load_text: for tests.
+        memory: of agents; None for none.
+        load_text: replaced by tests.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Generator:
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
-        # A generation may send its pictures again. As long as it lives the loader counts them.
+        # A generation may send its images again. The loader counts them as long as it lives.
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
 
     async def served(self, name: str = "", caller: Caller = OWNING) -> ServedModel:
-        """The model called `name`; "" is the first one that the caller may use.
+        """Returns the model called `name`; "" is the first one that the caller may use.
 
         Raises:
-            ModelNotFound: no such model that the caller may use.
-            NoReplica: it is served and has not been loaded yet.
+            ModelNotFound: there is no such model, or the caller may not use it.
+            NoReplica: it has not been loaded yet.
         """
         names = [name for name in await self.backend.names() if caller.may_use(name)]
         wanted = name or next(iter(names), "")
@@ -107,7 +107,7 @@ class Generator:
         raise ModelNotFound(f"the model {quoted(wanted)} does not exist", param="model")
 
     async def text_model(self, model: ServedModel) -> TextModel:
-        """The text side of `model`, loaded on first use.
+        """Returns the text side of `model`, loaded on first use.
 
         Raises:
             ModelLoadError: its tokenizer does not load.
@@ -119,28 +119,28 @@ class Generator:
             loading = asyncio.to_thread(self._load_text, model.folder, name=model.name, trusted=trusted)
             task = asyncio.create_task(loading)
             self._texts[key] = task
-            # Those of models that are served no more go.
+            # Drop those of models that are no longer served.
             served = {key, *((other.folder, other.words_id) for other in await self.backend.models())}
             self._texts = {known: text for known, text in self._texts.items() if known in served}
-        # Shielded: one waiting request that goes away must not end the loading for the others.
+        # Shielded: a cancelled request must not end the loading for the others.
         return await asyncio.shield(task)
 
     async def start_chat(self, request: ChatRequest) -> TextStream:
-        """As `start_chats`, for a request of one choice."""
+        """Starts a conversation with one choice; see `start_chats`."""
         (stream,) = await self.start_chats(request)
         return stream
 
     async def start_chats(self, request: ChatRequest) -> list[TextStream]:
-        """Check, render, encode and queue a conversation; a stream for every choice, in order.
+        """Checks, renders, encodes and queues a conversation. Returns a stream for every choice, in order.
 
-        Returns once replicas have accepted all rows; where one is refused, none runs. What an agent is told and its
-        first answer are remembered. A request with `agent_continue` waits for the agent's turn.
+        Returns once replicas have accepted all rows; if one is refused, none runs. An agent remembers the messages and
+        its first answer. A request with `agent_continue` waits for the agent's turn.
 
         Raises:
-            RequestError: what is wrong with the request.
+            RequestError: the request is invalid.
             AgentBusy: another turn of the agent takes too long.
-            Unavailable: no replica takes it now.
-            DeadlineExceeded: none took it in time.
+            Unavailable: no replica accepts it now.
+            DeadlineExceeded: no replica accepted it in time.
         """
         async with self._turn() as turns:
 
@@ -150,12 +150,12 @@ class Generator:
             return await self._run(request, prepare)
 
     async def inject(self, request: ChatRequest) -> tuple[Usage, Remembered]:
-        """Put messages at the end of an agent's transcript and compute them, without a reply. What that took, and what
-        became of it in the agent's memory.
+        """Appends messages to an agent's transcript and computes their KV, without a reply. Returns the usage and the
+        state of the agent's memory.
 
         Raises:
             RequestError, AgentBusy, Unavailable, DeadlineExceeded: as `start_chats` does.
-            MemoryFull, QuotaExceeded, Unavailable: it is not kept.
+            MemoryFull, QuotaExceeded, Unavailable: the messages were not committed.
         """
         options = Options(temperature=0.0)
         silent = replace(request, options=options, max_tokens_default=0, agent_continue=True, choices=1)
@@ -171,17 +171,19 @@ class Generator:
             usage = (await stream.collect()).usage
             chat, turn = jobs[0].chat, jobs[0].turn
             assert chat is not None and turn is not None
-            kept = Kept(chat.prompt, chat.text, chat.messages, chat.continuation, stream.model_id, injected=True)
+            kept = CommittedTurn(
+                chat.prompt, chat.text, chat.messages, chat.continuation, stream.model_id, injected=True
+            )
             await turn.commit(kept)
             if why := turn.remembered.unkept:
-                # Being kept is all that it was for.
+                # An injection that was not committed has no effect, so it is an error.
                 kind = {UNANSWERED: Unavailable, OVER_QUOTA: QuotaExceeded}.get(why, MemoryFull)
                 raise kind(f"what was injected is not kept: {why}")
             return usage, turn.remembered
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[list[Turn]]:
-        """A place for the turn of a request; it is given back where the request fails."""
+        """Yields a list for the turn of a request, which is abandoned if the request fails."""
         turns: list[Turn] = []
         try:
             yield turns
@@ -229,8 +231,8 @@ class Generator:
         return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat)
 
     async def _media(self, request: ChatRequest) -> list[Medium]:
-        """The pictures and videos of a request, in order."""
-        # In a thread: there may be thousands of parts.
+        """Returns the pictures and videos of a request, in order."""
+        # In a thread, because there may be thousands of parts.
         sources = await asyncio.to_thread(sources_in, request.messages)
         if not sources:
             return []
@@ -238,7 +240,7 @@ class Generator:
         return [Medium(frames, isinstance(source, VideoSource)) for source, frames in zip(sources, loaded, strict=True)]
 
     async def start_completion(self, request: CompletionRequest) -> list[TextStream]:
-        """Check, encode and queue the prompts; the choices of the first come first. Otherwise as `start_chats`."""
+        """Checks, encodes and queues prompts. The choices of the first prompt come first. Raises as `start_chats`."""
 
         async def prepare(deadline: float) -> _Job:
             agent = request.agent_key
@@ -275,7 +277,7 @@ class Generator:
             raise
 
     async def _chosen(self, request: Request) -> tuple[ServedModel, TextModel]:
-        """The request's model, once it is known that it can do what the options ask."""
+        """Returns the request's model, after checking the options against it."""
         model = await self.served(request.model, request.caller)
         request.caller.priority(request.options.priority)
         scheduling = self.config.scheduling
@@ -289,7 +291,7 @@ class Generator:
         return model, await self.text_model(model)
 
     async def _start_all(self, job: _Job) -> list[TextStream]:
-        """Every prompt's first row, then the others beside it, where the prompt will be computed already."""
+        """Starts every prompt's first row, then the others on the same replica, where they share the prompt's KV."""
         given = job.request.options.seed
         seeds = [secrets.randbits(63) if given is None else given for _ in job.prompts]
         starts = list(zip(job.prompts, seeds, strict=True))
@@ -314,7 +316,7 @@ class Generator:
         return [row for i, stream in enumerate(first) for row in (stream, *rest[i * size : (i + 1) * size])]
 
     async def _start(
-        self, job: _Job, admission: Admission, prompt: list[int], seed: int, choice: int = 0, beside: str = ""
+        self, job: _Job, admission: AdmittedRows, prompt: list[int], seed: int, choice: int = 0, beside: str = ""
     ) -> TextStream:
         request, model = job.request, job.model
         sampling = request.options.sampling(
@@ -369,7 +371,7 @@ class Generator:
         return min([left, *(limit for limit in limits if limit is not None)])
 
     def _begin_abort(self, generation: Generation) -> asyncio.Task[None]:
-        # A task of its own: the caller is often being cancelled, which is when the row must be stopped.
+        # A task of its own, because the caller is often being cancelled, and the row must be stopped then too.
         task = asyncio.create_task(generation.abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborted)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import psutil
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
-from satchel.actors.protocol.messages import GenerateRequest, Media, RowUpdate, Sampling
+from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution import models
 from satchel.cluster.config import Scheduling
@@ -75,7 +75,7 @@ class Desk:
         rng, size = random.Random(seed), self.loaded.vocabulary_size - SPECIAL_TOKENS
         return [rng.randrange(size) for _ in range(tokens)]
 
-    def submit(self, prompt: list[int], max_tokens: int, media: Sequence[Media] = ()) -> str:
+    def submit(self, prompt: list[int], max_tokens: int, media: Sequence[MediaSpan] = ()) -> str:
         """Queue a greedy request. Returns its name."""
         self._count += 1
         name = f"row-{self._count}"
@@ -108,7 +108,7 @@ class Desk:
         self.turn_until(lambda: all(self._answers[name].ended for name in names))
         return [self._answers.pop(name) for name in names]
 
-    def ask(self, prompt: list[int], max_tokens: int = 1, media: Sequence[Media] = ()) -> TimedAnswer:
+    def ask(self, prompt: list[int], max_tokens: int = 1, media: Sequence[MediaSpan] = ()) -> TimedAnswer:
         return self.finish([self.submit(prompt, max_tokens, media)])[0]
 
     def _take(self, updates: dict[str, list[RowUpdate]]) -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from satchel.actors.kv_store.disk.segment_reader import Failure
 from satchel.actors.kv_store.disk.segments import grouped, write_segment
 from satchel.actors.kv_store.disk.shelf import DiskLimits
 from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
-from satchel.actors.protocol.entries import Entry, Location, unpack_tokens
+from satchel.actors.protocol.entries import Entry, Failure, Location, unpack_tokens
 from satchel.actors.replica.kv.caches import Slab
-from satchel.actors.replica.kv.prefix import KeptKV
+from satchel.actors.replica.kv.prefix import PrefixKV
 from satchel.actors.replica.tiers.disk_tier import read_slabs
 from satchel.actors.replica.tiers.memory import kept_of
 from satchel.actors.replica.tiers.slab_codec import to_parts
@@ -82,7 +81,7 @@ def restore_prefix(desk: Desk, store: DiskStore, entry_ids: Sequence[bytes]) -> 
     """
     found = store.locate(desk.loaded.model_id, list(entry_ids))
     locations: list[Location] = [location for location in found if location is not None]
-    blocks: list[tuple[int, Sequence[int], KeptKV[Slab]]] = []
+    blocks: list[tuple[int, Sequence[int], PrefixKV[Slab]]] = []
     chain: list[bytes] = []
     slabs, _ = read_slabs(desk.loaded.spec, store.root, store.key, locations)
     for location, slab in zip(locations, slabs, strict=True):

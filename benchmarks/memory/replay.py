@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
-from satchel.actors.replica.kv.prefix import KeptKV, PrefixCache
+from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV
 
 from ..parts import Budget, ResultTable, Say
 
@@ -73,8 +73,8 @@ class OurBlocks:
         tokens = tokens[:-1]
         chain = block_ids(self._root, tokens)
         spans = ((index, tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]) for index in range(len(chain)))
-        self._cache.put_blocks(chain, ((index, span, KeptKV(None, 1)) for index, span in spans))
-        self._cache.put_tail(self._root, chain, tokens[len(chain) * BLOCK_TOKENS :], KeptKV(None, 1))
+        self._cache.put_blocks(chain, ((index, span, PrefixKV(None, 1)) for index, span in spans))
+        self._cache.put_tail(self._root, chain, tokens[len(chain) * BLOCK_TOKENS :], PrefixKV(None, 1))
 
 
 class Writer:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from satchel.actors.kv_store.disk.segment_reader import Failure
 from satchel.actors.kv_store.disk.segments import grouped, write_segment
 from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, root_id
-from satchel.actors.protocol.entries import Entry
+from satchel.actors.protocol.entries import Entry, Failure
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv import sealing
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, Slab

@@ -20,7 +20,7 @@ import yaml
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
 from satchel.cluster.config import Home
-from satchel.cluster.processes import Session, session_members
+from satchel.cluster.processes import UnixSession, session_members
 
 COMMAND = (sys.executable, "-P", "-m", "satchel.api.cli")
 START_S, END_S = 300.0, 60.0
@@ -28,7 +28,7 @@ START_TRIES = 3
 MODEL = "satchel/recall"
 TITLES = {
     "replica": "ray::ReplicaActor",
-    "store": "ray::NodeStoreActor",
+    "store": "ray::KVStoreActor",
     "router": "ray::RouterActor",
     "endpoint": "ray::ServeReplica",
 }
@@ -146,7 +146,7 @@ class SoakServer:
 
     def _ray_members(self) -> list[int]:
         try:
-            session = Session.from_dict(json.loads((self.home / "run" / "session.json").read_text()))
+            session = UnixSession.from_dict(json.loads((self.home / "run" / "session.json").read_text()))
         except (OSError, ValueError):
             return []
         return session.members() if session is not None else []

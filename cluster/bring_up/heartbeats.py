@@ -52,7 +52,7 @@ class HeartbeatSender:
 
 
 @dataclass
-class _Heard:
+class _HeardProcess:
     name: str
     mark: ProcessMark
     silent_polls: int = 0
@@ -67,7 +67,7 @@ class Heartbeats:
 
     def __init__(self, silent_polls_max: int) -> None:
         self.silent_polls_max = silent_polls_max
-        self._heard: dict[int, _Heard] = {}
+        self._heard: dict[int, _HeardProcess] = {}
         self._by_name: dict[str, int] = {}
 
     def hear(self, mark: ProcessMark, name: str, *, leaving: bool = False) -> int | None:
@@ -79,7 +79,7 @@ class Heartbeats:
         before, self._by_name[name] = self._by_name.get(name), mark.pid
         known = self._heard.get(mark.pid)
         if known is None or known.mark != mark:
-            self._heard[mark.pid] = _Heard(name, mark)
+            self._heard[mark.pid] = _HeardProcess(name, mark)
         else:
             known.silent_polls = 0
         return None if before in (None, mark.pid) else before

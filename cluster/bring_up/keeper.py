@@ -18,7 +18,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ..processes import ProcessMark, Session, end_session
+from ..processes import ProcessMark, UnixSession, end_session
 
 _POLL_S = 0.5
 _PR_SET_CHILD_SUBREAPER = 36
@@ -76,7 +76,7 @@ def main() -> None:
         raise SystemExit("the keeper must lead a session of its own")
     _adopt_orphans()
     in_order = keep({int(pid) for pid in pids})
-    end_session(Session(os.getpid(), (me,)), grace_s=1.0, spare=os.getpid())
+    end_session(UnixSession(os.getpid(), (me,)), grace_s=1.0, spare=os.getpid())
     _reap()
     if not in_order:
         keep_logs(Path(folder), Path(logs))

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..processes import ProcessMark, Session, end_session
+from ..processes import ProcessMark, UnixSession, end_session
 from .keeper import keep_logs
 
 _STAND_IN = "/bin/sh -c cat"
@@ -144,7 +144,7 @@ def main() -> None:
         # Some of Ray may run already. While its leader lives, a session can be told from another with its number.
         me = ProcessMark.of(os.getpid())
         assert me is not None
-        end_session(Session(me.pid, (me,)), grace_s=0.0, spare=me.pid)
+        end_session(UnixSession(me.pid, (me,)), grace_s=0.0, spare=me.pid)
         keep_logs(Path(spec.private_dir), Path(spec.logs_dir))
         raise
     print(json.dumps(asdict(report)), flush=True)

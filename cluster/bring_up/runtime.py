@@ -27,7 +27,7 @@ from ..errors import ClusterError, NotRunning
 from ..home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
 from ..incidents import Kind, note_incident_aside
 from ..nodes import Node
-from ..processes import ProcessMark, Session, end_session
+from ..processes import ProcessMark, UnixSession, end_session
 from ..timing import USUAL
 from ..trust.admission import Admission
 from ..trust.door import Door
@@ -53,7 +53,7 @@ def clean_up_after_killed_run(home: Home) -> None:
     """
     data = read_json(home.session_file)
     if data is not None:
-        session = Session.from_dict(data)
+        session = UnixSession.from_dict(data)
         remaining = end_session(session, grace_s=0.0) if session is not None else []
         if remaining:
             raise ClusterError(f"processes {remaining} of the previous run cannot be ended; end them first")
@@ -95,7 +95,7 @@ class LocalCluster:
         self._admission: Admission | None = None
         self._door: Door | None = None
         self._head: subprocess.Popen[bytes] | None = None
-        self._session: Session | None = None
+        self._session: UnixSession | None = None
         self._private_dir: Path | None = None
         self._record: ClusterRecord | None = None
         self._connected = False
@@ -260,7 +260,7 @@ class LocalCluster:
             finally:
                 os.close(log)
             mark = ProcessMark.of(self._head.pid)
-            self._session = Session(self._head.pid, (mark,) if mark is not None else ())
+            self._session = UnixSession(self._head.pid, (mark,) if mark is not None else ())
             self._write_session()
             assert self._head.stdin is not None
             try:

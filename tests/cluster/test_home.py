@@ -15,7 +15,7 @@ from satchel.cluster.config import Home
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.errors import ClusterError, HomeInUse, NotRunning, PortInUse
 from satchel.cluster.home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
-from satchel.cluster.processes import ProcessMark, Session, end_session
+from satchel.cluster.processes import ProcessMark, UnixSession, end_session
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_a_session_is_ended_with_all_its_members() -> None:
     with sleeper() as leader:
         mark = ProcessMark.of(leader.pid)
         assert mark is not None
-        session = Session(leader.pid, (mark,))
-        assert Session.from_dict(session.to_dict()) == session
+        session = UnixSession(leader.pid, (mark,))
+        assert UnixSession.from_dict(session.to_dict()) == session
         assert end_session(session, grace_s=0.0) == []
         leader.wait(timeout=5)
         assert session.members() == []
@@ -105,13 +105,13 @@ def test_a_stranger_with_a_recorded_number_is_left_alone(home: Home) -> None:
     with sleeper() as stranger:
         mark = ProcessMark.of(stranger.pid)
         assert mark is not None
-        earlier = Session(stranger.pid, (ProcessMark(stranger.pid, mark.created_s - 60.0),))
+        earlier = UnixSession(stranger.pid, (ProcessMark(stranger.pid, mark.created_s - 60.0),))
         write_private_json(home.session_file, {**earlier.to_dict(), "private_dir": str(home.root)})
         clean_up_after_killed_run(home)
         assert mark.is_alive()
         assert home.root.exists(), "a folder that Satchel did not make is not removed"
         assert not home.session_file.exists()
-        end_session(Session(stranger.pid, (mark,)), grace_s=0.0)
+        end_session(UnixSession(stranger.pid, (mark,)), grace_s=0.0)
 
 
 def test_a_busy_port_is_said_plainly() -> None:

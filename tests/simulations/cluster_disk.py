@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from satchel.actors.kv_store.disk.leases import Leases, Pin
-from satchel.actors.kv_store.disk.placement import Changes, Placed
+from satchel.actors.kv_store.disk.placement import Changes, SegmentPlacement
 from satchel.actors.protocol.entries import DIGEST_BYTES, EntryRecord, Location, SegmentRecord, owner_tag
 from satchel.cluster.errors import DiskFull, StaleEpoch
 
@@ -88,7 +88,7 @@ class KVDisk:
         record: SegmentRecord,
         without: Mapping[bytes, Collection[bytes]] | None = None,
         heirs: Mapping[bytes, Collection[bytes]] | None = None,
-    ) -> Placed:
+    ) -> SegmentPlacement:
         if record.epoch != self.epoch:
             raise StaleEpoch("the store was opened anew")
         (entry,) = record.entries
@@ -97,16 +97,16 @@ class KVDisk:
         owners = tuple(tag for tag in known if tag not in barred)
         _, content = self.files.pop(record.name)
         if not owners:
-            return Placed(refused=[entry.id])
+            return SegmentPlacement(refused=[entry.id])
         if entry.id in self._rows:
             # The first copy of an id stays.
             self._own(entry.id, owners)
-            return Placed(dropped=[entry.id])
+            return SegmentPlacement(dropped=[entry.id])
         self._rows[entry.id], self.contents[entry.id] = replace(entry, owners=owners), content
         self.rotten.discard(entry.id)
         gone = self._make_room()
         self._changes.note([entry.id], gone)
-        return Placed(kept=[entry.id], retracted=gone)
+        return SegmentPlacement(kept=[entry.id], retracted=gone)
 
     def locate(self, model: bytes, ids: Sequence[bytes]) -> list[Location | None]:
         return [_location(model, row) if (row := self._rows.get(entry)) else None for entry in ids]

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store import actor, node_actor, peer_calls
-from satchel.actors.kv_store.agents.homes import LIFE, NOWHERE, Role, life
-from satchel.actors.kv_store.replication.peers import copy_nodes
+from satchel.actors.kv_store.agents.roles import LIFE, NOWHERE, Role, life
+from satchel.actors.kv_store.replication.peers import secondary_nodes
+from satchel.actors.kv_store.services import conversations, copying, moving, reports, tending, tombstones, turns
 from satchel.actors.kv_store.transfer import node_blocks
 from satchel.actors.router import actor as router
-from satchel.api.ray_backend import homes as agent_homes
+from satchel.api.ray_backend import locator as agent_locator
 from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import SatchelError
 
@@ -57,24 +57,22 @@ class Ledger:
     async def forget(self, agent: str) -> None:
         with contextlib.suppress(SatchelError):
             began = self.tick()
-            if await self.store.call("forget", agent):
+            if await self.store.forget(agent):
                 self.forgotten[agent] = max(self.forgotten[agent], began)
 
     async def quietly(self, method: str, *arguments: Any) -> None:
         with contextlib.suppress(SatchelError):
-            await (self.store.move(*arguments) if method == "move" else self.store.call(method, *arguments))
+            await getattr(self.store, method)(*arguments)
 
     async def suspect(self, agent: str) -> None:
         """An endpoint that takes the agent's home for lost asks another node to be that, above all it has heard of."""
-        known = [(store._homes.place(agent), name) for name, store in self.world.stores.items()]
-        place, lost = max((each for each in known if each[0].role is not Role.GONE), default=(NOWHERE, ""))
+        known = [(store.roles.place(agent), name) for name, store in self.world.stores.items()]
+        place, lost = max((each for each in known if each[0].role is not Role.FORGOTTEN), default=(NOWHERE, ""))
         others = [name for _, name in known if name != lost]
         if others:
-            call = self.world.call(
-                "another endpoint", self.rng.choice(others), "adopt", agent, place.epoch, timeout_s=4.0
-            )
+            store = self.world.way_to("another endpoint", self.rng.choice(others))
             with contextlib.suppress(SatchelError):
-                await call
+                await store.promote(agent, place.epoch).within(4.0)
 
     async def play(self) -> None:
         """What clients do, and what fails."""
@@ -90,7 +88,7 @@ class Ledger:
         await asyncio.sleep(14.0)
         for _ in range(3):
             for store in world.stores.values():
-                await store.learn()
+                await store.services.tending.learn()
             await asyncio.sleep(7.0)
 
     def check(self) -> None:
@@ -106,9 +104,9 @@ class Ledger:
 
     def check_agent(self, agent: str) -> None:
         world = self.world
-        places = {name: store._homes.place(agent) for name, store in world.stores.items()}
+        places = {name: store.roles.place(agent) for name, store in world.stores.items()}
         said = {name: {*map(int, re.findall(r"<(\d+)>", " ".join(world.texts(name, agent))))} for name in places}
-        homes = [name for name, place in places.items() if place.role is Role.HOME]
+        homes = [name for name, place in places.items() if place.role is Role.PRIMARY]
         assert len(homes) <= 1, f"{agent} has homes {homes}: {places}"
         forgotten = self.forgotten[agent]
         for name, numbers in said.items():
@@ -116,7 +114,7 @@ class Ledger:
             assert not back, f"{agent}: {back} came back on {name}, {places}"
         if not homes:
             # Forgotten last, perhaps by a call that nobody heard the answer of; or never begun.
-            assert all(place.role is not Role.COPY for place in places.values()), f"{agent} is nowhere: {places}"
+            assert all(place.role is not Role.SECONDARY for place in places.values()), f"{agent} is nowhere: {places}"
             assert world.places.where(agent) is None
             return
         (home,) = homes
@@ -126,17 +124,17 @@ class Ledger:
         if life(places[home].epoch) == 0 and forgotten < 0:
             missing = {*self.acknowledged[agent]} - said[home]
             assert not missing, f"{agent}: {missing} were acknowledged and are lost: {said}, {places}"
-        copied = copy_nodes(agent, [name for name in places if name != home], world.config.replication)
+        copied = secondary_nodes(agent, [name for name in places if name != home], world.config.replication)
         assert all(said[name] == said[home] for name in copied), f"{agent}: a copy differs, {said}"
 
 
 def simulate(make: Callable[[], Ledger], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Play, heal and check in virtual time; `name` is printed where that fails."""
     clock = Clock()
-    for module in (actor, node_actor, node_blocks, peer_calls, router, agent_homes):
+    for module in (tombstones, conversations, copying, moving, tending, turns, node_blocks, router, agent_locator):
         monkeypatch.setattr(module, "time", clock)
     memory = SimpleNamespace(available=2**34)
-    monkeypatch.setattr(node_actor, "psutil", SimpleNamespace(virtual_memory=lambda: memory), raising=False)
+    monkeypatch.setattr(reports, "psutil", SimpleNamespace(virtual_memory=lambda: memory), raising=False)
 
     async def whole() -> None:
         ledger = make()

@@ -6,13 +6,13 @@ import heapq
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from satchel.actors.kv_store.agents.branches import Content, Head
-from satchel.actors.kv_store.agents.homes import Place
+from satchel.actors.kv_store.agents.roles import Place
+from satchel.actors.protocol.store_messages import Content, Head
 from satchel.cluster.errors import Unavailable
 
 
 class Memory:
-    """A `HomeStorage` that a crash of its node leaves as it is.
+    """A `RoleStorage` that a crash of its node leaves as it is.
 
     Attributes:
         full: nothing can be written.

@@ -13,12 +13,13 @@ from satchel.actors.kv_store.transfer.machine.pull import Pull
 from satchel.actors.kv_store.transfer.machine.pull_terms import (
     Cancel,
     Chunk,
-    Close,
+    CloseConnection,
     Command,
     Connect,
     Connected,
     Discard,
     Done,
+    EntryOutcome,
     Event,
     Fetch,
     Find,
@@ -28,7 +29,6 @@ from satchel.actors.kv_store.transfer.machine.pull_terms import (
     InstallFailed,
     Lost,
     Offer,
-    Outcome,
     PullLimits,
     Renew,
     Renewed,
@@ -160,7 +160,7 @@ class _Session:
     def _obey(self, command: Command) -> None:
         if isinstance(command, Connect):
             self._connect(command)
-        elif isinstance(command, Close):
+        elif isinstance(command, CloseConnection):
             self._hang_up()
         elif isinstance(command, Install):
             self._install(command)
@@ -225,13 +225,13 @@ class _Session:
             return
         records, content = line.source.kv.records([entry]), line.source.kv.read(entry)
         if not records or content is None:
-            self.handle(Chunk(line.number, entry, Outcome.GONE))
+            self.handle(Chunk(line.number, entry, EntryOutcome.GONE))
             return
         if self._rng.random() < self._world.loss:
             content = b"damaged on its way"
         good = digest(content) == records[0].digest
         self._held[entry] = records[0], content
-        chunk = Chunk(line.number, entry, Outcome.GOOD if good else Outcome.BAD)
+        chunk = Chunk(line.number, entry, EntryOutcome.GOOD if good else EntryOutcome.BAD)
         self.handle(chunk)
         number = self._machine.items.number_of(entry)
         if number is None or self._machine.items[number].state.value not in ("held", "installing"):

@@ -7,21 +7,22 @@ replica is as crude as `router_replicas` has it; what it reads from its node's d
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
-from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from satchel.actors.kv_store.ownership import Ownership
 from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id, scope_of
-from satchel.actors.protocol.entries import EntryRecord, Location, owner_tag
+from satchel.actors.protocol.entries import EntryRecord, Failure, owner_tag
 from satchel.actors.protocol.messages import Decision, RouteRequest
+from satchel.actors.protocol.store_messages import PullKV
 from satchel.api.ray_backend.store import RayStore
-from satchel.cluster.errors import ReplicaLost, SatchelError, Unavailable, from_wire
+from satchel.cluster.errors import ReplicaLost, SatchelError, Unavailable
 
-from ..worlds.store_world import CLIENT, MODEL, REPORT_S, Endpoint, Store, World
+from ..worlds.direct import carried
+from ..worlds.store_world import CLIENT, MODEL, REPORT_S, Endpoint, Peers, Store, World
 from .cluster_disk import ENTRY_BYTES, KVDisk, digest, kv_of
 from .cluster_pulls import Puller
 from .cluster_time import Process
@@ -41,19 +42,12 @@ class KVStore(Store):
         super().__init__(world, name, process)
         self.kv = world.kv_of(name)
         disk: Any = self.kv
-        self._disk = self._store = disk
-        self.owned = Ownership(disk, self._ask)
-        self._owned = self._owners = self.owned
-        self._session = process.name
-        self._disk_threads: Any = None
-        self._blocks = Blocks(world, self)
-        self.owned.end_pulls = self._blocks.end_pulls
-
-    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        await self._disk_takes_its_time()
-        found = work(*arguments)
-        await self._disk_takes_its_time()
-        return found
+        held = self.services.memory.disk
+        held.take(disk)
+        assert held.owned is not None
+        self.owned = held.owned
+        self.services.fetching.blocks = blocks = Blocks(world, self)
+        self.owned.end_pulls = blocks.end_pulls
 
 
 class Blocks(NodeBlocks):
@@ -61,7 +55,7 @@ class Blocks(NodeBlocks):
 
     def __init__(self, world: ClusterWorld, store: KVStore) -> None:  # pyright: ignore[reportMissingSuperCall]
         self._answer_s = world.config.timing.answer_s
-        self._peers, self._lock, self._links = store._peers, store._lock, {}
+        self._peers, self._lock, self._links = Peers(world, store.name), threading.Lock(), {}
         self._server: Any = SimpleNamespace(addresses=[("link", 1), ("network", 1)])
         self._puller: Any = Puller(world, store)
 
@@ -71,6 +65,7 @@ class Engine:
 
     def __init__(self, world: ClusterWorld, replica: Replica) -> None:
         self.world, self.replica, self.process = world, replica, world.process(replica.name)
+        self._store = carried(replica.node, self._carry, timing=world.config.timing)
         replica.restart()
         self.process.start(self._report())
 
@@ -105,25 +100,27 @@ class Engine:
         chain = ask.blocks[hot:]
         try:
             if decision.pull_from:
-                wanted = [MODEL, self.world.root_of(ask.agent, MODEL), ask.blocks, []]
-                await self._ask_store("pull", decision.pull_from, wanted, ask.agent, PULL_S)
+                root = self.world.root_of(ask.agent, MODEL)
+                wanted = PullKV(decision.pull_from, MODEL, root, ask.blocks, [], ask.agent, PULL_S)
+                await self._store.pull(wanted)
             return hot + (await self._read(chain, ask.agent) if chain else 0)
         except SatchelError:
             return hot
 
     async def _read(self, chain: list[bytes], owner: str) -> int:
-        found = await self._ask_store("disk_find", MODEL, chain, chain[0], b"", 0)
+        found = await self._store.disk_find(MODEL, chain, chain[0], b"", 0)
+        assert found is not None
         disk = self.world.kv[self.replica.node]
-        good, failures = 0, list[list[Any]]()
-        for where in map(Location.from_wire, found["blocks"]):
+        good, failures = 0, list[Failure]()
+        for where in found.blocks:
             await asyncio.sleep(0.001)
             content = disk.read(where.id)
             if content is None or digest(content) != where.digest:
-                failures.append([where.to_wire(), "damaged", content is None])
+                failures.append(Failure(where, "damaged", content is None))
                 break
             assert content == kv_of(where.id), "what is used is right"
             good += 1
-        await self._ask_store("disk_read", found["lease"], chain[:good], owner, failures)
+        await self._store.disk_read(found.lease, chain[:good], owner, failures)
         return good
 
     async def _write_down(self, ask: Ask, tokens: array[int]) -> None:
@@ -139,23 +136,20 @@ class Engine:
                 facts = (block, parent, False, packed, digest(content), 0, False, ENTRY_BYTES)
                 record = disk.write(MODEL, EntryRecord(*facts, owners=(owner_tag(disk.key, ask.agent),)), content)
                 await asyncio.sleep(0.005)
-                await self._ask_store("disk_commit", record.to_wire())
-            await self._ask_store("disk_touch", MODEL, ask.blocks, ask.agent)
+                await self._store.disk_commit(record)
+            await self._store.disk_touch(MODEL, ask.blocks, ask.agent)
 
-    async def _ask_store(self, method: str, *arguments: Any) -> Any:
-        """The store of the same node."""
+    async def _carry(self, method: str, asked: bytes, timeout_s: float) -> bytes:
+        """To the store of the same node."""
         store = self.world.stores.get(self.replica.node)
         if store is None:
             raise Unavailable("the node's store is not there")
         try:
-            answer = await asyncio.shield(store.process.start(getattr(store, method)(*arguments)))
+            return await asyncio.shield(store.process.start(getattr(store, method)(asked)))
         except asyncio.CancelledError:
             if not self.process.alive:
                 raise
             raise Unavailable("the store died") from None
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]
 
 
 class ClusterWorld(World):

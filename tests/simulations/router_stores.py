@@ -47,13 +47,13 @@ class Store:
         """How many of `blocks` it has, from the first."""
         return next((index for index, block in enumerate(blocks) if block not in self.disk), len(blocks))
 
-    def claim(self, agent: str, epoch: int, is_home: bool) -> None:
-        self.agents[agent] = (epoch, is_home)
+    def claim(self, agent: str, epoch: int, is_primary: bool) -> None:
+        self.agents[agent] = (epoch, is_primary)
         self.changed.add(agent)
 
     def make_room(self) -> None:
         """The copies that it has are evicted."""
-        for agent in [agent for agent, (_, is_home) in self.agents.items() if not is_home]:
+        for agent in [agent for agent, (_, is_primary) in self.agents.items() if not is_primary]:
             del self.agents[agent]
             self.changed.add(agent)
 
@@ -125,10 +125,10 @@ class HeardStores:
             for claims in self.claims.values():
                 if claims.get(agent, (epoch + 1, False))[0] <= epoch:
                     del claims[agent]
-        for agent, epoch, is_home in report.agents:
+        for agent, epoch, is_primary in report.agents:
             self.claims[node].pop(agent, None)
             if epoch > self.buried.get(agent, 0):
-                self.claims[node][agent] = (epoch, is_home)
+                self.claims[node][agent] = (epoch, is_primary)
                 self.epochs[agent] = max(epoch, self.epochs.get(agent, 0))
         for agent in report.agents_retracted:
             self.claims[node].pop(agent, None)

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store.agents.homes import NOWHERE, Role
+from satchel.actors.kv_store.agents.roles import NOWHERE, Role
 from satchel.actors.protocol.entries import owner_tag
 from satchel.actors.protocol.messages import StoreReport
 from satchel.actors.router.directory import Disk
@@ -173,7 +173,7 @@ class Cluster(Ledger):
 
     def expect_no_more_than_others_have(self, agent: str, lost: str) -> None:
         world = self.world
-        if world.stores[lost]._homes.place(agent).role is Role.COPY:
+        if world.stores[lost].roles.place(agent).role is Role.SECONDARY:
             return
         others = [name for name in world.names if name != lost]
         if not any(agent in world.disks[name].graves for name in others):
@@ -225,8 +225,8 @@ class Cluster(Ledger):
         now, stores = self.world.loop.time(), self.world.stores
         ends = [store._agents.turn_ends(agent) or 0.0 for store in stores.values()]
         assert max(ends) <= now, "a turn's lease has run out"
-        places = {name: store._homes.place(agent) for name, store in stores.items()}
-        if all(place.role is Role.GONE for place in places.values()):
+        places = {name: store.roles.place(agent) for name, store in stores.items()}
+        if all(place.role is Role.FORGOTTEN for place in places.values()):
             # Of one that never came to be, KV may be there.
             for name, disk in self.cluster.kv.items():
                 if places[name] != NOWHERE:

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from satchel.actors.kv_store.replication.peers import copy_nodes
+from satchel.actors.kv_store.replication.peers import secondary_nodes
 from satchel.cluster.processes import ProcessMark
 
 LISTEN = "0A"
@@ -253,7 +253,7 @@ class Talk:
 def named(stem: str, home: str, nodes: list[str]) -> str:
     """A name of which the agent begins its life on `home`."""
     return next(
-        name for number in range(1000) if copy_nodes(f"default/{(name := f'{stem}{number}')}", nodes, 1) == [home]
+        name for number in range(1000) if secondary_nodes(f"default/{(name := f'{stem}{number}')}", nodes, 1) == [home]
     )
 
 

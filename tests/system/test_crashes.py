@@ -23,15 +23,16 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store import actor
-from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.kv_store.agents import database as agent_db
 from satchel.actors.kv_store.disk.segment_reader import StoredEntry, read_entries
 from satchel.actors.kv_store.disk.segments import write_segment
+from satchel.actors.kv_store.services import disk as disk_tier
 from satchel.actors.protocol.entries import Entry
+from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import HomeInUse
 from tests.worlds.kv_files import MODEL, ROOT, chain, payload, same, tail
+from tests.worlds.lone_store import LoneStore
 
 ROUNDS = 4
 AGENTS = 3
@@ -77,49 +78,39 @@ class Line:
         return Line(self.agent, self.life + 1, 0)
 
 
-def opened(folder: Path) -> KVStoreActor:
-    return KVStoreActor(parse_config({"models": [{"name": "x", "source": "x"}]}), folder)
-
-
-async def ask(store: KVStoreActor, method: str, *arguments: Any, **named: Any) -> Any:
-    answer = await getattr(store, method)(*arguments, **named)
-    assert "error" not in answer, answer
-    return answer["result"]
+async def opened(folder: Path) -> LoneStore:
+    return LoneStore(parse_config({"models": [{"name": "x", "source": "x"}]}), folder)
 
 
 async def write_for_ever(folder: Path, lines: list[Line]) -> None:
     """Take turns and say of each step that it begins and that it is done."""
-    store = opened(folder)
-    told = await ask(store, "disk_session")
-    assert store._disk is not None
-    await ask(store, "stats")
+    store = await opened(folder)
+    told = await store.client.disk_session()
+    disk = store.services.memory.disk.store
+    assert disk is not None and told is not None
+    await store.client.stats()
     while True:
         for index, line in enumerate(lines):
             if line.turn == TURNS_MAX:
                 say("forgetting", line)
-                await ask(store, "forget", line.owner)
+                await store.client.forget(line.owner)
                 say("forgotten", line)
                 line = line.reborn
             line = lines[index] = line.next
             say("beginning", line)
-            recalled = await ask(store, "recall", line.owner, MODEL, {})
-            (branch,) = recalled["branches"] or [{"branch": None, "epoch": 0}]
-            content = {
-                "token_ids": array("I", line.tokens).tobytes(),
-                "text": line.text,
-                "transcript": json.dumps([line.text]).encode(),
-            }
-            base = {"branch": branch["branch"], "epoch": branch["epoch"], "since": recalled["since"]}
-            await ask(store, "commit", line.owner, **content, **base, messages=1, turns=line.turn, model=MODEL)
+            recalled = await store.client.recall(line.owner, MODEL, {})
+            (branch,) = [(each.head.branch, each.head.epoch) for each in recalled.branches] or [(None, 0)]
+            content = Content(array("I", line.tokens).tobytes(), line.text, json.dumps([line.text]).encode())
+            await store.client.commit(line.owner, Commit(MODEL, content, 1, recalled.since, *branch, turns=line.turn))
             say("kept", line)
             ids = [entry.id for entry in line.entries]
             # Also what the process before this one did not come to write.
-            missing = await ask(store, "disk_touch", MODEL, ids, line.owner)
+            missing = await store.client.disk_touch(MODEL, ids, line.owner) or []
             for entry in [entry for entry in line.entries if entry.id in missing]:
-                values = {"session": told["session"], "epoch": told["epoch"], "now_s": time.time()}
-                record = write_segment(folder, store._disk.key, MODEL, [entry], **values)
-                assert await ask(store, "disk_commit", record.to_wire()) == [entry.id]
-            assert await ask(store, "disk_touch", MODEL, ids, line.owner) == []
+                values: dict[str, Any] = {"session": told.session, "epoch": told.epoch, "now_s": time.time()}
+                record = write_segment(folder, disk.key, MODEL, [entry], **values)
+                assert await store.client.disk_commit(record) == [entry.id]
+            assert await store.client.disk_touch(MODEL, ids, line.owner) == []
             say("written", line)
 
 
@@ -187,11 +178,12 @@ def killed_after(process: subprocess.Popen[str], told: Told, seconds: float) -> 
             told.hear(said)
 
 
-async def look_after(store: KVStoreActor, folder: Path, told: Told, where: str) -> list[Line]:
+async def look_after(store: LoneStore, folder: Path, told: Told, where: str) -> list[Line]:
     """Compare what the next process finds with what was told. Returns how far the agents have come."""
-    await ask(store, "stats")
-    assert store._owned is not None and store._disk is not None
-    await store._owned.idle()
+    await store.client.stats()
+    disk, owned = store.services.memory.disk.store, store.services.memory.disk.owned
+    assert disk is not None and owned is not None
+    await owned.idle()
     found = []
     for agent, kept in told.kept.items():
         # The answer to the last step may have been lost with the process, and nothing else.
@@ -205,31 +197,32 @@ async def look_after(store: KVStoreActor, folder: Path, told: Told, where: str) 
             told.gone.append(kept)
         if agent in told.written and line.life == told.written[agent].life:
             entries = told.written[agent].entries
-            places = store._disk.locate(MODEL, [entry.id for entry in entries])
+            places = disk.locate(MODEL, [entry.id for entry in entries])
             assert all(places), f"{where}: KV of {told.written[agent]} is lost"
-            stored = read_entries(folder, store._disk.key, [place for place in places if place])
+            stored = read_entries(folder, disk.key, [place for place in places if place])
             for entry, read in zip(entries, stored, strict=True):
                 assert isinstance(read, StoredEntry) and same(read.parts, entry.parts), where
     on_disk = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     for line in told.gone:
         assert not any(payload(entry) in on_disk for entry in line.entries), f"{where}: {line} is still there"
         assert line.text.encode() not in on_disk, f"{where}: the words of {line} are still there"
-    store._disk.check(payload=True)
+    disk.check(payload=True)
     return found
 
 
-async def line_of(store: KVStoreActor, agent: int, possible: list[Line], where: str) -> Line:
-    branches = (await ask(store, "recall", f"default/{agent}", MODEL, {}))["branches"]
+async def line_of(store: LoneStore, agent: int, possible: list[Line], where: str) -> Line:
+    branches = (await store.client.recall(f"default/{agent}", MODEL, {})).branches
     lines = {line.text: line for line in possible if line.turn}
     if not branches:
         # A life that has only begun, or been ended, has none.
         (line,) = [line for line in possible if not line.turn]
         return line
     (branch,) = branches
-    assert branch["text"] in lines, f"{where}: {branch['text'][:20]!r} is none of {possible}"
-    line = lines[branch["text"]]
-    assert branch["token_ids"] == array("I", line.tokens).tobytes() and branch["root"] == ROOT
-    assert json.loads(branch["transcript"]) == [line.text] and branch["turns"] == line.turn
+    head, content = branch.head, branch.content
+    assert content is not None and content.text in lines, f"{where}: {content!r:.60} is none of {possible}"
+    line = lines[content.text]
+    assert content.tokens == array("I", line.tokens).tobytes() and head.root == ROOT
+    assert json.loads(content.messages) == [line.text] and head.turns == line.turn
     return line
 
 
@@ -244,20 +237,18 @@ async def test_a_process_killed_at_any_instant_has_lost_at_most_the_turn_it_had_
         told = Told({line.agent: line for line in lines}, written=told.written, gone=told.gone)
         with writing(folder, lines) as process:
             killed_after(process, told, rng.uniform(0.0, 0.8))
-        store = opened(folder)
+        store = await opened(folder)
         try:
             before, lines = lines, await look_after(store, folder, told, f"seed {seed}, round {number}")
         finally:
-            store._database.close()
-            if store._disk is not None:
-                store._disk.close()
+            store.close()
         for old, new in zip(before, lines, strict=True):
             turns += (new.life - old.life) * TURNS_MAX + new.turn - old.turn
     assert turns > ROUNDS, "too little happened between the kills to say anything"
 
 
 def test_a_second_process_on_the_same_memory_is_refused_and_the_first_goes_on(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(actor, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(disk_tier, "LOCK_WAIT_S", 0.1)
     monkeypatch.setattr(agent_db, "LOCK_WAIT_S", 0.1)
     told = Told({agent: Line(agent, 0, 0) for agent in range(AGENTS)})
     with writing(tmp_path / "kv", list(told.kept.values())) as process:
@@ -266,14 +257,13 @@ def test_a_second_process_on_the_same_memory_is_refused_and_the_first_goes_on(tm
             told.hear(process.stdout.readline())
         before = dict(told.kept)
         with pytest.raises(HomeInUse, match=r"agents\.sqlite"):
-            opened(tmp_path / "kv")
+            asyncio.run(opened(tmp_path / "kv"))
         for _ in range(12):
             told.hear(process.stdout.readline())
         assert told.kept != before
-    store = opened(tmp_path / "kv")
-    assert store._disk is not None, "a killed process holds nothing"
-    store._database.close()
-    store._disk.close()
+    store = asyncio.run(opened(tmp_path / "kv"))
+    assert store.services.memory.disk.store is not None, "a killed process holds nothing"
+    store.close()
 
 
 if __name__ == "__main__":

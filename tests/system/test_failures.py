@@ -22,6 +22,7 @@ from satchel.api.client.cluster import Cluster, Reply
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config
+from satchel.cluster.errors import NoAnswer
 from satchel.cluster.incidents import incidents
 from satchel.cluster.timing import USUAL
 
@@ -79,8 +80,14 @@ def test_a_replica_whose_engine_hangs_is_replaced_and_its_stream_goes_on(
             ray.get(handles.replicas()[name].actor.find().__ray_call__.remote(hang), timeout=30)
 
     assert streamed(http, body, during=at) == undisturbed.json()["choices"][0]["message"]["content"]
-    wait_until(lambda: answering(http) == 2, timeout_s=60)
-    assert process_id(handles, name) != pid
+
+    def replaced() -> bool:
+        try:
+            return process_id(handles, name) != pid
+        except NoAnswer:
+            return False
+
+    wait_until(lambda: answering(http) == 2 and replaced(), timeout_s=60)
     noted = [one.text for one in incidents(cluster.home, 0.0) if one.kind == "stuck"]
     assert any(f"(process {pid}): its engine has stood still for 3 s" in text for text in noted)
 

@@ -111,7 +111,7 @@ def test_a_store_and_the_router_die_and_nobody_changes_homes(world: World):
     talk, dora = world.talk, named("dora", "mac1", NODES)
     talk.ask(dora, "Remember: the code of ibis is 7077.")
     before = talk.settled(dora, "mac1", ["mac0"])
-    os.kill(actor_process(world.second(), "NodeStoreActor"), signal.SIGKILL)
+    os.kill(actor_process(world.second(), "KVStoreActor"), signal.SIGKILL)
     said = talk.ask(dora, "What is the code of ibis?")
     assert said.node == "mac1" and "7077" in said.text
     router = actor_process(find_cluster(world.homes["mac0"]), "RouterActor")

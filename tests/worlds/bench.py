@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
-from satchel.actors.protocol.messages import GenerateRequest, Media, RowUpdate, Sampling
+from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.models import LoadedModel
@@ -80,7 +80,7 @@ class Bench:
         priority: int = 0,
         choices: int = 1,
         agent: str = "",
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         remembered: int = 0,
         reusable: bool = True,
         flow: str = "",

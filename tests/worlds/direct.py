@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
-from satchel.actors.protocol.messages import ModelInfo, encode, encode_error
+from satchel.actors.protocol.codec import encode, encode_error
+from satchel.actors.protocol.messages import ModelInfo
+from satchel.actors.protocol.store_client import StoreClient
 from satchel.cluster.errors import SatchelError
+from satchel.cluster.timing import USUAL, Timing
 
 
 class Direct:
@@ -22,6 +26,56 @@ class Direct:
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=getattr(self._target(), name))
+
+
+Carry = Callable[[str, bytes, float], Awaitable[bytes]]
+"""Gets a method's name, what is asked of it, and how long that may take; gives what is answered."""
+
+
+def carried(
+    node: str, carry: Carry, loop: asyncio.AbstractEventLoop | None = None, timing: Timing = USUAL
+) -> StoreClient:
+    """The client of a store, whose calls `carry` takes there, on `loop` for threads that wait for the answer."""
+    client, way = StoreClient(node, timing), _Way(carry, loop)
+    client.actor = way  # pyright: ignore[reportAttributeAccessIssue]
+    return client
+
+
+class _Way:
+    """As `ActorRef`."""
+
+    def __init__(self, carry: Carry, loop: asyncio.AbstractEventLoop | None) -> None:
+        self._carry, self._loop = carry, loop
+
+    def call(self, send: Any, read: Any, timeout_s: float, *, large: bool = False) -> _CarriedCall:
+        return _CarriedCall(self._carry, self._loop, send, read, timeout_s)
+
+
+class _CarriedCall:
+    """As `Call`."""
+
+    def __init__(self, carry: Carry, loop: Any, send: Any, read: Any, timeout_s: float) -> None:
+        self._carry, self._loop, self._send, self._read, self._timeout_s = carry, loop, send, read, timeout_s
+
+    def within(self, timeout_s: float) -> _CarriedCall:
+        return _CarriedCall(self._carry, self._loop, self._send, self._read, timeout_s)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._ask().__await__()
+
+    def wait(self) -> Any:
+        return asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(30)
+
+    async def _ask(self) -> Any:
+        method, data = self._send(_Noting())
+        return self._read(await self._carry(method, data, self._timeout_s))
+
+
+class _Noting:
+    """A handle that says what would be called."""
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda data: (method, data))
 
 
 async def answer_of(said: Any) -> bytes:

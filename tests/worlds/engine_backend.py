@@ -17,23 +17,10 @@ from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel
 from satchel.api.ray_backend.rows import called
 from satchel.cluster.config import Config
-from satchel.cluster.errors import SatchelError, from_wire
+from satchel.cluster.errors import SatchelError
 
+from .direct import carried
 from .remembering import LocalStore
-
-
-class ActorStore:
-    """A store actor's methods for a replica's threads."""
-
-    def __init__(self, store: LocalStore, loop: asyncio.AbstractEventLoop) -> None:
-        self._store, self._loop = store, loop
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        work = getattr(self._store.actor, method)(*arguments)
-        answer = asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]
 
 
 class EngineGeneration:
@@ -72,10 +59,13 @@ class EngineBackend:
     def _run(self, ready: Future[Engine]) -> None:
         source = str(models.EMBEDDED / "recall")
         loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None)
-        self.disk = DiskTier(loaded.spec, loaded.model_id, ActorStore(self.store, self._loop))
+        self.disk = DiskTier(loaded.spec, loaded.model_id, carried("local", self._carry, self._loop))
         engine = Engine(loaded, self.config.scheduling, 2**30, self._take, self.disk)
         ready.set_result(engine)
         engine.run()
+
+    async def _carry(self, method: str, asked: bytes, timeout_s: float) -> bytes:
+        return await getattr(self.store.actor, method)(asked)
 
     def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
         for update in updates.get("test", []):

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from satchel.actors.protocol.messages import AgentPlace
+from satchel.actors.protocol.store_messages import Moved
 from satchel.cluster.errors import AgentBusy, AgentNotFound, InvalidRequest
 
 from .remembering import LocalStore
@@ -27,26 +29,26 @@ class HomesStore(LocalStore):
         """Moves wait for it."""
         self.going.set()
 
-    async def where(self, agent: str) -> dict[str, Any]:
+    async def where(self, agent: str) -> AgentPlace:
         if agent in self.stuck_agents:
             await asyncio.Event().wait()
-        await self.call("info", agent)
+        await self.ask("info", agent)
         if agent in self.untold:
             raise AgentNotFound("nobody has told where it is")
         home = self.homes.get(agent, "mac0")
-        return {"home": home, "epoch": 1, "copies": [node for node in self.nodes[1:] if node != home]}
+        return AgentPlace(agent, home, True, 1, [node for node in self.nodes[1:] if node != home])
 
-    async def places(self, agents: Sequence[str]) -> dict[str, dict[str, Any]]:
+    async def places(self, agents: Sequence[str]) -> dict[str, AgentPlace]:
         self.placings += 1
         return await super().places(agents)
 
-    async def move(self, agent: str, node: str) -> dict[str, Any]:
+    async def move(self, agent: str, node: str) -> Moved:
         await self.going.wait()
         self.moves.append((agent, node))
         if node not in self.nodes:
             raise InvalidRequest(f"there is no node {node!r}")
         if agent in self.busy:
             raise AgentBusy("the agent is busy")
-        await self.call("info", agent)
+        await self.ask("info", agent)
         self.homes[agent] = node
-        return {"node": node, "tokens": 300, "blocks": 1, "bytes": 5000, "seconds": 0.25}
+        return Moved(node, 1, 300, 1, 5000, 0.25)

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from satchel.actors.kv_store.disk.io import DiskIO
-from satchel.actors.kv_store.disk.segment_reader import Failure, StoredEntry, read_entries
+from satchel.actors.kv_store.disk.segment_reader import StoredEntry, read_entries
 from satchel.actors.kv_store.disk.segments import model_folder, write_segment
 from satchel.actors.kv_store.disk.shelf import DiskLimits
 from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, root_id
-from satchel.actors.protocol.entries import DTYPES, Entry, Location, SegmentRecord
+from satchel.actors.protocol.entries import DTYPES, Entry, Failure, Location, SegmentRecord
 
 MODEL = bytes(range(32))
 KEY = bytes(32)

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store import ownership
-from satchel.actors.kv_store.actor import KVStoreActor
-from satchel.actors.kv_store.disk.segment_reader import Failure, read_entries
+from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.kv_store.disk.segments import write_segment
 from satchel.actors.kv_store.disk.store import DiskStore
-from satchel.actors.protocol.entries import Entry
+from satchel.actors.kv_store.services import ownership
+from satchel.actors.protocol.entries import Entry, Failure, SegmentRecord
+from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content
 from satchel.cluster.config import parse_config
 
 from .kv_files import MODEL, NoSync, payload, same
+from .lone_store import LoneStore
 
 ALICE, BOB, CAROL, DAVE = "default/alice", "default/bob", "default/carol", "default/dave"
 WAIT_S = 0.2
@@ -36,41 +37,40 @@ class Node:
         self.folder = folder
         config = {"models": [{"name": "x", "source": "x"}], "timing": {"claim_wait_s": claim_wait_s}}
         self.claim_wait_s = claim_wait_s
-        self.actor = KVStoreActor(parse_config(config), folder)
+        self.actor = LoneStore(parse_config(config), folder)
+        self.client = self.actor.client
 
     @property
     def disk(self) -> DiskStore:
-        assert self.actor._disk is not None
-        return self.actor._disk
+        disk = self.actor.services.memory.disk.store
+        assert disk is not None
+        return disk
 
     @property
     def owned(self) -> ownership.Ownership:
-        assert self.actor._owned is not None
-        return self.actor._owned
+        owned = self.actor.services.memory.disk.owned
+        assert owned is not None
+        return owned
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        answer = await getattr(self.actor, method)(*arguments, **named)
-        assert "error" not in answer, answer
-        return answer["result"]
-
-    async def speak(self, agent: str, tokens: Sequence[int], since: int | None = None) -> Any:
+    async def speak(self, agent: str, tokens: Sequence[int], since: int | None = None) -> CommitOutcome:
         """A turn that opens a branch."""
         if since is None:
-            since = (await self.call("recall", agent, MODEL, {}))["since"]
-        content = {"token_ids": array("I", tokens).tobytes(), "text": "x", "transcript": b"[]"}
-        return await self.call("commit", agent, **content, messages=1, model=MODEL, since=since)
+            since = (await self.client.recall(agent, MODEL, {})).since
+        content = Content(array("I", tokens).tobytes(), "x", b"[]")
+        return await self.client.commit(agent, Commit(MODEL, content, 1, since))
 
-    async def write(self, entries: Sequence[Entry]) -> dict[str, Any]:
+    async def write(self, entries: Sequence[Entry]) -> SegmentRecord:
         """What a replica has written and not committed yet."""
-        told = await self.call("disk_session")
-        values = {"session": told["session"], "epoch": told["epoch"], "now_s": 1.0, "io": NoSync()}
-        return write_segment(Path(told["root"]), self.disk.key, MODEL, entries, **values).to_wire()
+        told = await self.client.disk_session()
+        assert told is not None
+        values: dict[str, Any] = {"session": told.session, "epoch": told.epoch, "now_s": 1.0, "io": NoSync()}
+        return write_segment(Path(told.root), self.disk.key, MODEL, entries, **values)
 
-    async def put(self, *entries: Entry) -> list[bytes]:
-        return await self.call("disk_commit", await self.write(entries))
+    async def put(self, *entries: Entry) -> list[bytes] | None:
+        return await self.client.disk_commit(await self.write(entries))
 
     async def forget(self, agent: str) -> None:
-        await self.call("forget", agent)
+        await self.client.forget(agent)
         await self.owned.idle()
 
     def has(self, *entries: Entry) -> bool:
@@ -84,15 +84,14 @@ class Node:
         return any(payload(entry) in path.read_bytes() for path in self.folder.rglob("*") if path.is_file())
 
     def close(self) -> None:
-        self.actor._database.close()
-        self.disk.close()
+        self.actor.close()
 
     async def restarted(self, *, lose_index: bool = False) -> Node:
         self.close()
         if lose_index:
             (self.folder / "index").write_bytes(b"garbage" * 1000)
         node = Node(self.folder, self.claim_wait_s)
-        await node.call("stats")
+        await node.client.stats()
         await node.owned.idle()
         return node
 

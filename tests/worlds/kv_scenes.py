@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from satchel.actors.kv_store.disk.segment_reader import Failure, read_entries
-from satchel.actors.protocol.entries import Entry
+from satchel.actors.kv_store.disk.segment_reader import read_entries
+from satchel.actors.protocol.entries import Entry, Failure
 
 from .kv_files import MODEL, Bench, arrays, chain, tail
 

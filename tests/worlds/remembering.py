@@ -6,25 +6,33 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from satchel.actors.kv_store.actor import KVStoreActor
-from satchel.actors.protocol.messages import RowUpdate
+from satchel.actors.protocol.messages import AgentPlace, RowUpdate
+from satchel.actors.protocol.store_messages import BranchKV, Moved
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.http.app import create_app
 from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config
-from satchel.cluster.errors import AgentNotFound, InvalidRequest, Unavailable, from_wire
+from satchel.cluster.errors import AgentNotFound, InvalidRequest, Unavailable
+
+from .lone_store import LoneStore
 
 
 class LocalStore:
-    """`agents.Store` over the actor's own class. `down` methods are not answered, `stuck` ones never."""
+    """`agents.Store` over the actor's own class. `down` methods are not answered, `stuck` ones never.
+
+    Attributes:
+        asked: the same, called as the store's client is.
+    """
 
     def __init__(self, config: Config, folder: Path | None = None) -> None:
-        self.actor = KVStoreActor(config, folder)
+        self.actor = LoneStore(config, folder)
+        self.asked: Any = self
         self.down: set[str] = set()
         self.stuck: set[str] = set()
         self.calls: list[str] = []
@@ -32,38 +40,38 @@ class LocalStore:
         self.in_memory = 0
         self.cleared = 0
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def __getattr__(self, method: str) -> Any:
+        return partial(self.ask, method)
+
+    async def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """What the store's client answers to a call of that method."""
         self.calls.append(method)
         if method in self.down:
             raise Unavailable("the store does not answer")
         if method in self.stuck:
             await asyncio.Event().wait()
-        answer = await getattr(self.actor, method)(*arguments, **named)
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]
+        return await getattr(self.actor.client, method)(*arguments, **named)
 
-    async def where(self, agent: str) -> dict[str, Any]:
-        await self.call("info", agent)
-        return {"home": "local", "alive": True, "epoch": 1, "copies": []}
+    async def where(self, agent: str) -> AgentPlace:
+        await self.ask("info", agent)
+        return AgentPlace(agent, "local", True, 1)
 
-    async def places(self, agents: Sequence[str]) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+    async def places(self, agents: Sequence[str]) -> dict[str, AgentPlace]:
+        found: dict[str, AgentPlace] = {}
         for agent in agents:
             with suppress(AgentNotFound):
                 found[agent] = await self.where(agent)
         return found
 
-    async def move(self, agent: str, node: str) -> dict[str, Any]:
+    async def move(self, agent: str, node: str) -> Moved:
         raise InvalidRequest(f"there is no node {node!r}", param="to")
 
-    async def release(
-        self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes, features: list[bytes]
-    ) -> int:
-        self.released.append((model_id, root, block_ids, first, features))
-        return 1000 * len(block_ids)
+    async def release(self, branch: BranchKV) -> int:
+        kept = branch.kept
+        self.released.append((branch.model, kept.root, kept.block_ids, kept.first, kept.features))
+        return 1000 * len(kept.block_ids)
 
-    async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
+    async def held(self, branch: BranchKV) -> int:
         return self.in_memory
 
     async def clear(self) -> int:
@@ -77,7 +85,7 @@ class Remembering:
     def __init__(self, backend: Any, config: Config, store: LocalStore | None = None, **access: Any) -> None:
         self.backend = backend
         self.store = store or LocalStore(config)
-        self.memory = AgentMemory(self.store)
+        self.memory = AgentMemory(self.store.asked)
         self.generator = Generator(backend, config, memory=self.memory)
         transport = httpx.ASGITransport(create_app(backend, config, generator=self.generator, **access))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
@@ -111,7 +119,7 @@ class Remembering:
         return (text or self.backend.text).render(spoken(*messages))
 
     async def transcript(self, agent: str = "ann") -> list[Any]:
-        return json.loads(await self.store.call("transcript", f"default/{agent}"))
+        return json.loads(await self.store.transcript(f"default/{agent}"))
 
     async def branches(self, agent: str = "ann") -> list[dict[str, Any]]:
         response = await self.client.get(f"/v1/agents/{agent}")

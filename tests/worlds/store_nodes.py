@@ -8,20 +8,28 @@ import json
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from satchel.actors.kv_store.agents.homes import Place
-from satchel.actors.kv_store.disk.segment_reader import Failure, read_entries
+from satchel.actors.kv_store.actor import KVStoreActor, Surroundings
+from satchel.actors.kv_store.agents.agents import Agents
+from satchel.actors.kv_store.agents.roles import Place
+from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.kv_store.disk.segments import write_segment
-from satchel.actors.kv_store.node_actor import NodeStoreActor, Surroundings
-from satchel.actors.protocol.entries import Entry
-from satchel.actors.protocol.messages import StoreReport, decode, encode
+from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.services.ownership import Ownership
+from satchel.actors.protocol.codec import decode, encode
+from satchel.actors.protocol.entries import Entry, Failure
+from satchel.actors.protocol.messages import StoreReport
+from satchel.actors.protocol.store_client import StoreClient
+from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content
 from satchel.actors.router.places import AgentPlaces
 from satchel.cluster.config import parse_config
-from satchel.cluster.errors import Unavailable, from_wire
+from satchel.cluster.errors import Unavailable
 from satchel.cluster.nodes import Node
 
+from .direct import Direct, carried
 from .kv_files import MODEL, NoSync, payload, same
 
 CLUSTER_KEY = bytes(range(32))
@@ -39,9 +47,12 @@ class Peers:
     async def others(self) -> list[str]:
         return [node for node in self._cluster.listed if node != self._node]
 
-    async def call(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+    def client(self, node: str) -> StoreClient:
+        return carried(node, partial(self._carry, node))
+
+    async def _carry(self, node: str, method: str, asked: bytes, timeout_s: float) -> bytes:
         cluster = self._cluster
-        cluster.calls.append((self._node, node, method, arguments))
+        cluster.calls.append((self._node, node, method, asked))
         store = cluster.stores.get(node)
         try:
             async with asyncio.timeout(timeout_s):
@@ -49,14 +60,12 @@ class Peers:
                 cluster.fault(self._node, node, method)
                 if store is None or cluster.is_cut(self._node, node):
                     raise Unavailable(f"{node} does not answer")
-                answer = await getattr(store, method)(*arguments)
+                answer = await getattr(store, method)(asked)
         except TimeoutError:
             raise Unavailable(f"{node} takes too long") from None
         if (self._node, node, method) in cluster.unanswered:
             raise Unavailable("the answer is lost")
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]
+        return answer
 
 
 class Cluster:
@@ -67,11 +76,11 @@ class Cluster:
         # KV waits for its branch only for a moment.
         timing = {"claim_wait_s": 0.1}
         self.config = parse_config({"models": [{"name": "x", "source": "x"}], "timing": timing, **config})
-        self.stores: dict[str, NodeStoreActor] = {}
+        self.stores: dict[str, KVStoreActor] = {}
         self.listed: list[str] = []
         self.cut: set[frozenset[str]] = set()
         self.unanswered: set[tuple[str, str, str]] = set()
-        self.calls: list[tuple[str, str, str, tuple[Any, ...]]] = []
+        self.calls: list[tuple[str, str, str, bytes]] = []
         self.delay_s = 0.0
         self.fault: Fault = lambda caller, node, method: None
         self.sequences: dict[str, int] = {}
@@ -82,10 +91,10 @@ class Cluster:
     def is_cut(self, one: str, other: str) -> bool:
         return frozenset((one, other)) in self.cut
 
-    def start(self, name: str) -> NodeStoreActor:
+    def start(self, name: str) -> KVStoreActor:
         given = Surroundings(self.folder / name, CLUSTER_KEY, Peers(self, name))
-        store = self.stores[name] = NodeStoreActor(self.config, Node(name=name), given)
-        store._introduced.set()
+        store = self.stores[name] = KVStoreActor(self.config, Node(name=name), given)
+        store.services.tending.introduced.set()
         if name not in self.listed:
             self.listed.append(name)
         return store
@@ -94,29 +103,28 @@ class Cluster:
         """As kill -9 does, but for what Python has to give back."""
         store = self.stores.pop(name)
         self.listed.remove(name)
-        if store._blocks is not None:
-            await asyncio.to_thread(store._blocks.close)
-        store._worker.shutdown(wait=True)
+        services, memory = store.services, store.services.memory
+        if services.fetching.blocks is not None:
+            await asyncio.to_thread(services.fetching.blocks.close)
+        memory.work.thread.shutdown(wait=True)
         with contextlib.suppress(Exception):
-            store._database.close()
-        if store._disk is not None:
-            store._disk.close()
+            memory.database.close()
+        if memory.disk.store is not None:
+            memory.disk.store.close()
 
     async def close(self) -> None:
         for store in self.stores.values():
-            for task in list(store._copies._behind.values()):
+            for task in list(store.services.copies._behind.values()):
                 task.cancel()
             await asyncio.sleep(0)
-            if store._owned is not None:
-                await store._owned.idle()
+            if (owned := store.services.memory.disk.owned) is not None:
+                await owned.idle()
         for name in list(self.stores):
             await self.stop(name)
 
-    async def call(self, node: str, method: str, *arguments: Any, **named: Any) -> Any:
-        answer = await getattr(self.stores[node], method)(*arguments, **named)
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]
+    def at(self, node: str) -> StoreClient:
+        """The store of the node, for whom no network lies between."""
+        return StoreClient(node, self.config.timing, Direct(lambda: self.stores[node]))
 
     async def speak(
         self,
@@ -128,26 +136,27 @@ class Cluster:
         more: bool = False,
         turn: str = "",
         limits: dict[str, int | None] | None = None,
-    ) -> dict[str, Any]:
+    ) -> CommitOutcome:
         """A turn that opens a branch, or goes on with the last one (`more`)."""
-        recalled = await self.call(node, "recall", agent, MODEL, {}, limits)
+        recalled = await self.at(node).recall(agent, MODEL, {}, limits)
         base: dict[str, Any] = {}
         if more:
-            last = max(recalled["branches"], key=lambda branch: branch["epoch"])
-            base = {"branch": last["branch"], "epoch": last["epoch"], "turns": last["turns"] + 1}
-            tokens = [*array("I", last["token_ids"]), *(tokens or spell(text))]
-        fields = {"messages": 1, "model": MODEL, "since": recalled["since"], "turn": turn, "limits": limits, **base}
+            last = max(recalled.branches, key=lambda branch: branch.head.epoch)
+            base = {"branch": last.head.branch, "epoch": last.head.epoch, "turns": last.head.turns + 1}
+            assert last.content is not None
+            tokens = [*array("I", last.content.tokens), *(tokens or spell(text))]
         transcript = json.dumps([{"content": text}]).encode()
-        token_ids = array("I", tokens or spell(text)).tobytes()
-        return await self.call(node, "commit", agent, token_ids=token_ids, text=text, transcript=transcript, **fields)
+        content = Content(array("I", tokens or spell(text)).tobytes(), text, transcript)
+        commit = Commit(MODEL, content, 1, recalled.since, turn=turn, **base)
+        return await self.at(node).commit(agent, commit, limits)
 
     def said(self, node: str, agent: str) -> set[str]:
         """The texts of the agent's branches there, whoever's they are."""
-        agents = self.stores[node]._agents
+        agents = self.agents(node)
         return {content.text for head in agents.heads(agent) if (content := agents.content(head))}
 
     def place(self, node: str, agent: str) -> Place:
-        return self.stores[node]._homes.place(agent)
+        return self.stores[node].services.memory.roles.place(agent)
 
     def homes(self, agent: str) -> list[str]:
         return [name for name in self.stores if self.place(name, agent).role == 1 and self.said(name, agent)]
@@ -156,7 +165,7 @@ class Cluster:
         """What the router is told; `places` takes it."""
         store = self.stores[node]
         number = self.sequences[node] = self.sequences.get(node, -1) + 1
-        message = decode(StoreReport, encode(await asyncio.to_thread(store._report, number, full)))
+        message = decode(StoreReport, encode(await asyncio.to_thread(store.services.reports.report, number, full)))
         for _ in self.places.update(node, message.agents, message.agents_retracted, message.tombstones, whole=full):
             self.places.check()
         return message
@@ -164,8 +173,8 @@ class Cluster:
     async def tend(self) -> None:
         """What all nodes do now and then."""
         for store in list(self.stores.values()):
-            await store.learn()
-            await store.tend()
+            await store.services.tending.learn()
+            await store.services.tending.tend()
 
     async def put(self, node: str, entries: Sequence[Entry]) -> None:
         """KV that a replica of the node has computed."""
@@ -174,16 +183,28 @@ class Cluster:
                 await self._put(node, same_kind)
 
     async def _put(self, node: str, entries: Sequence[Entry]) -> None:
-        store = self.stores[node]
-        assert store._disk is not None
-        told = await self.call(node, "disk_session")
-        values = {"session": told["session"], "epoch": told["epoch"], "now_s": 1.0, "io": NoSync()}
-        record = write_segment(Path(told["root"]), store._disk.key, MODEL, entries, **values).to_wire()
-        await self.call(node, "disk_commit", record)
+        told = await self.at(node).disk_session()
+        assert told is not None
+        values = {"session": told.session, "epoch": told.epoch, "now_s": 1.0, "io": NoSync()}
+        record = write_segment(Path(told.root), self.disk(node).key, MODEL, entries, **values)
+        await self.at(node).disk_commit(record)
+
+    def agents(self, node: str) -> Agents:
+        return self.stores[node].services.memory.agents
+
+    def disk(self, node: str) -> DiskStore:
+        disk = self.stores[node].services.memory.disk.store
+        assert disk is not None
+        return disk
+
+    def owned(self, node: str) -> Ownership:
+        """Who may have what on the node's disk."""
+        owned = self.stores[node].services.memory.disk.owned
+        assert owned is not None
+        return owned
 
     def has(self, node: str, *entries: Entry) -> bool:
-        disk = self.stores[node]._disk
-        assert disk is not None
+        disk = self.disk(node)
         found = [location for location in disk.locate(MODEL, [entry.id for entry in entries]) if location]
         whole = {entry.id: entry for entry in entries}
         for stored in read_entries(disk.root, disk.key, found):

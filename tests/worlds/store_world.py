@@ -9,9 +9,7 @@ import asyncio
 import itertools
 import json
 import random
-import threading
 from array import array
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,30 +17,43 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from cachetools import FIFOCache
-
+from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.kv_store.agents.agents import Agents
 from satchel.actors.kv_store.agents.branches import AgentLimits
-from satchel.actors.kv_store.agents.homes import Homes, Role
+from satchel.actors.kv_store.agents.roles import Role, RoleTable
 from satchel.actors.kv_store.disk.quotas import Quotas
-from satchel.actors.kv_store.node_actor import NUMBERS, NodeStoreActor, _residue
-from satchel.actors.kv_store.peer_calls import VERSIONS_MAX
-from satchel.actors.kv_store.replication.copies import Copies
-from satchel.actors.kv_store.replication.succession import Succession
+from satchel.actors.kv_store.disk.shelf import DiskLimits
+from satchel.actors.kv_store.services.composition import StoreServices
+from satchel.actors.kv_store.services.disk import NodeDisk
+from satchel.actors.kv_store.services.memory import NodeMemory
+from satchel.actors.kv_store.services.work import Work
 from satchel.actors.protocol.clients import RouterClient
-from satchel.actors.protocol.messages import Heard, decode, encode
+from satchel.actors.protocol.codec import decode, encode
+from satchel.actors.protocol.messages import ReportAck
+from satchel.actors.protocol.store_client import StoreClient
+from satchel.actors.protocol.store_messages import (
+    BranchIds,
+    Commit,
+    CommitOutcome,
+    CommitTurn,
+    Content,
+    PrimaryEpoch,
+    Promote,
+    TakeSecondary,
+)
 from satchel.actors.router.actor import RouterActor
 from satchel.actors.router.places import AgentPlaces
 from satchel.actors.router.policy import Policy
-from satchel.api.ray_backend.homes import AgentHomes
+from satchel.api.ray_backend.locator import AgentLocator, Question
 from satchel.cluster.config import Config, parse_config
-from satchel.cluster.errors import SatchelError, Unavailable, from_wire
+from satchel.cluster.errors import SatchelError, Unavailable
 from satchel.cluster.keys import OWNER
+from satchel.cluster.nodes import Node
 from satchel.cluster.timing import Timing
 
 from ..simulations.cluster_memory import Memory
 from ..simulations.cluster_time import Process
-from .direct import Direct
+from .direct import Direct, carried
 
 T = TypeVar("T")
 
@@ -51,7 +62,7 @@ REPORT_S = 2.0
 CLIENT = "client"
 
 
-class Store(NodeStoreActor):
+class Store(KVStoreActor):
     """The actor without its threads, over what a crash of its node leaves.
 
     Attributes:
@@ -59,75 +70,31 @@ class Store(NodeStoreActor):
     """
 
     def __init__(self, world: World, name: str, process: Process) -> None:  # pyright: ignore[reportMissingSuperCall]
-        memory = world.disks.setdefault(name, Memory())
+        memory: Any = world.disks.setdefault(name, Memory())
         self._world, self._rng = world, world.rng
         self.name, self.process, self.slow_s = name, process, 0.0
-        self._at_disk = asyncio.Lock()
-        self._timing, self._turn_wait_s = world.config.timing, 3.0
-        self._disk = self._owned = self._blocks = self._store = self._owners = None
-        self._database: Any = memory
-        limits = AgentLimits(branches_max=64)
-        self._agents = Agents(memory, limits, world.root_of, start=int(world.loop.time()) << 20)
-        self._agents.count_apart(_residue(name), NUMBERS)
-        self._quotas = Quotas(self._agents.nbytes_of, OWNER)
-        self._homes = Homes(memory, self._agents.end_turn)
         # Of turns that are held: which, and the home epoch in which it was taken.
         self._held: dict[str, tuple[str, int]] = {}
-        self._endings, self._lines = deque(), {}
-        self._node = name
-        self._peers = Peers(world, name)
-        self._lock, self._changed = threading.Lock(), set()
-        self._full, self._watchdog = False, None
-        self._counts = dict.fromkeys(("moves", "moved_bytes", "adopted"), 0)
-        self._unburied = {}
-        self._draining = False
-        self._folder = self._tending_disk = None
-        self._copied = {}
-        self._disk_error, self._disk_told = "", False
-        self._introduced = asyncio.Event()
+        self._agents = Agents(memory, AgentLimits(branches_max=64), world.root_of, start=int(world.loop.time()) << 20)
+        quotas = Quotas(self._agents.nbytes_of, OWNER)
+        self.roles = RoleTable(memory, self._agents.end_turn)
+        self._rows = memory
+        work = SlowWork(self, memory, ready=lambda: disk.ready(), make_room=lambda: None)
+        disk = SlowDisk(self, lambda ask: work.in_order(lambda: ask(self._agents)), quotas, world.config.timing)
+        held = NodeMemory(memory, self._agents, self.roles, quotas, disk, work, world.config.timing)
+        config = replace(world.config, timeouts=replace(world.config.timeouts, turn_wait_s=3.0))
+        self.services = StoreServices(config, Node(name=name), held, Peers(world, name), b"")
         self.news = asyncio.Event()
-        self._reporter: Any = SimpleNamespace(incarnation=process.name, wake=self.news.set)
-        self._worker: Any = SimpleNamespace(submit=lambda work: SimpleNamespace(result=work))
-        self._succession = Succession(
-            name,
-            self._homes,
-            self._agents.heads,
-            self._in_order,
-            self._peers,
-            bury=self._bury,
-            changed=self._note,
-            timing=world.config.timing,
-        )
-        self._copies = Copies(
-            name,
-            self._homes,
-            self._in_order,
-            self._peers,
-            version=lambda: self._agents.sequence,
-            count=world.config.replication,
-            doubt=self._succession.doubt,
-            limits=self._quotas.of,
-            timing=world.config.timing,
-        )
-        self._versions = FIFOCache(VERSIONS_MAX)
-        self._loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
+        reporter: Any = SimpleNamespace(incarnation=process.name, wake=self.news.set)
+        self.services.reports.reporter = reporter
 
-    async def _in_order(self, work: Callable[[], Any]) -> Any:
-        """One at a time, as the thread does it. A process that dies meanwhile has written it down, or not."""
-        async with self._at_disk:
-            await self._disk_takes_its_time()
-            found = work()
-            self._check_turns()
-            await self._disk_takes_its_time()
-        return found
-
-    def _check_turns(self) -> None:
+    def check_turns(self) -> None:
         """Who has a turn has it at the agent's home, and since no other node was that, as far as this one knows."""
         turns, homes = self._agents._turns, self._world.homes
         self._held = {agent: held for agent, held in self._held.items() if agent in turns}
-        for agent in self._database.heard_of("", 100):
-            place = self._homes.place(agent)
-            if place.role is Role.HOME:
+        for agent in self._rows.heard_of("", 100):
+            place = self.roles.place(agent)
+            if place.role is Role.PRIMARY:
                 homes.setdefault(agent, {}).setdefault(place.epoch, set()).add(self.name)
             if agent not in turns:
                 continue
@@ -136,16 +103,49 @@ class Store(NodeStoreActor):
                 self._held[agent] = name, place.epoch
             since = self._held[agent][1]
             was_home = self.name in homes.get(agent, {}).get(since, ())
-            assert not (was_home and place.role is Role.COPY), f"{agent}: a turn is held at a former home"
+            assert not (was_home and place.role is Role.SECONDARY), f"{agent}: a turn is held at a former home"
             between = {e: nodes for e, nodes in homes.get(agent, {}).items() if since < e < place.epoch}
-            elsewhere = place.role is Role.HOME and any(self.name not in nodes for nodes in between.values())
+            elsewhere = place.role is Role.PRIMARY and any(self.name not in nodes for nodes in between.values())
             assert not elsewhere, f"{agent}: a turn of epoch {since} is held in {place.epoch}, {between}"
 
-    async def _disk_takes_its_time(self) -> None:
+    async def disk_takes_its_time(self) -> None:
         if self.slow_s:
             await asyncio.sleep(self._rng.random() * self.slow_s)
         if not self.process.alive:
             raise asyncio.CancelledError
+
+
+class SlowWork(Work):
+    """One at a time, as the thread does it. A process that dies meanwhile has written it down, or not."""
+
+    def __init__(self, store: Store, database: Any, **given: Any) -> None:
+        super().__init__(database, **given)
+        self._store, self._at_disk = store, asyncio.Lock()
+
+    async def in_order(self, work: Callable[[], T]) -> T:
+        async with self._at_disk:
+            await self._store.disk_takes_its_time()
+            found = work()
+            self._store.check_turns()
+            await self._store.disk_takes_its_time()
+        return found
+
+    def from_thread(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+class SlowDisk(NodeDisk):
+    """The disk tier of a store, which has none before it is given one."""
+
+    def __init__(self, store: Store, ask: Any, quotas: Quotas, timing: Timing) -> None:
+        super().__init__(None, DiskLimits(0), ask, quotas, timing)
+        self._of, self.session = store, store.process.name
+
+    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        await self._of.disk_takes_its_time()
+        found = work(*arguments)
+        await self._of.disk_takes_its_time()
+        return found
 
 
 class Peers:
@@ -155,11 +155,11 @@ class Peers:
     async def others(self) -> list[str]:
         return [name for name in self._world.alive() if name != self._node]
 
-    async def call(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        return await self._world.call(self._node, node, method, *arguments, timeout_s=timeout_s)
+    def client(self, node: str) -> StoreClient:
+        return self._world.way_to(self._node, node)
 
 
-class Endpoint(AgentHomes):
+class Endpoint(AgentLocator):
     """The endpoint's own, over the simulated network."""
 
     def __init__(self, world: World) -> None:
@@ -167,8 +167,8 @@ class Endpoint(AgentHomes):
         self._world = world
         self._router = RouterClient(world.config.timing, Direct(lambda: world.router))
 
-    async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float | None = None, **named: Any) -> Any:
-        return await self._world.call(CLIENT, node, method, *arguments, timeout_s=timeout_s or 8.0, **named)
+    async def ask(self, node: str, question: Question[T], timeout_s: float | None = None) -> T:
+        return await question(self._world.way_to(CLIENT, node)).within(timeout_s or 8.0)
 
 
 class World:
@@ -233,7 +233,11 @@ class World:
             store.process.end()
             self.disks[name].syncs = lambda: None
 
-    async def call(self, caller: str, node: str, method: str, *arguments: Any, timeout_s: float, **named: Any) -> Any:
+    def way_to(self, caller: str, node: str) -> StoreClient:
+        """The store of a node, over the network from `caller`."""
+        return carried(node, partial(self.carry, caller, node), timing=self.config.timing)
+
+    async def carry(self, caller: str, node: str, method: str, asked: bytes, timeout_s: float) -> bytes:
         """A call that may be lost, doubled, slow, or lose its answer. What began goes on where the caller gives up."""
         rng = self.rng
         try:
@@ -242,13 +246,13 @@ class World:
                 if rng.random() < self.loss or not self.reaches(caller, node) or node not in self.stores:
                     if rng.random() < self.twice * 3:
                         # It comes when nobody waits for it any more.
-                        late = partial(self._late, node, method, *arguments, **named)
+                        late = partial(self._late, node, method, asked)
                         self.loop.call_later(rng.random() * 3 * timeout_s, late)
                     await asyncio.sleep(timeout_s)
                 if rng.random() < self.twice:
-                    self._begin(node, method, *arguments, **named)
+                    self._begin(node, method, asked)
                     await asyncio.sleep(rng.random() * 0.2)
-                answer = await asyncio.shield(self._begin(node, method, *arguments, **named))
+                answer = await asyncio.shield(self._begin(node, method, asked))
                 await asyncio.sleep(rng.random() * 0.05)
                 if rng.random() < self.loss or not self.reaches(caller, node) or node not in self.stores:
                     await asyncio.sleep(timeout_s)
@@ -259,48 +263,51 @@ class World:
             if current is not None and current.cancelling():
                 raise
             raise Unavailable(f"{node} died") from None
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]
+        return answer
 
-    def _late(self, node: str, method: str, *arguments: Any, **named: Any) -> None:
+    def _late(self, node: str, method: str, asked: bytes) -> None:
         if node in self.stores:
-            self._begin(node, method, *arguments, **named)
+            self._begin(node, method, asked)
 
-    def _begin(self, node: str, method: str, *arguments: Any, **named: Any) -> asyncio.Task[Any]:
+    def _begin(self, node: str, method: str, asked: bytes) -> asyncio.Task[bytes]:
         store = self.stores[node]
         if method == "commit":
-            return store.process.start(self._commit(store, *arguments, **named))
-        if method in ("adopt", "become_home"):
-            return store.process.start(self._become_home(getattr(store, method), *arguments))
-        if method == "take_copy":
-            return store.process.start(self._take_copy(store, *arguments))
-        return store.process.start(getattr(store, method)(*arguments, **named))
+            return store.process.start(self._commit(store, asked))
+        if method in ("promote", "promote_here"):
+            return store.process.start(self._become_home(getattr(store, method), asked))
+        if method == "take_secondary":
+            return store.process.start(self._take_copy(store, asked))
+        return store.process.start(getattr(store, method)(asked))
 
-    async def _become_home(self, call: Callable[[str, int], Awaitable[Any]], agent: str, above: int) -> Any:
-        answer = await call(agent, above)
-        assert "error" in answer or answer["result"] > above, "a later home has a later epoch"
+    async def _become_home(self, call: Callable[[bytes], Awaitable[bytes]], asked: bytes) -> bytes:
+        answer = await call(asked)
+        with suppress(SatchelError):
+            assert decode(PrimaryEpoch, answer).epoch > decode(Promote, asked).above, "a later home has a later epoch"
         return answer
 
-    async def _take_copy(self, store: Store, agent: str, epoch: int, *arguments: Any) -> Any:
-        answer = await store.take_copy(agent, epoch, *arguments)
-        if answer.get("result") == []:
-            assert store._homes.place(agent).epoch >= epoch, "who has a copy of a later home knows of that home"
+    async def _take_copy(self, store: Store, asked: bytes) -> bytes:
+        copy, answer = decode(TakeSecondary, asked), await store.take_secondary(asked)
+        with suppress(SatchelError):
+            if not decode(BranchIds, answer).branches:
+                known = store.roles.place(copy.agent).epoch
+                assert known >= copy.epoch, "who has a copy of a later home knows of that home"
         return answer
 
-    async def _commit(self, store: Store, agent: str, **named: Any) -> Any:
-        epoch = max(store._homes.place(agent).epoch, 1)
-        answer = await store.commit(agent, **named)
-        if answer.get("result", {}).get("kind") in ("replaced", "opened"):
-            self.accepted.append((agent, epoch, store.name))
+    async def _commit(self, store: Store, asked: bytes) -> bytes:
+        agent = decode(CommitTurn, asked).agent
+        epoch = max(store.roles.place(agent).epoch, 1)
+        answer = await store.commit(asked)
+        with suppress(SatchelError):
+            if decode(CommitOutcome, answer).kept:
+                self.accepted.append((agent, epoch, store.name))
         return answer
 
     async def _tend(self, store: Store) -> None:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(store._succession.awake.wait(), 5.0)
-            store._succession.awake.clear()
-            await store.tend()
+                await asyncio.wait_for(store.services.succession.awake.wait(), 5.0)
+            store.services.succession.awake.clear()
+            await store.services.tending.tend()
             await asyncio.sleep(0.1)
 
     # Reports, as `Reporter` sends them.
@@ -310,8 +317,8 @@ class World:
         for sequence in itertools.count():
             store.news.clear()
             if full:
-                await store.learn()
-            full = not await self.tell(store.name, "store_report", store._report(sequence, full))
+                await store.services.tending.learn()
+            full = not await self.tell(store.name, "store_report", store.services.reports.report(sequence, full))
             with suppress(TimeoutError):
                 await asyncio.wait_for(store.news.wait(), REPORT_S)
 
@@ -324,7 +331,7 @@ class World:
             return False
         if fate < self.loss or fate > 1 - self.twice:
             self.loop.call_later(rng.random() * 4.0, self._hear, method, message)
-        return fate >= self.loss and decode(Heard, await getattr(self.router, method)(message)).complete
+        return fate >= self.loss and decode(ReportAck, await getattr(self.router, method)(message)).complete
 
     def _hear(self, method: str, message: bytes) -> None:
         self.process_of_router.start(getattr(self.router, method)(message))
@@ -368,30 +375,22 @@ async def speak(
     """
     try:
         if turn:
-            recalled = await store.call("begin", agent, turn, MODEL, {})
-            base = recalled["branch"]
+            recalled = await store.begin(agent, turn, MODEL, {})
+            base = recalled.branch
             if rng.random() < 0.1:
                 # Its client dies, and nobody gives the turn back.
                 return None
         else:
-            recalled = await store.call("recall", agent, MODEL, {})
-            base = rng.choice([None, *recalled["branches"]])
-        text = (base["text"] if base else "") + f"<{number}>"
-        fields = {"branch": base["branch"], "epoch": base["epoch"], "turns": base["turns"] + 1} if base else {}
-        spoken = (array("I", base["token_ids"]) if base else array("I", opening)) + array("I", [number + 1]) * tokens
+            recalled = await store.recall(agent, MODEL, {})
+            base = rng.choice([None, *recalled.branches])
+        text = (base.content.text if base else "") + f"<{number}>"
+        head = base.head if base else None
+        fields = {"branch": head.branch, "epoch": head.epoch, "turns": head.turns + 1} if head else {}
+        spoken = (array("I", base.content.tokens) if base else array("I", opening)) + array("I", [number + 1]) * tokens
         await (answer(agent, spoken) if answer else asyncio.sleep(rng.random()))
-        outcome = await store.call(
-            "commit",
-            agent,
-            token_ids=spoken.tobytes(),
-            text=text,
-            transcript=json.dumps([text]).encode(),
-            messages=1,
-            model=MODEL,
-            since=recalled["since"],
-            turn=turn,
-            **fields,
-        )
+        content = Content(spoken.tobytes(), text, json.dumps([text]).encode())
+        commit = Commit(MODEL, content, 1, recalled.since, turn=turn, **fields)
+        outcome = await store.commit(agent, commit)
     except SatchelError:
         return None
-    return number if outcome["kind"] in ("replaced", "opened") else None
+    return number if outcome.kept else None

@@ -1,1 +1,1 @@
-"""Agents' memory: branches, epochs, homes and claims. Pure, but for the SQLite file: database, rows and schema."""
+"""Agents' memory: branches, epochs, primaries and claims. Pure, except the SQLite file (`database.py`)."""

@@ -1,18 +1,19 @@
-"""Agents' memory as a state machine: branches, epochs, turns, tombstones. Pure; what lasts is behind `Storage`.
+"""Agents' memory as a state machine: branches, epochs, turns, tombstones. Pure; `Storage` makes it durable.
 
-One counter, the *sequence*, orders everything that happens here. A branch's id is the number at which it was opened,
-its epoch the number of its last replacement, and a tombstone carries the number of its burial. So epochs only grow, no
-pair of branch and epoch ever stands for two contents, and the least recently used branch is that of the least epoch.
+One logical clock, the *sequence*, orders all changes. A branch's id is the sequence at which it was opened, its epoch
+the sequence of its last replacement, and a tombstone carries the sequence at which it was written. So epochs only grow,
+a pair of branch and epoch never stands for two contents, and the least recently used branch has the lowest epoch.
 
 Two kinds of turns end in `commit`:
 
-- A stateless turn recalls the branches and waits for nobody. It replaces a branch only where that is still in the epoch
-  it saw; else, or if it continues none, it opens a new one. So concurrent turns and side requests overwrite nothing.
-- A continuing turn is taken first (`begin`), one at a time for each agent, and continues the *main* branch. A turn that
-  is never given back ends with its lease.
+- A stateless turn recalls the branches and takes no lock. It replaces a branch only if the branch is still in the epoch
+  that the turn saw. Otherwise, or if it continues none, it opens a new branch. So concurrent turns and side requests
+  overwrite nothing.
+- A continuing turn locks the agent first (`begin`) and continues the *main* branch. Its lease ends it if it neither
+  commits nor is abandoned.
 
-What began before the agent was forgotten cannot commit afterwards: it carries the sequence it began at, the tombstone a
-later one.
+A turn that began before the agent was forgotten cannot commit afterwards: the tombstone has a later sequence than the
+turn.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from dataclasses import dataclass, replace
 from cachetools import FIFOCache
 
 from ....cluster.errors import AgentExists, AgentNotFound, InvalidRequest, Unavailable
-from .branches import AgentLimits, Commit, Content, Head, Outcome, Storage, main_branch
+from ...protocol.store_messages import Commit, CommitOutcome, Content, Head
+from .branches import AgentLimits, Storage, main_branch
 
 _SEEN_MAX = 4096
 _QUIET_BATCH = 64
 
 
 @dataclass(slots=True)
-class _Turn:
+class _TurnLease:
     name: str
     ends: float
 
@@ -43,10 +45,10 @@ class Agents:
     """All agents of a node.
 
     Args:
-        root_of: the root id of an agent's blocks under a model; empty where they are shared with nobody.
-        start: the least sequence to begin with. One that grows with the clock keeps branch ids unique even where the
-            storage had to begin anew.
-        on_let_go: called with every agent that had to make room for others.
+        root_of: the root id of an agent's blocks under a model; empty if they are not shared.
+        start: the lowest first sequence. One that grows with the clock keeps branch ids unique even if the storage was
+            recreated.
+        on_let_go: called with every evicted agent.
     """
 
     def __init__(
@@ -63,12 +65,12 @@ class Agents:
         self.root_of = root_of
         self._sequence = max(start, storage.sequence())
         self._residue, self._modulus = 0, 1
-        # Below this, tombstones have been let go, so a turn that began earlier may not commit.
+        # Tombstones below this were pruned, so a turn that began earlier may not commit.
         self._floor = 0
-        self._turns: dict[str, _Turn] = {}
-        # Agents that nothing is known of and that a turn has asked for: forgetting one must reach that turn.
+        self._turns: dict[str, _TurnLease] = {}
+        # Unknown agents that a stateless turn has recalled: if one is forgotten, that turn must not commit.
         self._seen: FIFOCache[str, None] = FIFOCache(_SEEN_MAX)
-        # Evicted agents that nobody was told of, as many as there is room for.
+        # Evicted agents that `take_evicted` has not returned yet; bounded.
         self._gone: dict[str, None] = {}
         self.evicted = 0
 
@@ -81,21 +83,22 @@ class Agents:
         return self._storage.nbytes
 
     def nbytes_of(self, tenant: str) -> int:
-        """Of one tenant's agents, copies too. From any thread."""
+        """Returns the bytes of one tenant's agents, secondaries included. Safe from any thread."""
         return self._storage.nbytes_of(tenant)
 
     def recall(
         self, agent: str, words: bytes, known: Mapping[int, int]
     ) -> tuple[int, list[tuple[Head, Content | None]]]:
-        """What a stateless turn begins with.
+        """Begins a stateless turn.
 
         Args:
-            known: the epochs of the branches that the caller has.
+            words: the id that the branches' token ids belong to (`Head.words`).
+            known: epoch by branch of what the caller has cached.
 
         Returns:
-            The sequence now, and the agent's branches of those words, the content of those only that are not known.
+            The current sequence, and the agent's branches with that id. The content is None if the caller has it.
         """
-        found: list[tuple[Head, Content | None]] = []
+        branches: list[tuple[Head, Content | None]] = []
         heads = self._storage.heads(agent)
         if not heads:
             self._seen[agent] = None
@@ -103,37 +106,40 @@ class Agents:
             if head.words != words:
                 continue
             if known.get(head.branch) == head.epoch:
-                found.append((head, None))
+                branches.append((head, None))
             elif (content := self._storage.content(head)) is not None:
-                found.append((head, content))
-        return self._sequence, found
+                branches.append((head, content))
+        return self._sequence, branches
 
     def begin(
         self, agent: str, turn: str, now: float, lease_s: float
     ) -> tuple[int, tuple[Head, Content] | None] | None:
-        """Take the agent's turn: the sequence now, and the main branch if there is one. None while another turn runs.
+        """Begins a continuing turn.
 
         Args:
-            now: by a clock that never goes back.
+            now: seconds of a monotonic clock.
+
+        Returns:
+            The current sequence, and the main branch if there is one. None while another turn runs.
         """
         if self.busy(agent, turn, now):
             return None
         main = self._main(agent)
-        self._turns[agent] = _Turn(turn, now + lease_s)
+        self._turns[agent] = _TurnLease(turn, now + lease_s)
         return self._sequence, main
 
     def busy(self, agent: str, turn: str, now: float) -> bool:
-        """Whether a turn other than `turn` has the agent."""
+        """Returns whether a turn other than `turn` holds the agent."""
         held = self._turns.get(agent)
         return held is not None and held.name != turn and now < held.ends
 
     def turn_ends(self, agent: str) -> float | None:
-        """When the lease of the agent's turn runs out, None where there is none."""
+        """Returns when the lease of the agent's turn expires, None if no turn runs."""
         held = self._turns.get(agent)
         return held.ends if held else None
 
     def renew(self, agent: str, turn: str, now: float, lease_s: float) -> bool:
-        """Extend the turn's lease. False when the turn was lost."""
+        """Extends the turn's lease. Returns False if the turn was lost."""
         held = self._turns.get(agent)
         if held is None or held.name != turn:
             return False
@@ -141,48 +147,48 @@ class Agents:
         return True
 
     def abandon(self, agent: str, turn: str) -> None:
-        """End the turn without a word."""
+        """Ends the turn without a commit."""
         held = self._turns.get(agent)
         if held is not None and held.name == turn:
             del self._turns[agent]
 
     def end_turn(self, agent: str) -> None:
-        """End the agent's turn, whoever has it."""
+        """Ends the agent's turn, whoever holds it."""
         self._turns.pop(agent, None)
 
     def retake(self, agent: str, turn: str, now: float, lease_s: float) -> None:
-        """Give a turn back to its owner whose commit came to nothing, unless somebody else has taken the agent's."""
-        self._turns.setdefault(agent, _Turn(turn, now + lease_s))
+        """Returns a turn to its owner after a failed commit, unless another turn has begun."""
+        self._turns.setdefault(agent, _TurnLease(turn, now + lease_s))
 
-    def commit(self, agent: str, commit: Commit, now: float, unix_now: float) -> Outcome:
-        """End a turn and keep what it computed. Refused, nothing changes but that the turn is over.
+    def commit(self, agent: str, commit: Commit, now: float, unix_now: float) -> CommitOutcome:
+        """Ends a turn and stores its branch. A refused commit only ends the turn.
 
-        A turn whose lease the storage's process has lost by restarting may commit all the same: nobody else has it.
+        If the store's process restarted and lost the lease, the turn may still commit: no other turn holds the agent.
         """
         held = self._turns.get(agent)
         if commit.turn and held is not None and held.name != commit.turn:
-            return Outcome("lost")
+            return CommitOutcome("lost")
         if self._storage.buried(agent) > commit.since or self._floor > commit.since:
-            outcome = Outcome("forgotten")
+            outcome = CommitOutcome("forgotten")
         else:
             try:
                 outcome = self._write(agent, commit, now, unix_now)
             except _NoRoom:
-                outcome = Outcome("no room")
-        # Last: where the storage failed, the turn is still its owner's to commit or abandon.
+                outcome = CommitOutcome("no room")
+        # Last: if the storage raised, the owner can still commit or abandon the turn.
         if commit.turn:
             self._turns.pop(agent, None)
         return outcome
 
     def fork(self, source: str, target: str, now: float, unix_now: float) -> int:
-        """Copy all branches of `source` to a new agent. Returns how many.
+        """Copies all branches of `source` to a new agent. Returns how many.
 
-        The KV blocks are the same where the scopes are. Under `share: agent` they differ, so what the target says next
-        is computed once more from its beginning.
+        Both agents share KV blocks if their scopes are equal. Under `share: agent` the scopes differ, so the target's
+        next turn computes all of its KV.
 
         Raises:
-            AgentNotFound: no such source.
-            AgentExists: the target is there, or in its first turn.
+            AgentNotFound: `source` does not exist.
+            AgentExists: `target` exists, or is in its first turn.
             InvalidRequest: both do not fit into the memory.
         """
         heads = sorted(self._storage.heads(source), key=lambda head: head.epoch)
@@ -191,7 +197,7 @@ class Agents:
             raise AgentNotFound(f"there is no agent {_id(source)!r}", param="id")
         if self._storage.heads(target) or self.busy(target, "", now):
             raise AgentExists(f"there is an agent {_id(target)!r} already", param="as")
-        # The ids are made first and in the order of the old ones: the oldest branch stays the oldest.
+        # Ids first, in the order of the old ones: the oldest branch stays the oldest.
         ids = {head.branch: self._next() for head in sorted(heads, key=lambda head: head.branch)}
         try:
             with self._storage.transaction():
@@ -208,7 +214,7 @@ class Agents:
         return len(copies)
 
     def forget(self, agent: str, unix_now: float) -> bool:
-        """Erase the agent and bar the turns under way. Returns whether anything was known of it."""
+        """Erases the agent and bars its running turns from committing. Returns whether the agent was known."""
         known = bool(self._storage.heads(agent)) or agent in self._turns
         if not known and agent not in self._seen:
             return False
@@ -216,10 +222,11 @@ class Agents:
         return known
 
     def bury(self, agent: str, unix_now: float, number: int = 0) -> None:
-        """As `forget`, also where nothing is known of the agent here.
+        """Erases the agent and writes its tombstone, even if the agent is unknown here.
 
         Args:
-            number: of its tombstone on the node where it was forgotten: a turn that began there before is barred here.
+            number: the sequence of its tombstone on the node where it was forgotten. Turns that began before it there
+                are barred here.
         """
         self._sequence = max(self._sequence, number)
         with self._storage.transaction():
@@ -231,10 +238,10 @@ class Agents:
         self._seen.pop(agent, None)
 
     def take_in(self, agent: str, branches: Iterable[tuple[Head, Content]], now: float) -> None:
-        """Keep branches that a former home of the agent has, with their numbers where those are free.
+        """Stores branches of a former primary of the agent, under their own numbers if those are free.
 
         Raises:
-            Unavailable: there is no room.
+            Unavailable: they do not fit.
         """
         try:
             with self._storage.transaction():
@@ -245,20 +252,20 @@ class Agents:
                     if taken & {branch, epoch}:
                         branch, epoch = self._next(), self._next()
                     self.witness([head])
-                    # Whoever counts along sees that something has changed.
+                    # The sequence versions copies, so it must grow with this change.
                     self._next()
                     root = self.root_of(agent, head.model)
                     self._make_place(heads)
                     self._storage.put(replace(head, agent=agent, branch=branch, epoch=epoch, root=root), content)
                 self._make_room({agent}, now, trim=None)
         except _NoRoom:
-            raise Unavailable("there is no room for what another node hands over") from None
+            raise Unavailable("there is no room for the branches that another node hands over") from None
 
     def make_room(self, agent: str, now: float) -> None:
-        """Evict others for what `agent` was just given, in this transaction.
+        """Evicts other agents until `agent`, which has just grown, fits. Runs inside the caller's transaction.
 
         Raises:
-            Unavailable: that is not enough.
+            Unavailable: evicting all others is not enough.
         """
         try:
             self._make_room({agent}, now, trim=None)
@@ -266,51 +273,51 @@ class Agents:
             raise Unavailable("there is no room for a copy of the agent") from None
 
     def take_evicted(self) -> list[str]:
-        """Agents that had to make room since the last call."""
+        """Returns the agents evicted since the last call."""
         gone, self._gone = list(self._gone), {}
         return gone
 
     def buried(self, agent: str) -> int:
-        """The number of the agent's tombstone, 0 where it has none."""
+        """Returns the sequence of the agent's tombstone, 0 if it has none."""
         return self._storage.buried(agent)
 
     def forgotten(self) -> list[str]:
-        """Agents that were forgotten, the latest last, also those that have come back since."""
+        """Returns the agents with a tombstone, the latest last, including those that were created again."""
         return self._storage.tombstones()
 
     def let_go(self, agent: str) -> bool:
-        """Whether the agent had to make room for others, and has said nothing since."""
+        """Returns whether the agent was evicted and has no newer turn."""
         return self._storage.was_let_go(agent)
 
     def lives(self, agent: str) -> bool:
-        """Whether the agent has branches, or may have one as soon as its turn ends."""
+        """Returns whether the agent has branches, or may have one when its turn ends."""
         return bool(self._storage.heads(agent)) or agent in self._turns or agent in self._seen
 
     def heads(self, agent: str) -> list[Head]:
-        """The agent's branches, the oldest first."""
+        """Returns the agent's branches, the oldest first."""
         return sorted(self._storage.heads(agent), key=lambda head: head.branch)
 
     def content(self, head: Head) -> Content | None:
         return self._storage.content(head)
 
     def transcript(self, agent: str) -> bytes:
-        """The main branch's messages as JSON."""
+        """Returns the main branch's messages as JSON."""
         main = self._main(agent)
         return main[1].messages if main else b"[]"
 
     def list(self, prefix: str, after: str, limit: int) -> Sequence[tuple[str, list[Head]]]:
-        """Agents in the order of their keys, with their branches."""
-        found: list[tuple[str, list[Head]]] = []
-        while len(found) < limit:
-            agents = self._storage.agents(prefix, after, limit - len(found))
+        """Returns up to `limit` agents in the order of their keys, with their branches."""
+        listed: list[tuple[str, list[Head]]] = []
+        while len(listed) < limit:
+            agents = self._storage.agents(prefix, after, limit - len(listed))
             if not agents:
                 break
             after = agents[-1]
-            found += [(agent, heads) for agent in agents if (heads := self.heads(agent))]
-        return found
+            listed += [(agent, heads) for agent in agents if (heads := self.heads(agent))]
+        return listed
 
     def check(self, agents: Collection[str]) -> None:
-        """Raise AssertionError where what must always hold does not."""
+        """Raises AssertionError if an invariant is broken."""
         assert self._storage.nbytes <= self._limits.bytes_max
         for agent in agents:
             epochs: set[int] = set()
@@ -322,11 +329,11 @@ class Agents:
                 epochs.add(head.epoch)
 
     def witness(self, heads: Iterable[Head]) -> None:
-        """These came from another node: whatever happens here is later."""
+        """Advances the logical clock past the epochs of branches from another node."""
         self._sequence = max([self._sequence, *(head.epoch for head in heads)])
 
     def count_apart(self, residue: int, modulus: int) -> None:
-        """Number everything from now on by `residue` modulo `modulus`: what two nodes do has different numbers then."""
+        """Restricts new sequence numbers to `residue` modulo `modulus`, so two nodes never use the same one."""
         self._residue, self._modulus = residue, modulus
 
     def _next(self) -> int:
@@ -342,7 +349,7 @@ class Agents:
             heads.remove(head)
         return None
 
-    def _write(self, agent: str, commit: Commit, now: float, unix_now: float) -> Outcome:
+    def _write(self, agent: str, commit: Commit, now: float, unix_now: float) -> CommitOutcome:
         heads = self._storage.heads(agent)
         old = next((head for head in heads if head.branch == commit.branch and head.epoch == commit.epoch), None)
         epoch = self._next()
@@ -367,11 +374,11 @@ class Agents:
                 self._make_place(heads)
             self._make_room({agent}, now, trim=head)
         self._seen.pop(agent, None)
-        return Outcome("replaced" if old else "opened", head.branch, epoch)
+        return CommitOutcome("replaced" if old else "opened", head.branch, epoch)
 
     def _make_place(self, heads: list[Head]) -> None:
-        """Before there are more than `branches_max`, the least recently used goes; the main one only if no other is
-        there, so that many side requests do not end the conversation."""
+        """Drops the least recently used branches until one more fits into `branches_max`. The main branch goes last, so
+        that many side requests do not end the conversation."""
         others = sorted(heads, key=lambda head: head.epoch)
         main = main_branch(others)
         while len(others) + 1 > self._limits.branches_max:
@@ -380,7 +387,8 @@ class Agents:
             self._storage.drop(gone)
 
     def _make_room(self, keep: set[str], now: float, trim: Head | None) -> None:
-        """Evict quiet agents, never one in `keep` or in its turn; then other branches of `trim`'s agent.
+        """Evicts the least recently used agents, except those in `keep` or in a turn; then other branches of `trim`'s
+        agent.
 
         Raises:
             _NoRoom: that is not enough.
@@ -412,5 +420,5 @@ class Agents:
 
 
 def _id(agent: str) -> str:
-    """The agent's id without its tenant."""
+    """Returns the agent's id without its tenant."""
     return agent.partition("/")[2] or agent

@@ -1,4 +1,4 @@
-"""Which KV an agent's branches stand on, and which features of pictures, as far as their token ids tell. Pure."""
+"""Which KV entries and image embeddings an agent's branches use, derived from their token ids. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
 
 class Branch(NamedTuple):
-    """What a branch's KV follows from: its model's id, the root id of its blocks (empty where they are shared with
-    nobody), and its token ids as `Content.tokens` has them."""
+    """A branch's model id, the root id of its blocks (empty if they are not shared), and its token ids as in
+    `Content.tokens`."""
 
     model: bytes
     root: bytes
@@ -23,9 +23,10 @@ class Branch(NamedTuple):
 
 
 class Claims:
-    """What an agent has in memory now. An entry is claimed where a branch has all of its tokens, after the same ones.
+    """The entries that an agent's branches use. A branch claims an entry if it has all of the entry's tokens after the
+    same prefix.
 
-    A tail that goes on where the branch ends is not claimed: who has its beginning need not have the rest.
+    A tail that goes on after the branch's end is not claimed: its last tokens are not this agent's.
 
     Attributes:
         blocks: the ids of all whole blocks.
@@ -34,10 +35,10 @@ class Claims:
     def __init__(self, branches: Iterable[Branch]) -> None:
         self.blocks: dict[bytes, None] = {}
         self._pictures: list[tuple[bytes, Name]] = []
-        # For each branch where in its tokens the entries after a parent begin.
+        # For each branch: where in its packed tokens (bytes) the entries after each parent begin.
         self._places: list[tuple[dict[bytes, int], bytes]] = []
         for _, root, tokens in branches:
-            # Without a root they are shared with nobody, so nobody finds them again.
+            # Without a root the KV is not shared, so no prefix lookup finds it.
             if root:
                 numbers = array("I", tokens)
                 ids = block_ids(root, numbers)
@@ -50,41 +51,40 @@ class Claims:
 
     @property
     def features(self) -> list[bytes]:
-        """The ids of its pictures' features."""
+        """The ids of its image embeddings."""
         return [features_id(root, name) for root, name in self._pictures]
 
     def holds(self, entry: EntryRecord) -> bool:
-        """Whether the entry is one of them."""
+        """Returns whether the agent claims the entry."""
         return self.continues(entry.parent, entry.tokens) if entry.tail else entry.id in self.blocks
 
     def continues(self, parent: bytes, packed: bytes) -> bool:
-        """Whether some branch goes on with all of these tokens after `parent`."""
+        """Returns whether a branch has all of these packed tokens after `parent`."""
         return any(
             (start := places.get(parent)) is not None and tokens.startswith(packed, start)
             for places, tokens in self._places
         )
 
     def parents(self) -> set[bytes]:
-        """What an entry may follow."""
+        """Returns the ids that a claimed entry may have as its parent."""
         return {parent for places, _ in self._places for parent in places}
 
     def rests(self) -> list[tuple[bytes, bytes]]:
-        """(parent, packed tokens) of what each branch has after its last whole block, where there is something, and of
-        its pictures' features."""
-        found = []
+        """Returns (parent, packed tokens) of every open tail and of the image embeddings."""
+        rests = []
         for places, tokens in self._places:
             parent, start = next(reversed(places.items()))
             if start < len(tokens):
-                found.append((parent, tokens[start:]))
-        return found
+                rests.append((parent, tokens[start:]))
+        return rests
 
 
 class Census:
-    """Finds out whose entries are whose, one agent after the other.
+    """The owners of entries, collected agent by agent.
 
     Args:
-        entries: those whose owners are not known.
-        key: the home's key, for owners' tags.
+        entries: those whose owners are unknown.
+        key: the home folder's key, for owner tags.
 
     Attributes:
         entries: how many there are.
@@ -98,7 +98,7 @@ class Census:
         self.entries = 0
         for entry in entries:
             self.entries += 1
-            # Of blocks the ids are enough, and there may be many.
+            # Ids are enough for blocks, of which there may be many.
             if entry.tail:
                 self._tails.setdefault(entry.parent, []).append(entry)
             else:
@@ -106,14 +106,14 @@ class Census:
 
     @property
     def owners(self) -> Mapping[bytes, list[bytes]]:
-        """The tags of those who claim an entry, by its id; those that nobody claims are not in it."""
+        """Owner tags by entry id; entries without a claim are absent."""
         return self._owners
 
     def count(self, agent: str, claims: Claims) -> None:
-        """Note what the agent (its key) claims."""
+        """Adds the claims of `agent` (its key)."""
         tag = owner_tag(self._key, agent)
-        found = [block for block in claims.blocks if block in self._blocks]
+        claimed = [block for block in claims.blocks if block in self._blocks]
         for tails in (self._tails.get(parent, ()) for parent in claims.parents()):
-            found += [tail.id for tail in tails if claims.holds(tail)]
-        for entry in dict.fromkeys(found):
+            claimed += [tail.id for tail in tails if claims.holds(tail)]
+        for entry in dict.fromkeys(claimed):
             self._owners.setdefault(entry, []).append(tag)

@@ -1,8 +1,8 @@
-"""Agents' memory on disk: one SQLite file that survives the process's death at any instant. Implements `Storage`.
+"""Agents' memory on disk: one crash-safe SQLite file. Implements `RoleStorage`.
 
-What was committed has been synced; what was not leaves no trace. Every row is under a MAC with the home's key, and one
-that does not verify is absent: damage may cost memory and never makes a wrong one. A file that SQLite cannot read is
-set aside (`agents.damaged-N`), a new one begun, and what still verifies taken over. Erased bytes are overwritten.
+A commit is synced; an uncommitted change leaves no trace. Every row has a MAC with the home folder's key, and a row
+that does not verify is absent: damage may lose memory but never alters it. A file that SQLite cannot read is set aside
+(`agents.damaged-N`) and replaced by a new one with the rows that still verify. Erased bytes are overwritten.
 
 Not thread-safe: one thread at a time.
 """
@@ -26,10 +26,11 @@ from cachetools import LRUCache
 
 from ....cluster.errors import ClusterError, DiskError, HomeInUse, MemoryFull, SatchelError, Unavailable
 from ...protocol.entries import KEY_BYTES
+from ...protocol.store_messages import Content, Head
 from ..disk.folder import says_full
 from ..disk.segments import read_key
-from .branches import ROW_BYTES, Content, Head
-from .homes import Place, Role
+from .branches import ROW_BYTES
+from .roles import Place, Role
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ LOCK_WAIT_S = 5.0
 """A killed process's locks go when the kernel has taken it apart."""
 
 _SEQUENCE_MAX = 2**61
-"""No true number comes near; a damaged one must not become where counting goes on."""
+"""Far above any real sequence. A damaged number above it must not become the clock."""
 
 _BYTES = f"LENGTH(tokens) + LENGTH(text) + LENGTH(messages) + {ROW_BYTES}"
 
@@ -53,7 +54,7 @@ Connect = Callable[..., sqlite3.Connection]
 
 
 _ID_BYTES = 32
-"""The column `model` has the model's id, and behind it that of its files, where it is known."""
+"""The column `model` holds the model's id, followed by the id of its files if that is known."""
 
 HEADS = """
 SELECT b.agent, b.branch, b.epoch, b.model, b.root, b.turns, b.injected, b.messages, b.created, b.used, b.digest, b.mac,
@@ -75,7 +76,7 @@ _STATEMENTS = [
     "CREATE TABLE homes (agent TEXT PRIMARY KEY, epoch INTEGER, role INTEGER, mac BLOB) WITHOUT ROWID",
     "CREATE TABLE let_go (agent TEXT PRIMARY KEY, sequence INTEGER) WITHOUT ROWID",
 ]
-"""The schema, as SQLite writes it down."""
+"""The schema, exactly as SQLite stores it."""
 
 _FROM_1 = [
     "ALTER TABLE contents RENAME TO before",
@@ -84,25 +85,28 @@ _FROM_1 = [
     "DROP TABLE before",
     _STATEMENTS[-2],
 ]
-"""From the first schema, in which branches of two nodes could not stand beside each other."""
+"""Migrates schema 1, in which branches of two nodes could collide."""
 
 _FROM_2 = [_STATEMENTS[-1]]
-"""From the second one, which did not know who had to make room."""
+"""Migrates schema 2, which did not record evicted agents."""
 
 
 class AgentDatabase:
-    """The database in `folder`; without one it is in memory and ends with the process.
+    """The database in `folder`, or in memory without a folder.
+
+    Methods without a docstring are those of `Storage` and `RoleStorage`. They raise `Unavailable` if SQLite fails, and
+    `MemoryFull` if the disk is full.
 
     Args:
-        cache_bytes_max: contents used lately that are kept in memory.
-        connect: `sqlite3.connect`, or what tests put in its place.
+        cache_bytes_max: recently used contents kept in memory.
+        connect: `sqlite3.connect`; tests replace it.
 
     Attributes:
-        damaged_total: rows met that did not verify.
+        damaged_total: rows read that did not verify.
         set_aside_total: files that could not be read.
 
     Raises:
-        HomeInUse: another process has it.
+        HomeInUse: another process uses the file.
         ClusterError: a newer version wrote it, or the folder cannot be used.
     """
 
@@ -114,7 +118,7 @@ class AgentDatabase:
         self._cache: LRUCache[tuple[str, int, int], Content] = LRUCache(cache_bytes_max, getsizeof=_size)
         self._nbytes = 0
         self._tenants: Counter[str] = Counter()
-        # What the transactions under way have changed of both, to be undone.
+        # Changes of both counts by the open transactions, for rollback.
         self._counted: list[tuple[str, int]] = []
         self._inside = False
         self.damaged_total = 0
@@ -131,7 +135,7 @@ class AgentDatabase:
         except OSError as error:
             raise ClusterError(f"cannot use {folder}: {error.strerror or error}") from None
         except DiskError as error:
-            # Of the key; nobody's words can be verified without it, so nothing may begin anew in its place.
+            # The key is unreadable. No row verifies without it, so the file must not be replaced.
             raise ClusterError(error.message) from None
 
     @property
@@ -163,10 +167,11 @@ class AgentDatabase:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of the block's changes or none. One inside another is undone by itself, and synced with the outer one.
+        """Commits all changes of the block or none. A nested one rolls back alone, and is synced with the outer one.
 
         Raises:
-            Unavailable: the disk is full, or the file fails. Nothing has changed.
+            MemoryFull: the disk is full. Nothing has changed.
+            Unavailable: the file fails. Nothing has changed.
         """
         before, db, inner = len(self._counted), self._db, self._inside
         self._inside = True
@@ -177,7 +182,7 @@ class AgentDatabase:
                 yield
                 db.execute(commit)
         except BaseException:
-            # A damaged file has been replaced by now, and with it the count.
+            # If a damaged file was replaced, its counts were replaced too.
             if db is self._db:
                 self._uncount(before)
                 with contextlib.suppress(sqlite3.Error):
@@ -248,7 +253,7 @@ class AgentDatabase:
     def let_go(self, agent: str, sequence: int, keep: int) -> None:
         self.erase(agent)
         with self._guard():
-            # Without a MAC: at worst an answer says too much or too little about what it does not rest on.
+            # No MAC: the mark only changes what a client is told, never an answer.
             self._db.execute("INSERT OR REPLACE INTO let_go VALUES (?, ?)", (agent, sequence))
             older = "SELECT agent FROM let_go ORDER BY sequence DESC, agent LIMIT -1 OFFSET ?"
             self._db.execute(f"DELETE FROM let_go WHERE agent IN ({older})", (keep,))
@@ -322,13 +327,13 @@ class AgentDatabase:
         except (TypeError, ValueError, struct.error):
             pass
         self.damaged_total += 1
-        logger.error("where agent %s lives does not verify: this node has to adopt it anew", agent)
-        return Place(0, Role.COPY)
+        logger.error("the place of agent %s does not verify: this node must be promoted again", agent)
+        return Place(0, Role.SECONDARY)
 
-    # Beside it.
+    # Maintenance and internals.
 
     def scrub(self) -> None:
-        """Make what was erased unreadable: it leaves the log of writes, and files that were set aside go."""
+        """Makes erased data unreadable: empties the write-ahead log and removes files that were set aside."""
         self._cache.clear()
         if self._folder is None:
             return
@@ -338,15 +343,15 @@ class AgentDatabase:
             path.unlink(missing_ok=True)
 
     def shorten(self) -> None:
-        """Give back what the log of writes takes, as far as that can be done now."""
+        """Truncates the write-ahead log, if that is possible now."""
         if self._folder is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _remember(self, key: tuple[str, int, int], content: Content) -> None:
-        # An epoch that was rolled back is never asked for.
+        # A rolled back epoch may stay in the cache: it is never looked up.
         self._cache.pop(key, None)
-        # One that is larger than the whole cache is read each time.
+        # A content larger than the whole cache is read each time.
         with contextlib.suppress(ValueError):
             self._cache[key] = content
 
@@ -363,7 +368,7 @@ class AgentDatabase:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """SQLite's errors as ours; a file that turns out to be damaged is replaced."""
+        """Translates SQLite's errors, and replaces a damaged file."""
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -372,7 +377,7 @@ class AgentDatabase:
                 self._db.close()
                 self._cache.clear()
                 self._db = self._begin_anew(self._folder / NAME)
-                raise Unavailable("agents' memory was damaged and has been begun anew") from error
+                raise Unavailable("agents' memory was damaged and has been recreated") from error
             full = isinstance(error, sqlite3.Error) and says_full(error)
             kind = MemoryFull if full else Unavailable
             raise kind(f"agents' memory cannot be used now: {error}") from error
@@ -387,7 +392,7 @@ class AgentDatabase:
         return self._begin_anew(path)
 
     def _begin_anew(self, path: Path) -> sqlite3.Connection:
-        """Set the file aside, open a new one, and take over what verifies."""
+        """Sets the file aside, opens a new one, and copies the branches that verify."""
         self.set_aside_total += 1
         aside = _free_name(path.parent, "agents.damaged")
         for old in path.parent.glob("agents.damaged-*"):
@@ -401,7 +406,7 @@ class AgentDatabase:
         except sqlite3.Error as error:
             raise unusable(path, error) from error
         saved = 0
-        # Perhaps within a transaction on the old file, which is over.
+        # An open transaction on the old file is over.
         self._inside = False
         for head, content in salvage(aside, self._key):
             with self.transaction():
@@ -412,7 +417,7 @@ class AgentDatabase:
 
     def _open(self, path: Path | None) -> sqlite3.Connection:
         if path is not None:
-            # Made here, because SQLite would make it readable for others; its other files take after this one.
+            # Created here, because SQLite would make it readable for others. SQLite's other files copy its mode.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             path.chmod(0o600)
             sync_folder(path.parent)
@@ -420,7 +425,7 @@ class AgentDatabase:
         try:
             prepare(db)
             try:
-                # What was erased just before a process died may still be in its log.
+                # Data erased just before the last process died may still be in the log.
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             except sqlite3.Error as error:
                 if not says_full(error):
@@ -457,14 +462,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def salvage(path: Path, key: bytes) -> Iterator[tuple[Head, Content]]:
-    """The branches that still verify in a damaged file, as far as SQLite finds them."""
+    """Yields the branches in a damaged file that SQLite can read and that verify."""
     try:
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     except sqlite3.Error:
         return
     with contextlib.closing(db):
         for order in ("ASC", "DESC"):
-            # From both ends: a broken page ends the reading, and what lies behind it may be whole.
+            # From both ends: a broken page ends the scan, and the rows behind it may be whole.
             try:
                 db.text_factory = lambda data: data.decode("utf-8", "replace")
                 for row in db.execute(f"{HEADS} ORDER BY b.agent {order}, b.branch {order}"):
@@ -497,7 +502,7 @@ def read_content(db: sqlite3.Connection, head: Head, key: bytes) -> Content | No
 
 
 def read_head(row: tuple[Any, ...], key: bytes) -> Head | None:
-    """The head in a row of `HEADS`, None where it does not verify."""
+    """Returns the head in a row of `HEADS`, None if it does not verify."""
     agent, branch, epoch, model, root, turns, injected, messages, created, used, digest, mac, *lengths = row
     try:
         head = Head(
@@ -527,7 +532,7 @@ def head_fields(head: Head, digest: bytes) -> tuple[bytes, ...]:
 
 
 def mac_of(key: bytes, *fields: bytes) -> bytes:
-    """Every field is written with its length, so no two different rows give the same bytes."""
+    """Returns a MAC over the fields. Lengths are included, so two different rows never give the same input."""
     hasher = hmac.new(key, b"satchel.agents.1", hashlib.sha256)
     for field in fields:
         hasher.update(len(field).to_bytes(8, "big"))
@@ -544,36 +549,36 @@ def content_digest(*parts: bytes) -> bytes:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether the file itself is at fault, and neither the disk, another process nor the caller."""
+    """Returns whether the file itself is at fault, not the disk, another process or the caller."""
     if isinstance(error, UnicodeDecodeError):
-        # SQLite's message cites a damaged name.
+        # Python cannot decode a damaged name in SQLite's message.
         return True
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def unusable(path: Path, error: Exception) -> SatchelError:
-    """What to say of a file that cannot be opened and is not damaged."""
+    """Returns the error for a file that cannot be opened and is not damaged."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return HomeInUse(f"another process uses {path}")
     return ClusterError(f"cannot use {path}: {error}")
 
 
 class _Damaged(sqlite3.DatabaseError):
-    """What SQLite reads without an error and is wrong all the same."""
+    """Damage that SQLite does not report itself."""
 
     sqlite_errorcode = sqlite3.SQLITE_CORRUPT
 
 
 def prepare(db: sqlite3.Connection) -> None:
-    """Make a connection durable and this process's own, and the tables there and whole.
+    """Makes a connection durable and exclusive, and creates, migrates and checks the tables.
 
     Raises:
-        ClusterError: a newer version wrote it.
-        sqlite3.Error: it cannot be used, or `is_damage`.
+        ClusterError: a newer version wrote the file.
+        sqlite3.Error: the file cannot be used, or is damaged (`is_damage`).
     """
     db.text_factory = lambda data: data.decode("utf-8", "replace")
-    # One process for the file's whole life, so no shared memory beside it, and a second opener is told so.
+    # One process keeps the file, so SQLite needs no shared memory, and a second process gets SQLITE_BUSY.
     db.execute("PRAGMA locking_mode = EXCLUSIVE")
     db.execute("PRAGMA cell_size_check = ON")
     db.execute("PRAGMA trusted_schema = OFF")
@@ -598,7 +603,7 @@ def prepare(db: sqlite3.Connection) -> None:
                 for statement in [*(_FROM_1 if version == 1 else ()), *_FROM_2]:
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            # SQLite would take a damaged name for a name.
+            # SQLite would accept a damaged table name.
             statements = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")]
             if sorted(statements) != sorted(_STATEMENTS):
                 raise _Damaged("other tables than there should be")

@@ -1,1 +1,1 @@
-"""KV on the disk of a node: segment files, their index, and what goes first."""
+"""KV on the disk of a node: segment files, their index, eviction and recovery."""

@@ -1,4 +1,4 @@
-"""Rewriting a segment without its dead entries, so that their bytes leave the disk."""
+"""Rewrites a segment without its dead entries, so that their bytes leave the disk."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...protocol.entries import Entry, SegmentRecord, unpack_tokens
-from .index import Row
+from ...protocol.entries import Entry, Failure, SegmentRecord, unpack_tokens
+from .index import IndexRow
 from .io import DiskIO
-from .segment_reader import Failure, StoredEntry, read_entries
+from .segment_reader import StoredEntry, read_entries
 from .segments import STORE_SESSION, write_tagged
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The new file, None where nothing was left to write; `rows[slot]` is the old row of its entry."""
+    """The new file, None if no entry was left; `rows[slot]` is the old row of its entry."""
 
     record: SegmentRecord | None
-    rows: list[Row]
+    rows: list[IndexRow]
     failures: list[Failure]
 
 
-def rewrite(root: Path, key: bytes, rows: Sequence[Row], *, epoch: int, now_s: float, io: DiskIO) -> Rewritten:
-    """Write the entries at `rows`, all of one segment, into a file of their own. No lock is wanted.
+def rewrite(root: Path, key: bytes, rows: Sequence[IndexRow], *, epoch: int, now_s: float, io: DiskIO) -> Rewritten:
+    """Writes the entries at `rows`, all of one segment, into a new file. Needs no lock.
 
     Raises:
         DiskFull, DiskError: nothing is left behind.
@@ -48,7 +48,7 @@ def rewrite(root: Path, key: bytes, rows: Sequence[Row], *, epoch: int, now_s: f
     return Rewritten(record, [row for row, _ in kept], failures)
 
 
-def _entry(row: Row, stored: StoredEntry) -> Entry:
+def _entry(row: IndexRow, stored: StoredEntry) -> Entry:
     entry = row.record
     return Entry(
         id=entry.id,

@@ -1,4 +1,4 @@
-"""The folder of a home's KV: made, and one process's own for as long as that lives."""
+"""The KV folder: created, locked for one process, and its errors translated."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ....cluster.errors import DiskError, DiskFull, StoreInUse
 from .io import DiskIO
 
 BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.EISDIR)
-"""Errors that speak of one file. Others, such as too many open files, say nothing about it."""
+"""Errors of one file. Others, such as too many open files, say nothing about a file."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def make_folders(root: Path, io: DiskIO) -> None:
-    """Make the folders that are not there, and let nobody else look into them."""
+    """Creates missing folders, readable for this user only. Raises OSError."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     io.folder(root / "segments")
     for folder in (root, root / "segments"):
@@ -28,10 +28,10 @@ def make_folders(root: Path, io: DiskIO) -> None:
 
 
 def take_lock(path: Path, wait_s: float) -> FileLock:
-    """Hold the lock `path`. The kernel gives it back when the process ends, however it ends.
+    """Takes the lock `path`. The kernel releases it when the process ends.
 
     Raises:
-        StoreInUse: another process has it, and has not left within `wait_s` seconds.
+        StoreInUse: another process has held it for all of `wait_s` seconds.
     """
     lock = FileLock(path, wait_s, mode=0o600, thread_local=False, fallback_to_soft=False)
     try:
@@ -42,22 +42,26 @@ def take_lock(path: Path, wait_s: float) -> FileLock:
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code, 0 where the error has none."""
+    """Returns SQLite's primary result code, 0 if the error has none."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
 def says_full(error: sqlite3.Error) -> bool:
-    """Whether SQLite finds no room on the disk, be it for the memory that connections share, which is a file too."""
+    """Returns whether SQLite reports a full disk, for the database or for its shared memory, which is a file too."""
     whole = getattr(error, "sqlite_errorcode", None)
     return primary_code(error) == sqlite3.SQLITE_FULL or whole == sqlite3.SQLITE_IOERR_SHMSIZE
 
 
 @contextmanager
 def typed(action: str) -> Iterator[None]:
-    """Turn the system's and SQLite's errors of the block into `DiskError` or `DiskFull`.
+    """Translates OSError and SQLite's errors of the block.
 
     Args:
-        action: what was being done, for the message.
+        action: what the block does, for the message.
+
+    Raises:
+        DiskFull: the disk is full.
+        DiskError: any other failure.
     """
     try:
         yield

@@ -1,10 +1,10 @@
-"""The index of segment files: SQLite, with a MAC over every row that says what a file holds.
+"""The index of segment files: SQLite, with a MAC over every row that describes an entry.
 
-All methods want the store's lock. An entry's row is *live* where its id is answered with it; the others (a second copy,
-a replaced one) are kept so that their bytes can be found and erased.
+All methods need the store's lock. An entry's row is *live* if lookups of its id return it. Other rows (second or
+replaced copies) are kept so that their bytes can be found and erased.
 
-Rows change only inside `transaction`. Errors of SQLite pass as they are, for `disk_errors.typed`; a row whose MAC does
-not match is never returned, and counted.
+Rows change only inside `transaction`. SQLite's errors pass unchanged, for `folder.typed`. A row whose MAC does not
+verify is counted and never returned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .io import DiskIO
 from .tenant_files import TenantFiles
 
 SCHEMA = 2
-"""The second one, as the tags of owners tell tenants apart. What was written before is computed again."""
+"""2: owner tags include the tenant. KV of schema 1 is recomputed."""
 BUSY_WAIT_S = 5.0
 
 _TABLES = (
@@ -56,8 +56,8 @@ _DAMAGE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """An entry in a segment. `certain` is whether `record.owners` are surely all."""
+class IndexRow:
+    """An entry in a segment. `certain` says whether `record.owners` is complete."""
 
     segment: int
     name: str
@@ -87,7 +87,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRow:
-    """A file the index knows. `used` orders files by their last use; `erase` asks for its dead entries to be erased."""
+    """A file in the index. `used` orders files by their last use. `erase` says that its dead entries must be erased."""
 
     number: int
     name: str
@@ -103,13 +103,14 @@ class Index:
     Args:
         path: of the database.
         key: for the MACs.
-        io: told of every commit.
+        io: told of every commit, for tests.
 
     Attributes:
-        tenants: which files are whose, as of the last transaction; `count_tenants` has it begin.
+        empty: whether `create` must still make the tables.
+        tenants: the files of each tenant as of the last transaction, filled by `count_tenants`.
 
     Raises:
-        DamagedIndex: it is not a whole index of this version; `set_aside` it and build a new one.
+        DamagedIndex: it is damaged or of another version, and must be rebuilt.
         sqlite3.Error: it cannot be opened now.
     """
 
@@ -118,12 +119,12 @@ class Index:
         self._key = key
         self._io = io
         self.bad_rows_total = 0
-        # Segments in which something died since `lonely` was asked.
+        # Segments in which an entry died since the last call of `lonely`.
         self._died: set[int] = set()
         self.tenants = TenantFiles()
-        # What a transaction changes of that: which files go, and come.
+        # Files that the open transaction adds and removes.
         self._moved: list[tuple[int, bytes, int, int] | int] = []
-        # The file is made before SQLite does, with its mode.
+        # Created here, because SQLite would make it readable for others.
         if not path.exists():
             path.touch(mode=0o600)
         self._database = sqlite3.connect(path, timeout=BUSY_WAIT_S, isolation_level=None, check_same_thread=False)
@@ -142,7 +143,7 @@ class Index:
             raise
 
     def _prepare(self) -> bool:
-        """Settings, and whether the tables have still to be made."""
+        """Configures and checks the database. Returns whether it has no tables yet."""
         run = self._database.execute
         run("PRAGMA trusted_schema = OFF")
         run("PRAGMA cell_size_check = ON")
@@ -152,10 +153,10 @@ class Index:
         # On macOS only this makes SQLite's own syncs reach the drive.
         run("PRAGMA fullfsync = ON")
         run("PRAGMA temp_store = MEMORY")
-        found = run("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY rowid").fetchall()
-        if not found:
+        tables = run("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY rowid").fetchall()
+        if not tables:
             return True
-        if [sql for (sql,) in found] != list(_TABLES):
+        if [sql for (sql,) in tables] != list(_TABLES):
             raise DamagedIndex(f"{self._path} has other tables")
         problems = [text for (text,) in run("PRAGMA integrity_check(1)").fetchall()]
         if problems != ["ok"]:
@@ -169,13 +170,13 @@ class Index:
         self._database.close()
 
     def checkpoint(self) -> None:
-        """Move everything from the log into the database and empty the log, so that what was deleted is gone."""
+        """Moves the write-ahead log into the database and empties it, so that deleted rows are gone from the disk."""
         self._io.step("sql checkpoint", self._path)
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All changes of the block, durable together, or none."""
+        """Commits all changes of the block durably, or none."""
         self._io.step("sql begin", self._path)
         self._moved.clear()
         self._database.execute("BEGIN IMMEDIATE")
@@ -189,20 +190,24 @@ class Index:
                 else:
                     self.tenants.add(*file)
         except BaseException:
-            # A full disk rolls back by itself.
+            # SQLite rolls back by itself if the disk is full.
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             raise
 
     def create(self, epoch: int) -> None:
-        """Make the tables."""
+        """Creates the tables."""
         for sql in _TABLES:
             self._database.execute(sql)
         self.set_number("schema", SCHEMA)
         self.set_number("epoch", epoch)
 
     def number(self, name: str) -> int:
-        """Raises `DamagedIndex` where it is missing or changed."""
+        """Returns a stored number.
+
+        Raises:
+            DamagedIndex: it is absent or does not verify.
+        """
         row = self._database.execute("SELECT value, mac FROM numbers WHERE name = ?", (name,)).fetchone()
         if row is None or not same_mac(row[1], self._number_mac(name, row[0])):
             raise DamagedIndex(f"{self._path} has no {name}")
@@ -216,11 +221,11 @@ class Index:
         return mac(self._key, b"number", name.encode(), str(value).encode())
 
     def segments(self) -> list[SegmentRow]:
-        """All of them, least recently used first."""
-        found = self._database.execute(
+        """Returns all segments, the least recently used first."""
+        rows = self._database.execute(
             "SELECT number, name, model, bytes, used, erase FROM segments ORDER BY used, number"
         )
-        return [_segment(row) for row in found]
+        return [_segment(row) for row in rows]
 
     def segment(self, name: str) -> SegmentRow | None:
         query = "SELECT number, name, model, bytes, used, erase FROM segments WHERE name = ?"
@@ -233,17 +238,17 @@ class Index:
         return _segment(row) if row else None
 
     def before(self, number: int) -> int | None:
-        """The number of the segment that answers for what the first entry of this one follows."""
+        """Returns the number of the segment with the parent of this segment's first entry."""
         query = "SELECT parent FROM entries WHERE segment = ? ORDER BY slot LIMIT 1"
         row = self._database.execute(query, (number,)).fetchone()
         return self.segment_of(row[0]) if row else None
 
     def count_tenants(self) -> None:
-        """Look through all segments once."""
+        """Fills `tenants` from all segments."""
         self.tenants.load(self.files_of_tenants())
 
     def files_of_tenants(self) -> list[tuple[int, bytes, int, int]]:
-        """Number, tenant, bytes and use of all segments."""
+        """Returns (number, tenant, bytes, order of use) of all segments."""
         owner = f"substr(owners, 1, {OWNER_BYTES})"
         first = f"SELECT {owner} FROM entries WHERE segment = s.number AND {owner} <> ? ORDER BY slot LIMIT 1"
         query = f"SELECT s.number, ({first}), s.bytes, s.used FROM segments s"
@@ -251,10 +256,10 @@ class Index:
         return [(number, tenant_of_tag(tag or NOBODY), nbytes, used) for number, tag, nbytes, used in rows]
 
     def add_segment(self, name: str, model: bytes, nbytes: int, used: int, tenant: bytes = b"") -> int:
-        """Returns its number.
+        """Adds a segment and returns its number.
 
         Args:
-            tenant: whose it is; `SegmentRecord.tenant`.
+            tenant: `SegmentRecord.tenant`.
         """
         values = (name, model, nbytes, used)
         cursor = self._database.execute(
@@ -273,7 +278,7 @@ class Index:
         self._database.executemany("UPDATE segments SET erase = ? WHERE number = ?", values)
 
     def remove_segment(self, segment: SegmentRow, *, doom: bool = True) -> None:
-        """Forget the file and its entries; with `doom` it is noted that it is still to be unlinked."""
+        """Removes a segment and its entries; with `doom` its file is listed as still to be unlinked."""
         self._database.execute("DELETE FROM entries WHERE segment = ?", (segment.number,))
         self._database.execute("DELETE FROM segments WHERE number = ?", (segment.number,))
         self._moved.append(segment.number)
@@ -282,14 +287,14 @@ class Index:
             self._database.execute("INSERT OR REPLACE INTO doomed VALUES (?, ?, ?)", row)
 
     def doomed(self) -> list[tuple[str, bytes, int]]:
-        """(name, model, bytes) of files that are to be unlinked."""
+        """Returns (name, model, bytes) of the files that are still to be unlinked."""
         return self._database.execute("SELECT name, model, bytes FROM doomed ORDER BY name").fetchall()
 
     def undoom(self, names: Iterable[str]) -> None:
         self._database.executemany("DELETE FROM doomed WHERE name = ?", ((name,) for name in names))
 
-    def add(self, row: Row) -> None:
-        """Insert the row, or replace the one in its place."""
+    def add(self, row: IndexRow) -> None:
+        """Inserts the row, or replaces the one in its slot."""
         if not row.live:
             self._died.add(row.segment)
         entry = row.record
@@ -304,56 +309,56 @@ class Index:
         )
         self._database.execute(query, (*values, facts, owners, seal))
 
-    def kill(self, row: Row) -> Row:
-        """Let it answer no more. Returns it as it is now."""
+    def kill(self, row: IndexRow) -> IndexRow:
+        """Makes the row dead, and returns the new row."""
         dead = replace(row, live=False)
         self.add(dead)
         return dead
 
-    def live(self, entry_id: bytes) -> Row | None:
-        """The row that answers for an id."""
-        found = self._rows("WHERE e.id = ? AND e.live = 1", (entry_id,))
-        return found[0] if found and found[0].record.id == entry_id else None
+    def live(self, entry_id: bytes) -> IndexRow | None:
+        """Returns the live row of an id."""
+        rows = self._rows("WHERE e.id = ? AND e.live = 1", (entry_id,))
+        return rows[0] if rows and rows[0].record.id == entry_id else None
 
     def live_ids(self) -> list[bytes]:
-        """The ids of all entries that are there."""
+        """Returns the ids of all live entries."""
         return [entry for (entry,) in self._database.execute("SELECT id FROM entries WHERE live = 1")]
 
-    def live_tails(self, parent: bytes) -> list[Row]:
+    def live_tails(self, parent: bytes) -> list[IndexRow]:
         return self._rows("WHERE e.parent = ? AND e.live = 1 AND e.tail = 1", (parent,))
 
-    def dead(self, entry_id: bytes) -> list[Row]:
+    def dead(self, entry_id: bytes) -> list[IndexRow]:
         return self._rows("WHERE e.id = ? AND e.live = 0", (entry_id,))
 
-    def of_segment(self, number: int) -> list[Row]:
+    def of_segment(self, number: int) -> list[IndexRow]:
         return self._rows("WHERE e.segment = ? ORDER BY e.slot", (number,))
 
-    def owned(self, tag: bytes) -> list[Row]:
-        """Rows of an owner, and those whose owners are not all known."""
-        found = self._rows("WHERE instr(e.owners, ?) > 0 OR e.certain = 0", (tag,))
-        return [row for row in found if not row.certain or tag in row.record.owners]
+    def owned(self, tag: bytes) -> list[IndexRow]:
+        """Returns the rows of an owner, and those whose owners may be incomplete."""
+        rows = self._rows("WHERE instr(e.owners, ?) > 0 OR e.certain = 0", (tag,))
+        return [row for row in rows if not row.certain or tag in row.record.owners]
 
     def owners(self) -> set[bytes]:
-        """The tags of all who have anything, also in rows that do not verify."""
-        found: set[bytes] = set()
+        """Returns the tags of all owners, including those of rows that do not verify."""
+        tags: set[bytes] = set()
         for (packed,) in self._database.execute("SELECT DISTINCT owners FROM entries"):
-            # Of a damaged row nothing can be told.
+            # The owners of a damaged row may be unreadable.
             with contextlib.suppress(InvalidRecord):
-                found.update(split_owners(packed))
-        return found
+                tags.update(split_owners(packed))
+        return tags
 
     def uncertain(self) -> list[int]:
-        """Numbers of segments in which something answers whose owners are not all known."""
+        """Returns the numbers of segments with live entries whose owners may be incomplete."""
         query = "SELECT DISTINCT segment FROM entries WHERE certain = 0 AND live = 1 ORDER BY segment"
         return [number for (number,) in self._database.execute(query)]
 
     def segment_of(self, entry_id: bytes) -> int | None:
-        """The number of the segment that answers for an id."""
+        """Returns the number of the segment with the live entry of an id."""
         row = self._database.execute("SELECT segment FROM entries WHERE id = ? AND live = 1", (entry_id,)).fetchone()
         return row[0] if row else None
 
     def size(self) -> tuple[int, int, int]:
-        """(bytes of all files, also those still to be unlinked; files; rows of entries)."""
+        """Returns (bytes, files, entry rows), including files that are still to be unlinked."""
         query = (
             "SELECT (SELECT total(bytes) FROM segments) + (SELECT total(bytes) FROM doomed),"
             " (SELECT count(*) FROM segments) + (SELECT count(*) FROM doomed), (SELECT count(*) FROM entries)"
@@ -362,23 +367,23 @@ class Index:
         return int(nbytes), files, rows
 
     def counts(self) -> tuple[int, int, int]:
-        """(rows, live entries, live tails)."""
+        """Returns (rows, live entries, live tails)."""
         query = "SELECT count(*), total(live), total(live AND tail) FROM entries"
         rows, live, tails = self._database.execute(query).fetchone()
         return rows, int(live), int(tails)
 
     def lonely(self) -> list[SegmentRow]:
-        """Segments in which the last live entry died since the last call."""
+        """Returns the segments that lost their last live entry since the last call."""
         query = (
             "SELECT number, name, model, bytes, used, erase FROM segments WHERE number = ? AND NOT EXISTS"
             " (SELECT 1 FROM entries WHERE segment = number AND live = 1)"
         )
         died, self._died = sorted(self._died), set()
-        found = (self._database.execute(query, (number,)).fetchone() for number in died)
-        return [_segment(row) for row in found if row]
+        rows = (self._database.execute(query, (number,)).fetchone() for number in died)
+        return [_segment(row) for row in rows if row]
 
     def sparse(self) -> list[SegmentRow]:
-        """Segments with fewer live than dead entries, or marked for erasing."""
+        """Returns the segments with fewer live than dead entries, or marked for erasing."""
         query = (
             "SELECT s.number, s.name, s.model, s.bytes, s.used, s.erase FROM segments s"
             " LEFT JOIN entries e ON e.segment = s.number"
@@ -387,7 +392,7 @@ class Index:
         return [_segment(row) for row in self._database.execute(query).fetchall()]
 
     def bad_segments(self) -> set[int]:
-        """Numbers of segments with a row that does not verify, or with no rows; every row is looked at."""
+        """Returns the numbers of segments without rows or with a row that does not verify. Reads every row."""
         bad = {number for (number,) in self._database.execute("SELECT number FROM segments")}
         sound: dict[int, bool] = {}
         for values in self._database.execute(_ROW):
@@ -395,27 +400,27 @@ class Index:
         return {number for number in bad if not sound.get(number, False)}
 
     def remove_strangers(self) -> None:
-        """Delete rows of entries whose segment is not there."""
+        """Deletes rows whose segment does not exist."""
         self._database.execute("DELETE FROM entries WHERE segment NOT IN (SELECT number FROM segments)")
 
     def remove_unreadable(self, entry_id: bytes) -> None:
-        """Take a live row whose MAC fails out of the way of a good one; its file's dead entries are to be erased."""
-        found = self._database.execute("SELECT segment FROM entries WHERE id = ? AND live = 1", (entry_id,)).fetchall()
-        self.set_erase(number for (number,) in found)
-        self._died.update(number for (number,) in found)
+        """Deletes a live row that does not verify, before a good one is added, and marks its segment for erasing."""
+        rows = self._database.execute("SELECT segment FROM entries WHERE id = ? AND live = 1", (entry_id,)).fetchall()
+        self.set_erase(number for (number,) in rows)
+        self._died.update(number for (number,) in rows)
         self._database.execute("DELETE FROM entries WHERE id = ? AND live = 1", (entry_id,))
 
     def integrity(self) -> list[str]:
-        """SQLite's own complaints, none for a sound file."""
-        found = [text for (text,) in self._database.execute("PRAGMA integrity_check(10)")]
-        return [] if found == ["ok"] else found
+        """Returns the problems that SQLite's integrity check reports."""
+        problems = [text for (text,) in self._database.execute("PRAGMA integrity_check(10)")]
+        return [] if problems == ["ok"] else problems
 
-    def _rows(self, where: str, values: tuple[Any, ...]) -> list[Row]:
-        found = [self._row(row) for row in self._database.execute(_ROW + where, values).fetchall()]
-        self.bad_rows_total += found.count(None)
-        return [row for row in found if row is not None]
+    def _rows(self, where: str, values: tuple[Any, ...]) -> list[IndexRow]:
+        rows = [self._row(row) for row in self._database.execute(_ROW + where, values).fetchall()]
+        self.bad_rows_total += rows.count(None)
+        return [row for row in rows if row is not None]
 
-    def _row(self, values: tuple[Any, ...]) -> Row | None:
+    def _row(self, values: tuple[Any, ...]) -> IndexRow | None:
         number, name, model, slot, entry_id, parent, tail, live, certain, facts, owners, seal = values
         if not same_mac(seal, self._row_mac(name, model, slot, live == 1, certain == 1, facts, owners)):
             return None
@@ -425,7 +430,7 @@ class Index:
             return None
         if (record.id, record.parent, record.tail) != (entry_id, parent, tail == 1):
             return None
-        return Row(number, name, model, slot, live == 1, certain == 1, record)
+        return IndexRow(number, name, model, slot, live == 1, certain == 1, record)
 
     def _row_mac(
         self, name: str, model: bytes, slot: int, live: bool, certain: bool, facts: bytes, owners: bytes

@@ -1,7 +1,7 @@
-"""Every change to the disk, one method each, so that a test can stop at each of them.
+"""Every kind of change to the disk as one method, so that a test can stop at each of them.
 
-`DiskIO` announces a step before it does it. The order of steps is what crash safety rests on: write, make durable,
-rename, make the folder durable, commit the index, and only then unlink what nobody needs any more.
+`DiskIO` announces a step before it does it. Crash safety depends on the order of steps: write, sync, rename, sync the
+folder, commit the index, and only then unlink old files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WRITE_BYTES_MAX = 2**30
 
 
 class Space(NamedTuple):
-    """Bytes of a whole device: what is free for this user, and all."""
+    """A device's bytes: free for this user, and in total."""
 
     free: int
     total: int
@@ -32,7 +32,7 @@ class DiskIO:
     """The disk. Every method may raise OSError."""
 
     def space(self, folder: Path) -> Space:
-        """Of the device on which `folder` is, as it is now: others fill it too."""
+        """Returns the current space of the device that `folder` is on."""
         usage = shutil.disk_usage(folder)
         return Space(usage.free, usage.total)
 
@@ -40,12 +40,12 @@ class DiskIO:
         """Called before `what` is done to `path`; tests override it."""
 
     def create(self, path: Path) -> int:
-        """A descriptor of the new file `path` (mode 0600). It must not exist."""
+        """Creates the file `path` (mode 0600), which must not exist, and returns its descriptor."""
         self.step("create", path)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def write(self, descriptor: int, path: Path, buffers: Sequence[memoryview | bytes]) -> None:
-        """Write all of `buffers` (of single bytes) one after the other."""
+        """Writes all of `buffers` (byte views) in order."""
         group: list[memoryview] = []
         size = 0
         for buffer in buffers:
@@ -64,14 +64,14 @@ class DiskIO:
         self.step("write", path)
         while group:
             written = os.writev(descriptor, group)
-            # A signal or a nearly full disk cuts a write short.
+            # A signal or a nearly full disk can cut a write short.
             while group and written >= len(group[0]):
                 written -= len(group.pop(0))
             if group:
                 group[0] = group[0][written:]
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """Make the file's bytes durable. On macOS fsync leaves them in the drive's cache, so F_FULLFSYNC."""
+        """Makes the file's bytes durable. On macOS fsync leaves them in the drive's cache, so F_FULLFSYNC."""
         self.step("sync", path)
         if sys.platform == "darwin":
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
@@ -79,17 +79,17 @@ class DiskIO:
             os.fsync(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give `source` its final name, replacing what had it."""
+        """Renames `source` to `target`, replacing a file of that name."""
         self.step("rename", target)
         os.rename(source, target)  # noqa: PTH104
 
     def link(self, source: Path, target: Path) -> None:
-        """A second name for `source`. Raises FileExistsError if the name is taken."""
+        """Adds the name `target` to `source`. Raises FileExistsError if the name is taken."""
         self.step("link", target)
         os.link(source, target)
 
     def sync_folder(self, folder: Path) -> None:
-        """Make the folder's names durable."""
+        """Makes the folder's names durable."""
         self.step("sync folder", folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -98,12 +98,12 @@ class DiskIO:
             os.close(descriptor)
 
     def unlink(self, path: Path) -> None:
-        """Remove the file, if it is there."""
+        """Removes the file, if it exists."""
         self.step("unlink", path)
         path.unlink(missing_ok=True)
 
     def folder(self, path: Path) -> None:
-        """Make the folder (mode 0700), if it is not there. Its parent must be."""
+        """Creates the folder (mode 0700), if it does not exist. Its parent must exist."""
         if path.is_dir():
             return
         self.step("folder", path)

@@ -1,4 +1,4 @@
-"""Who is reading which files, until when. Pure."""
+"""Leases of readers on files. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 
 class Pin(NamedTuple):
-    """A lease on files, and the ids of those entries whose files are no longer there."""
+    """A lease on files, and the ids of entries whose files no longer exist."""
 
     lease: str
     gone: list[bytes]
 
 
 class Leases:
-    """Files that must stay, each for as long as any unexpired lease names it.
+    """The files that must not be unlinked: those that an unexpired lease names.
 
     Args:
-        count_max: leases at one time; expired ones make room.
+        count_max: leases at the same time; expired ones do not count.
     """
 
     def __init__(self, count_max: int) -> None:
@@ -30,7 +30,7 @@ class Leases:
         return len(self._ends)
 
     def take(self, names: Iterable[str], now: float, lease_s: float) -> str | None:
-        """A new lease, or None where there are too many."""
+        """Returns a new lease, None if there are too many."""
         self.expire(now)
         if len(self._ends) >= self._count_max:
             return None
@@ -41,7 +41,7 @@ class Leases:
         return lease
 
     def give_back(self, lease: str, now: float) -> bool:
-        """Whether it was still held."""
+        """Ends a lease. Returns whether it was still held."""
         self.expire(now)
         self._names.pop(lease, None)
         return self._ends.pop(lease, None) is not None
@@ -51,6 +51,6 @@ class Leases:
             del self._ends[lease], self._names[lease]
 
     def held(self, now: float) -> set[str]:
-        """All names that must stay."""
+        """Returns the names of all leased files."""
         self.expire(now)
         return set().union(*self._names.values())

@@ -1,4 +1,4 @@
-"""Which copy of an entry answers for its id. All of it inside a transaction of the index."""
+"""Which copy of an entry is live. Everything runs inside a transaction of the index."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...protocol.entries import OWNERS_MAX, EntryRecord, SegmentRecord, adds_to, crowd_tag, is_crowd
-from .index import Index, Row
+from .index import Index, IndexRow
 
 
 @dataclass(frozen=True)
-class Placed:
-    """What became of a segment's entries.
+class SegmentPlacement:
+    """The result of adding a segment's entries.
 
     Attributes:
-        kept: ids that its copies answer for.
-        dropped: ids that others serve.
-        retracted: ids of other entries that no longer answer.
-        refused: ids of copies that nobody may have.
+        kept: ids whose live copy is in this segment.
+        dropped: ids that entries of other segments serve.
+        retracted: ids of other entries that are gone.
+        refused: ids of copies without an owner.
     """
 
     kept: list[bytes] = field(default_factory=list)
@@ -35,30 +35,30 @@ def place(
     tails_max: int,
     without: Mapping[bytes, Collection[bytes]] | None = None,
     heirs: Mapping[bytes, Collection[bytes]] | None = None,
-) -> Placed:
-    """Enter the entries of the new segment `number`: the first copy of an id stays, unless a later one adds to it.
+) -> SegmentPlacement:
+    """Adds the entries of the new segment `number`. The first copy of an id stays live, unless a later one adds to it.
 
-    A copy that answers for nothing is entered too, so that its bytes can be found. A tail that another one begins with
-    is served by that one; it goes only if everybody who owns it owns the longer one too, for else forgetting one owner
-    would leave his tokens in what another one still has.
+    Other copies become dead rows, so that their bytes can be found. A tail is dropped if a longer one begins with it,
+    but only if all of its owners own the longer one too. Otherwise forgetting an owner would leave its tokens in an
+    entry of another owner.
 
     Args:
         certain: whether the record names all owners.
-        tails_max: of one parent; the oldest goes.
-        without: by ids, tags of owners that may not have the entry. What nobody else has is entered as a dead row.
-        heirs: by ids, tags of owners that the record does not name.
+        tails_max: tails of one parent; the oldest is dropped.
+        without: by entry id, tags of owners that may not have the entry. Without other owners it becomes a dead row.
+        heirs: by entry id, tags of further owners, which the record does not name.
     """
-    placed = Placed()
+    placed = SegmentPlacement()
     without, heirs = without or {}, heirs or {}
     for slot, entry in enumerate(record.entries):
         known = _union(entry.owners, tuple(heirs.get(entry.id, ())))
         owners = tuple(tag for tag in known if tag not in without.get(entry.id, ()))
         if not owners:
-            index.add(Row(number, record.name, record.model, slot, False, certain, entry))
+            index.add(IndexRow(number, record.name, record.model, slot, False, certain, entry))
             placed.refused.append(entry.id)
             continue
         entry = replace(entry, owners=owners)
-        row = Row(number, record.name, record.model, slot, True, certain, entry)
+        row = IndexRow(number, record.name, record.model, slot, True, certain, entry)
         old = index.live(entry.id)
         if old is None:
             index.remove_unreadable(entry.id)
@@ -76,8 +76,8 @@ def place(
     return placed
 
 
-def add_owners(index: Index, row: Row, owners: Sequence[bytes]) -> bool:
-    """Let more owners have the entry. Returns whether that changed anything."""
+def add_owners(index: Index, row: IndexRow, owners: Sequence[bytes]) -> bool:
+    """Adds owners to a row. Returns whether that changed it."""
     union = _union(row.record.owners, owners)
     if union == row.record.owners:
         return False
@@ -85,11 +85,10 @@ def add_owners(index: Index, row: Row, owners: Sequence[bytes]) -> bool:
     return True
 
 
-def remove_owner(index: Index, row: Row, owner: bytes) -> bool:
-    """Take an owner from the row. Returns whether somebody still has it; if not, it no longer answers.
+def remove_owner(index: Index, row: IndexRow, owner: bytes) -> bool:
+    """Removes an owner from a row. Returns whether owners are left; if not, the row becomes dead.
 
-    Of copies that answer for nothing, and of those whose owners may not all be known, nobody has a claim that would
-    outweigh the wish to be forgotten.
+    Dead rows, and rows whose owners may be incomplete, are given up in any case: erasing takes precedence over reuse.
     """
     rest = tuple(tag for tag in row.record.owners if tag != owner)
     if row.live and row.certain and rest:
@@ -100,8 +99,8 @@ def remove_owner(index: Index, row: Row, owner: bytes) -> bool:
     return False
 
 
-def set_owners(index: Index, row: Row, owners: Sequence[bytes]) -> None:
-    """Let exactly these have the entry, and nobody in particular if he had it; nobody else will turn out to."""
+def set_owners(index: Index, row: IndexRow, owners: Sequence[bytes]) -> None:
+    """Sets the complete owners of a row; a crowd tag that it has stays."""
     known = _union([tag for tag in row.record.owners if is_crowd(tag)], owners)
     index.add(replace(row, certain=True, record=replace(row.record, owners=known)))
 
@@ -110,14 +109,14 @@ def _union(owners: Sequence[bytes], more: Sequence[bytes]) -> tuple[bytes, ...]:
     union = tuple(dict.fromkeys((*owners, *more)))
     if len(union) <= OWNERS_MAX:
         return union
-    # What so many have is common knowledge. It stays when any of them is forgotten.
+    # So many owners are replaced by a crowd tag, with which the entry stays if any of them is forgotten.
     crowd = next(filter(is_crowd, union), crowd_tag(union[0]))
     some = {crowd, *[tag for tag in union if tag != crowd][: OWNERS_MAX - 1]}
     return tuple(tag for tag in dict.fromkeys((*union, crowd)) if tag in some)
 
 
-def _make_room(index: Index, row: Row, tails_max: int, placed: Placed) -> bool:
-    """Remove the tails that the new one serves for. Returns False where an older one serves for it."""
+def _make_room(index: Index, row: IndexRow, tails_max: int, placed: SegmentPlacement) -> bool:
+    """Drops the tails that the new one replaces. Returns False if an older one serves the new one's tokens."""
     entry = row.record
     siblings = [other for other in index.live_tails(entry.parent) if other.model == row.model]
     if any(_serves(other.record, entry) for other in siblings):
@@ -129,7 +128,7 @@ def _make_room(index: Index, row: Row, tails_max: int, placed: Placed) -> bool:
             placed.retracted.append(other.record.id)
         else:
             stay.append(other)
-    # A later segment has a higher number, unless the highest was removed; good enough for choosing among so many.
+    # Later segments have higher numbers, unless the highest was removed. That is good enough here.
     for other in sorted(stay, key=lambda other: other.segment)[: max(0, len(stay) + 1 - tails_max)]:
         index.kill(other)
         placed.retracted.append(other.record.id)
@@ -137,7 +136,7 @@ def _make_room(index: Index, row: Row, tails_max: int, placed: Placed) -> bool:
 
 
 def _serves(longer: EntryRecord, shorter: EntryRecord) -> bool:
-    """Whether the longer tail is as good as the shorter one, up to whose end it holds the same tokens."""
+    """Returns whether the longer tail can be used in place of the shorter one."""
     return (
         longer.tokens.startswith(shorter.tokens)
         and not shorter.snapshot
@@ -147,14 +146,14 @@ def _serves(longer: EntryRecord, shorter: EntryRecord) -> bool:
 
 
 class Changes:
-    """Ids that answer now and did not, and the other way round. An id is never in both."""
+    """Ids added and removed since the last `take`. An id is never in both."""
 
     def __init__(self) -> None:
         self._come: set[bytes] = set()
         self._gone: set[bytes] = set()
 
     def note(self, come: Sequence[bytes], gone: Sequence[bytes]) -> list[bytes]:
-        """Returns what has gone."""
+        """Adds changes. Returns `gone`."""
         self._come.update(come)
         self._gone.difference_update(come)
         self._gone.update(gone)
@@ -162,7 +161,7 @@ class Changes:
         return list(gone)
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """(come, gone), in order, and begin anew."""
+        """Returns the sorted ids (added, removed) and clears both."""
         taken = sorted(self._come), sorted(self._gone)
         self._come, self._gone = set(), set()
         return taken

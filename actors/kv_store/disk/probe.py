@@ -1,4 +1,4 @@
-"""Whether a disk answers: a store that waits for one is not to be ended for it."""
+"""Tests whether a disk answers: the watchdog must not end a store that waits for a slow disk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ PROBE_S = 20.0
 
 
 class DiskProbe:
-    """
+    """A probe of one disk.
+
     Args:
-        folder: on the disk in question; None where nothing is on a disk.
+        folder: on that disk; None if the store uses no disk.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -21,7 +22,8 @@ class DiskProbe:
         self._probing: threading.Thread | None = None
 
     def answers(self, within_s: float = PROBE_S) -> bool:
-        """Have the disk keep a byte. A disk that refuses, because it is full, answers too. Blocks."""
+        """Returns whether the disk syncs a byte within `within_s` seconds. An error, such as a full disk, counts as an
+        answer. Blocks."""
         if self._folder is None:
             return True
         if self._probing is None or not self._probing.is_alive():

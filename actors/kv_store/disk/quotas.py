@@ -1,31 +1,28 @@
-"""What tenants with a limit may have on this node's disk, agents' words and KV together. Pure.
+"""Disk limits of tenants on this node, for agents' branches and KV together. Pure.
 
-A limit comes with every request of its tenant, and with copies from other nodes, so nothing of it is kept: after a
-start it is known before the tenant adds anything. KV makes room for words, as it can be computed again. Words are
-refused while those that are there are over the limit by themselves, so what ends at the same time may take them over it
-once: by one turn, and never further.
+Every request of a tenant and every copy from another node carries the limit, so it is not stored: after a start it is
+known before the tenant adds anything. KV makes room for branches, because it can be recomputed. A branch is refused if
+the tenant's branches alone exceed the limit already, so turns that end at the same time can exceed it by one turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from ....cluster.errors import QuotaExceeded
-
-Limits = Mapping[str, int | None]
-"""Bytes by tenant, None where it has no limit. Who is not in it is not spoken of."""
+from ...protocol.store_messages import Limits
 
 
 def tenant_of(agent: str) -> str:
-    """Whose the agent (its key) is."""
+    """Returns the tenant of an agent (its key)."""
     return agent.partition("/")[0]
 
 
 class Quotas:
-    """The limits as they were heard last.
+    """The latest known limits.
 
     Args:
-        words: how many bytes of words a tenant's agents have here, copies of those of other nodes too.
+        words: returns the bytes of a tenant's branches on this node, secondaries included.
         owner: the tenant that has no limit.
     """
 
@@ -34,39 +31,40 @@ class Quotas:
         self._known: dict[str, int | None] = {}
 
     def note(self, limits: Limits | None) -> None:
-        """These count from now on."""
+        """Replaces the limits of these tenants."""
         for tenant, bytes_max in (limits or {}).items():
             if tenant != self._owner:
                 self._known[tenant] = bytes_max
 
     def of(self, agent: str) -> dict[str, int | None]:
-        """What is known of the limit of the agent's tenant, for another node."""
+        """Returns the known limit of the agent's tenant, for another node."""
         tenant = tenant_of(agent)
         return {tenant: self._known[tenant]} if tenant in self._known else {}
 
     def knows(self, tenant: str) -> bool:
-        """Whether anything was heard of the tenant's limit."""
+        """Returns whether the tenant's limit is known."""
         return tenant in self._known
 
     def kv_bytes_max(self, tenant: str) -> int | None:
-        """What its words leave for its KV; None without a limit."""
+        """Returns the bytes that the tenant's branches leave for its KV; None without a limit."""
         most = self._known.get(tenant)
         return None if most is None else max(0, most - self._words(tenant))
 
     def is_over(self, agent: str) -> bool:
-        """Whether words alone are more than the agent's tenant may have."""
+        """Returns whether the branches of the agent's tenant alone exceed its limit."""
         most = self._known.get(tenant_of(agent))
         return most is not None and self._words(tenant_of(agent)) > most
 
     def check(self, agent: str) -> None:
-        """
+        """Checks that the agent's tenant may add a branch.
+
         Raises:
-            QuotaExceeded: the agent's tenant may add no words.
+            QuotaExceeded: its branches alone exceed its limit.
         """
         if self.is_over(agent):
             tenant = tenant_of(agent)
             held, most = self._words(tenant), self._known[tenant]
             raise QuotaExceeded(
-                f"words of the agents of {tenant!r} come to {held:,} bytes, and its key allows {most:,} on a node's "
-                "disk for words and KV: erasing agents makes room (DELETE /v1/agents/ID)"
+                f"the agents of {tenant!r} take {held:,} bytes without KV, and its key allows {most:,} on a node's "
+                "disk, KV included: erasing agents makes room (DELETE /v1/agents/ID)"
             )

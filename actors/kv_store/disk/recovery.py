@@ -1,4 +1,4 @@
-"""Opening what an earlier process left: the index is compared with the files, or built anew from their headers."""
+"""Opening the folder of an earlier process: compares the index with the files, or rebuilds it from their headers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .segment_reader import read_header
 from .segments import FINISHED, STORE_SESSION, UNFINISHED, model_folder, session_of
 
 _EPOCH_JUMP = 2**32
-"""A rebuilt index does not know the last epoch. It goes on at a random distance, so that no old writer's fits."""
+"""A rebuilt index does not know the last epoch. It jumps a random distance, so that no old writer's epoch matches."""
 
 _NOT_DAMAGE = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM)
 
 
 class SegmentFile(NamedTuple):
-    """A file with a name that writers give."""
+    """A file with the name of a segment."""
 
     path: Path
     model: bytes
@@ -37,7 +37,7 @@ class SegmentFile(NamedTuple):
 
 @dataclass
 class Recovery:
-    """An index that fits the files, and what was lost on the way."""
+    """An index that matches the files, and counts of what was lost."""
 
     index: Index
     rejected: set[Path] = field(default_factory=set)
@@ -47,7 +47,7 @@ class Recovery:
 
 
 def segment_files(root: Path) -> Iterator[SegmentFile]:
-    """Every finished or unfinished segment file; anything else there is not ours and left alone."""
+    """Yields every finished or unfinished segment file; other files are left alone."""
     with os.scandir(root / "segments") as folders:
         names = sorted(folder.name for folder in folders if folder.is_dir(follow_symlinks=False))
     for name in names:
@@ -60,7 +60,7 @@ def segment_files(root: Path) -> Iterator[SegmentFile]:
         with os.scandir(root / "segments" / name) as files:
             for file in sorted(files, key=lambda file: file.name):
                 if session_of(file.name) is not None and not file.is_dir(follow_symlinks=False):
-                    # A writer renames its file at any time, and other threads unlink theirs.
+                    # Writers may rename the file, and other threads unlink it.
                     try:
                         nbytes = file.stat(follow_symlinks=False).st_size
                     except FileNotFoundError:
@@ -69,13 +69,14 @@ def segment_files(root: Path) -> Iterator[SegmentFile]:
 
 
 def recover(root: Path, key: bytes, session: str, tails_max: int, io: DiskIO) -> Recovery:
-    """Open the index of `root`, whose lock is held, in a new epoch; files that it does not know are removed.
+    """Opens the index of `root`, whose lock is held, in a new epoch, and removes files that the index lacks.
 
     Args:
         session: whose unknown files stay, because a writer may be about to commit them.
 
     Raises:
-        sqlite3.Error, OSError: the disk does not let us.
+        sqlite3.Error, OSError: the disk fails.
+        DamagedIndex, DiskError: the rebuilt index cannot be opened either.
     """
     for unfinished in [*root.glob(f".key.*{UNFINISHED}"), *root.glob(f".probe.*{UNFINISHED}")]:
         io.unlink(unfinished)
@@ -106,10 +107,10 @@ def recover(root: Path, key: bytes, session: str, tails_max: int, io: DiskIO) ->
 
 
 def _set_aside(path: Path, io: DiskIO) -> None:
-    """Rename a damaged index, keeping only this one, and remove its log."""
+    """Renames a damaged index, and removes its write-ahead log and earlier damaged ones."""
     older = sorted(path.parent.glob("index.damaged-*"))
     numbers = [int(old.name.rpartition("-")[2]) for old in older if old.name.rpartition("-")[2].isdigit()]
-    # The log first: beside another database it would be taken for that one's.
+    # The log first: SQLite would apply it to the next database of this name.
     for suffix in ("-wal", "-shm"):
         io.unlink(path.with_name(path.name + suffix))
     if path.exists():
@@ -120,7 +121,7 @@ def _set_aside(path: Path, io: DiskIO) -> None:
 
 
 def _is_damage(error: Exception, root: Path, io: DiskIO) -> bool:
-    """Whether the index is to blame, and not the disk: SQLite takes some damage for a disk that cannot be written."""
+    """Returns whether the index is at fault and not the disk: SQLite reports some damage as a write failure."""
     if isinstance(error, sqlite3.Error) and primary_code(error) in _NOT_DAMAGE:
         return False
     if not isinstance(error, sqlite3.Error):
@@ -140,7 +141,7 @@ def _is_damage(error: Exception, root: Path, io: DiskIO) -> bool:
 
 
 def _rebuild(recovery: Recovery, files: list[SegmentFile], key: bytes, tails_max: int) -> None:
-    """Fill the empty index from the headers, oldest first. Owners that came later are not in them: none is certain."""
+    """Fills the empty index from the headers, oldest first. Headers lack owners added later, so no row is certain."""
     index = recovery.index
     order: list[tuple[int, float, str, SegmentFile]] = []
     for file in files:
@@ -159,7 +160,7 @@ def _rebuild(recovery: Recovery, files: list[SegmentFile], key: bytes, tails_max
 
 
 def _audit(recovery: Recovery, files: list[SegmentFile], root: Path, key: bytes, tails_max: int) -> None:
-    """Make the index fit the files; segments with unreadable rows are entered anew from their headers."""
+    """Makes the index match the files; segments with unreadable rows are added again from their headers."""
     index = recovery.index
     index.remove_strangers()
     sizes = {file.path: file for file in files}
@@ -167,15 +168,15 @@ def _audit(recovery: Recovery, files: list[SegmentFile], root: Path, key: bytes,
     again: list[tuple[SegmentFile, int]] = []
     for segment in index.segments():
         if session_of(segment.name) is None or not segment.name.endswith(FINISHED):
-            raise DamagedIndex("the index names a file that no writer names so")
+            raise DamagedIndex("the index has a file whose name is none of a segment")
         file = sizes.get(model_folder(root, segment.model) / segment.name)
         if file is None:
             if segment.number in bad:
-                raise DamagedIndex("the index names a file and entries that are not there")
+                raise DamagedIndex("the index has a segment without a file and without readable entries")
             recovery.missing += 1
             index.remove_segment(segment, doom=False)
         elif segment.number in bad or file.nbytes != segment.nbytes:
-            # One of the two is wrong; the file can prove itself.
+            # Index and file differ. The file's header has a MAC, so it decides.
             recovery.corrupt += 1
             index.remove_segment(segment, doom=False)
             again.append((file, segment.used))
@@ -212,7 +213,7 @@ def _remove_lonely(index: Index) -> None:
 
 
 def _sweep(recovery: Recovery, files: list[SegmentFile], session: str, io: DiskIO) -> None:
-    """Remove what the index does not know, but for the files that this session's writers may be about to commit."""
+    """Removes files that the index lacks, except those that this session's writers may be about to commit."""
     known = {segment.name for segment in recovery.index.segments()}
     for file in files:
         owner = session_of(file.path.name)

@@ -1,14 +1,14 @@
-"""The header of a segment file: safetensors' own, with everything in it that the index knows. Pure.
+"""The header of a segment file: a safetensors header whose metadata has everything that the index needs. Pure.
 
 ::
 
     8 bytes   length of the header
-    {"__metadata__":{"mac":"<64 hex digits>",     the MAC is over the file's name and all of the header after it,
-     "format":…, "record":…, "digests":…},        so nothing is parsed that is not proven to be our own
+    {"__metadata__":{"mac":"<64 hex digits>",     the MAC covers the file's name and the rest of the header,
+     "format":…, "record":…, "digests":…},        and is checked before anything is parsed
      "<part>":{"dtype":…,"shape":[entries,…],"data_offsets":[…]}, …}  spaces up to a multiple of 64 bytes
     data      part after part, in order; in a part, entry after entry
 
-So n entries of a part are one contiguous run, and any safetensors reader can open the file.
+So the n entries of a part are contiguous, and any safetensors reader can open the file.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SEALED_FROM = len(_OPENING) + 2 * MAC_BYTES
 
 @dataclass(frozen=True)
 class Header:
-    """What a verified header says.
+    """A verified header.
 
     Attributes:
         record: the writer's record; its `nbytes` is the file's size.
-        parts: of one entry, in order.
-        offsets: where in the file each part begins.
+        parts: name, dtype and shape of one entry's parts, in order.
+        offsets: the byte at which each part begins in the file.
         digests: `digests[part][slot]`, 16 bytes each.
     """
 
@@ -51,11 +51,14 @@ class Header:
 
 
 def build(record: SegmentRecord, parts: Sequence[Part], digests: Sequence[Sequence[bytes]], key: bytes) -> bytes:
-    """The beginning of the file, up to its data.
+    """Returns the beginning of the file, up to its data.
 
     Args:
         record: its `nbytes` is not used.
         digests: `digests[part][slot]`.
+
+    Raises:
+        InvalidRecord: the header is over `HEADER_BYTES_MAX`.
     """
     described = {name: value for name, value in record.to_wire().items() if name not in ("name", "nbytes")}
     metadata = {
@@ -80,7 +83,8 @@ def build(record: SegmentRecord, parts: Sequence[Part], digests: Sequence[Sequen
 
 
 def length_of(first: bytes, file_bytes: int) -> int:
-    """How long the header is after the first 8 bytes of the file. Raises `CorruptSegment` for what cannot be."""
+    """Returns the header's length in bytes, given the first 8 bytes of the file. Raises `CorruptSegment` if that is
+    impossible."""
     if len(first) != LENGTH_BYTES:
         raise CorruptSegment("the file is shorter than a header")
     length = int.from_bytes(first, "little")
@@ -90,15 +94,15 @@ def length_of(first: bytes, file_bytes: int) -> int:
 
 
 def parse(raw: bytes, name: str, file_bytes: int, key: bytes) -> Header:
-    """The header `raw` (without its length) of the file `name`. Raises `CorruptSegment`, saying why."""
+    """Parses the header `raw` (without its length) of the file `name`. Raises `CorruptSegment` if it is not valid."""
     opening, proof, sealed = raw[: len(_OPENING)], raw[len(_OPENING) : _SEALED_FROM], raw[_SEALED_FROM:]
     if opening != _OPENING or not same_mac(proof, mac(key, b"segment", name.encode(), sealed).hex().encode()):
-        raise CorruptSegment("the header is not as it was written, or was written elsewhere")
+        raise CorruptSegment("the header was changed, or is of another file or key")
     try:
         return _parsed(json.loads(raw), name, file_bytes, LENGTH_BYTES + len(raw))
     except (InvalidRecord, ValueError, KeyError, TypeError, binascii.Error, msgpack.UnpackException) as error:
-        # Our own MAC over it, so a newer or broken writer of ours.
-        raise CorruptSegment(f"the header says what cannot be: {error}") from None
+        # The MAC is valid, so the writer was a newer or broken version.
+        raise CorruptSegment(f"the header is inconsistent: {error}") from None
 
 
 def _parsed(tables: dict[str, Any], name: str, file_bytes: int, data_start: int) -> Header:
@@ -114,15 +118,15 @@ def _parsed(tables: dict[str, Any], name: str, file_bytes: int, data_start: int)
         lengths = tuple(tensor["shape"])
         sound = tensor["dtype"] in DTYPES and all(isinstance(length, int) and length >= 0 for length in lengths)
         if not sound or lengths[:1] != (count,):
-            raise CorruptSegment(f"part {part_name} has a dtype or shape that is not stored")
+            raise CorruptSegment(f"part {part_name} has an unknown dtype or an invalid shape")
         part = Part(part_name, tensor["dtype"], lengths[1:])
         if start != end or stop != start + part.nbytes * count:
-            raise CorruptSegment(f"part {part_name} is not where it must be")
+            raise CorruptSegment(f"part {part_name} has wrong offsets")
         parts.append(part)
         offsets.append(data_start + start)
         end = stop
     if not parts or data_start + end != file_bytes:
-        raise CorruptSegment(f"the file has {file_bytes} bytes, the header speaks of {data_start + end}")
+        raise CorruptSegment(f"the file has {file_bytes} bytes, its header describes {data_start + end}")
     packed = base64.b64decode(metadata["digests"], validate=True)
     if len(packed) != DIGEST_BYTES * count * len(parts):
         raise CorruptSegment("the header has another number of digests")
@@ -131,5 +135,5 @@ def _parsed(tables: dict[str, Any], name: str, file_bytes: int, data_start: int)
     digest_of = EntryDigest(parts)
     for slot, (entry, digests) in enumerate(zip(record.entries, zip(*rows, strict=True), strict=True)):
         if entry.digest != digest_of(digests):
-            raise CorruptSegment(f"entry {slot} is not the one that its digest names")
+            raise CorruptSegment(f"entry {slot} does not match its digest")
     return Header(record, tuple(parts), tuple(offsets), rows)

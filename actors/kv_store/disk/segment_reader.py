@@ -1,8 +1,7 @@
-"""Reading entries back, in any process: layer after layer, and nothing that is not proven.
+"""Reads entries back, in any process, layer by layer, and verifies them.
 
-Every part of every entry has a digest of its own in the file's header, the header is sealed, and the location says
-which digest the entry must have. So each array is verified before it is handed out, while later layers are not even
-read yet.
+Every part of every entry has its own digest in the file's header, the header has a MAC, and the location names the
+entry's digest. So each array is verified before it is returned, while later layers have not been read yet.
 """
 
 from __future__ import annotations
@@ -17,28 +16,21 @@ from typing import NamedTuple
 import numpy as np
 
 from ....cluster.errors import CorruptSegment, DiskError, InvalidRecord
-from ...protocol.entries import DTYPES, Location, Part, flat_bytes, part_digest
+from ...protocol.entries import DTYPES, Failure, Location, Part, flat_bytes, part_digest
 from .folder import BAD_FILE
 from .segment_header import LENGTH_BYTES, Header, length_of, parse
 from .segments import FINISHED, model_folder, session_of
 
 FILES_OPEN_MAX = 96
-"""Files kept open by one reader, far below macOS's 256 for a process; further ones are opened for each read."""
+"""Files that one reader keeps open, far below macOS's 256 for a process. Others are opened for each read."""
 
 READ_BYTES_MAX = 2**30
-"""Of one system call; macOS refuses 2 GiB."""
-
-
-class Failure(NamedTuple):
-    """An entry that was not read. `missing` where its file or place is gone; else it is corrupt."""
-
-    location: Location
-    reason: str
-    missing: bool
+"""Bytes of one system call; macOS refuses 2 GiB."""
 
 
 class PartRead(NamedTuple):
-    """One part of several entries, verified. `array[i]` belongs to the location number `indexes[i]`."""
+    """One verified part of several entries. `array` is `(len(indexes), *part.shape)` in the part's stored dtype, and
+    `array[i]` belongs to `locations[indexes[i]]`."""
 
     name: str
     indexes: list[int]
@@ -47,7 +39,8 @@ class PartRead(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """An entry read back: its arrays in the order of layers, and what its writer said about them."""
+    """An entry read back: its arrays by part name, in the order of layers, each of its part's shape and stored dtype,
+    and its writer's metadata."""
 
     location: Location
     parts: dict[str, np.ndarray]
@@ -55,10 +48,10 @@ class StoredEntry:
 
 
 def read_header(path: Path, key: bytes) -> Header:
-    """The verified header of a segment file; its data is not read.
+    """Reads and verifies the header of a segment file, without its data.
 
     Raises:
-        CorruptSegment: it is not what was written, or no file of ours.
+        CorruptSegment: it was changed, or is no segment file.
         OSError: it is missing or cannot be read.
     """
     descriptor = _open(path)
@@ -69,7 +62,7 @@ def read_header(path: Path, key: bytes) -> Header:
 
 
 def _open(path: Path) -> int:
-    # Without O_NONBLOCK a pipe in the file's place would block for ever.
+    # Without O_NONBLOCK, opening a pipe of this name would block for ever.
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -83,7 +76,7 @@ def _header(descriptor: int, name: str, key: bytes) -> Header:
 
 
 def _fill(descriptor: int, target: memoryview, offset: int) -> None:
-    """Read exactly `len(target)` bytes. Raises `CorruptSegment` at the end of the file."""
+    """Reads exactly `len(target)` bytes. Raises `CorruptSegment` at the end of the file."""
     done = 0
     while done < len(target):
         count = os.preadv(descriptor, [target[done : done + READ_BYTES_MAX]], offset + done)
@@ -94,7 +87,7 @@ def _fill(descriptor: int, target: memoryview, offset: int) -> None:
 
 @dataclass
 class _File:
-    """A segment file and which of its slots are wanted, as (slot, index of the location)."""
+    """A segment file, and its wanted slots as (slot, index of the location)."""
 
     path: Path
     wanted: list[tuple[int, int]] = field(default_factory=list)
@@ -103,30 +96,33 @@ class _File:
     number: dict[str, int] = field(default_factory=dict)
 
 
-class _Wanted(NamedTuple):
+class _WantedSlot(NamedTuple):
     index: int
     file: _File
     slot: int
 
 
 class EntryReader:
-    """Reads the entries at `locations` part by part.
+    """Reads the entries at `locations`, part by part.
 
     ::
 
         with EntryReader(root, key, locations) as reader:
             for read in reader.parts():
                 upload(read.name, read.indexes, read.array)
-        # Entries in reader.failures are not to be used; parts of them may have come before they failed.
+        # Discard entries in reader.failures, also if some of their parts were read.
 
     Args:
-        root: the folder of KV.
+        root: the KV folder.
         key: `read_key`.
         locations: from the store's `locate`, pinned.
 
+    Attributes:
+        failures: by index into `locations`.
+
     Raises:
-        InvalidRecord: a location that no store gives.
-        DiskError: nothing can be read now, such as with too many open files; that is no fault of an entry.
+        InvalidRecord: a location names no segment file.
+        DiskError: nothing can be read now, for example because too many files are open. No entry is at fault.
     """
 
     def __init__(self, root: Path, key: bytes, locations: Sequence[Location]) -> None:
@@ -152,7 +148,7 @@ class EntryReader:
         self.close()
 
     def close(self) -> None:
-        """Give the files back. Reading on is an error."""
+        """Closes the files. Reading afterwards is an error."""
         for file in self._files.values():
             if file.descriptor is not None:
                 os.close(file.descriptor)
@@ -160,24 +156,27 @@ class EntryReader:
         self._files.clear()
 
     def signature(self, index: int) -> tuple[Part, ...]:
-        """The parts of the entry at `locations[index]`, in order; empty where it failed."""
+        """Returns the parts of the entry at `locations[index]`, in order; empty if it failed."""
         header = self._header_of(index)
         return header.parts if header else ()
 
     def meta(self, index: int) -> dict[str, str]:
-        """What the writer of `locations[index]` said of its parts; empty where it failed."""
+        """Returns the writer's metadata of the entry at `locations[index]`; empty if it failed."""
         header = self._header_of(index)
         return dict(header.record.meta) if header else {}
 
     def parts(self) -> Iterator[PartRead]:
-        """Every part of every entry that has not failed, layer after layer; equal shapes of one part together."""
+        """Yields every part of every entry that has not failed, layer by layer; entries with equal shapes of a part
+        together."""
         files = [file for file in self._files.values() if file.header is not None]
         for name in _merged([file.header.parts for file in files if file.header]):
-            shapes: dict[Part, list[_Wanted]] = {}
+            shapes: dict[Part, list[_WantedSlot]] = {}
             for file in files:
                 number = file.number.get(name)
                 if number is not None and file.header is not None:
-                    wanted = [_Wanted(index, file, slot) for slot, index in file.wanted if index not in self.failures]
+                    wanted = [
+                        _WantedSlot(index, file, slot) for slot, index in file.wanted if index not in self.failures
+                    ]
                     shapes.setdefault(file.header.parts[number], []).extend(wanted)
             for part, wanted in shapes.items():
                 read = self._read(part, sorted(wanted, key=lambda item: item.index))
@@ -232,7 +231,7 @@ class EntryReader:
                 os.close(descriptor)
         return header
 
-    def _read(self, part: Part, wanted: list[_Wanted]) -> PartRead:
+    def _read(self, part: Part, wanted: list[_WantedSlot]) -> PartRead:
         array = np.empty((len(wanted), *part.shape), dtype=DTYPES[part.dtype])
         target, nbytes = flat_bytes(array), part.nbytes
         for start, stop in _runs(wanted):
@@ -283,8 +282,8 @@ class EntryReader:
         return file.header if file and index not in self.failures else None
 
 
-def _runs(wanted: Sequence[_Wanted]) -> Iterator[tuple[int, int]]:
-    """Ranges of `wanted` that lie one after the other in one file."""
+def _runs(wanted: Sequence[_WantedSlot]) -> Iterator[tuple[int, int]]:
+    """Yields ranges of `wanted` that are contiguous in one file."""
     start = 0
     for row in range(1, len(wanted) + 1):
         last = wanted[row - 1]
@@ -294,7 +293,7 @@ def _runs(wanted: Sequence[_Wanted]) -> Iterator[tuple[int, int]]:
 
 
 def _merged(signatures: Iterable[Sequence[Part]]) -> list[str]:
-    """All names, each after those that it follows in its own file where the files agree on an order."""
+    """Returns all part names in an order that keeps each file's own order, if the files agree on one."""
     order: list[str] = []
     known: set[str] = set()
     for names in {tuple(part.name for part in parts): None for parts in signatures}:
@@ -310,18 +309,18 @@ def _merged(signatures: Iterable[Sequence[Part]]) -> list[str]:
 
 
 def read_entries(root: Path, key: bytes, locations: Sequence[Location]) -> list[StoredEntry | Failure]:
-    """Whole entries, verified; `EntryReader` is for those who can begin with the first layer.
+    """Reads and verifies whole entries; use `EntryReader` to begin with the first layer.
 
     Args:
-        root: the folder of KV.
+        root: the KV folder.
         key: `read_key`.
         locations: from the store's `locate`, pinned.
 
     Returns:
-        For every location its entry, or why there is none. Arrays of one part share memory.
+        For every location its entry or a failure. Arrays of one part share memory.
 
     Raises:
-        InvalidRecord: a location that no store gives.
+        InvalidRecord: a location names no segment file.
         DiskError: nothing can be read now.
     """
     parts: list[dict[str, np.ndarray]] = [{} for _ in locations]
@@ -329,12 +328,12 @@ def read_entries(root: Path, key: bytes, locations: Sequence[Location]) -> list[
         for read in reader.parts():
             for row, index in enumerate(read.indexes):
                 parts[index][read.name] = read.array[row]
-        found: list[StoredEntry | Failure] = []
+        results: list[StoredEntry | Failure] = []
         for index, location in enumerate(locations):
             failure = reader.failures.get(index)
             if failure is None:
                 ordered = {part.name: parts[index][part.name] for part in reader.signature(index)}
-                found.append(StoredEntry(location, ordered, reader.meta(index)))
+                results.append(StoredEntry(location, ordered, reader.meta(index)))
             else:
-                found.append(failure)
-    return found
+                results.append(failure)
+    return results

@@ -1,12 +1,12 @@
-"""Segment files: written by replicas, once, and never changed.
+"""Segment files: written once, by replicas or the store, and never changed.
 
-The folder of a home's KV::
+The KV folder::
 
-    kv/key                                the secret under which everything is sealed, agents' memory too
+    kv/key                                the secret of all MACs, for agents' memory too
     kv/segments/<model>/<session>.<random>.safetensors     finished
     kv/segments/<model>/<session>.<random>.tmp             being written
 
-A file appears under its final name only when all of it is durable.
+A file gets its final name only after all of it is durable.
 """
 
 from __future__ import annotations
@@ -43,37 +43,39 @@ from .segment_header import build
 FINISHED = ".safetensors"
 UNFINISHED = ".tmp"
 STORE_SESSION = "store"
-"""The session of files that the store itself writes. Replicas' sessions have other names."""
+"""The session of files that the store itself writes. Replicas use other names."""
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NAME = re.compile(r"([A-Za-z0-9_-]{1,64})\.[0-9a-f]{32}(\.safetensors|\.tmp)")
 
 
 def checked_session(session: str) -> str:
-    """Itself. Raises `InvalidRecord` where it cannot begin a file's name."""
+    """Returns `session`. Raises `InvalidRecord` if it cannot begin a file's name."""
     if not _SESSION.fullmatch(session):
         raise InvalidRecord(f"a session is up to 64 letters, digits, - and _, not {session!r:.80}")
     return session
 
 
 def session_of(name: str) -> str | None:
-    """Whose file it is by its name, or None for a name that no writer gives."""
-    found = _NAME.fullmatch(name)
-    return found[1] if found else None
+    """Returns the session in a segment's file name, None if `name` is none of a segment."""
+    match = _NAME.fullmatch(name)
+    return match[1] if match else None
 
 
 def model_folder(root: Path, model: bytes) -> Path:
+    """Returns the folder of a model's segments. Raises `InvalidRecord` if `model` is no model id."""
     if not isinstance(model, bytes) or len(model) != ID_BYTES:
         raise InvalidRecord("a model id has 32 bytes")
     return root / "segments" / model.hex()
 
 
 def read_key(root: Path, io: DiskIO | None = None) -> bytes:
-    """The home's secret (32 bytes) in `root/key`, made by whoever needs it first. KV and agents' memory share it.
+    """Returns the home folder's secret (32 bytes) in `root/key`, which the first caller creates. KV and agents' memory
+    share it.
 
     Raises:
-        DiskError: it cannot be read or made, or is not 32 bytes; what it sealed is then lost, and it is for a person
-            to remove.
+        DiskError: it cannot be read or created, or has not 32 bytes. Nothing verifies then, and an operator must remove
+            the file.
     """
     io = io or DiskIO()
     path = root / "key"
@@ -96,7 +98,7 @@ def _make_key(path: Path, io: DiskIO) -> None:
             io.sync(descriptor, unfinished)
         finally:
             os.close(descriptor)
-        # A link fails where another process was first, so all agree on one key. That process may also have swept ours.
+        # The link fails if another process was first, so all agree on one key. It may also have removed our file.
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             io.link(unfinished, path)
         io.sync_folder(path.parent)
@@ -105,8 +107,8 @@ def _make_key(path: Path, io: DiskIO) -> None:
 
 
 def grouped(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Entries in runs that fit one segment each: neighbours with equal signatures, at most 16. A run is given before
-    the entries after its successor are taken."""
+    """Yields runs of entries that fit one segment each: at most 16 neighbours with equal signatures. Takes only one
+    entry of the next run before it yields a run."""
     group: list[Entry] = []
     last: tuple[Part, ...] | None = None
     for entry in entries:
@@ -132,23 +134,23 @@ def write_segment(
     meta: Mapping[str, str] | None = None,
     io: DiskIO | None = None,
 ) -> SegmentRecord:
-    """Write `entries` as one durable file. It is nobody's until the store commits the record.
+    """Writes `entries` as one durable file. It does not count until the store commits the record.
 
     Args:
-        root: the folder of KV, which exists.
+        root: the KV folder, which exists.
         key: `read_key`.
         model: the model id, 32 bytes.
         entries: 1 to 16 with equal signatures.
-        session: of the writer; the store keeps the uncommitted files of its own session.
-        epoch: `DiskStore.epoch`, as the store told it.
-        now_s: the writer's wall clock.
-        meta: what readers must know of the parts.
+        session: of the writer; the store keeps uncommitted files of its current session.
+        epoch: `DiskStore.epoch`.
+        now_s: seconds since 1970.
+        meta: what readers need to interpret the parts.
 
     Returns:
-        What the store's `commit` takes.
+        The record for the store's `commit`.
 
     Raises:
-        InvalidRecord: entries that cannot be stored together.
+        InvalidRecord: the entries cannot be stored together.
         DiskFull, DiskError: nothing is left behind.
     """
     tags = [tuple(dict.fromkeys(owner_tag(key, owner) for owner in entry.owners)) for entry in entries]
@@ -170,7 +172,7 @@ def write_tagged(
     meta: Mapping[str, str],
     io: DiskIO,
 ) -> SegmentRecord:
-    """`write_segment`, with the owners as tags already."""
+    """Writes a segment like `write_segment`, with owner tags instead of owners: `tags[slot]`. Raises as that does."""
     if not 1 <= len(entries) <= ENTRIES_MAX or len({entry.id for entry in entries}) != len(entries):
         raise InvalidRecord(f"a segment has 1 to {ENTRIES_MAX} different entries")
     parts = signature(entries[0].parts)
@@ -219,7 +221,7 @@ def _write(folder: Path, name: str, buffers: Sequence[memoryview | bytes], io: D
         io.rename(unfinished, folder / (name + FINISHED))
         io.sync_folder(folder)
     except BaseException:
-        # Not reported: the first error is the one that matters, and the store sweeps what stays.
+        # Only the first error matters, and the store sweeps leftovers.
         with contextlib.suppress(OSError):
             io.unlink(unfinished)
             io.unlink(folder / (name + FINISHED))

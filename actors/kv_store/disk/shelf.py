@@ -1,9 +1,9 @@
-"""What a node's KV store consists of: index, files, counters. One thread at a time; `disk.DiskStore` holds the lock.
+"""The state of a node's KV store: index, files, counters. One thread at a time; `DiskStore` holds the lock.
 
-Every change is one transaction of the index; only then are the files unlinked that nobody needs any more. Files still
-to be unlinked are in the index too (*doomed*), so a crash between the two leaves nothing behind.
+Every change is one transaction of the index. Files are unlinked only afterwards. The index lists files that are still
+to be unlinked (*doomed*), so a crash in between leaves nothing behind.
 
-Order of use is a counter, not a clock: clocks are set back.
+The order of use is a counter, because clocks can be set back.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from pathlib import Path
 
 from ....cluster.errors import CorruptSegment, DiskError, DiskFull, InvalidRecord, StaleEpoch
 from ....cluster.timing import USUAL
-from ...protocol.entries import NOBODY, EntryRecord, SegmentRecord
+from ...protocol.entries import NOBODY, EntryRecord, Failure, SegmentRecord
 from .compaction import Rewritten
 from .folder import typed
-from .index import Row, SegmentRow
+from .index import IndexRow, SegmentRow
 from .io import DiskIO, Space
 from .leases import Leases
-from .placement import Placed, add_owners, place, remove_owner, set_owners
+from .placement import SegmentPlacement, add_owners, place, remove_owner, set_owners
 from .recovery import recover, segment_files, segment_path
-from .segment_reader import Failure, read_header
+from .segment_reader import read_header
 from .segments import FINISHED, model_folder, read_key, session_of
 
 _COUNTER_MAX = 2**62
 _RESERVE_SHARE = 8
-"""Of a small device no more than this part of it is kept free."""
+"""The reserve is at most the device's bytes divided by this."""
 
 _COUNTERS = ("corrupt", "missing", "evicted", "dropped", "refused", "forgotten", "failed_removals")
 
 
 @dataclass(frozen=True)
 class DiskLimits:
-    """What the disk tier may take.
+    """Limits of the disk tier.
 
     Attributes:
-        bytes_max: of all segment files; less where the device has less.
-        reserve_bytes: of the device that are left free for agents' words, an eighth of it at most.
+        bytes_max: of all segment files; less if the device has less.
+        reserve_bytes: left free on the device for agents' memory, an eighth of the device at most.
         files_max: segment files.
-        rows_max: entries in the index, also second copies.
-        tails_per_parent_max: open ends after one block.
-        leases_max: readers' leases at one time.
+        rows_max: entries in the index, including copies that are not served.
+        tails_per_parent_max: tails after one block.
+        leases_max: readers' leases at the same time.
         lease_s_max: of one lease; unlinking waits for it.
-        in_flight_s: how long a file may lie there uncommitted.
+        in_flight_s: how long a file may stay uncommitted.
     """
 
     bytes_max: int
@@ -59,7 +59,7 @@ class DiskLimits:
 
 
 class Shelf:
-    """An open folder of KV, whose lock is held.
+    """An open KV folder, whose lock is held. Methods raise `DiskError` or `DiskFull` if a change fails.
 
     Raises:
         sqlite3.Error, OSError, DiskError: it cannot be opened.
@@ -96,9 +96,9 @@ class Shelf:
         self._counter = len(order)
 
     def close(self) -> None:
-        """Write down what was used when, where that is possible, and close the index."""
+        """Stores the order of use if possible, and closes the index."""
         try:
-            # Only the order of eviction is lost with it.
+            # A failure loses only the eviction order.
             with suppress(DiskError), self.change("closing"):
                 pass
         finally:
@@ -106,19 +106,25 @@ class Shelf:
 
     @contextmanager
     def change(self, action: str) -> Iterator[None]:
-        """A transaction with typed errors, into which also goes what was used when."""
+        """Runs a transaction with typed errors, which also stores the order of use."""
         with typed(action):
             with self.index.transaction():
-                # First, while the numbers are those of the segments that were used.
+                # First, before segment numbers change.
                 self.index.set_used(self._touched)
                 yield
             self._touched.clear()
 
     def verify(self, record: SegmentRecord, path: Path) -> None:
-        """Whether the file is what its writer says. Raises `StaleEpoch`, `DiskFull` or `InvalidRecord`."""
+        """Checks that a new segment's file matches its record.
+
+        Raises:
+            StaleEpoch: it was written in another epoch.
+            DiskFull: it is larger than the budget.
+            InvalidRecord: the file is absent, damaged or another one.
+        """
         if record.epoch != self.epoch:
             raise StaleEpoch(f"the segment was written in epoch {record.epoch}, this is {self.epoch}")
-        # Its file is there already, so the room that it takes is not among what is free.
+        # The file exists already, so the free space excludes it.
         budget = min(self.limits.bytes_max, self.budget() + record.nbytes)
         if record.nbytes > budget:
             raise DiskFull(f"a segment of {record.nbytes} bytes is over the budget of {max(0, budget)}")
@@ -142,8 +148,8 @@ class Shelf:
         record: SegmentRecord,
         without: Mapping[bytes, Collection[bytes]],
         heirs: Mapping[bytes, Collection[bytes]],
-    ) -> Placed:
-        """Let the entries of a verified segment answer, but for what only those have who may not."""
+    ) -> SegmentPlacement:
+        """Adds the entries of a verified segment to the index; see `DiskStore.commit`."""
         with self.change("entering a segment"):
             self._counter += 1
             number = self.index.add_segment(record.name, record.model, record.nbytes, self._counter, record.tenant)
@@ -156,10 +162,10 @@ class Shelf:
         self.totals["refused"] += len(placed.refused)
         return placed
 
-    def placed_before(self, number: int, record: SegmentRecord) -> Placed:
-        """What became of a segment that is there already."""
+    def placed_before(self, number: int, record: SegmentRecord) -> SegmentPlacement:
+        """Returns the current placement of a segment that was committed before."""
         live = {row.record.id for row in self.live_rows(number)}
-        placed = Placed()
+        placed = SegmentPlacement()
         for entry in record.entries:
             if entry.id in live:
                 placed.kept.append(entry.id)
@@ -168,24 +174,24 @@ class Shelf:
         return placed
 
     def refuse(self, record: SegmentRecord, path: Path) -> None:
-        """Remove the file of a commit that failed, unless the failure came after it counted. What stays is swept."""
+        """Removes the file of a failed commit, unless the segment is in the index. `DiskStore` sweeps leftovers."""
         with suppress(DiskError), typed("removing a refused segment"):
             if self.index.segment(record.name) is None:
                 self.io.unlink(path)
 
     def touch(self, ids: Sequence[bytes], tag: bytes) -> None:
-        """Note that a chain was used, its beginning last, and by whom."""
+        """Marks a chain as used, its first block as the latest, and adds an owner."""
         for entry in reversed(ids):
             number = self.index.segment_of(entry)
             if number is not None:
                 self._use(number)
         if tag == NOBODY:
             return
-        found = (self.index.live(entry) for entry in ids)
-        strange = [row for row in found if row is not None and tag not in row.record.owners]
-        if strange:
+        rows = (self.index.live(entry) for entry in ids)
+        unowned = [row for row in rows if row is not None and tag not in row.record.owners]
+        if unowned:
             with self.change("adding an owner"):
-                for row in strange:
+                for row in unowned:
                     add_owners(self.index, row, [tag])
 
     def _use(self, number: int) -> None:
@@ -196,19 +202,19 @@ class Shelf:
     def give(
         self, tag: bytes, ids: Iterable[bytes], parents: Iterable[bytes], has: Callable[[EntryRecord], bool]
     ) -> int:
-        """Let the owner have those of these entries, and of the tails after `parents`, of which that is true. Returns
-        how many of them are new to him."""
+        """Adds an owner to those of the entries `ids` and the tails after `parents` for which `has` is true. Returns to
+        how many it was added."""
         rows = [row for entry in ids if (row := self.index.live(entry)) is not None]
         rows += [row for parent in parents for row in self.index.live_tails(parent)]
-        strange = [row for row in rows if tag not in row.record.owners and has(row.record)]
-        if strange:
+        unowned = [row for row in rows if tag not in row.record.owners and has(row.record)]
+        if unowned:
             with self.change("adding an owner"):
-                for row in strange:
+                for row in unowned:
                     add_owners(self.index, row, [tag])
-        return len(strange)
+        return len(unowned)
 
     def drop(self, failures: Iterable[Failure]) -> list[bytes]:
-        """Entries that could not be read answer no more. Returns their ids."""
+        """Drops entries that could not be read. Returns their ids."""
         retracted = []
         with self.change("dropping unreadable entries"):
             for failure in failures:
@@ -222,17 +228,17 @@ class Shelf:
         return retracted
 
     def settle(self, owners: Mapping[bytes, Sequence[bytes]]) -> int:
-        """Of entries whose owners are not all known: these are all. Returns how many were such."""
-        found = [(row, tags) for entry, tags in owners.items() if (row := self.index.live(entry)) is not None]
-        unsettled = [(row, tags) for row, tags in found if tags and not row.certain]
+        """Sets the complete owner tags of uncertain entries, by id. Returns how many were uncertain."""
+        rows = [(row, tags) for entry, tags in owners.items() if (row := self.index.live(entry)) is not None]
+        unsettled = [(row, tags) for row, tags in rows if tags and not row.certain]
         with self.change("settling owners"):
             for row, tags in unsettled:
                 set_owners(self.index, row, tags)
         return len(unsettled)
 
     def forget(self, tag: bytes, keep: Callable[[EntryRecord], bool] | None = None) -> list[bytes]:
-        """Take the owner from all entries but those to `keep`; what nobody else has answers no more and is marked for
-        erasing."""
+        """Removes the owner from all entries except those to `keep`. Drops entries without other owners and marks them
+        for erasing. Returns their ids."""
         retracted: list[bytes] = []
         with self.change("forgetting an owner"):
             marked: set[int] = set()
@@ -250,7 +256,7 @@ class Shelf:
         return retracted
 
     def replace(self, segment: SegmentRow, rewritten: Rewritten) -> list[bytes]:
-        """Put a rewritten file in the place of `segment`, which is still there. Returns ids that could not be read."""
+        """Replaces `segment`, which still exists, by its rewritten file. Returns ids that could not be read."""
         lost: list[bytes] = []
         record = rewritten.record
         with self.change("replacing a segment"):
@@ -263,7 +269,7 @@ class Shelf:
                     row = now.get(old.slot, replace(old, live=False))
                     self.index.add(replace(row, segment=number, name=record.name, slot=slot))
                     if not row.live:
-                        # It died while the file was written; the next round erases it.
+                        # Dropped while the file was written: the next round erases it.
                         self.index.set_erase([number])
             for failure in rewritten.failures:
                 row = now.get(failure.location.slot)
@@ -275,23 +281,23 @@ class Shelf:
 
     @property
     def reserve_bytes(self) -> int:
-        """What KV leaves free, so that what cannot be computed again finds room."""
+        """Bytes that KV leaves free for writes that cannot be recomputed."""
         return _reserve(self.limits, self.io.space(self.root))
 
     def budget(self) -> int:
-        """What all segment files may take now: as much as others, and the reserve, leave of the device. Negative where
-        even nothing is too much.
+        """Returns the bytes that all segment files may take now, given the device's free space and the reserve.
+        Negative if the reserve is not free even without KV.
 
         Raises:
-            OSError: the device does not say.
+            OSError: the free space cannot be read.
         """
         return min(self.limits.bytes_max, self.index.size()[0] + self.io.space(self.root).free - self.reserve_bytes)
 
     def evict(self, bytes_max: int, now: float) -> list[bytes]:
-        """Remove the least recently used files until the rest fits, but for pinned ones. Returns ids."""
+        """Removes the least recently used unpinned files until the rest fits. Returns the ids that are gone."""
         nbytes, files, rows = self.index.size()
         doomed = self.index.doomed()
-        # What is doomed goes as soon as its readers have left.
+        # Doomed files are unlinked as soon as their leases end.
         nbytes, files = nbytes - sum(size for _, _, size in doomed), files - len(doomed)
         limits = self.limits
 
@@ -317,17 +323,17 @@ class Shelf:
         return retracted
 
     def fits(self, record: SegmentRecord) -> bool:
-        """Whether its tenant may have so large a segment at all."""
+        """Returns whether the segment alone is within its tenant's limit."""
         most = self.index.tenants.bytes_max(record.tenant)
         return most is None or record.nbytes <= most
 
     def keep_limits(self, now: float, name: str = "") -> list[bytes]:
-        """Remove files of tenants that have more than they may, the least recently used first, but for those that are
-        being read. Cheap where nobody has. Returns ids that no longer answer.
+        """Removes unpinned files of tenants over their limits, the least recently used first. Cheap if none is over.
+        Returns the ids that are gone.
 
         Args:
-            name: of a segment that has just come: what it follows counts as used later than it, as nobody finds it
-                without that.
+            name: of a new segment. The segments that it follows are marked as used later than it, because it can only
+                be found through them.
         """
         tenants = self.index.tenants
         over = tenants.over()
@@ -356,8 +362,8 @@ class Shelf:
         return retracted
 
     def make_room(self, now: float) -> list[bytes]:
-        """Give the device back what is missing of the reserve, or as much again where nothing seems to be missing: at
-        once, and as far as nobody reads it. What fails is counted. Returns ids that no longer answer."""
+        """Evicts unpinned files at once: as many bytes as the reserve lacks, or a whole reserve if it lacks none.
+        Counts failures. Returns the ids that are gone."""
         self.purge_if_possible(now)
         free, reserve = self.io.space(self.root).free, self.reserve_bytes
         wanted = reserve - free if free < reserve else max(1, reserve)
@@ -368,24 +374,24 @@ class Shelf:
         except DiskError:
             self.totals["failed_removals"] += 1
         self.purge_if_possible(now)
-        # Its log may be the largest file of a small device.
+        # The write-ahead log may be the largest file on a small device.
         with suppress(DiskError), typed("shortening the index"):
             self.index.checkpoint()
         return retracted
 
     def give_up(self, segments: Sequence[SegmentRow]) -> None:
-        """Remove these, also where the disk is so full that the index cannot grow to say that it shrinks."""
+        """Removes segments, even if the disk is too full for the index's own transaction."""
         try:
             self.remove(segments)
         except DiskFull:
-            # Rows without a file go at the next start, if not now.
+            # Unlink first. If the index still fails, the next start removes rows without a file.
             with typed("unlinking files"):
                 for segment in segments:
                     self.io.unlink(segment_path(self.root, segment))
             self.remove(segments)
 
     def discard(self, name: str) -> list[bytes]:
-        """Remove a segment and all that answers in it, if it is there. Returns ids."""
+        """Removes a segment with all its entries, if it exists. Returns the ids that are gone."""
         segment = self.index.segment(name)
         if segment is None:
             return []
@@ -400,12 +406,12 @@ class Shelf:
                 self.index.remove_segment(segment)
 
     def _remove_lonely(self) -> None:
-        """Inside a change: give up files in which nothing answers."""
+        """Removes segments without live entries. Call it inside `change`."""
         for segment in self.index.lonely():
             self.index.remove_segment(segment)
 
     def purge(self, now: float) -> None:
-        """Unlink the doomed files that nobody reads. Raises the first error after trying all."""
+        """Unlinks the doomed files without a lease. Raises the first error after trying all."""
         pinned = self.leases.held(now)
         gone: list[str] = []
         folders: set[Path] = set()
@@ -433,26 +439,26 @@ class Shelf:
                 raise failed
 
     def purge_if_possible(self, now: float) -> None:
-        """`purge`; what fails is counted and tried again later."""
+        """Runs `purge`; a failure is counted and retried later."""
         try:
             self.purge(now)
         except DiskError:
             self.totals["failed_removals"] += 1
 
-    def live_rows(self, number: int) -> list[Row]:
+    def live_rows(self, number: int) -> list[IndexRow]:
         return [row for row in self.index.of_segment(number) if row.live]
 
 
 def free_files(root: Path, limits: DiskLimits, io: DiskIO) -> bool:
-    """Remove segment files of a folder whose index cannot be opened, those first that were written first, until the
-    reserve is free. Whether any went.
+    """Removes segment files of a folder whose index cannot be opened, the oldest first, until the reserve is free.
+    Returns whether any was removed.
 
     Raises:
-        OSError: the folder cannot be read, or changed.
+        OSError: the folder cannot be read or changed.
     """
     missing = _reserve(limits, io.space(root)) - io.space(root).free
     freed = 0
-    # Those that are being written are their writers' own.
+    # Unfinished files belong to their writers.
     files = [file for file in segment_files(root) if file.path.name.endswith(FINISHED)]
     for file in sorted(files, key=lambda file: file.path.stat().st_mtime):
         if freed >= missing:

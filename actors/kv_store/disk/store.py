@@ -1,7 +1,7 @@
-"""The store of a node's KV on disk: which files count, where an entry is, and what goes.
+"""A node's KV on disk: which segments are committed, where an entry is, what is evicted.
 
-Replicas write segment files and read them; this decides, and never sees their bytes but when it rewrites a file without
-what was forgotten. `Shelf` is what is behind the lock.
+Replicas write and read the segment files. The store only keeps the index, and reads a file's data only to rewrite it
+without forgotten entries. `Shelf` is the state behind the lock.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from typing import NamedTuple
 import numpy as np
 
 from ....cluster.errors import DiskError, DiskFull, InvalidRecord
-from ...protocol.entries import EntryRecord, Location, SegmentRecord, owner_tag, pack_tokens, tenant_tag
+from ...protocol.entries import EntryRecord, Failure, Location, SegmentRecord, owner_tag, pack_tokens, tenant_tag
 from .compaction import rewrite
 from .folder import make_folders, take_lock, typed
 from .io import DiskIO
 from .leases import Pin
-from .placement import Changes, Placed
+from .placement import Changes, SegmentPlacement
 from .recovery import segment_files, segment_path
-from .segment_reader import Failure, read_entries, read_header
+from .segment_reader import read_entries, read_header
 from .segments import FINISHED, STORE_SESSION, checked_session, model_folder, session_of
 from .shelf import DiskLimits, Shelf, free_files
 from .tenant_files import TenantFiles
 
 _ROUNDS_MAX = 3
-"""How often in a row a segment is rewritten whose entries go on dying meanwhile."""
+"""How often in a row a segment is rewritten if entries of it are dropped during the rewriting."""
 
 
 class TailMatch(NamedTuple):
-    """A tail and how many of its first tokens are those that were asked for."""
+    """A tail, and how many of its first tokens match the requested ones."""
 
     location: Location
     tokens: int
 
 
 class DiskStore:
-    """The folder of KV of one home, for one process at a time. All methods are safe to call from any thread.
+    """The KV folder of one home folder, for one process at a time. All methods are safe from any thread.
 
-    Every method raises `DiskError` (or `DiskFull`) where the disk or the index fails; the next call may succeed.
+    Every method raises `DiskError` (or `DiskFull`) if the disk or the index fails; the next call may succeed.
 
     Args:
-        root: the folder, made if it is not there.
-        session: of the writers that are alive: their finished but uncommitted files are kept.
-        limits: what it may take.
-        clock: seconds that only go forward, for leases.
+        root: the folder, created if it is absent.
+        session: of the live writers, whose finished but uncommitted files are kept.
+        limits: of bytes, files, entries and leases.
+        clock: monotonic seconds, for leases.
         wall_clock: seconds since 1970, written into files that the store itself writes.
-        lock_wait_s: how long to wait for another process to leave the folder.
+        lock_wait_s: how long to wait for another process to release the folder.
         io: the disk.
 
     Attributes:
-        epoch: of this opening; writers must be told it, and only their segments are committed.
-        rebuilt: whether the index was built anew from the files.
+        epoch: of this opening. Only segments written in it are committed, so writers must know it.
+        rebuilt: whether the index was rebuilt from the files.
 
     Raises:
         StoreInUse: another process has the folder.
         DiskFull, DiskError: it cannot be opened.
-        InvalidRecord: `session` cannot begin a file's name.
+        InvalidRecord: `session` is no valid session name.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DiskStore:
         # Only one thread rewrites segments; taken before `_lock`, never inside it.
         self._maintenance = threading.Lock()
         self._in_flight: dict[str, float] = {}
-        # What was erased, perhaps by a process before this one, is in the index's file until its log is moved there.
+        # Erased rows, perhaps of an earlier process, stay readable until the write-ahead log is checkpointed.
         self._erased = True
         self._changes = Changes()
         self._closed = False
@@ -106,7 +106,7 @@ class DiskStore:
         self.close()
 
     def close(self) -> None:
-        """Give the folder back. Calling it twice is harmless."""
+        """Closes the index and releases the folder. Idempotent."""
         with self._maintenance, self._lock:
             if not self._closed:
                 self._closed = True
@@ -117,7 +117,7 @@ class DiskStore:
 
     @contextmanager
     def _held(self, action: str) -> Iterator[Shelf]:
-        """What is behind the lock, and typed errors."""
+        """Holds the lock and translates errors."""
         with self._lock:
             if self._closed:
                 raise DiskError(f"{action}: the store is closed")
@@ -129,23 +129,23 @@ class DiskStore:
         record: SegmentRecord,
         without: Mapping[bytes, Collection[bytes]] | None = None,
         heirs: Mapping[bytes, Collection[bytes]] | None = None,
-    ) -> Placed:
-        """Make a finished segment count. Committing it again is harmless.
+    ) -> SegmentPlacement:
+        """Commits a finished segment. Idempotent.
 
-        After it, `touch` the chain: the beginnings of chains should be used later than their ends.
+        `touch` the chain afterwards, so that its first blocks count as used later than its last ones.
 
         Args:
-            without: by ids, tags of owners that may not have the entry. What nobody else has is refused: it answers
-                for nothing, and the next `compact` erases it.
-            heirs: by ids, tags of owners that the record does not name.
+            without: by entry id, tags of owners that may not have the entry. An entry without other owners is refused:
+                it is never served, and the next `compact` erases it.
+            heirs: by entry id, tags of further owners, which the record does not name.
 
         Returns:
-            Which ids its copies answer for, which others serve, which are refused, and which no longer answer, also by
-            eviction. A segment that alone is more than its tenant may have is refused as a whole.
+            Which ids this segment serves, which other segments serve, which are refused, and which are gone, by
+            replacement or eviction. A segment larger than its tenant's limit is refused as a whole.
 
         Raises:
-            StaleEpoch: the writer does not know that the store was opened anew. The file is removed.
-            InvalidRecord: the file is not there or not what the record says. It is removed.
+            StaleEpoch: the store was reopened since the writer asked for its epoch. The file is removed.
+            InvalidRecord: the file is absent or differs from the record. It is removed.
             DiskFull, DiskError: nothing is committed.
         """
         record = SegmentRecord.from_wire(record.to_wire())
@@ -160,14 +160,14 @@ class DiskStore:
                 shelf.verify(record, path)
                 if not shelf.fits(record):
                     shelf.refuse(record, path)
-                    return Placed(refused=[entry.id for entry in record.entries])
+                    return SegmentPlacement(refused=[entry.id for entry in record.entries])
                 placed = shelf.enter(record, without or {}, heirs or {})
             except Exception:
                 shelf.refuse(record, path)
                 raise
-            # It counts now, whether or not others can be removed for it.
+            # The segment is committed, even if removing others fails now.
             try:
-                # First: nobody else's goes for what a tenant has too much.
+                # First: a tenant over its limit must not evict other tenants.
                 placed.retracted.extend(shelf.keep_limits(self._clock(), record.name))
                 placed.retracted.extend(shelf.evict(shelf.budget(), self._clock()))
             except (DiskError, OSError):
@@ -178,31 +178,31 @@ class DiskStore:
             return placed
 
     def locate(self, model: bytes, ids: Sequence[bytes]) -> list[Location | None]:
-        """Where the entries are, None for each that is not there or is another model's. Compare tokens after a hit."""
+        """Returns each entry's location, None if it is absent or of another model. Compare tokens after a hit."""
         with self._held("locating entries") as shelf:
             rows = [shelf.index.live(entry) for entry in ids]
         return [row.location if row is not None and row.model == model else None for row in rows]
 
     def tails(self, model: bytes, parent: bytes, tokens: Sequence[int], count_max: int = 8) -> list[TailMatch]:
-        """Tails after `parent` that begin as `tokens` do, the longest common beginning first.
+        """Returns tails after `parent` that share a prefix with `tokens`, the longest shared prefix first.
 
-        Where a model's layers need a snapshot, only those whose every token matches are of use.
+        A model whose layers need a snapshot can use only tails of which every token matches.
         """
         wanted = np.frombuffer(pack_tokens(tokens), dtype="<u4")
         with self._held("looking for tails") as shelf:
             rows = [row for row in shelf.index.live_tails(parent) if row.model == model]
         matches = [TailMatch(row.location, _common(row.record.tokens, wanted)) for row in rows]
-        # Of equal beginnings the shortest tail: less to read, and sooner whole.
+        # Among equal prefixes the shortest tail first: it is read faster.
         matches.sort(key=lambda match: (-match.tokens, len(match.location.tokens), match.location.id))
         return [match for match in matches if match.tokens][:count_max]
 
     def touch(self, ids: Sequence[bytes], owner: str = "") -> None:
-        """Note that a chain was used, its beginning last, so that the beginning stays longer than the rest.
+        """Marks a chain as used, its first block as the latest, so that eviction takes the chain's end first.
 
         Args:
-            ids: those that are not there are skipped.
-            owner: who has all of their tokens in memory now; "" is nobody in particular. Do not name an owner for a
-                tail of which only the beginning was used.
+            ids: of the chain; absent ones are skipped.
+            owner: the agent whose memory has all of their tokens, "" for none. Do not name an owner for a tail of which
+                only the first tokens were used.
         """
         with self._held("touching entries") as shelf:
             shelf.touch(ids, owner_tag(self.key, owner))
@@ -210,36 +210,36 @@ class DiskStore:
     def give(
         self, owner: str, ids: Iterable[bytes], parents: Iterable[bytes], has: Callable[[EntryRecord], bool]
     ) -> int:
-        """Let an owner have entries that nobody has touched for him.
+        """Adds an owner to entries.
 
         Args:
             ids: of blocks.
             parents: of tails.
-            has: which of them are his; it is called with the lock held.
+            has: selects the owner's entries among them; called with the lock held.
 
         Returns:
-            How many are new to him.
+            To how many the owner was added.
         """
         with self._held("adding an owner") as shelf:
             return shelf.give(owner_tag(self.key, owner), ids, parents, has)
 
     def pin(self, locations: Iterable[Location], lease_s: float) -> Pin:
-        """Keep the files for a reader, for `lease_s` seconds (at most `lease_s_max`) or until `unpin`.
+        """Keeps the files for a reader, for `lease_s` seconds (at most `lease_s_max`) or until `unpin`.
 
         Raises:
-            DiskError: there are too many leases.
+            DiskError: there are `leases_max` leases already.
         """
         wanted = list(locations)
         with self._held("pinning files") as shelf:
             names = {location.name for location in wanted}
-            there = {name for name in names if shelf.index.segment(name) is not None}
-            lease = shelf.leases.take(there, self._clock(), min(lease_s, shelf.limits.lease_s_max))
+            present = {name for name in names if shelf.index.segment(name) is not None}
+            lease = shelf.leases.take(present, self._clock(), min(lease_s, shelf.limits.lease_s_max))
             if lease is None:
                 raise DiskError(f"there are {shelf.limits.leases_max} leases on files already")
-            return Pin(lease, [location.id for location in wanted if location.name not in there])
+            return Pin(lease, [location.id for location in wanted if location.name not in present])
 
     def unpin(self, lease: str) -> bool:
-        """Whether the lease was still held."""
+        """Ends a lease. Returns whether it was still held."""
         with self._held("unpinning files") as shelf:
             held = shelf.leases.give_back(lease, self._clock())
             self._keep_limits(shelf)
@@ -247,13 +247,13 @@ class DiskStore:
             return held
 
     def limit(self, tenant: str, bytes_max: int | None) -> list[bytes]:
-        """Keep no more of a tenant's KV from now on, None for as much as there is room for. Not kept on the disk.
+        """Limits a tenant's KV, None for no limit. The limit is not stored.
 
-        What is over the limit goes at once, the least recently used first, but for what is being read, which goes when
-        nobody reads it any more. Cheap where nothing is.
+        Evicts what is over the limit, the least recently used files first. Files with a lease go when it ends. Cheap if
+        the tenant is within the limit.
 
         Returns:
-            The ids that no longer answer.
+            The ids that are gone.
         """
         with self._held("limiting a tenant's KV") as shelf:
             shelf.index.tenants.limit(tenant_tag(self.key, tenant), bytes_max)
@@ -262,7 +262,7 @@ class DiskStore:
             return retracted
 
     def _keep_limits(self, shelf: Shelf) -> list[bytes]:
-        """What cannot be removed now goes later."""
+        """Evicts what tenants have over their limits. Failures are counted and retried later."""
         try:
             return self._changes.note([], shelf.keep_limits(self._clock()))
         except (DiskError, OSError):
@@ -270,25 +270,25 @@ class DiskStore:
             return []
 
     def nbytes_of(self, tenant: str) -> int:
-        """Of the files of a tenant other than the owner."""
+        """Returns the bytes of a tenant's files; those of the owner tenant are not counted."""
         with self._held("counting a tenant's KV") as shelf:
             return shelf.index.tenants.nbytes(tenant_tag(self.key, tenant))
 
     def report(self, failures: Iterable[Failure]) -> list[bytes]:
-        """Entries that a reader could not read answer no more, so that a new copy can. Returns their ids."""
+        """Drops entries that a reader could not read, so that a new copy can replace them. Returns their ids."""
         with self._held("dropping unreadable entries") as shelf:
             retracted = self._changes.note([], shelf.drop(failures))
             shelf.purge_if_possible(self._clock())
             return retracted
 
     def evict(self, bytes_max: int | None = None) -> list[bytes]:
-        """Remove the least recently used files until the rest fits, but for those that are being read.
+        """Removes the least recently used files without a lease until the rest fits.
 
         Args:
             bytes_max: instead of what the device and the limits allow now; 0 removes everything.
 
         Returns:
-            The ids that no longer answer.
+            The ids that are gone.
         """
         with self._held("evicting files") as shelf:
             retracted = shelf.evict(shelf.budget() if bytes_max is None else bytes_max, self._clock())
@@ -297,40 +297,40 @@ class DiskStore:
             return retracted
 
     def keep_reserve(self) -> None:
-        """Look anew at what is free: where others have filled the device, KV gives the reserve back. Cheap else."""
+        """Evicts KV if other programs have filled the device into the reserve. Cheap otherwise."""
         with self._held("keeping the reserve") as shelf:
-            # Whose lease has run out reads no more.
+            # Expired leases may have freed files of tenants over their limit.
             self._keep_limits(shelf)
             if shelf.io.space(self.root).free < shelf.reserve_bytes:
                 self._changes.note([], shelf.evict(shelf.budget(), self._clock()))
                 shelf.purge(self._clock())
 
     def make_room(self) -> bool:
-        """The device is full for what cannot be computed again: give it the reserve back. Whether that freed any."""
+        """Evicts KV down to the reserve, for writes that cannot be recomputed. Returns whether that freed any bytes."""
         with self._held("making room") as shelf:
             before = shelf.io.space(self.root).free
             self._changes.note([], shelf.make_room(self._clock()))
             return shelf.io.space(self.root).free > before
 
     def changes(self, whole: bool) -> tuple[list[bytes], list[bytes]]:
-        """Ids that have come and that have gone since the last call, or all that are there."""
+        """Returns the ids added and removed since the last call; if `whole`, all present ids and no removed ones."""
         with self._held("telling what changed") as shelf:
             changed = self._changes.take()
             return (shelf.index.live_ids(), []) if whole else changed
 
     def records(self, ids: Sequence[bytes]) -> list[EntryRecord]:
-        """What is known of those of the entries that are there."""
+        """Returns the records of those entries that are present."""
         with self._held("looking entries up") as shelf:
             rows = [shelf.index.live(entry) for entry in ids]
         return [row.record for row in rows if row is not None]
 
     def owners(self) -> set[bytes]:
-        """The tags of all who have anything here."""
+        """Returns the tags of all owners."""
         with self._held("listing owners") as shelf:
             return shelf.index.owners()
 
     def uncertain(self) -> Iterator[EntryRecord]:
-        """Entries whose owners are not all known, since their index was built anew: only the first are in the files."""
+        """Yields entries with possibly incomplete owners: the index was rebuilt, and the files name only the first."""
         with self._held("looking for uncertain owners") as shelf:
             numbers = shelf.index.uncertain()
         for number in numbers:
@@ -339,29 +339,29 @@ class DiskStore:
             yield from records
 
     def settle(self, owners: Mapping[bytes, Sequence[bytes]]) -> int:
-        """Tell by ids who owns the `uncertain` entries: these tags and no others. Returns how many that settled."""
+        """Sets the complete owner tags of `uncertain` entries, by id. Returns how many entries that settled."""
         with self._held("settling owners") as shelf:
             return shelf.settle(owners)
 
     def forget(self, owner: str, keep: Callable[[EntryRecord], bool] | None = None) -> list[bytes]:
-        """Take an owner from all entries, and erase from the disk what nobody else owns.
+        """Removes an owner from all entries, and erases entries without other owners from the disk.
 
-        Files that somebody reads are unlinked when their leases end, by `compact` at the latest. Entries that are
-        still `uncertain` are all erased, whoever is forgotten. Segments committed after this call count again, so the
-        caller keeps the owner's writers from committing.
+        Files with a lease are unlinked when it ends, by `compact` at the latest. All `uncertain` entries are erased,
+        whoever is forgotten. A segment committed after this call counts, so the caller must stop the owner's writers
+        first.
 
         Args:
-            keep: which entries the owner has rightly; it is called with the lock held.
+            keep: selects entries that the owner keeps; called with the lock held.
 
         Returns:
-            The ids that no longer answer.
+            The ids that are gone.
 
         Raises:
             InvalidRecord: `owner` is "".
-            DiskFull, DiskError: not all bytes are gone; `compact` tries again, and so does the next start.
+            DiskFull, DiskError: not all bytes are gone; `compact` and the next start try again.
         """
         if not owner:
-            raise InvalidRecord("nobody in particular cannot be forgotten")
+            raise InvalidRecord("an owner to forget has a name")
         with self._maintenance:
             retracted = self._though_full(lambda: self._forget(owner, keep))
             self._though_full(lambda: self._compact(erase_only=True))
@@ -370,23 +370,23 @@ class DiskStore:
     def _forget(self, owner: str, keep: Callable[[EntryRecord], bool] | None) -> list[bytes]:
         with self._held("forgetting an owner") as shelf:
             retracted = self._changes.note([], shelf.forget(owner_tag(self.key, owner), keep))
-            # A damaged index that was set aside still has everybody's tokens in it.
+            # A damaged index that was set aside still holds every owner's tokens.
             for damaged in sorted(self.root.glob("index.damaged-*")):
                 shelf.io.unlink(damaged)
         return retracted
 
-    def _though_full(self, work: Callable[[], list[bytes]]) -> list[bytes]:
-        """What erases must not fail because the disk is full: even saying that something is gone takes room."""
+    def _though_full(self, erase: Callable[[], list[bytes]]) -> list[bytes]:
+        """Retries an erasure after making room: recording it in the index needs space on a full disk."""
         try:
-            return work()
+            return erase()
         except DiskFull:
             self.make_room()
-            return work()
+            return erase()
 
     def compact(self) -> list[bytes]:
-        """Erase what is to be erased, rewrite files that are mostly dead, remove files that nobody committed.
+        """Erases forgotten entries, rewrites files of mostly dead entries, and removes uncommitted files.
 
-        Call it every now and then, at least once a minute. Returns ids that turned out to be unreadable.
+        Call it at least once a minute. Returns ids that turned out to be unreadable.
         """
         with self._maintenance:
             lost = self._compact(erase_only=False)
@@ -408,7 +408,7 @@ class DiskStore:
         return lost
 
     def _rewrite(self, name: str) -> list[bytes]:
-        """Replace a segment by one with its live entries only. Reading and writing goes on without the lock."""
+        """Replaces a segment by one with its live entries only. Copies the data without holding the lock."""
         lost: list[bytes] = []
         for _ in range(_ROUNDS_MAX):
             with self._held("compacting") as shelf:
@@ -421,7 +421,7 @@ class DiskStore:
             except DiskFull:
                 if not segment.erase:
                     raise
-                # What must go goes, and the rest of the file with it, as it can be computed again.
+                # Erasing has precedence, and the file's other entries can be recomputed.
                 with self._held("compacting") as shelf:
                     lost.extend(self._changes.note([], shelf.discard(name)))
                 break
@@ -442,7 +442,7 @@ class DiskStore:
         return lost
 
     def _sweep(self) -> None:
-        """Remove files that lie there uncommitted for too long, and those of a rewriting that failed."""
+        """Removes files that stayed uncommitted for too long, and leftovers of failed rewritings."""
         with typed("looking for uncommitted files"):
             files = list(segment_files(self.root))
         now = self._clock()
@@ -460,8 +460,8 @@ class DiskStore:
             self._in_flight = seen
 
     def stats(self) -> dict[str, int]:
-        """Counters (`…_total`, since the opening) and sizes: bytes, files, entries, blocks, tails, and so on.
-        `bytes_max` is what they may take now; what is free of the whole device is `device_free_bytes`."""
+        """Returns counters (`…_total`, since the opening) and sizes: bytes, files, entries, blocks, tails, and so on.
+        `bytes_max` is what segments may take now, `device_free_bytes` what is free on the device."""
         with self._held("counting") as shelf:
             nbytes, files, rows = shelf.index.size()
             _, live, tails = shelf.index.counts()
@@ -484,7 +484,7 @@ class DiskStore:
             }
 
     def check(self, *, payload: bool = False) -> None:
-        """Raise AssertionError where index and files disagree.
+        """Raises AssertionError if index and files disagree.
 
         Args:
             payload: also read and verify every live entry.
@@ -494,25 +494,26 @@ class DiskStore:
 
 
 def _open_shelf(root: Path, session: str, limits: DiskLimits, io: DiskIO) -> Shelf:
-    """The shelf; where the device is too full for its index, KV makes room for it."""
+    """Opens the shelf. If the device is too full for the index, removes segment files first."""
     try:
         with typed(f"opening {root}"):
             return Shelf(root, session, limits, io)
     except DiskError:
-        # Whatever it is called, as SQLite has several names for a full disk.
+        # Any DiskError: SQLite has several errors for a full disk.
         if not free_files(root, limits, io):
             raise
         return Shelf(root, session, limits, io)
 
 
 def _common(packed: bytes, wanted: np.ndarray) -> int:
+    """Returns how many first tokens are equal; `wanted` is `(tokens,) uint32`."""
     tokens = np.frombuffer(packed, dtype="<u4")[: len(wanted)]
     different = np.flatnonzero(tokens != wanted[: len(tokens)])
     return int(different[0]) if len(different) else len(tokens)
 
 
 def check_shelf(shelf: Shelf, *, payload: bool) -> None:
-    """Raise AssertionError where index and files disagree; with `payload` every live entry is read."""
+    """Raises AssertionError if index and files disagree; with `payload` every live entry is read."""
     index = shelf.index
     assert index.integrity() == []
     assert index.bad_segments() == set()
@@ -520,7 +521,7 @@ def check_shelf(shelf: Shelf, *, payload: bool) -> None:
     files = {file.path: file for file in segment_files(shelf.root)}
     doomed = {name for name, _, _ in index.doomed()}
     nbytes = sum(size for _, _, size in index.doomed())
-    answered: set[bytes] = set()
+    served: set[bytes] = set()
     for segment in segments:
         path = segment_path(shelf.root, segment)
         file = files.pop(path, None)
@@ -528,21 +529,21 @@ def check_shelf(shelf: Shelf, *, payload: bool) -> None:
         assert session_of(segment.name) is not None and segment.name.endswith(FINISHED)
         header = read_header(path, shelf.key)
         rows = index.of_segment(segment.number)
-        assert any(row.live for row in rows), f"{path} answers for nothing"
+        assert any(row.live for row in rows), f"{path} has no live entry"
         for row in rows:
             assert row.record == header.record.entries[row.slot], f"{path} holds another entry in slot {row.slot}"
         live = [row for row in rows if row.live]
         ids = {row.record.id for row in live}
-        assert not ids & answered, "two copies answer for one id"
-        answered |= ids
+        assert not ids & served, "two copies of one id are live"
+        served |= ids
         nbytes += segment.nbytes
         if payload:
             read = read_entries(shelf.root, shelf.key, [row.location for row in live])
             assert not any(isinstance(stored, Failure) for stored in read), f"{path} does not verify"
     assert index.size()[0] == nbytes
-    again = TenantFiles()
-    again.load(index.files_of_tenants())
-    assert index.tenants.counted() == again.counted(), "files of tenants are counted wrong"
-    assert index.counts()[1] == len(answered)
+    recounted = TenantFiles()
+    recounted.load(index.files_of_tenants())
+    assert index.tenants.counted() == recounted.counted(), "the bytes of tenants' files are counted wrong"
+    assert index.counts()[1] == len(served)
     strays = {path.name for path in files if session_of(path.name) == "store"} - doomed
-    assert not strays, f"nobody knows {strays}"
+    assert not strays, f"the index lacks {strays}"

@@ -1,1 +1,1 @@
-"""Agents on several nodes: where they live, who has copies, who takes over."""
+"""Agents on several nodes: which node is the primary, which are secondaries, which is promoted after a loss."""

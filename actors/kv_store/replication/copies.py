@@ -1,7 +1,7 @@
-"""Copies of agents on other nodes: words before a turn's last event leaves, KV behind it, both again where it failed.
+"""Copies agents to their secondaries: branches before a turn's last event is sent, KV afterwards. Retries failures.
 
-Of one agent one copy travels to a node at a time, so a later one never arrives before an earlier one; what a caller
-gave up on and arrives all the same is told by its version.
+Only one copy of an agent is on its way to a node at a time, so copies arrive in order. A copy that arrives after its
+caller gave up is recognized by its version.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from weakref import WeakValueDictionary
 
 from ....cluster.errors import AgentNotFound, SatchelError, StaleEpoch, Unavailable
 from ....cluster.timing import Timing
-from ..agents.homes import Homes, Memory, Role
-from ..disk.quotas import Limits
-from .peers import Peers, content_to_wire, copy_nodes, head_to_wire
+from ...protocol.store_messages import Limits, TakeSecondary
+from ..agents.roles import Memory, Role, RoleTable
+from .peers import Peers, secondary_nodes
 
 logger = logging.getLogger(__name__)
 
 InOrder = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Calls its argument in the thread that may use `Homes`."""
+"""Runs its argument in the thread that owns `RoleTable`."""
 
 FETCHING_MAX = 2
-"""Agents whose KV is being copied at one time; further ones wait."""
+"""Agents whose KV is copied at the same time; others wait."""
 
 BEHIND_MAX = 1000
-"""Agents whose KV waits to be copied. Beyond it a turn's KV is not, until the agent's next one."""
+"""Agents whose KV waits to be copied. Beyond it, an agent's KV is not copied before its next turn."""
 
 LATE_MAX = 20_000
 LATE_TOGETHER = 8
-"""Copies that failed and are to be tried again; how many at one time."""
+"""Failed copies that are retried at most, and how many of them at the same time."""
 
 
 class Copied(NamedTuple):
-    """What became of the copies of a turn: whether nobody knows of a later home, and whether all that should be are
+    """The result of copying a turn: whether no node knows a later primary, and whether all required copies were
     made."""
 
-    at_home: bool
+    at_primary: bool
     all_made: bool
 
 
-class Copies:
-    """For one event loop.
+class Secondaries:
+    """The copies of this node's agents on other nodes. Belongs to one event loop.
 
     Args:
         node: this one.
@@ -57,13 +57,13 @@ class Copies:
         timing: how long words and KV may take for which nobody waits, and how soon a copy is tried again.
 
     Attributes:
-        failed_total: turns whose copy was not made at once.
+        failed_total: copies that were not made in time.
     """
 
     def __init__(
         self,
         node: str,
-        homes: Homes,
+        roles: RoleTable,
         in_order: InOrder,
         peers: Peers,
         *,
@@ -76,7 +76,7 @@ class Copies:
         limits: Callable[[str], Limits] = lambda agent: {},
         timing: Timing,
     ) -> None:
-        self._node, self._homes, self._in_order, self._peers = node, homes, in_order, peers
+        self._node, self._roles, self._in_order, self._peers = node, roles, in_order, peers
         self._version, self._count, self._doubt, self._limits = version, count, doubt, limits
         self._least = min(count, machines - 1)
         self._wait_s, self._strict, self._timing = wait_s, strict, timing
@@ -89,18 +89,18 @@ class Copies:
         self.failed_total = 0
 
     async def send(self, agent: str, to: str, timeout_s: float, *, whole: bool = False) -> Memory:
-        """Bring a node's copy of the agent's words up to date.
+        """Updates a node's copy of the agent's branches.
 
         Args:
-            whole: whether this node knows that the other one lacks what was said last.
+            whole: whether the other node surely lacks the latest content, so that it is sent at once.
 
         Returns:
             What the other node has now.
 
         Raises:
             AgentNotFound: there is nothing to copy.
-            StaleEpoch: the other node knows of a later home.
-            Unavailable: it did not work in time.
+            StaleEpoch: the other node knows a later primary.
+            Unavailable: the copy failed or took too long.
         """
         lock = self._locks.setdefault((agent, to), asyncio.Lock())
         try:
@@ -111,29 +111,29 @@ class Copies:
 
     async def _send(self, agent: str, to: str, timeout_s: float, whole: bool) -> Memory:
         memory: Memory
-        memory, version = await self._in_order(lambda: (self._homes.memory(agent), self._version()))
-        heads = [head_to_wire(head) for head, _ in memory.branches]
+        memory, version = await self._in_order(lambda: (self._roles.memory(agent), self._version()))
+        heads = [head for head, _ in memory.branches]
         send = {memory.branches[-1][0].branch} if whole else set[int]()
         for _ in range(2):
-            found = {head.branch: content_to_wire(content) for head, content in memory.branches if head.branch in send}
-            what = (agent, memory.epoch, version, heads, found, self._limits(agent))
-            missing = await self._peers.call(to, "take_copy", *what, timeout_s=timeout_s)
+            found = {head.branch: content for head, content in memory.branches if head.branch in send}
+            copy = TakeSecondary(agent, memory.epoch, version, heads, found, self._limits(agent))
+            missing = await self._peers.client(to).take_secondary(copy).within(timeout_s)
             if not missing:
                 return memory
             send |= set(missing)
-        raise Unavailable(f"the copy on node {to} changes meanwhile")
+        raise Unavailable(f"the copy on node {to} changed at the same time")
 
     async def after_turn(self, agent: str) -> Copied:
-        """Copy what an agent said to where its copies belong. What fails is tried again (`catch_up`)."""
+        """Copies an agent's latest turn to its secondaries. `catch_up` retries failures."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + self._wait_s
         made: set[str] = set()
         while True:
             others = await self._peers.others()
             if frozenset(others) != self._members:
-                # Whoever comes or goes before `catch_up` has seen these is not missed.
+                # `catch_up` has not seen this change of membership yet.
                 self.be_late(agent)
-            nodes = [node for node in copy_nodes(agent, others, self._count) if node not in made]
+            nodes = [node for node in secondary_nodes(agent, others, self._count) if node not in made]
             left = ends - loop.time()
             results = await asyncio.gather(
                 *(self.send(agent, node, left, whole=True) for node in nodes), return_exceptions=True
@@ -147,29 +147,29 @@ class Copies:
                     raise result
                 else:
                     made.add(node)
-            at_home = not any(isinstance(result, StaleEpoch) for result in results)
+            at_primary = not any(isinstance(result, StaleEpoch) for result in results)
             all_made = not failed and len(made) >= self._least
-            if all_made or not at_home or not self._strict or ends - loop.time() <= self._timing.retry_s:
+            if all_made or not at_primary or not self._strict or ends - loop.time() <= self._timing.retry_s:
                 break
             await asyncio.sleep(self._timing.retry_s)
         for node, error in failed.items():
             self.failed_total += 1
-            logger.warning("node %s has no copy of what agent %s said last: %s", node, agent, error.message)
-        return Copied(at_home, all_made)
+            logger.warning("node %s has no copy of the last turn of agent %s: %s", node, agent, error.message)
+        return Copied(at_primary, all_made)
 
     async def catch_up(self) -> None:
-        """Make the copies that failed, and those that belong elsewhere since nodes have come or gone."""
+        """Retries failed copies, and copies agents whose secondaries changed with the cluster's nodes."""
         others = await self._peers.others()
         if (members := frozenset(others)) != self._members:
-            for agent in await self._in_order(self._at_home):
-                before = copy_nodes(agent, self._members, self._count)
-                for node in copy_nodes(agent, members, self._count):
+            for agent in await self._in_order(self._at_primary):
+                before = secondary_nodes(agent, self._members, self._count)
+                for node in secondary_nodes(agent, members, self._count):
                     if node not in before:
                         self._be_late(agent, node)
             self._members = members
         for agent in [agent for agent, node in self._late if not node]:
             del self._late[agent, ""]
-            for node in copy_nodes(agent, others, self._count):
+            for node in secondary_nodes(agent, others, self._count):
                 self._be_late(agent, node)
         late = list(self._late)
         for start in range(0, len(late), LATE_TOGETHER):
@@ -177,10 +177,10 @@ class Copies:
             await asyncio.gather(*(self._catch_up(agent, node, others) for agent, node in batch))
 
     async def _catch_up(self, agent: str, node: str, others: list[str]) -> None:
-        # First: a turn that fails to be copied meanwhile adds it again.
+        # First: a turn whose copy fails during this one adds the entry again.
         self._late.pop((agent, node), None)
-        place = await self._in_order(lambda: self._homes.place(agent))
-        if place.role is Role.HOME and node in copy_nodes(agent, others, self._count):
+        place = await self._in_order(lambda: self._roles.place(agent))
+        if place.role is Role.PRIMARY and node in secondary_nodes(agent, others, self._count):
             try:
                 await self.send(agent, node, self._timing.answer_s)
             except StaleEpoch:
@@ -194,11 +194,11 @@ class Copies:
                 self.blocks_later(agent)
 
     def late(self) -> int:
-        """How many copies are to be tried again."""
+        """Returns how many copies wait for a retry."""
         return len(self._late)
 
     def be_late(self, agent: str) -> None:
-        """The agent has changed without a turn: its copies follow."""
+        """Schedules copies of an agent that has changed without a turn."""
         if self._count:
             self._be_late(agent, "")
 
@@ -207,14 +207,14 @@ class Copies:
         if len(self._late) > LATE_MAX:
             del self._late[next(iter(self._late))]
 
-    def _at_home(self) -> list[str]:
-        claims = self._homes.claims(self._homes.every())
-        return [agent for agent, place in claims if place.role is Role.HOME]
+    def _at_primary(self) -> list[str]:
+        claims = self._roles.claims(self._roles.every())
+        return [agent for agent, place in claims if place.role is Role.PRIMARY]
 
     # KV.
 
     def blocks_later(self, agent: str) -> None:
-        """Have the agent's KV copied, one time after another; once more where it is under way."""
+        """Schedules a copy of the agent's KV. If one is running, another follows it."""
         if agent in self._behind:
             self._again.add(agent)
         elif self._count and len(self._behind) < BEHIND_MAX:
@@ -222,7 +222,7 @@ class Copies:
             task.add_done_callback(lambda _: self._behind.pop(agent, None))
 
     async def idle(self) -> None:
-        """Wait until no KV is left to copy."""
+        """Waits until no KV is left to copy."""
         while self._behind:
             await asyncio.wait(list(self._behind.values()))
 
@@ -235,13 +235,11 @@ class Copies:
                 return
 
     async def _copy_blocks(self, agent: str) -> None:
-        place = await self._in_order(lambda: self._homes.place(agent))
-        if place.role is not Role.HOME:
+        place = await self._in_order(lambda: self._roles.place(agent))
+        if place.role is not Role.PRIMARY:
             return
-        fetch_s = self._timing.fetch_s
-        timeout_s = fetch_s + self._timing.answer_s
-        for node in copy_nodes(agent, await self._peers.others(), self._count):
+        for node in secondary_nodes(agent, await self._peers.others(), self._count):
             try:
-                await self._peers.call(node, "fetch", agent, self._node, fetch_s, timeout_s=timeout_s)
+                await self._peers.client(node).fetch(agent, self._node, self._timing.fetch_s)
             except SatchelError as error:
                 logger.warning("node %s has no copy of the KV of agent %s: %s", node, agent, error.message)

@@ -1,4 +1,4 @@
-"""The other nodes' stores, and which of them keep copies. `Peers` calls them; `RayPeers` does so over Ray."""
+"""The other nodes' stores, and which of them keep copies. `Peers` finds them; `RayPeers` does so over Ray."""
 
 from __future__ import annotations
 
@@ -7,35 +7,31 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Protocol
 
-from ....cluster.errors import NoAnswer, Unavailable, from_wire
+from ....cluster.errors import NoAnswer
 from ....cluster.timing import Timing
-from ..agents.branches import Content, Head
+from ...protocol.clients import RouterClient
+from ...protocol.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 
 
 class Peers(Protocol):
-    """For one event loop."""
+    """The other nodes' stores, for one event loop."""
 
     async def others(self) -> list[str]:
-        """The nodes that live, but for this one."""
+        """Returns the names of the live nodes, except this one."""
         ...
 
-    async def call(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """What the store of a node answers.
-
-        Raises:
-            SatchelError: what it raised, or `Unavailable` where it does not answer in time.
-        """
+    def client(self, node: str) -> StoreClient:
+        """The store of a node."""
         ...
 
 
-def copy_nodes(agent: str, nodes: Iterable[str], count: int) -> list[str]:
-    """Where an agent's copies belong: the same for all who ask, spread evenly, and few change when nodes come and go
-    (rendezvous hashing)."""
+def secondary_nodes(agent: str, nodes: Iterable[str], count: int) -> list[str]:
+    """Returns the `count` secondaries of an agent by rendezvous hashing: equal for all callers, spread evenly, and few
+    change when nodes come or go."""
 
     def weight(node: str) -> bytes:
         return hashlib.blake2b(f"{node}\0{agent}".encode(), digest_size=8).digest()
@@ -43,20 +39,8 @@ def copy_nodes(agent: str, nodes: Iterable[str], count: int) -> list[str]:
     return sorted(nodes, key=weight, reverse=True)[:count]
 
 
-def head_to_wire(head: Head) -> dict[str, Any]:
-    return asdict(head)
-
-
-def head_from_wire(fields: dict[str, Any]) -> Head:
-    return Head(**fields)
-
-
-def content_to_wire(content: Content) -> list[Any]:
-    return [content.tokens, content.text, content.messages]
-
-
 class RayPeers:
-    """The stores of the cluster that this actor lives in.
+    """The stores of this actor's Ray cluster.
 
     Args:
         node: this one.
@@ -68,6 +52,7 @@ class RayPeers:
         self._others: list[str] = []
         self._read_at: float | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._clients: dict[str, StoreClient] = {}
 
     async def others(self) -> list[str]:
         age_s = float("inf") if self._read_at is None else time.monotonic() - self._read_at
@@ -86,29 +71,20 @@ class RayPeers:
             self._reading = None
 
     def _ask_router(self) -> list[str]:
-        from ...protocol.clients import RouterClient
-
         try:
             found = RouterClient(self._timing).nodes().within(self._timing.brief_answer_s).wait()
         except NoAnswer as error:
-            # The router restarts; those who were there before are the best guess.
-            logger.warning("the router does not say which nodes there are: %s", type(error).__name__)
+            # The router restarts; the previous list is the best guess.
+            logger.warning("the router did not list the nodes: %s", type(error).__name__)
             return self._others
         return [state.name for state in found if state.alive and state.name != self._node]
 
-    async def call(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        from ray.exceptions import RayError
+    def client(self, node: str) -> StoreClient:
+        client = self._clients.get(node)
+        if client is None:
+            client = self._clients[node] = StoreClient(node, self._timing, unanswered=self._ask_anew)
+        return client
 
-        from ...protocol.handles import actor_handle, store_actor_name
-
-        try:
-            async with asyncio.timeout(timeout_s):
-                handle = await asyncio.to_thread(actor_handle, store_actor_name(node))
-                answer = await getattr(handle, method).remote(*arguments)
-        except (RayError, ValueError, TimeoutError) as error:
-            # It may be gone, and then nobody is to wait for it again: the next one asks who is there.
-            self._read_at = None
-            raise Unavailable(f"the store of node {node} does not answer: {type(error).__name__}") from error
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]
+    def _ask_anew(self) -> None:
+        """A node may be gone, and then nobody is to wait for it again: the next one asks who is there."""
+        self._read_at = None

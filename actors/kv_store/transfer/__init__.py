@@ -1,1 +1,1 @@
-"""Blocks from node to node: proof of the cluster's key, encryption, pulls that resume."""
+"""Copying KV blocks between nodes: mutual authentication, encryption, pulls that resume."""

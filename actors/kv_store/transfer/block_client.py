@@ -1,6 +1,6 @@
-"""The side of a node that fetches blocks from another one, into its own store.
+"""Pulls KV blocks from another node into this node's store.
 
-Whatever goes wrong ends a pull with less than was wanted, never with something wrong and never late.
+A pull that fails brings fewer blocks than wanted, but never wrong ones, and it always ends by its deadline.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class _Running:
 
 
 class BlockPuller:
-    """Fetches blocks for one node's store. All methods are safe to call from any thread.
+    """Pulls blocks into one node's store. All methods are safe from any thread.
 
     Args:
-        store: the node's own; it is closed after this.
-        cluster_key: at least 16 bytes, the same on all nodes.
-        node: the name of this node.
-        session: of the store's writers, which keeps files that are not committed yet.
+        store: this node's; close it after this.
+        cluster_key: at least 16 bytes, equal on all nodes.
+        node: this node's name.
+        session: of the store's writers, under which uncommitted files are kept.
         limits: of each pull.
-        pulls_max: at one time, with those whose last file is still being written.
+        pulls_max: at the same time, including those whose last file is still being written.
         wall_clock: seconds since 1970, written into files.
         io: the disk.
-        keeper: decides who may have what was pulled; None where everybody may.
+        keeper: commits pulled segments and decides on their owners; None for the store itself.
 
     Raises:
-        LinkError: the key is too short, or the name is none.
+        LinkError: the key is too short, or the name is invalid.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class BlockPuller:
         owner: str = "",
         cancel: PullCancel | None = None,
     ) -> PullResult:
-        """Fetch what is wanted and not here, and let it count. Blocks for `deadline_s` seconds at the most.
+        """Fetches and commits the wanted entries that this node lacks. Blocks for at most `deadline_s` seconds.
 
         Args:
             wanted: what to fetch.
             source: the name of the node that has it.
             addresses: where its `BlockServer` listens, numeric, the fastest link first.
-            deadline_s: what has not come by then is left.
-            owner: the agent whose tokens these are, "" for nobody in particular.
-            cancel: to end it from another thread.
+            deadline_s: when to stop; what has not arrived by then is left.
+            owner: the agent whose tokens these are, "" for none.
+            cancel: ends the pull from another thread.
 
         Raises:
-            InvalidRecord: what is wanted cannot be.
+            InvalidRecord: `wanted` is malformed.
             QueueFull: there are `pulls_max` pulls already, or this was closed.
-            DiskError: the store here cannot be asked.
+            DiskError: this node's store fails.
         """
         wanted = _checked(wanted)
         running = _Running(owner, cancel or PullCancel())
@@ -106,8 +106,8 @@ class BlockPuller:
             return Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
 
         def writer(tell: Callable[[Event], None]) -> PullWriter:
-            nonlocal ends_itself
-            made = PullWriter(
+            nonlocal ended_by_writer
+            created = PullWriter(
                 self._store,
                 self._session,
                 wanted,
@@ -118,10 +118,10 @@ class BlockPuller:
                 io=self._io,
                 keeper=self._keeper,
             )
-            ends_itself = True
-            return made
+            ended_by_writer = True
+            return created
 
-        ends_itself = False
+        ended_by_writer = False
         try:
             initiator()
             session = PullSession(
@@ -137,25 +137,25 @@ class BlockPuller:
             )
             return session.run(deadline_s)
         finally:
-            # Else the writer's end is the pull's, which may be later.
-            if not ends_itself:
+            # Otherwise the writer calls `_end`, perhaps later.
+            if not ended_by_writer:
                 self._end(running)
 
     def pulling(self) -> int:
-        """How many pulls there are."""
+        """Returns the number of running pulls."""
         with self._changed:
             return len(self._running)
 
     def cancel_owner(self, owner: str, wait_s: float) -> bool:
-        """End the pulls for `owner`, so that nothing of his is committed afterwards; then the store can forget him.
+        """Ends the pulls for `owner`. Once they have ended, nothing more is committed and the store can forget it.
 
         Returns:
-            Whether they have all ended within `wait_s`.
+            Whether they all ended within `wait_s`.
         """
         return self._cancel(lambda running: running.owner == owner, wait_s)
 
     def close(self, wait_s: float = 5.0) -> bool:
-        """End all pulls and begin no more. Returns whether they have ended, so that the store may be closed."""
+        """Ends all pulls and refuses new ones. Returns whether all ended, so that the store may be closed."""
         with self._changed:
             self._closed = True
         return self._cancel(lambda running: True, wait_s)
@@ -175,7 +175,7 @@ class BlockPuller:
 
 
 def _checked(wanted: Wanted) -> Wanted:
-    """Itself. Raises `InvalidRecord` where no store has such a thing."""
+    """Returns `wanted` with `rest` cut to the longest possible tail. Raises `InvalidRecord` if it is malformed."""
     ids = (wanted.model, wanted.root, *wanted.chain)
     if not all(isinstance(value, bytes) and len(value) == ID_BYTES for value in ids):
         raise InvalidRecord(f"ids have {ID_BYTES} bytes")
@@ -184,8 +184,8 @@ def _checked(wanted: Wanted) -> Wanted:
     if wanted.tokens is not None and len(wanted.tokens) < len(wanted.chain) * BLOCK_TOKENS:
         raise InvalidRecord("the tokens end before the chain")
     if not 0 <= wanted.tails_max <= TAILS_MAX:
-        raise InvalidRecord(f"up to {TAILS_MAX} tails can be had")
-    # Of a longer rest only tails match that are short enough to be tails.
+        raise InvalidRecord(f"a pull has up to {TAILS_MAX} tails")
+    # No tail is longer.
     rest = wanted.rest[:TAIL_TOKENS_MAX]
     pack_tokens(rest)
     return replace(wanted, rest=rest)

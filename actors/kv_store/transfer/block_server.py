@@ -1,8 +1,8 @@
-"""The side of a node that gives its blocks away: it listens, proves itself, and sends what its disk has.
+"""Serves a node's KV blocks from its disk to authenticated nodes.
 
-One thread accepts, and one serves each connection. A connection keeps the files it speaks of under a lease of its own,
-which it renews while it sends and gives back when it ends, however it ends. Where an entry is, is looked up again for
-every fetch: what was forgotten or evicted meanwhile is not sent, though its file may still be there for other readers.
+One thread accepts, and each connection has its own thread. A connection holds a lease on the files that it offers,
+renews it while it sends, and releases it at its end. Every fetch looks the entries up again, so entries that were
+forgotten or evicted since are not sent, even if other readers still keep their files.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ logger = logging.getLogger(__name__)
 Address = tuple[str, int]
 
 _FRAME_DATA_BYTES = 2**20
-"""After so many bytes a frame of parts is full."""
+"""Data bytes after which a frame of parts is sent."""
 
 _TAILS_READ_MAX = 256
-"""Tails of one parent that are compared with a prompt."""
+"""Tails of one parent that are compared with a request."""
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What the server may take.
+    """Limits of the server. Times are limits, after which a connection is closed.
 
     Attributes:
-        connections_max: of nodes, at one time; further ones are closed at once.
-        strangers_max: beside them, those that have not proved yet that they have the key. A new one takes the place of
-            an older one.
-        handshake_s: for all of a handshake.
-        idle_s: without a request.
+        connections_max: connections of authenticated nodes; further ones are closed at once.
+        strangers_max: connections that are not authenticated yet; a new one replaces an older one.
+        handshake_s: for a whole handshake.
+        idle_s: between requests.
         request_s: for the rest of a request that has begun.
-        stall_s: without the peer taking a byte.
-        lease_s: of the files that a connection speaks of, not over the store's `lease_s_max`.
+        stall_s: without the peer accepting a byte.
+        lease_s: of the files that a connection offers, at most the store's `lease_s_max`.
     """
 
     connections_max: int = 16
@@ -75,22 +74,22 @@ class ServerCounters:
 
 
 class BlockServer:
-    """Serves the entries of `store` to whoever has the cluster's key, until `close`.
+    """Serves the entries of `store` to holders of the cluster's key, until `close`.
 
     Args:
-        store: stays open for as long as this runs.
-        cluster_key: at least 16 bytes, the same on all nodes.
-        node: the name of this node, which those who connect must know.
+        store: must stay open until `close`.
+        cluster_key: at least 16 bytes, equal on all nodes.
+        node: this node's name, which a peer must ask for.
         listen: numeric addresses and ports; port 0 takes a free one.
-        bytes_per_s: for all connections together; None is no limit.
+        bytes_per_s: of all connections together; None is no limit.
 
     Attributes:
-        addresses: where it listens, with the real ports, in the order of `listen`.
+        addresses: the listening addresses with the real ports, in the order of `listen`.
         counters: for the metrics.
 
     Raises:
-        PortInUse: an address cannot be listened at.
-        LinkError: the key is too short, or the name is none.
+        PortInUse: it cannot listen at an address.
+        LinkError: the key is too short, or the name is invalid.
     """
 
     def __init__(
@@ -132,21 +131,21 @@ class BlockServer:
         self.close()
 
     def connected(self) -> int:
-        """How many connections there are."""
+        """Returns the number of connections."""
         with self._lock:
             return len(self._connections)
 
     def count(self, sent: int, failed: int) -> None:
-        """Note what became of the entries of a fetch."""
+        """Counts the sent and failed entries of a fetch."""
         with self._lock:
             self.counters.sent_entries += sent
             self.counters.failed_entries += failed
 
     def close(self, wait_s: float = 5.0) -> bool:
-        """Break all connections and end all threads. Calling it twice is harmless.
+        """Closes all connections and ends all threads. Idempotent.
 
         Returns:
-            Whether all threads have ended within `wait_s`, so that the store may be closed.
+            Whether all threads ended within `wait_s`, so that the store may be closed.
         """
         ends = time.monotonic() + wait_s
         with self._lock:
@@ -180,15 +179,15 @@ class BlockServer:
         try:
             sock, (address, *_) = listener.accept()
         except (BlockingIOError, ConnectionError):
-            # The peer has gone again.
+            # The peer has closed the connection already.
             return
         except OSError as error:
-            # Too many open files, for one: all there is to do is wait.
+            # For example too many open files: only waiting helps.
             logger.warning("accepting a connection for blocks: %s", error.strerror or error)
             time.sleep(0.05)
             return
         with self._lock:
-            # Those that were sent away take a moment to go.
+            # Replaced connections take a moment to end, so twice the limit.
             crowded = len(self._connections) - len(self._nodes) >= 2 * self.limits.strangers_max
             if crowded or self._closing:
                 self.counters.refused += 1
@@ -200,7 +199,7 @@ class BlockServer:
             if (gone := self._strangers.add(sock, address)) is not None:
                 with contextlib.suppress(OSError):
                     gone.shutdown(socket.SHUT_RDWR)
-            # Under the lock, so that `close` joins no thread that has not begun.
+            # Under the lock, so that `close` never joins a thread that was not started.
             thread.start()
 
     def _close_listeners(self) -> None:
@@ -218,7 +217,7 @@ class BlockServer:
             self._know(sock)
             _ServedConnection(self, self._store, link, lease, *seals).run()
         except (LinkError, SatchelError, OSError) as error:
-            # Whoever pulls finds out by the connection's end, and takes another way.
+            # The puller sees the connection's end and retries or recomputes.
             logger.info("a connection for blocks ends: %s", error)
         except Exception:
             logger.exception("a connection for blocks ends")
@@ -232,7 +231,7 @@ class BlockServer:
             sock.close()
 
     def _know(self, sock: socket.socket) -> None:
-        """It is a node's. Raises `LinkError` where nodes have enough connections."""
+        """Counts the connection as an authenticated node's. Raises `LinkError` if there are too many."""
         with self._lock:
             self._strangers.remove(sock)
             if len(self._nodes) >= self.limits.connections_max:
@@ -264,7 +263,7 @@ class BlockServer:
 
 
 class _Lease:
-    """The files that one connection speaks of, kept until `give_back`; the store ends a lease that is not renewed."""
+    """A connection's lease on the files that it offers. The store ends it if it is not renewed."""
 
     def __init__(self, store: DiskStore, lease_s: float) -> None:
         self._store = store
@@ -274,7 +273,7 @@ class _Lease:
         self.lease_s = lease_s
 
     def take(self, locations: Sequence[Location]) -> None:
-        """Keep these files too, and all of them for a whole lease from now. Raises `DiskError`."""
+        """Adds files, and renews the lease of all of them. Raises `DiskError`."""
         for location in locations:
             self._locations[location.name] = location
         old = self._lease
@@ -284,20 +283,20 @@ class _Lease:
             self._store.unpin(old)
 
     def keep(self) -> None:
-        """Renew it where half of it is over."""
+        """Renews the lease if half of it is over. Raises `DiskError`."""
         if time.monotonic() - self._taken_at > self.lease_s / 2:
             self.take([])
 
     def give_back(self) -> None:
         if self._lease is not None:
-            # A store that is closed or broken has no leases.
+            # A closed or failed store has no leases.
             with contextlib.suppress(DiskError):
                 self._store.unpin(self._lease)
             self._lease = None
 
 
 class _ServedConnection:
-    """What is said on one connection, after the handshake."""
+    """The requests and answers of one connection, after the handshake."""
 
     def __init__(
         self, server: BlockServer, store: DiskStore, link: PacedSocket, lease: _Lease, out: FrameSeal, into: FrameSeal
@@ -306,7 +305,7 @@ class _ServedConnection:
         self._out, self._into = out, into
 
     def run(self) -> None:
-        """Answer one request after the other. Raises what ends the connection."""
+        """Answers requests until an error ends the connection, and raises that error."""
         limits = self._server.limits
         while True:
             raw = self._link.receive_frame(self._into, messages.REQUEST_BYTES_MAX, limits.idle_s, limits.request_s)
@@ -334,7 +333,7 @@ class _ServedConnection:
         if request.tails_max and request.tail_tokens:
             tokens = unpack_tokens(request.tail_tokens)
             matches = self._store.tails(request.model, request.tail_parent, tokens, _TAILS_READ_MAX)
-            # Of others only the beginning is asked for; their ends may be somebody else's words.
+            # Only tails whose tokens the peer has all named: the end of a longer one may be another agent's.
             whole = [match.location for match in matches if 4 * match.tokens == len(match.location.tokens)]
             tails = whole[: request.tails_max]
         self._lease.take([location for location in (*locations, *tails) if location is not None])
@@ -345,7 +344,7 @@ class _ServedConnection:
 
     def _fetch(self, request: FetchRequest) -> None:
         located = self._store.locate(request.model, request.ids)
-        # Which row of the fetch each location is for; a rewritten file is in another place than it was found at.
+        # `rows` maps locations to rows of the fetch. Locations may differ from those found, as files are rewritten.
         rows = [row for row, location in enumerate(located) if location is not None]
         locations = [location for location in located if location is not None]
         self._lease.take(locations)
@@ -363,7 +362,7 @@ class _ServedConnection:
 
 
 def _frames(parts: Iterable[PartRead]) -> Iterator[list[PartRead]]:
-    """Parts that are sent together: a frame for each of them would cost more than its bytes."""
+    """Groups parts into frames: a frame for each small part would cost more than its bytes."""
     frame: list[PartRead] = []
     nbytes = 0
     for read in parts:
@@ -377,9 +376,9 @@ def _frames(parts: Iterable[PartRead]) -> Iterator[list[PartRead]]:
 
 
 def _describe(reader: EntryReader, located: Sequence[Location | None], rows: Sequence[int]) -> bytes:
-    """The frame that says what of a fetch comes."""
+    """Returns the frame that announces the entries of a fetch."""
     signatures: list[Signature] = []
-    coming = [Coming(-1, b"", "it is not there any more") for _ in located]
+    coming = [Coming(-1, b"", "the source no longer has it") for _ in located]
     for index, row in enumerate(rows):
         location = located[row]
         assert location is not None
@@ -400,14 +399,14 @@ def _listener(address: Address) -> socket.socket:
         family, _, _, _, where = found[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise PortInUse(f"{address[0]} cannot be listened at: {error.strerror or error}") from None
+        raise PortInUse(f"cannot listen at {address[0]}: {error.strerror or error}") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
         sock.listen(64)
-        # A peer that has gone before it was accepted must not stop the thread.
+        # A peer that leaves before it is accepted must not block the thread.
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise PortInUse(f"{address[0]}:{address[1]} cannot be listened at: {error.strerror or error}") from None
+        raise PortInUse(f"cannot listen at {address[0]}:{address[1]}: {error.strerror or error}") from None
     return sock

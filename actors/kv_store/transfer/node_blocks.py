@@ -1,4 +1,4 @@
-"""A node's KV and pictures' features for the others, and theirs for it: one server, and pulls into the node's store."""
+"""Exchanges KV and image embeddings with other nodes: one block server, and pulls into the node's store."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from ....cluster.nodes import Node
 from ....cluster.timing import USUAL, Timing
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
 from ...protocol.media_ids import features_parent, names_in
-from ..agents.branches import Content, Head
+from ...protocol.store_messages import Content, Fetched, Head
 from ..disk.store import DiskStore
 from ..replication.peers import Peers
 from .block_client import BlockPuller
@@ -28,18 +27,18 @@ from .pull_writer import Keeper
 logger = logging.getLogger(__name__)
 
 LINK_BYTES_MIN, LINK_S_MIN = 8 * 2**20, 0.2
-"""A pull of fewer bytes that took less time says how long connecting and committing take, and little of the link."""
+"""Below both, a pull's time is mostly connecting and committing, so it does not measure the link."""
 
 
-def link_rate(found: PullResult) -> float | None:
-    """Bytes a second of the link over which this came, None where the pull does not tell."""
-    whole = found.stop in (Stop.COMPLETE, Stop.MISSING, Stop.DEADLINE)
-    enough = found.nbytes >= LINK_BYTES_MIN or found.seconds >= LINK_S_MIN
-    return found.nbytes / found.seconds if whole and enough and found.nbytes and found.seconds > 0 else None
+def link_rate(result: PullResult) -> float | None:
+    """Returns the bytes per second that a pull measured of its link, None if it was too short or failed."""
+    whole = result.stop in (Stop.COMPLETE, Stop.MISSING, Stop.DEADLINE)
+    enough = result.nbytes >= LINK_BYTES_MIN or result.seconds >= LINK_S_MIN
+    return result.nbytes / result.seconds if whole and enough and result.nbytes and result.seconds > 0 else None
 
 
 class NodeBlocks:
-    """For one event loop.
+    """A node's block server and puller, for one event loop.
 
     Args:
         session: of the store's writers.
@@ -48,6 +47,7 @@ class NodeBlocks:
 
     Raises:
         LinkError: the cluster's key is too short.
+        PortInUse: the server cannot listen.
     """
 
     def __init__(
@@ -72,79 +72,79 @@ class NodeBlocks:
         self._links: dict[str, float] = {}
 
     @property
-    def addresses(self) -> list[list[Any]]:
-        """[host, port] each, the fastest link first."""
-        return [list(address) for address in self._server.addresses]
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port each, the fastest link first."""
+        return list(self._server.addresses)
 
     def take_links(self) -> dict[str, float]:
-        """Bytes a second by node, as measured since the last call. From any thread."""
+        """Returns bytes per second by source node, as measured since the last call. Safe from any thread."""
         with self._lock:
             links, self._links = self._links, {}
         return links
 
     def end_pulls(self, owner: str) -> bool:
-        """End what is being pulled for an agent. Blocks for a second at the most; whether that was enough."""
+        """Ends the pulls for an agent. Blocks for at most a second; returns whether they have ended."""
         return self._puller.cancel_owner(owner, 1.0)
 
     def close(self) -> None:
-        """End everything; the store is closed after this."""
+        """Ends all pulls and the server. Close the store afterwards."""
         self._puller.close()
         self._server.close()
 
     async def fetch(
         self, agent: str, branches: Sequence[tuple[Head, Content]], source: str, deadline_s: float
-    ) -> dict[str, int]:
+    ) -> Fetched:
         """Pull the KV of these branches and the features of their pictures, as far as they are not here.
 
-        Returns:
-            `{"tokens", "blocks", "bytes"}`: tokens of the chains that are here now, and what has come.
-
         Raises:
-            SatchelError: a pull cannot be made.
+            SatchelError: a pull cannot begin.
         """
         ends = time.monotonic() + deadline_s
-        total = {"tokens": 0, "blocks": 0, "bytes": 0}
+        total = Fetched()
         for wanted in await asyncio.to_thread(self._wanted, agent, branches):
             left = ends - time.monotonic()
             if left <= 0:
                 break
-            found = await self.pull(wanted, source, agent, left)
-            total = {name: total[name] + found[name] for name in total}
+            came = await self.pull(wanted, source, agent, left)
+            tokens, blocks, nbytes = total.tokens + came.tokens, total.blocks + came.blocks, total.nbytes + came.nbytes
+            total = Fetched(tokens, blocks, nbytes, total.seconds + came.seconds)
         return total
 
     def _wanted(self, agent: str, branches: Sequence[tuple[Head, Content]]) -> list[Wanted]:
-        """All KV first: with it nobody needs the features, unless other words come before the pictures. Features that
-        are here already are the agent's from now on."""
+        """Returns what to pull. KV comes first: embeddings are only needed if the text before the image differs. Also
+        makes the agent an owner of embeddings that are on this node already."""
         chains: list[Wanted] = []
-        features: dict[bytes, Wanted] = {}
+        embeddings: dict[bytes, Wanted] = {}
         for head, content in branches:
             tokens = array("I", content.tokens)
             chain = block_ids(head.root, tokens)
             rest = tokens[len(chain) * BLOCK_TOKENS :]
             chains.append(Wanted(head.model, head.root, tuple(chain), tokens, rest))
             for name in names_in(tokens):
-                found = Wanted(head.model, features_parent(head.root, name), (), None, name, tails_max=1)
-                features[found.root] = found
-        ids = [tail_id(wanted.root, wanted.rest) for wanted in features.values()]
-        here = [
-            self._disk.locate(wanted.model, [entry])[0] for wanted, entry in zip(features.values(), ids, strict=True)
+                wanted = Wanted(head.model, features_parent(head.root, name), (), None, name, tails_max=1)
+                embeddings[wanted.root] = wanted
+        ids = [tail_id(wanted.root, wanted.rest) for wanted in embeddings.values()]
+        local = [
+            self._disk.locate(wanted.model, [entry])[0] for wanted, entry in zip(embeddings.values(), ids, strict=True)
         ]
-        if any(here):
-            self._keeper.touch([found.id for found in here if found is not None], agent)
-        return chains + [wanted for wanted, found in zip(features.values(), here, strict=True) if found is None]
+        if any(local):
+            self._keeper.touch([location.id for location in local if location is not None], agent)
+        return chains + [
+            wanted for wanted, location in zip(embeddings.values(), local, strict=True) if location is None
+        ]
 
-    async def pull(self, wanted: Wanted, source: str, owner: str, deadline_s: float) -> dict[str, Any]:
-        """Fetch a chain: `{"tokens", "blocks", "bytes", "seconds"}`.
+    async def pull(self, wanted: Wanted, source: str, owner: str, deadline_s: float) -> Fetched:
+        """Fetch a chain.
 
         Raises:
-            SatchelError: the source does not say where its blocks are, or there are too many pulls.
+            SatchelError: the source does not tell its addresses, or there are too many pulls.
         """
-        addresses = await self._peers.call(source, "block_addresses", timeout_s=self._answer_s)
+        addresses = await self._peers.client(source).block_addresses().within(self._answer_s)
         found = await asyncio.to_thread(
             self._puller.pull,
             wanted,
             source,
-            [(host, port) for host, port in addresses],
+            addresses,
             deadline_s=deadline_s,
             owner=owner,
         )
@@ -153,5 +153,4 @@ class NodeBlocks:
                 self._links[source] = rate
         if found.blocks < len(wanted.chain):
             logger.info("of %d blocks from %s %d came: %s", len(wanted.chain), source, found.blocks, found.reason)
-        tokens = found.blocks * BLOCK_TOKENS
-        return {"tokens": tokens, "blocks": found.installed, "bytes": found.nbytes, "seconds": found.seconds}
+        return Fetched(found.blocks * BLOCK_TOKENS, found.installed, found.nbytes, found.seconds)

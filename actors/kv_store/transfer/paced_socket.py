@@ -1,4 +1,4 @@
-"""A blocking socket with an end to every wait, and a rate that many sockets share."""
+"""A blocking socket with a time limit for every wait, and a rate limit that many sockets share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEAD_BYTES = 4
 
 
 class SharedRate:
-    """How many bytes a second all sockets together may send. Safe to call from any thread."""
+    """A limit in bytes per second for all sockets together, None for no limit. Safe from any thread."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bucket = None if bytes_per_s is None else TokenBucket(bytes_per_s, time.monotonic())
@@ -25,10 +25,10 @@ class SharedRate:
         self._closed = False
 
     def take(self, wanted: int) -> int:
-        """How many of `wanted` bytes may go, as soon as that is at least one.
+        """Waits until bytes may be sent. Returns how many of `wanted`.
 
         Raises:
-            LinkError: it was closed.
+            LinkError: the limiter was closed.
         """
         with self._changed:
             while not self._closed:
@@ -41,7 +41,7 @@ class SharedRate:
         raise LinkError("the server is closing")
 
     def close(self) -> None:
-        """Let nobody wait any longer, nor send."""
+        """Ends all waits and refuses further bytes."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -51,9 +51,9 @@ class PacedSocket:
     """One connection, for one thread.
 
     Args:
-        sock: connected; closing it is the caller's.
-        rate: what it may send.
-        stall_s: how long the peer may take nothing at all.
+        sock: connected; the caller closes it.
+        rate: limits what it sends.
+        stall_s: how long the peer may accept no byte.
     """
 
     def __init__(self, sock: socket.socket, rate: SharedRate, stall_s: float) -> None:
@@ -63,10 +63,10 @@ class PacedSocket:
         self.sent_bytes = 0
 
     def receive(self, count: int, wait_s: float) -> bytes:
-        """Exactly `count` bytes, within `wait_s` seconds for all of them.
+        """Receives exactly `count` bytes within `wait_s` seconds.
 
         Raises:
-            LinkError: they did not come, or the peer left.
+            LinkError: they did not arrive, or the peer closed the connection.
         """
         raw = bytearray(count)
         view = memoryview(raw)
@@ -89,11 +89,12 @@ class PacedSocket:
         return bytes(raw)
 
     def receive_frame(self, seal: FrameSeal, bytes_max: int, first_s: float, rest_s: float) -> bytes:
-        """The payload of the next frame, whose first bytes come within `first_s` and the others within `rest_s` each.
+        """Receives the payload of the next frame. Its first byte must arrive within `first_s` seconds, the rest of its
+        length and its body within `rest_s` each.
 
         Raises:
-            LinkGarbage: it is longer than `bytes_max`, or not as it was sent.
-            LinkError: it did not come.
+            LinkGarbage: it is longer than `bytes_max`, or does not verify.
+            LinkError: it did not arrive.
         """
         head = self.receive(1, first_s) + self.receive(_HEAD_BYTES - 1, rest_s)
         length = int.from_bytes(head, "big")
@@ -102,10 +103,10 @@ class PacedSocket:
         return seal.open(self.receive(length, rest_s))
 
     def send(self, *buffers: bytes | memoryview) -> None:
-        """Send all of it, without copying, at the shared rate.
+        """Sends all buffers, without copying, at the shared rate.
 
         Raises:
-            LinkError: the peer takes nothing, or left.
+            LinkError: the peer accepts nothing, or closed the connection.
         """
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while left:
@@ -120,7 +121,7 @@ class PacedSocket:
                     left[0] = left[0][sent:]
 
     def send_frame(self, seal: FrameSeal, payload: bytes, *data: memoryview) -> None:
-        """A frame, and the bytes that follow it."""
+        """Sends a frame, then the sealed records of `data`. Raises `LinkError` as `send`."""
         sealed = seal.seal(payload)
         self.send(len(sealed).to_bytes(4, "big") + sealed)
         for record in records(data):
@@ -137,11 +138,11 @@ class PacedSocket:
 
 
 def _first(views: list[memoryview], count: int) -> list[memoryview]:
-    """The first `count` bytes of `views`."""
-    found: list[memoryview] = []
+    """Returns the first `count` bytes of `views`."""
+    first: list[memoryview] = []
     for view in views:
         if count <= 0:
             break
-        found.append(view[:count])
-        count -= len(found[-1])
-    return found
+        first.append(view[:count])
+        count -= len(first[-1])
+    return first

@@ -1,7 +1,7 @@
-"""The running of one pull: `transfer.Pull` over sockets, on the thread that asks for it.
+"""Runs one pull: the state machine `Pull` over a socket, on the caller's thread.
 
-That thread receives and verifies, and the writer's thread writes meanwhile. Nothing here blocks but waiting for all of
-the socket, the writer, the one who may cancel and the clock at once.
+That thread receives and verifies while the writer's thread writes. It blocks only in one place, where it waits for the
+socket, the writer, a cancellation and the clock at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .machine import pull_terms as terms
 from .machine.block_messages import Described
 from .machine.link_auth import Initiator
 from .machine.pull import Pull
-from .machine.pull_items import State
+from .machine.pull_items import ItemState
 from .machine.pull_terms import Command, Event, Offer, PullLimits, Stop
 from .machine.pull_wire import PullWire, Received, Wanted
 from .pull_writer import Keeper, PullWriter
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Address = tuple[str, int]
 
 _TURN_BYTES_MAX = 8 * 2**20
-"""Received between two looks at everything else."""
+"""Bytes received before other events are handled."""
 
 _IN_PROGRESS = (0, errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EINTR)
 
@@ -45,12 +45,13 @@ class PullResult:
     """How a pull ended.
 
     Attributes:
-        stop, reason: why; what is not here is to be computed, whatever it is.
-        blocks: how many of the chain's first blocks are here now.
-        here: the ids of these, and of the tails after all of them.
+        stop, reason: why it ended. Whatever it is, compute the blocks that are missing.
+        blocks: how many of the chain's first blocks are on this node now.
+        here: their ids, and those of the tails if all blocks are here.
         installed, nbytes: entries that this pull brought, and their bytes.
-        retracted: ids that no longer answer here, because their room was wanted.
+        seconds: how long it took.
         connections: how many were tried.
+        retracted: ids that were evicted here to make room.
     """
 
     stop: Stop
@@ -65,7 +66,7 @@ class PullResult:
 
 
 class PullCancel:
-    """Ends a pull from any thread, also before it begins."""
+    """Cancels a pull from any thread, even before it begins."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,22 +78,22 @@ class PullCancel:
         return self._cancelled
 
     def cancel(self) -> None:
-        """End the pull now; calling it twice is harmless. The pull's `PullResult` says what it brought."""
+        """Ends the pull now. Idempotent. The pull still returns a `PullResult`."""
         with self._lock:
             self._cancelled = True
             if self._wake is not None:
                 self._wake()
 
     def attach(self, wake: Callable[[], None] | None) -> None:
-        """Call `wake` when it is cancelled, at once where it is already; None for nobody."""
+        """Sets the callback for a cancellation, and calls it at once if cancelled already. None removes it."""
         with self._lock:
             self._wake = wake
             if wake is not None and self._cancelled:
                 wake()
 
 
-class _Line:
-    """A connection that may not stand yet."""
+class _PullConnection:
+    """A connection, perhaps not established yet."""
 
     def __init__(self, sock: socket.socket, wire: PullWire, number: int) -> None:
         self.sock, self.wire, self.number = sock, wire, number
@@ -101,18 +102,18 @@ class _Line:
 
 
 class PullSession:
-    """One pull: the machine, its connection, its writer. For one call of `run`.
+    """One pull: the state machine, its connection, its writer. For one call of `run`.
 
     Args:
-        store: the node's own.
+        store: this node's.
         wanted: what to fetch.
-        owner: whose it is.
+        owner: of the pulled entries.
         addresses: of the source, the best first.
-        limits: but for `total_bytes_max`, which is what the store may take.
-        cancel: ends it.
-        initiator: begins a handshake.
-        writer: makes the writer, of the function that takes its events.
-        keeper: lets the owner have what is here; None for the store itself.
+        limits: of the pull; `total_bytes_max` is replaced by the store's budget.
+        cancel: cancels the pull.
+        initiator: creates the state of a handshake.
+        writer: creates the writer, given the callback for its events.
+        keeper: adds the owner to entries that are here; None for the store itself.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class PullSession:
         self._limits = replace(limits, total_bytes_max=store.stats()["bytes_max"])
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._held: dict[bytes, Received] = {}
-        self._line: _Line | None = None
+        self._line: _PullConnection | None = None
         self._done: terms.Done | None = None
         self._connections = 0
         self._wake, self._woken = socket.socketpair()
@@ -143,7 +144,7 @@ class PullSession:
         self._writer = writer(self._tell)
 
     def run(self, deadline_s: float) -> PullResult:
-        """As `BlockPuller.pull`. Raises `DiskError` where the store here cannot be asked."""
+        """Runs the pull; see `BlockPuller.pull`. Raises `DiskError` if this node's store fails."""
         begun = time.monotonic()
         self._machine = Pull(self._limits, len(self._addresses), begun + deadline_s)
         try:
@@ -173,7 +174,7 @@ class PullSession:
         self._hang_up()
         self._writer.abandon()
         self._writer.close()
-        # It has nothing to do any more, unless the pull ended before its last file was written.
+        # The writer is idle, unless the pull ended before its last file was written.
         idle = self._done is not None and not self._machine.items.installing
         if self._writer.join(max(0.0, min(1.0, deadline - time.monotonic())) if idle else 0.0):
             self._wake.close()
@@ -181,25 +182,25 @@ class PullSession:
         self._woken.close()
 
     def _here(self) -> tuple[list[bytes], int]:
-        """What is here now, and how many blocks of it: what was committed last may have pushed out what came first."""
+        """Returns the ids that are here now and how many are blocks: a late commit may have evicted earlier blocks."""
         here, blocks = self._machine.items.here(), self._machine.items.blocks_here()
         gone = set(self._writer.retracted)
         left = next((number for number, entry in enumerate(here[:blocks]) if entry in gone), blocks)
         return (here, blocks) if left == blocks else (here[:left], left)
 
     def _touch(self, here: list[bytes]) -> None:
-        """Let the chain be used just now, by its owner too; but an owner who is being forgotten gets nothing more."""
+        """Marks the chain as used by its owner, unless the pull was cancelled: the owner may be being forgotten."""
         if self._cancel.cancelled:
             return
         try:
             self._keeper.touch(here, self._owner)
         except SatchelError as error:
-            logger.warning("what was pulled is not noted as used: %s", error.message)
+            logger.warning("pulled blocks could not be marked as used: %s", error.message)
 
     def _tell(self, event: Event) -> None:
-        """From any thread."""
+        """Queues an event. Safe from any thread."""
         self._inbox.put(event)
-        # Full means that it is awake already, closed that it needs no waking.
+        # A full socket means that the loop is awake, a closed one that it has ended.
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
@@ -221,22 +222,22 @@ class PullSession:
         if self._done is None and time.monotonic() >= self._machine.wakes_at():
             self._handle(terms.Tick())
 
-    def _serve(self, line: _Line, mask: int) -> None:
+    def _serve(self, line: _PullConnection, mask: int) -> None:
         with self._losing(line):
             if not line.standing:
                 code = line.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
                     raise LinkError(f"no connection: {errno.errorcode.get(code, code)}")
                 line.standing = True
-            came = self._receive(line) if mask & selectors.EVENT_READ else 0
-            if came:
-                self._handle(terms.Progress(line.number))
+            received = self._receive(line) if mask & selectors.EVENT_READ else 0
+            if received:
+                self._handle(terms.BytesArrived(line.number))
             self._take_events(line)
             self._flush(line)
 
     @contextmanager
-    def _losing(self, line: _Line) -> Iterator[None]:
-        """Whatever is wrong with a connection is an event, after those that came before it."""
+    def _losing(self, line: _PullConnection) -> Iterator[None]:
+        """Turns a connection's errors into a `Lost` event, after the events that it brought before."""
         try:
             yield
         except (LinkError, InvalidRecord, OSError) as error:
@@ -244,7 +245,7 @@ class PullSession:
             reason = error.message if isinstance(error, SatchelError) else f"the connection broke: {error.strerror}"
             self._handle(terms.Lost(line.number, reason, isinstance(error, LinkRefused | LinkVersion)))
 
-    def _receive(self, line: _Line) -> int:
+    def _receive(self, line: _PullConnection) -> int:
         total = 0
         wire, receive = line.wire, line.sock.recv_into
         while total < _TURN_BYTES_MAX and not wire.events:
@@ -253,24 +254,24 @@ class PullSession:
             except BlockingIOError:
                 break
             if not count:
-                raise LinkError("the source has left")
+                raise LinkError("the source closed the connection")
             total += count
             wire.filled(count)
         return total
 
-    def _take_events(self, line: _Line) -> None:
+    def _take_events(self, line: _PullConnection) -> None:
         while line.wire.events:
             event = line.wire.events.pop(0)
             if isinstance(event, terms.Chunk) and event.id in line.wire.received:
                 self._held[event.id] = line.wire.received.pop(event.id)
                 self._handle(event)
                 number = self._machine.items.number_of(event.id)
-                if number is None or self._machine.items[number].state not in (State.HELD, State.INSTALLING):
+                if number is None or self._machine.items[number].state not in (ItemState.HELD, ItemState.INSTALLING):
                     self._held.pop(event.id, None)
             else:
                 self._handle(event)
 
-    def _flush(self, line: _Line) -> None:
+    def _flush(self, line: _PullConnection) -> None:
         if line is not self._line or not line.standing:
             return
         outbox = line.wire.outbox
@@ -298,7 +299,7 @@ class PullSession:
         line = self._line
         if isinstance(command, terms.Connect):
             self._connect(command)
-        elif isinstance(command, terms.Close):
+        elif isinstance(command, terms.CloseConnection):
             self._hang_up()
         elif isinstance(command, terms.Install):
             self._writer.install([self._held.pop(entry) for entry in command.ids])
@@ -328,7 +329,7 @@ class PullSession:
             self._inbox.put(terms.Lost(command.connection, f"not an address: {error}", True))
             self._tell(terms.Tick())
             return
-        self._line = _Line(sock, wire, command.connection)
+        self._line = _PullConnection(sock, wire, command.connection)
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_WRITE)
         try:
@@ -353,7 +354,7 @@ class PullSession:
             ids = [*chain, *(tail.id for tail in tails)]
             local = self._store.locate(self._wanted.model, ids)
             if any(local):
-                # So that what is committed for the rest does not push it out.
+                # Mark them as used, so that commits of this pull do not evict them.
                 self._store.touch([entry for entry, location in zip(ids, local, strict=True) if location])
             offers = [_offer(*row) for row in zip(ids, [*blocks, *tails], local, strict=True)]
             ends = tuple(offer for offer in offers[len(chain) :] if offer is not None)

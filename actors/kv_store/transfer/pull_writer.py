@@ -1,4 +1,4 @@
-"""What a pull brought goes to the disk here, on a thread of its own, while more of it comes."""
+"""Writes pulled entries to this node's disk, on a thread of its own, while the pull receives more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ....cluster.errors import SatchelError
 from ...protocol.entries import Entry, SegmentRecord, unpack_tokens
 from ..disk.folder import typed
 from ..disk.io import DiskIO
-from ..disk.placement import Placed
+from ..disk.placement import SegmentPlacement
 from ..disk.segments import grouped, model_folder, write_segment
 from ..disk.store import DiskStore
 from .machine.pull_terms import Event, Installed, InstallFailed
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class Keeper(Protocol):
-    """Lets what was pulled count, and its owner have it. A `DiskStore` does so for anybody."""
+    """Commits pulled segments and marks entries as their owner's. A `DiskStore` does so without any check."""
 
-    def commit(self, record: SegmentRecord) -> Placed: ...
+    def commit(self, record: SegmentRecord) -> SegmentPlacement: ...
 
     def touch(self, ids: Sequence[bytes], owner: str = "") -> None: ...
 
@@ -34,18 +34,18 @@ class PullWriter:
     """Writes segments and commits them, one `install` at a time.
 
     Args:
-        store: the node's own.
-        session: under which the store keeps files that are not committed yet.
+        store: this node's.
+        session: under which the store keeps uncommitted files.
         wanted: what is pulled.
-        owner: who has its tokens.
+        owner: of the pulled entries.
         wall_clock: seconds since 1970, for the files.
-        tell: takes events for the machine; called on the writer's thread.
+        tell: receives events for the state machine; called on the writer's thread.
         ended: called on the writer's thread when nothing more will be written.
         io: the disk.
-        keeper: commits; None for the store itself.
+        keeper: commits the segments; None for the store itself.
 
     Attributes:
-        retracted: ids that no longer answer here because of what was committed.
+        retracted: ids that were replaced or evicted by the commits.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class PullWriter:
         self._thread.start()
 
     def install(self, entries: list[Received]) -> None:
-        """Write these down. `Installed` follows for each file that counts, or `InstallFailed` for the rest."""
+        """Queues entries for writing. `Installed` follows for each committed file, or `InstallFailed` for the rest."""
         self._queue.put(entries)
 
     def abandon(self) -> None:
-        """Write nothing more; a file that is being written is not committed unless that has begun."""
+        """Stops writing. A file that is being written is only committed if its commit has begun."""
         self._abandoned.set()
 
     def close(self) -> None:
-        """Let the thread end when it has done what it was given."""
+        """Ends the thread after the queued entries."""
         self._queue.put(None)
 
     def join(self, wait_s: float) -> bool:
-        """Whether the thread has ended."""
+        """Returns whether the thread has ended; waits up to `wait_s` seconds for that."""
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 
@@ -97,9 +97,9 @@ class PullWriter:
                 except SatchelError as error:
                     self._tell(InstallFailed(error.message))
                 except Exception as error:
-                    logger.exception("what was pulled is not written")
+                    logger.exception("pulled blocks could not be written")
                     self._tell(InstallFailed(str(error)))
-                # Not to be kept in memory while nothing is to do.
+                # Frees the arrays while the thread waits.
                 del entries
         finally:
             self._ended()
@@ -132,27 +132,27 @@ class PullWriter:
         gone = placed.retracted
         self.retracted.extend(gone)
         if placed.refused:
-            self._tell(InstallFailed("its owner was forgotten, or may have no more"))
+            self._tell(InstallFailed("its owner was forgotten, or is over its limit"))
         elif not self._chain.keys().isdisjoint(gone):
-            # More of it would only push out more of its own beginning.
-            self._tell(InstallFailed("there is no room for all of it"))
+            # Further blocks would evict more of the chain's own beginning.
+            self._tell(InstallFailed("the disk has no room for the whole chain"))
         else:
             self._tell(Installed(ids))
 
     def _remove(self, record: SegmentRecord) -> None:
-        with typed("removing what was pulled in vain"):
+        with typed("removing an abandoned segment"):
             self._io.unlink(model_folder(self._store.root, self._wanted.model) / record.name)
 
     def _entry(self, received: Received) -> Entry:
-        what = received.what
+        described = received.what
         return Entry(
-            id=what.id,
-            parent=self._chain.get(what.id, self._wanted.tail_parent),
+            id=described.id,
+            parent=self._chain.get(described.id, self._wanted.tail_parent),
             tokens=unpack_tokens(received.tokens),
             parts=received.parts,
             tail=received.tail,
             owners=(self._owner,),
-            window_from=what.window_from,
-            snapshot=what.snapshot,
+            window_from=described.window_from,
+            snapshot=described.snapshot,
             digests=received.digests,
         )

@@ -1,1 +1,1 @@
-"""The MLX side of a replica: loading a model, prefill, batched decode, drawing tokens."""
+"""The MLX side of a replica: loading a model, prefill, batched decode, sampling, vision."""

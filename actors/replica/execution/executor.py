@@ -1,10 +1,10 @@
-"""The MLX side of a replica: rows' caches, prefill chunks, and one batched decode step. No policy.
+"""The MLX side of a replica: rows' caches, prefill chunks, and the batched decode step. No policy.
 
 Everything here runs on one thread, because a lazy MLX array can be evaluated only on the thread that made it.
 
-A decode step is pipelined: `step` starts computing token t+1 of every row, then returns token t, which is ready. So
-the Python work between two steps overlaps with the device's. A row that joins is fed the last token of its prompt.
-Rows that join or leave between two steps move together at the next one: every move copies the whole batch.
+Decode steps are pipelined: `step` launches the computation of token t+1 of every row, then returns token t, which is
+ready. So the Python work between two steps overlaps with the device's. The first input of a row that joins is the last
+token of its prompt. Joins and leaves take effect together at the next step, because each copies the whole batch.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 CLEAR_EVERY_STEPS = 512
 STACKED_SPANS_MAX = 16
 PADDING_MAX = 2.0
-"""How much larger than its tokens a batch of prompts may be."""
+"""How many times its tokens a padded batch of prompts may have."""
 
 SHAPE_TOKENS = 64
 """Batches of prompts are padded to a multiple of this."""
 
 CLEAR_EVERY_TOKENS = 8192
-"""How often MLX's cache of freed buffers is emptied; prefill leaves many that decoding cannot use."""
+"""Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A row's next token; `logprobs` where the row asked for them. It means nothing unless `sound`: the model's logits
-    were not numbers."""
+    """A row's next token; `logprobs` if the row asked for them. If not `sound`, its logit was not a finite number and
+    the token is meaningless."""
 
     row_id: str
     token: int
@@ -51,8 +51,8 @@ class Ready:
 
 @dataclass
 class _Together:
-    """Caches of the rows that were prefilled in one batch; they are not changed any more. `rows` says which row of them
-    is whose: who has left or has caches of its own is missing."""
+    """Caches of rows that were prefilled in one batch; never changed afterwards. `rows` maps row ids to batch rows,
+    without rows that left or have own caches. `size` is the number of batch rows."""
 
     caches: list[Any]
     rows: dict[str, int]
@@ -62,8 +62,8 @@ class _Together:
 
 @dataclass
 class _Prefilling:
-    """`spoiled` while the model changes the caches, and for ever if it fails at that. The caches are the row's own, or
-    for as long as nobody needs those, a row of what was computed `together`."""
+    """A row in prefill, with `length` tokens of KV in its own `caches`, or if `together` is set, in a row of that batch
+    until own ones are needed. `spoiled` while the model changes the caches, and for ever if that fails."""
 
     row_id: str
     length: int
@@ -73,24 +73,26 @@ class _Prefilling:
     pictures: RowPictures | None = None
 
     def part(self, tokens: Sequence[int]) -> RowPart:
+        """Returns the row's next tokens with its pictures."""
         return RowPart(tokens, self.length, self.pictures)
 
     def own(self) -> list[Any]:
-        """The row's own caches, not evaluated where they have to be made now."""
+        """Returns the row's own caches; extracts them (lazily) if its KV is in a batch."""
         if self.together is not None:
             self.caches = kv_cache.extract(self.together.caches, self.together.rows.pop(self.row_id))
             self.together = None
         return self.caches
 
     def leave(self) -> None:
+        """Removes the row from the batch that it was prefilled in."""
         if self.together is not None:
             del self.together.rows[self.row_id]
 
 
 @dataclass
 class _DecodingRow:
-    """A decoding row. `length` tokens have KV once the step in flight is done; `fed` after its first step, `begun` once
-    its first token has been read."""
+    """A decoding row. `length` tokens have KV once the step in flight is done. `fed` after its first step, `begun`
+    after the step that returned its first token."""
 
     row_id: str
     length: int
@@ -101,7 +103,8 @@ class _DecodingRow:
 
 @dataclass(frozen=True)
 class _Joining:
-    """A row on its way into the batch; the last `drawn` of its `tokens` are its own, the very last its first input."""
+    """A row that joins at the next step. The last `drawn` of its `tokens` were generated; the very last is its first
+    input."""
 
     row: _DecodingRow
     prefilled: _Prefilling
@@ -111,11 +114,11 @@ class _Joining:
 
 
 class BatchExecutor:
-    """Rows being prefilled, and the batch of rows being decoded together.
+    """The rows in prefill and the batch of decoding rows. Used by the engine.
 
-    With `batched_prefill` prompts go in as padded batches, if need be of one row. Short ones leave a GPU idle alone;
-    and a batch's mask is an array, where for a row's own cuDNN makes a plan for every new length. A CPU computes no
-    faster for it, and mlx-lm's Mamba layers take the padding into their state.
+    With `batched_prefill` prompts run as padded batches, even a single one: a short prompt alone leaves a GPU idle, and
+    without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba layers
+    would take the padding into their state.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -138,22 +141,27 @@ class BatchExecutor:
         tail_tokens: int,
         pictures: RowPictures | None = None,
     ) -> None:
-        """Make room for a row and restore what of its prompt is known."""
+        """Makes caches for a row and restores the known part of its prompt.
+
+        Args:
+            blocks: KV of consecutive tokens from the prompt's begin.
+            tail: KV after them, of which the first `tail_tokens` tokens are used.
+        """
         caches = self._loaded.new_caches()
         kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
         length = sum(slab.tokens for slab in blocks) + tail_tokens
         self._prefilling[row_id] = _Prefilling(row_id, length, caches, pictures=pictures)
 
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Compute the KV of some rows' next tokens, (row id, tokens) each.
+        """Computes the KV of some rows' next tokens, (row id, tokens) each.
 
         Raises:
-            Exception: whatever the model raises. Rows that `length` says are done are done; any other may be tried
-                again, and fails again where its caches were being changed.
+            Exception: whatever the model raises. `length` tells which rows are done. The others may be tried again; a
+                row whose caches were being changed fails again.
         """
         rows = [(self._prefilling[row_id], tokens) for row_id, tokens in work]
         while self.batched_prefill and rows:
-            # Few different shapes: a device prepares itself for every new one.
+            # A power of two, for few different shapes: devices compile kernels for every new one.
             count = 1 << (len(rows).bit_length() - 1) if self._is_dense(rows) else 1
             self._prefill_together(rows[:count])
             rows = rows[count:]
@@ -162,7 +170,7 @@ class BatchExecutor:
                 raise RuntimeError("the row's caches are half changed")
             caches, row.spoiled = row.own(), True
             self._model(mx.array([list(tokens)]), cache=caches, **self._inputs_besides([row.part(tokens)], len(tokens)))
-            # The logits are never evaluated, so the output layer is never computed.
+            # The logits are not evaluated, so the output layer is not computed.
             mx.eval([cache.state for cache in caches])
             row.spoiled = False
             row.length += len(tokens)
@@ -172,13 +180,13 @@ class BatchExecutor:
             mx.clear_cache()
 
     def _inputs_besides(self, parts: Sequence[RowPart], width: int) -> dict[str, Any]:
-        """What the model is given besides tokens."""
+        """Returns the model's inputs besides tokens and caches, for a padded batch of `width` tokens."""
         vision = self._loaded.vision
         return {} if vision is None else vision.inputs(parts, width)
 
     @staticmethod
     def _is_dense(rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> bool:
-        """Whether little of one batch of these rows would be padding."""
+        """Whether one batch of these rows would have little padding."""
         lengths = [len(tokens) for _, tokens in rows]
         held = [row.length for row, _ in rows]
         places = len(rows) * max(lengths), len(rows) * max(held)
@@ -191,26 +199,26 @@ class BatchExecutor:
         caches = kv_cache.merge([row.own() for row, _ in rows])
         for cache in caches:
             cache.prepare(lengths=lengths, right_padding=padding)
-        beside = self._inputs_besides([row.part(tokens) for row, tokens in rows], longest)
+        extra = self._inputs_besides([row.part(tokens) for row, tokens in rows], longest)
         self._model(
             mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(rows, padding, strict=True)]),
             cache=caches,
-            **beside,
+            **extra,
         )
         for cache in caches:
             cache.finalize()
         mx.eval([cache.state for cache in caches])
-        # Rows that come together mostly join the batch together, and a row of its own is two copies a layer.
+        # Rows prefilled together mostly join the batch together, and extracting a row costs two copies a layer.
         together = _Together(caches, {row.row_id: index for index, (row, _) in enumerate(rows)}, len(rows))
         for row, tokens in rows:
             row.caches, row.together, row.length = [], together, row.length + len(tokens)
 
     def join(self, row_id: str, tokens: Sequence[int], sampling: Sampling, drawn: int) -> None:
-        """Move a prefilled row into the batch, from the next step on.
+        """Moves a prefilled row into the batch at the next step.
 
         Args:
-            tokens: all tokens of the row, the last of which is its first input.
-            drawn: how many of them the row has drawn itself (after preemption, or on a replica that was lost).
+            tokens: all tokens of the row; the last one is its first input.
+            drawn: how many of them were generated (before a preemption, or on a replica that was lost).
         """
         row = self._prefilling.pop(row_id)
         self._joining[row_id] = _Joining(
@@ -218,8 +226,8 @@ class BatchExecutor:
         )
 
     def first(self) -> list[Ready]:
-        """The first tokens of rows that have just begun, which the next step gives again: to be told before that step
-        is made ready. None where more rows would be kept waiting than have begun."""
+        """Returns the first tokens of rows that have just joined, so that they can be delivered before the next step is
+        launched; that step returns them again. Empty if this would delay more rows than have just joined."""
         rows = [(index, row) for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
         begun = [(index, row.row_id) for index, row in rows if row.fed and not row.begun]
         if not begun or 2 * len(begun) < len(rows) or self._inputs is None or self._draw is None:
@@ -229,7 +237,7 @@ class BatchExecutor:
         return [Ready(row_id, tokens[index], *drawn[row_id]) for index, row_id in begun]
 
     def drawn(self, row_id: str) -> Ready | None:
-        """The token that a decoding row has drawn last, which the next step would give; None where it has none yet."""
+        """Returns a decoding row's last token, which the next step would return; None if it has none yet."""
         if self._inputs is None or self._draw is None or row_id in self._prefilling:
             return None
         tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
@@ -239,20 +247,20 @@ class BatchExecutor:
         return None
 
     def step(self) -> list[Ready]:
-        """One decode step for the whole batch.
+        """Runs one decode step for the whole batch.
 
         Returns:
-            The token of every row whose previous draw is ready; a row just joined has none yet.
+            The tokens of the step before; rows that have just joined have none yet.
         """
         self._stacks = Stacks()
         self._change_batch()
         inputs, before = self._inputs, self._draw
         if inputs is None:
             return []
-        vision, beside = self._loaded.vision, {}
+        vision, extra = self._loaded.vision, {}
         if vision is not None:
-            beside = vision.steps([row.length for row in self._rows], [row.pictures for row in self._rows])
-        logits = self._model(inputs[:, None], cache=self._caches, **beside)[:, -1, :]
+            extra = vision.steps([row.length for row in self._rows], [row.pictures for row in self._rows])
+        logits = self._model(inputs[:, None], cache=self._caches, **extra)[:, -1, :]
         draw = self._sampler(logits)
         self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
         mx.async_eval(self._inputs, *draw.arrays())
@@ -272,13 +280,13 @@ class BatchExecutor:
         return ready
 
     def holds(self, row_id: str) -> bool:
-        """Whether the row has KV here that can be used."""
+        """Whether the row has usable KV."""
         decodes = row_id not in self._leaving and any(row.row_id == row_id for row in self._rows)
         prefilling = self._prefilling.get(row_id)
         return decodes or row_id in self._joining or (prefilling is not None and not prefilling.spoiled)
 
     def length(self, row_id: str) -> int:
-        """How many tokens of a row have KV, wherever it is."""
+        """Returns how many tokens of a row in any state have KV."""
         if row_id in self._prefilling:
             return self._prefilling[row_id].length
         if row_id in self._joining:
@@ -286,9 +294,9 @@ class BatchExecutor:
         return self._rows[self._index(row_id)].length
 
     def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab]:
-        """Copies of a row's KV for token spans [start, stop), wherever the row is."""
+        """Copies a row's KV for token spans [start, stop); the row may be in any state. See `RowView.slab`."""
         spec, length = self._loaded.spec, self.length(row_id)
-        # By way of all rows only a few spans are cut: the copies of each stay until the next step.
+        # Stacks copy all rows of a span and stay until the next step, so they are for a few spans only.
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
         joining = self._joining.get(row_id)
         single = self._prefilling.get(row_id) if joining is None else joining.prefilled
@@ -304,7 +312,7 @@ class BatchExecutor:
         return slabs
 
     def leave(self, row_ids: Sequence[str]) -> None:
-        """Take rows out; unknown ids are ignored."""
+        """Removes rows; unknown ids are ignored."""
         for row_id in row_ids:
             single, joining = self._prefilling.pop(row_id, None), self._joining.pop(row_id, None)
             if joining is not None:
@@ -317,7 +325,7 @@ class BatchExecutor:
             self._forget()
 
     def clear_batch(self) -> None:
-        """Forget every decoding row, after a step failed."""
+        """Forgets every decoding row and every row that was about to join. Used after a step failed."""
         self.leave(list(self._joining))
         self._forget()
 
@@ -331,7 +339,7 @@ class BatchExecutor:
         self._sampler = BatchSampler(self._loaded.vocabulary_size, self._loaded.eos_token_ids)
 
     def _change_batch(self) -> None:
-        """Let rows leave and join."""
+        """Removes rows that left and appends rows that join."""
         if self._leaving:
             keep = [index for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
             kv_cache.keep(self._caches, keep)
@@ -354,7 +362,7 @@ class BatchExecutor:
         self._joining.clear()
 
     def _arriving(self) -> list[tuple[list[Any], list[_Joining]]]:
-        """The rows that join now, as batches: those that were prefilled together as they are, the rest merged."""
+        """Returns the rows that join now, as batches: rows prefilled together stay one batch, the others are merged."""
         arriving: list[tuple[list[Any], list[_Joining]]] = []
         joining = dict(self._joining)
         for entry in list(joining.values()):
@@ -377,5 +385,6 @@ class BatchExecutor:
 
 
 def _read(draw: Draw, row_ids: Sequence[str]) -> dict[str, tuple[bool, TokenLogprobs | None]]:
+    """Returns by row whether its token is sound, and its logprobs; waits for the device."""
     sound: list[bool] = draw.sound.tolist()  # type: ignore[assignment]
     return dict(zip(row_ids, zip(sound, draw.logprobs(), strict=True), strict=True))

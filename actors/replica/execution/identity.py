@@ -1,36 +1,35 @@
-"""What identifies a model: the one place that makes model ids.
+"""The identity of a model: the one place that makes model ids.
 
-Two ids, one within the other:
+Two ids, the second of which includes the first:
 
-    files id    which model it is: every byte of its files. Token ids and text mean the same wherever it is equal, so
-                agents' words belong to it.
-    model id    and how this machine computes with it. Block ids chain from it, so KV belongs to it.
+    files id    hashes every byte of the model's files. Token ids and text mean the same if it is equal, so agents'
+                token ids and texts belong to it.
+    model id    also hashes how this machine computes. Block ids chain from it, so KV belongs to it.
 
-**Files.** Weights, config, tokenizer, template, what a picture's processor is told, code, and the adapter. A list of
-what counts would forget what a library reads tomorrow, so every file in the folder counts but those that nothing
-loads (`_NOT_READ`); and those elsewhere that an index of weights names. Where several files have a tensor of one name,
-mlx-lm takes the one that the folder lists last, so then the order is a part too.
+**Files.** Weights, config, tokenizer, template, the picture processor's config, code, and the adapter. A list of files
+that count would miss what a library reads tomorrow, so all files of the folder count except those that nothing loads
+(`_NOT_READ`), and so do files elsewhere that an index of weights names. If several files have a tensor of one name,
+mlx-lm takes the one that the folder lists last, so then the order is included too.
 
-**Computing.** Whatever can change a number in a block, be it by rounding:
+**Computing.** Everything that can change a number in a block, even by rounding:
 
-    dtype       asked for, or the weights' own: those may be mixed, and the logits' type says nothing of the layers'
+    dtype       asked for, or the weights' own: those may be mixed, and the logits' dtype says nothing of the layers'
     weights     quantized ones multiplied as stored, dequantized or both: another order of additions
-    kv          policy and format of sealed blocks: what later tokens attend to
-    numerics    with `fast` a decode step may multiply codes directly, and a GPU encode pictures together. A
+    kv          policy and format of sealed blocks, which later tokens attend to
+    numerics    with `fast` a decode step may multiply codes directly, and a GPU may encode pictures together. A
                 `reproducible` replica promises bits, so it takes nothing that a fast one wrote
-    device      CPU, Metal or CUDA. On a CPU equal tokens give equal bits, and a GPU's would not be among them; what two
-                kinds of GPU differ by nobody has measured. Chips of one kind are equal within the tolerance that is
-                stated for GPUs, so KV moves from Mac to Mac; with `reproducible` the chip is a part, as another one
-                adds in another order
-    rounding    settings in the environment by which MLX multiplies float32 as something shorter, on a GPU
-    versions    of the libraries that compute: kernels and models' code change with them. Of those that prepare
-                pictures too, for a model that takes them
+    device      CPU, Metal or CUDA. On a CPU equal tokens give equal bits, which a GPU's would not be; how much two
+                kinds of GPU differ is not measured. Chips of one kind are equal within the tolerance stated for GPUs,
+                so KV moves from Mac to Mac; `reproducible` includes the chip, as another one adds in another order
+    rounding    environment variables with which MLX multiplies float32 in a shorter format, on a GPU
+    versions    of the libraries that compute, because kernels and models' code change; for models that take pictures
+                also of those that prepare them
 
-What a block does not depend on is no part: chunks, batch and scheduling (the position law), how far the context is
-limited (`context_tokens_max` is a bound, and rope is scaled by the config alone), how tokens are drawn, the path.
+Not included is what a block does not depend on: chunks, batch and scheduling (the position law), the context limit
+(`context_tokens_max` is a bound, and rope is scaled by the config alone), sampling, and paths.
 
-`_MODEL_TAG` is raised when Satchel itself computes otherwise. Then, and whenever an id changes, KV under the old one
-is found by nobody, and goes as what is least recently used does.
+`_MODEL_TAG` is raised whenever Satchel itself computes differently. KV under an old id is never found again, and is
+evicted as least recently used.
 """
 
 from __future__ import annotations
@@ -62,17 +61,17 @@ _NOT_READ = (
     "LICENSE*",
     "NOTICE*",
     *(f"*.{kind}" for kind in ("png", "jpg", "jpeg", "gif", "webp", "pdf")),
-    # Weights in formats of others.
+    # Weights in other formats.
     *(f"*.{kind}" for kind in ("gguf", "onnx", "pt", "pth", "h5", "msgpack")),
     "pytorch_model*.bin",
-    # How tokens are drawn, and where an answer ends.
+    # Sampling defaults, and end-of-sequence tokens.
     "generation_config.json",
 )
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model is, and how it is computed with.
+    """A model's files, and how this machine computes with them.
 
     Attributes:
         files: SHA-256 in hexadecimal, by `model/NAME`, and `adapter/NAME` for an adapter's.
@@ -84,43 +83,43 @@ class Identity:
 
     @property
     def files_id(self) -> bytes:
-        """32 bytes that say which model it is. Where they are equal, token ids mean the same."""
+        """32 bytes that identify the model's files. Token ids mean the same if they are equal."""
         return digest(_FILES_TAG, *_flat(self.files))
 
     @property
     def model_id(self) -> bytes:
-        """32 bytes that name everything a block's content depends on besides its tokens. Two nodes with equal ids may
+        """32 bytes that identify everything a block's content depends on besides its tokens. Nodes with equal ids may
         exchange blocks."""
         return digest(_MODEL_TAG, self.files_id, *_flat(self.computing))
 
 
 def files_of(folder: Path, adapter: Path | None = None) -> dict[str, Path]:
-    """The files that say what a model is, by name."""
-    found = {path.name: path for path in folder.iterdir() if path.is_file() and not _is_ignored(path.name)}
-    if INDEX in found:
-        # One that cannot be read names nothing, for those who load weights too.
+    """Returns the files that identify a model, by name."""
+    paths = {path.name: path for path in folder.iterdir() if path.is_file() and not _is_ignored(path.name)}
+    if INDEX in paths:
+        # An unreadable index names no files, for the loader of weights too.
         with suppress(ModelLoadError):
-            found |= {name: folder / name for name in named_by_index(found[INDEX]) if (folder / name).is_file()}
-    named = {f"model/{name}": path for name, path in found.items()}
+            paths |= {name: folder / name for name in named_by_index(paths[INDEX]) if (folder / name).is_file()}
+    named = {f"model/{name}": path for name, path in paths.items()}
     if adapter is not None:
         named |= {f"adapter/{name}": adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
     return dict(sorted(named.items()))
 
 
 def order_of_weights(folder: Path, files: Sequence[WeightFile]) -> dict[str, str]:
-    """The order in which the files are loaded, where that decides which tensors count; else nothing."""
+    """Returns the order in which the files are loaded if it decides which tensors count, else nothing."""
     counts = Counter(name for file in files for name in file.tensors)
     if all(count == 1 for count in counts.values()):
         return {}
-    # As mlx-lm asks for them.
+    # In the order in which mlx-lm lists them.
     return {"order of weights": " ".join(Path(path).name for path in glob(str(folder / WEIGHTS)))}  # noqa: PTH207
 
 
 def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool) -> dict[str, str]:
-    """How this process computes.
+    """Returns how this process computes, as settings by name.
 
     Args:
-        dtype: of the computation, with whether that is the weights' own.
+        dtype: the compute dtype, and whether it is the weights' own.
         weights: as `prepare_weights` returns it.
         kv: the policy's name.
         seeing: whether the model takes pictures.
@@ -139,7 +138,7 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
 
 
 def refuse_elsewhere(source: str, config: Mapping[str, object]) -> None:
-    """Refuse a model that would read weights that are no part of its id.
+    """Refuses a model that would read weights not included in its id.
 
     Raises:
         ModelLoadError: it would.

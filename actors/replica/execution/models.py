@@ -1,4 +1,4 @@
-"""Loading a model: its weights, an adapter on them, what identifies both. mlx-lm and, for pictures, mlx-vlm load it."""
+"""Loads a model, its adapter and its identity, with mlx-lm, or with mlx-vlm for models that take pictures."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ from .vision import LanguagePart, Vision
 from .warm_up import default_budget_s, warm_up
 
 FULL_PRECISION = "fp16"
-"""The name of keeping KV as it is computed; `sealing.POLICIES` has the others."""
+"""The name for keeping KV unsealed; `sealing.POLICIES` has the others."""
 
 logger = logging.getLogger(__name__)
 
 _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _GIB = 2**30
 _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, ImportError, RuntimeError, OSError)
-"""What mlx-lm raises where a folder does not hold what its config says."""
+"""What mlx-lm raises if a folder does not match its config."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
-    `direct` says where a decode step multiplies sealed codes as they are, None for nowhere; `vision` is what pictures
-    go through, None for a model of text."""
+    """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as `prepare_weights` returns
+    it; `direct` says if a decode step multiplies sealed codes directly, None for never; `vision` encodes pictures, None
+    for a text model."""
 
     model: Any
     folder: Path
@@ -74,16 +74,16 @@ class LoadedModel:
 
     @property
     def model_id(self) -> bytes:
-        """32 bytes that name everything a block's content depends on besides its tokens."""
+        """32 bytes that identify everything a block's content depends on besides its tokens."""
         return self.identity.model_id
 
     @property
     def kv(self) -> str:
-        """How KV is kept, `q4`, `k8v4` or `fp16`; what was asked for where the model's layers allow it."""
+        """How KV is kept: `q4`, `k8v4` or `fp16`. Always `fp16` if the model's layers cannot be sealed."""
         return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
 
     def new_caches(self) -> list[Any]:
-        """Empty caches for one row, one a layer."""
+        """Returns empty caches for one row, one per layer."""
         return new_caches(self.spec, make_prompt_cache(self.model), self.direct)
 
 
@@ -102,7 +102,7 @@ def load(
     trust_remote_code: bool = False,
     warm_up_s: float | None = None,
 ) -> LoadedModel:
-    """Load a source and run one token through it, so that the first request meets a warm model.
+    """Loads a source, runs two tokens through it, and warms it up for the first requests.
 
     Args:
         dtype: `auto`, or the name of an MLX float type.
@@ -110,15 +110,15 @@ def load(
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
         weights: see `prepare_weights`.
         kv: how KV is kept, `q4`, `k8v4` or `fp16`.
-        numerics: with `fast` a decode step reads sealed blocks the way that is measured to be faster here, with
-            `reproducible` the way that prefill does, to the same bits; and pictures are not encoded together.
-        kernels: a file to keep the measurements in.
-        digests: a file to keep the digests of the model's files in.
+        numerics: `fast` lets a decode step read sealed blocks in the way measured to be faster; `reproducible` lets it
+            compute as prefill does, bit for bit, and encodes pictures one by one.
+        kernels: a file for the measurements.
+        digests: a file for the digests of the model's files.
         trust_remote_code: whether code in the model's own folder may run.
-        warm_up_s: how long to meet batches of usual sizes in advance; None for what the device needs.
+        warm_up_s: how long to run batches of usual sizes in advance; None for what the device needs.
 
     Raises:
-        ModelLoadError: with the reason in one sentence.
+        ModelLoadError: the model cannot be loaded; the message says why in one sentence.
     """
     folder = resolve(source, progress, code=trust_remote_code)
     adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
@@ -130,9 +130,9 @@ def load(
     refuse_elsewhere(source, named)
     weight_files = _weight_files(folder)
     _check_memory(source, weight_files, chosen)
-    # Before they are loaded, which reads them again: from memory, where there is room.
+    # Before loading, which then reads the files from the system's cache if memory allows.
     paths = files_of(folder, adapter_folder)
-    found = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
+    digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     try:
         seeing = sees(folder)
         if seeing:
@@ -159,9 +159,9 @@ def load(
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     used = str(logits.dtype).removeprefix("mlx.core.")
     seen = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
-    check_unchanged(found, paths)
+    check_unchanged(digested, paths)
     identity = Identity(
-        files={name: each.digest.hex() for name, each in found.items()} | order_of_weights(folder, weight_files),
+        files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files),
         computing=computing(
             dtype=used if chosen is not None else f"{used}, own",
             weights=kept,
@@ -201,7 +201,7 @@ def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bo
 def _measured_choice(
     spec: ModelCacheSpec, caches: Sequence[Any], config: dict[str, Any], dtype: mx.Dtype, kernels: Path | None
 ) -> Choose | None:
-    """By the model's first layer with KV."""
+    """Returns the measured choice for the model's first layer with KV."""
     cache: Any = next(cache for layer, cache in zip(spec.layers, caches, strict=True) if layer.sealed)
     kv_heads, key_dim, value_dim = cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3]
     heads = config.get("num_attention_heads") or config.get("text_config", {}).get("num_attention_heads") or kv_heads
@@ -210,7 +210,7 @@ def _measured_choice(
 
 
 def _weight_files(folder: Path) -> list[WeightFile]:
-    """What mlx-lm loads from the folder, every file checked to be whole.
+    """Reads the headers of the weight files that mlx-lm loads, and checks that every file is complete.
 
     Raises:
         ModelLoadError: there are none, or one is damaged.
@@ -222,10 +222,10 @@ def _weight_files(folder: Path) -> list[WeightFile]:
 
 
 def _check_memory(source: str, files: Sequence[WeightFile], dtype: mx.Dtype | None) -> None:
-    """Refuse weights that do not fit the memory that is free: the machine would swap, or the kernel kill somebody.
+    """Refuses weights that do not fit the free memory: the machine would swap, or the kernel would kill a process.
 
     Raises:
-        ModelLoadError: with both numbers.
+        ModelLoadError: they do not fit; the message has both sizes.
     """
     needed, free = bytes_in_memory(files, dtype.size if dtype is not None else None), device_bytes(free=True)
     if needed > free:
@@ -236,13 +236,13 @@ def _check_memory(source: str, files: Sequence[WeightFile], dtype: mx.Dtype | No
 
 
 def _add_adapter(model: Any, folder: Path) -> None:
-    """Put a LoRA or DoRA adapter (or a full fine-tune) on the model, with mlx-lm's own loader.
+    """Adds a LoRA or DoRA adapter (or a full fine-tune) to the model, with mlx-lm's own loader.
 
-    That one refuses tensors the model has no place for. A place that stays half filled it does not see: there a random
-    matrix would meet a trained one.
+    The loader refuses tensors that the model has no place for, but does not notice incomplete layers, in which a random
+    matrix would be multiplied with a trained one. These are refused here.
 
     Raises:
-        ModelLoadError: it is not an adapter of this model.
+        ModelLoadError: it is not a complete adapter of this model.
     """
     config = read_json(folder / ADAPTER_CONFIG)
     if "peft_type" in config:
@@ -252,7 +252,7 @@ def _add_adapter(model: Any, folder: Path) -> None:
         mlx_lm_load_adapters(model, str(folder))
     except _LOAD_ERRORS as error:
         raise ModelLoadError(f"the adapter {folder} does not fit the model: {first_sentence(error)}") from error
-    # The new layers would drop some of their input at random, as in training.
+    # Otherwise the new layers would apply dropout, as in training.
     model.eval()
     places: list[str] = [name for name, _ in tree_flatten(model.parameters())]
     filled = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in _ADAPTER_LEAVES}
@@ -266,7 +266,8 @@ def _add_adapter(model: Any, folder: Path) -> None:
 
 
 def _pick_dtype(wanted: str) -> mx.Dtype | None:
-    """The compute dtype: float32 on a CPU, where half precision is slow and less exact; else the model's own."""
+    """Returns the compute dtype. For `auto` it is float32 on a CPU, where half precision is slow and less exact, else
+    None: the model's own."""
     if wanted != "auto":
         return getattr(mx, wanted)
     return None if on_gpu() else mx.float32

@@ -1,6 +1,6 @@
-"""Weights as this device multiplies by them fastest: compute dtype, quantized or not, memory layout.
+"""Prepares weights for the fastest products on this device: compute dtype, quantized or not, memory layout.
 
-Quantized weights are small on disk and in memory, but not everywhere fast. Measured with MLX 0.32 (4 bits, groups of
+Quantized weights are small on disk and in memory, but not fast everywhere. Measured with MLX 0.32 (4 bits, groups of
 64), the time of a product with the weights as stored and dequantized:
 
     an output layer 151,936 x 1,024 for 16 rows, H200      1,038 us and 131 us
@@ -8,8 +8,8 @@ Quantized weights are small on disk and in memory, but not everywhere fast. Meas
     its prefill of 2,048 tokens, H200                      28.8 ms and 17.6 ms
     1,024 x 1,024 for 4 rows, float32, a CPU               3.7 ms and 1.4 ms
 
-So CUDA has them in both forms and takes the faster one for the product at hand. On Metal the quantized kernels are the
-best tuned ones, and memory is what a Mac has least of: there they stay.
+So on CUDA both forms are kept, and each product uses the faster one. On Metal, where the quantized kernels are the best
+tuned ones and memory is scarce, weights stay as stored.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..kv.device import device_bytes, on_gpu
 
 DEQUANTIZED_FRACTION = 0.25
-"""Of the device's memory, what `auto` lets dequantized weights take."""
+"""The share of the device's memory that `auto` allows for dequantized weights."""
 
 STORED_PRODUCTS_MAX = 15_000_000
-"""With `both`, up to how many multiplications (rows x inputs x outputs) are done with the weights as stored. On an H200
-the two forms are equally fast at 12 rows of 1,024 x 1,024, 8 of 1,024 x 2,048, 5 of 1,024 x 3,072, and below one of
-4,096 x 4,096."""
+"""With `both`, products of up to this many multiplications (rows x inputs x outputs) use the weights as stored. On an
+H200 the two forms are equally fast at 12 rows of 1,024 x 1,024, 8 of 1,024 x 2,048, 5 of 1,024 x 3,072, and below one
+row of 4,096 x 4,096."""
 
 
 def prepare_weights(model: Any, dtype: mx.Dtype | None, weights: str, progress: Callable[[float], None]) -> str:
-    """Bring a model's lazy weights into memory, telling the fraction of their bytes.
+    """Loads a model's lazy weights into memory and converts them.
 
     Args:
         dtype: the compute dtype, None for the weights' own.
-        weights: `stored`, `dequantized`, `both`, or `auto`, which decides by device and size; the same on every
-            machine of a kind.
+        weights: `stored`, `dequantized`, `both`, or `auto`, which decides by device and size, equally on all machines
+            of a kind.
+        progress: called with the fraction of bytes that are loaded.
 
     Returns:
-        What was done, any of the first three: a part of the model's identity, because results differ by rounding.
+        The form used, one of the first three. It is a part of the model's identity, because results differ by rounding.
     """
     if dtype is not None:
         model.set_dtype(dtype)
@@ -75,29 +76,32 @@ def _pays(quantized: dict[str, Any]) -> bool:
 
 
 class _LinearByRows(nn.Linear):
-    """A dequantized layer that computes small products by its stored weights."""
+    """A dequantized layer that uses its stored weights for small products."""
 
     stored: Any
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Returns `(..., outputs)` for `x` `(..., inputs)`, both in the model's dtype."""
         return self.stored(x) if _is_small(x, self.weight) else super().__call__(x)
 
 
 class _EmbeddingByRows(nn.Embedding):
-    """The same of an embedding that is the output layer too."""
+    """The same for an embedding that is the output layer too."""
 
     stored: Any
 
     def as_linear(self, x: mx.array) -> mx.array:
+        """Returns logits `(..., vocabulary)` for `x` `(..., dim)`, both in the model's dtype."""
         return self.stored.as_linear(x) if _is_small(x, self.weight) else super().as_linear(x)
 
 
 def _is_small(x: mx.array, weight: mx.array) -> bool:
+    """Whether `x` `(..., inputs)` times `weight` `(outputs, inputs)` transposed is faster with stored weights."""
     return x.size * weight.shape[0] <= STORED_PRODUCTS_MAX
 
 
 def _dequantized(module: Any, linear: type[nn.Linear] = nn.Linear, embedding: type[nn.Embedding] = nn.Embedding) -> Any:
-    """The layer with plain weights, in the dtype of its scales."""
+    """Returns the layer with plain weights, `(outputs, inputs)` in the dtype of its scales."""
     matrix = mx.dequantize(
         module.weight, module.scales, module.biases, group_size=module.group_size, bits=module.bits, mode=module.mode
     )
@@ -123,9 +127,9 @@ def _is_transposed_in_use(module: nn.Module, name: str, value: Any) -> bool:
 
 
 def _column_major(weight: mx.array) -> mx.array:
-    """The same matrix with its columns contiguous.
+    """Returns a float32 matrix `(outputs, inputs)` with contiguous columns; other arrays unchanged.
 
-    A layer computes x @ weight.T; MLX's CPU build multiplies about twice as fast when that transpose is contiguous
+    A layer computes x @ weight.T; MLX's CPU build multiplies about twice as fast if that transpose is contiguous
     (256 x 3072 float32: 145 ms against 301 at 512 rows, 8.2 against 14.1 at 16).
     """
     return mx.contiguous(weight.T).T if weight.ndim == 2 and weight.dtype == mx.float32 else weight

@@ -1,11 +1,11 @@
-"""Drawing the next token of every row of a batch at once, each row by its own parameters and its own noise.
+"""Samples the next tokens of all rows of a batch at once, each row with its own parameters and its own noise.
 
 Noise is a pure function of (seed, choice, position), so a row's tokens never depend on its batch mates, on preemption,
-or on the replica it runs on. Sampling is the Gumbel-max trick: argmax(logits / temperature + noise) is a draw from the
-softmax (Gumbel 1954; Maddison et al. 2014). Every operation works along the vocabulary, row by row, and what a row
-does not ask for is not done to it: its bits are those it has alone.
+or on the replica it runs on. Sampling uses the Gumbel-max trick: argmax(logits / temperature + noise) is a draw from
+the softmax (Gumbel 1954; Maddison et al. 2014). Every operation works along the vocabulary, row by row, and a row gets
+only the operations it asks for: its result is bit for bit the one it would have alone.
 
-Nothing here waits for the device: a draw can be launched before the one before it has been read.
+Sampling never waits for the device: a draw can be launched before the one before it has been read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MASK = (1 << 64) - 1
 _NO_LIMIT = 2**31 - 1
 
 GREEDY_BELOW = 1e-5
-"""A temperature under this is greedy: a division by it would leave float32's range."""
+"""Temperatures below this are greedy: dividing by one would overflow float32."""
 
 WIDTHS = (32, 1024)
-"""How many of a row's largest logits are looked at: the first of these that is enough for the row, else all."""
+"""How many of a row's largest logits are sorted: the first of these that is enough for the row, else all."""
 
 
 def noise_key(seed: int, position: int) -> int:
-    """64 well-mixed bits of (seed, position), by two rounds of SplitMix64 (Steele et al. 2014)."""
+    """Returns a 64-bit hash of (seed, position), by two rounds of SplitMix64 (Steele et al. 2014)."""
     value = (seed & _MASK) ^ ((position * 0x9E3779B97F4A7C15) & _MASK)
     for _ in range(2):
         value = (value + 0x9E3779B97F4A7C15) & _MASK
@@ -42,12 +42,16 @@ def noise_key(seed: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Draw:
-    """One token for every row, on its way.
+    """One sampled token for every row; the arrays may not be evaluated yet.
 
-    `tokens` has shape (rows,). `sound`, of the same shape, is False where the model's logit of the drawn token is not a
-    finite number, so the model is broken for that row and the token means nothing. `chosen` (asking rows,),
-    `top_tokens` and `top_logprobs` (asking rows, widest) are of the rows that ask for logprobs, None where none does;
-    `asking` says which: row, how many entries are its own, how many of them it wants.
+    Attributes:
+        tokens: `(rows,) uint32`.
+        sound: `(rows,) bool`, False if the logit of the token is not a finite number: the model is broken for that row
+            and the token is meaningless.
+        chosen: logprobs of the tokens, `(asking,) float32`, of the rows that ask for logprobs; None if none does.
+        top_tokens: `(asking, widest) uint32`, candidates for the most likely tokens, unsorted, padded with zeros.
+        top_logprobs: their logprobs, `(asking, widest) float32`.
+        asking: of each asking row its index, how many candidates are its own, and how many it wants.
     """
 
     tokens: mx.array
@@ -58,12 +62,13 @@ class Draw:
     asking: tuple[tuple[int, int, int], ...] = ()
 
     def arrays(self) -> list[mx.array]:
-        """What to evaluate."""
+        """Returns the arrays to evaluate."""
         every = (self.tokens, self.sound, self.chosen, self.top_tokens, self.top_logprobs)
         return [array for array in every if array is not None]
 
     def logprobs(self) -> list[TokenLogprobs | None]:
-        """For every row what it asked for, or None; waits for the device. Equal tokens go by their ids."""
+        """Returns the logprobs of every row that asked for them, else None; waits for the device. Equally likely tokens
+        are in the order of their ids."""
         rows: list[TokenLogprobs | None] = [None] * self.tokens.shape[0]
         if self.chosen is None:
             return rows
@@ -77,7 +82,8 @@ class Draw:
 
 @dataclass
 class _SampledRow:
-    """`seed` is that of the noise; `banned` cannot be drawn before `min_tokens`; `position` counts the draws before."""
+    """A row's sampling state: the noise's `seed`, tokens `banned` before `min_tokens`, and the number of draws so far
+    (`position`)."""
 
     sampling: Sampling
     seed: int
@@ -86,28 +92,29 @@ class _SampledRow:
 
     @property
     def counted(self) -> bool:
-        """Whether what was drawn matters for what will be."""
+        """Whether earlier tokens matter for the next one: it has penalties."""
         asked = self.sampling
         return (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty) != (1, 0, 0)
 
 
 def _column(values: list[float]) -> mx.array:
+    """Returns the values as `(rows, 1) float32`."""
     return mx.array(values, dtype=mx.float32)[:, None]
 
 
 def _width(count: int, vocabulary: int) -> int:
-    """How many of the largest logits to look at for a row that needs `count`: by the row alone, so that a batch mate
-    never changes what is computed for it."""
+    """Returns how many of the largest logits to sort for a row that needs `count`. It depends on the row alone, so that
+    a batch mate never changes the row's computation."""
     return next((width for width in WIDTHS if count <= width < vocabulary), vocabulary)
 
 
 def _pick(array: mx.array, indices: list[int]) -> mx.array:
-    """The rows of `array` at ascending `indices`; without work where that is all of them."""
+    """Returns the rows of `array` `(rows, ...)` at ascending `indices`; `array` itself if these are all."""
     return array if len(indices) == array.shape[0] else array[mx.array(indices)]
 
 
 def _put(array: mx.array, indices: list[int], rows: mx.array) -> mx.array:
-    """`array` with `rows` at ascending `indices`."""
+    """Returns `array` `(rows, ...)` with `rows` `(indices, ...)` of its dtype at ascending `indices`."""
     if len(indices) == array.shape[0]:
         return rows
     changed = mx.array(array)
@@ -116,9 +123,9 @@ def _put(array: mx.array, indices: list[int], rows: mx.array) -> mx.array:
 
 
 class _Filter:
-    """Top-k and top-p (nucleus, Holtzman et al. 2019) of the rows for which as many logits are looked at.
+    """Top-k and top-p (nucleus, Holtzman et al. 2019) of the rows with the same sorting width.
 
-    Both go by the distribution that temperature leaves: top-p does not count anew what top-k left.
+    Both use the distribution after temperature: top-p does not renormalize after top-k.
     """
 
     def __init__(self, width: int, rows: Sequence[Sampling]) -> None:
@@ -128,7 +135,11 @@ class _Filter:
         self._top_k = mx.array([min(row.top_k or _NO_LIMIT, _NO_LIMIT) for row in rows], dtype=mx.int32)[:, None]
 
     def threshold(self, scaled: mx.array) -> mx.array:
-        """The least logit, (rows, 1), that stays."""
+        """Returns the smallest logit that stays, `(rows, 1) float32`.
+
+        Args:
+            scaled: logits over temperature, `(rows, vocabulary) float32`.
+        """
         largest = scaled if self._width == scaled.shape[-1] else mx.topk(scaled, self._width, axis=-1)
         descending = -mx.sort(-largest, axis=-1)
         rank = mx.arange(self._width)
@@ -157,7 +168,7 @@ class _Noisy:
             self._filters.append((members, _Filter(width, [asked[index] for index in members])))
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Tokens of shape (rows,) for logits of shape (rows, vocabulary)."""
+        """Samples tokens, `(rows,) uint32`, from logits, `(rows, vocabulary) float32`."""
         scaled = logits / self._temperature
         kept = None
         if self._filters:
@@ -173,13 +184,14 @@ class _Noisy:
         return mx.argmax(scaled + self._noise(), axis=-1)
 
     def _noise(self) -> mx.array:
+        """Returns Gumbel noise, `(rows, vocabulary) float32`."""
         keys = [noise_key(row.seed, row.position) for row in self._rows]
         pairs = mx.array(np.array([[key >> 32, key & _MASK >> 32] for key in keys], dtype=np.uint32))
         return mx.vmap(lambda key: mx.random.gumbel((self._vocabulary,), key=key))(pairs)
 
 
-class _Layout:
-    """What a batch's rows ask for, as indices and arrays: they hold until the batch changes."""
+class _BatchLayout:
+    """The sampling parameters of a batch's rows as indices and arrays; valid until the batch changes."""
 
     def __init__(self, rows: list[_SampledRow], vocabulary: int) -> None:
         asked = [row.sampling for row in rows]
@@ -191,7 +203,7 @@ class _Layout:
         self.repetition = _column([row.repetition_penalty for row in counted])
         self.presence = _column([row.presence_penalty for row in counted])
         self.frequency = _column([row.frequency_penalty for row in counted])
-        # A device adds to one place in any order, so what is added to one token is summed here.
+        # A device adds to one place in any order, so several biases on one token are summed on the host.
         sums: dict[tuple[int, int], float] = {}
         for index, row in enumerate(asked):
             for token, bias in row.logit_bias:
@@ -206,15 +218,15 @@ class _Layout:
             for index, row in enumerate(asked)
             if row.logprobs is not None
         )
-        # Every row takes the largest of the model's own logits, and says no more.
+        # Every row takes the argmax of the model's own logits and wants no logprobs.
         self.untouched = not (self.noisy or self.counted or self.bias or self.asking)
 
 
 class BatchSampler:
-    """Draws for the rows of a batch, in their order. What a token says about later ones stays on the device.
+    """Samples for the rows of a batch, in their order. Token counts for penalties stay on the device.
 
     Args:
-        vocabulary_size: the logits' last axis.
+        vocabulary_size: length of the logits' last axis.
         end_tokens: the model's end-of-sequence tokens, all inside the vocabulary.
     """
 
@@ -222,19 +234,19 @@ class BatchSampler:
         self._vocabulary = vocabulary_size
         self._end_tokens = end_tokens
         self._rows: list[_SampledRow] = []
-        self._layout: _Layout | None = None
+        self._layout: _BatchLayout | None = None
         self._counts: mx.array | None = None
-        """(counted rows, vocabulary): twice how often the answer has the token, and one more if the prompt has it."""
+        """`(counted rows, vocabulary) int32`: twice the token's count in the answer, plus one if the prompt has it."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        """A new last row. Tokens outside the vocabulary cannot be drawn, so what is said about them is not heard.
+        """Appends a row. Parameters for tokens outside the vocabulary are ignored: these cannot be drawn.
 
         Args:
-            prompt: without what was generated.
-            generated: what the row has drawn before, here or elsewhere; its next draw has this position.
+            prompt: token ids without the generated ones.
+            generated: token ids drawn before, here or elsewhere; their number is the next draw's position.
         """
         banned = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._end_tokens)}
         row = _SampledRow(
@@ -250,7 +262,7 @@ class BatchSampler:
         self._layout = None
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Only the rows at `indices` stay, in that order."""
+        """Keeps only the rows at `indices`, in that order."""
         if self._counts is not None:
             places = {index: place for place, index in enumerate(i for i, row in enumerate(self._rows) if row.counted)}
             stay = [places[index] for index in indices if index in places]
@@ -259,11 +271,15 @@ class BatchSampler:
         self._layout = None
 
     def __call__(self, logits: mx.array) -> Draw:
-        """Draw from logits of shape (rows, vocabulary); every row's position goes up by one. Evaluates nothing."""
+        """Samples lazily from logits, `(rows, vocabulary)` in the model's dtype, and advances every row's position.
+
+        Raises:
+            ValueError: the logits have another shape.
+        """
         if logits.shape != (len(self._rows), self._vocabulary):
             raise ValueError(f"{len(self._rows)} rows of {self._vocabulary} logits expected, got {logits.shape}")
         if self._layout is None:
-            self._layout = _Layout(self._rows, self._vocabulary)
+            self._layout = _BatchLayout(self._rows, self._vocabulary)
         layout = self._layout
         held = [(index, token) for index, row in enumerate(self._rows) for token in self._held_back(row)]
         if layout.untouched and not held:
@@ -284,21 +300,23 @@ class BatchSampler:
         return row.banned if row.position < row.sampling.min_tokens else []
 
     def _count(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
+        """Returns a row of `_counts`, `(vocabulary,) int32`."""
         size = self._vocabulary
-        heard = np.asarray(prompt, dtype=np.int64), np.asarray(generated, dtype=np.int64)
-        inside = [tokens[(tokens >= 0) & (tokens < size)] for tokens in heard]
+        both = np.asarray(prompt, dtype=np.int64), np.asarray(generated, dtype=np.int64)
+        inside = [tokens[(tokens >= 0) & (tokens < size)] for tokens in both]
         counts = 2 * np.bincount(inside[1], minlength=size).astype(np.int32)
         counts[inside[0]] += 1  # Once for a token, however often the prompt has it.
         return counts
 
-    def _changed(self, logits: mx.array, layout: _Layout, held: list[tuple[int, int]]) -> mx.array:
-        """The logits after bias, penalties and `min_tokens`, which has the last word."""
+    def _changed(self, logits: mx.array, layout: _BatchLayout, held: list[tuple[int, int]]) -> mx.array:
+        """Returns the logits, `(rows, vocabulary) float32`, after bias, penalties and last `min_tokens`: the tokens of
+        `held`, (row, token), become -inf."""
         if layout.bias is not None:
             places, values = layout.bias
             logits = logits.at[places].add(values)
         if self._counts is not None:
             mine = _pick(logits, layout.counted)
-            # CTRL (Keskar et al. 2019), extended to negative logits as is usual; then OpenAI's two.
+            # CTRL's penalty (Keskar et al. 2019), extended to negative logits as usual; then OpenAI's two.
             repeated = mx.where(mine > 0, mine / layout.repetition, mine * layout.repetition)
             mine = mx.where(self._counts > 0, repeated, mine)
             answered = self._counts >> 1
@@ -309,7 +327,8 @@ class BatchSampler:
             logits[mx.array([index for index, _ in held]), mx.array([token for _, token in held])] = -mx.inf
         return logits
 
-    def _choose(self, logits: mx.array, layout: _Layout) -> mx.array:
+    def _choose(self, logits: mx.array, layout: _BatchLayout) -> mx.array:
+        """Returns tokens, `(rows,) uint32`, of logits, `(rows, vocabulary) float32`."""
         if not layout.noisy:
             return mx.argmax(logits, axis=-1)
         drawn = layout.noise(_pick(logits, layout.noisy))
@@ -319,10 +338,11 @@ class BatchSampler:
 
     @staticmethod
     def _sound(logits: mx.array, tokens: mx.array) -> mx.array:
+        """Returns whether each token's logit is finite, `(rows,) bool`."""
         return mx.isfinite(mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0])
 
     def _with_logprobs(self, draw: Draw, own: mx.array) -> Draw:
-        """The draw with the logarithms of the model's `own` distribution, for the rows that ask."""
+        """Adds logprobs of the model's `own` logits, `(rows, vocabulary) float32`, for the rows that ask."""
         if not draw.asking:
             return draw
         mine = _pick(own, [row for row, _, _ in draw.asking])

@@ -1,9 +1,9 @@
-"""The model's side of pictures: the encoder, positions, and what the language part is given in place of tokens.
+"""The model's side of pictures: the encoder, positions, and the language part's inputs besides token ids.
 
-Nothing here knows families. mlx-vlm's models have one way in, `get_input_embeddings`, which makes of token ids and
-pixels what their language part takes: an embedding a token, and for some levels of the encoder (DeepStack) what is
-added behind the first layers. It is called for one picture's span alone, and what comes out is kept as `Features`; so a
-prompt may be computed in any chunks, beside any other rows, and a picture is encoded once.
+Nothing here knows model families. All of mlx-vlm's models have `get_input_embeddings`, which turns token ids and pixels
+into the inputs of their language part: an embedding per token, and for some models (DeepStack) arrays that are added
+after the first layers. It is called for one picture's span alone, and the result is kept as `Features`, the picture's
+image embeddings. So a prompt may be computed in any chunks and batches, and a picture is encoded once.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
 from ...model_files.foreign_code import refuse_model_file
-from ...model_files.processors import Layout, PictureProcessor
+from ...model_files.processors import PictureProcessor, SpanLayout
 from ..kv.device import on_gpu
 from ..kv.sealing import copied
 
 logger = logging.getLogger(__name__)
 
 _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"}
-"""What of the way in is understood here. Positions are made for the whole prompt instead."""
+"""Outputs of `get_input_embeddings` that are used. Positions are computed for the whole prompt instead."""
 
 _IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
-"""mlx-vlm's own language parts look at causal masks only."""
+"""Outputs that are not needed: mlx-vlm's language parts use causal masks only."""
 
 PLACES_KEPT = 16
-"""Of how many prompts: 16 bytes a token."""
+"""Prompts whose positions are cached, 16 bytes per token."""
 
 TOGETHER_TOKENS_MAX = 1024
-"""Of pictures that are encoded together: those of one of 1024 x 1024 pixels in a Qwen3-VL."""
+"""The most tokens of pictures that are encoded together: as many as one of 1024 x 1024 pixels has in a Qwen3-VL."""
 
 NEAR = 0.1
-"""How far the features of a picture encoded with another may be from those of it alone, where the other's are 1."""
+"""How far the embeddings of a picture encoded with another may be from those of it alone, relative to the distance
+between the two pictures' embeddings."""
 
 SPARE_BYTES_MAX = 1 << 30
-"""Of freed buffers that a picture may leave to MLX: its encoder's are larger than what anything else here needs."""
+"""Freed buffers that a picture may leave in MLX's cache: nothing else needs buffers as large as the encoder's."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """What the language part takes for a picture's span.
+    """A picture's image embeddings: the language part's inputs for the picture's span.
 
     Attributes:
-        embeddings: (tokens, dim).
-        levels: what is added behind the first layers, each (tokens, dim), zero where a token does not stand for the
+        embeddings: `(tokens, dim)` in the model's dtype.
+        levels: arrays added after the first layers, each `(tokens, dim)`, zero for tokens that do not stand for the
             picture; empty for most models.
     """
 
@@ -65,6 +66,7 @@ class Features:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
+        """Returns the embeddings and all levels, each `(tokens, dim)`."""
         return [self.embeddings, *self.levels]
 
 
@@ -74,9 +76,9 @@ class RowPictures:
 
     Attributes:
         spans: (first token, number of tokens) of each.
-        features: as far as they are known, by the index of the span.
-        positions: (axes, tokens) of the prompt up to the last picture's end, where positions are not just counted;
-            `shift` is what a later token's place in the row has to be moved by.
+        features: the known ones, by the index of the span.
+        positions: `(axes, tokens)` integers of the prompt up to the last picture's end; None if the model just counts.
+        shift: what to add to a later token's index in the row to get its position.
     """
 
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -85,13 +87,13 @@ class RowPictures:
     shift: int = 0
 
     def touched(self, start: int, stop: int) -> list[int]:
-        """The spans that have tokens in [start, stop)."""
+        """Returns the indexes of the spans that have tokens in [start, stop)."""
         return [index for index, (first, count) in enumerate(self.spans) if first < stop and start < first + count]
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """Consecutive tokens of a row, which begin at `start`."""
+    """Consecutive tokens of a row, from `start` on."""
 
     tokens: Sequence[int]
     start: int
@@ -99,15 +101,15 @@ class RowPart:
 
 
 def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str, Any]]:
-    """A model with its weights, which are read when they are used, and its config.
+    """Loads a model with lazy weights, and its config.
 
     Raises:
-        ValueError: the model is of a kind that is not served.
+        ValueError: models of this kind are not served.
         ModelLoadError: it needs code of its own, and is not `trusted`.
     """
     from mlx_vlm.utils import load_config, load_model
 
-    # mlx-vlm runs it without being asked.
+    # mlx-vlm would run the model's own code without asking.
     refuse_model_file(folder.name, load_config(folder), trusted=trusted)
     model = load_model(folder, lazy=True)
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "language_model"):
@@ -116,7 +118,7 @@ def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str,
 
 
 def _axes_of(language: Any) -> int:
-    """How many numbers a position has where a model is told positions; 0 where it counts them itself."""
+    """Returns how many numbers a position has; 0 if the model counts positions itself."""
     return 3 if hasattr(language, "get_rope_index") else 0
 
 
@@ -128,7 +130,12 @@ class LanguagePart:
         self._axes = _axes_of(self._language)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
-        """Logits, (rows, tokens, vocabulary); `given` as `Vision` makes it, or nothing for text alone."""
+        """Returns logits, `(rows, tokens, vocabulary)` in the model's dtype.
+
+        Args:
+            tokens: `(rows, tokens)` token ids of an integer dtype.
+            given: inputs from `Vision`; none for text alone.
+        """
         if self._axes and "position_ids" not in given:
             first = mx.array(cache[0].offset).reshape(-1, 1)
             places = mx.broadcast_to(first + mx.arange(tokens.shape[1]), tokens.shape)
@@ -136,10 +143,10 @@ class LanguagePart:
         return self._language(tokens, cache=cache, **given).logits
 
     def make_cache(self) -> list[Any]:
-        """mlx-lm's caches in the place of mlx-vlm's copies of them.
+        """Returns mlx-lm's caches in place of mlx-vlm's copies of them, one per layer.
 
         Raises:
-            ValueError: it wants one that mlx-lm does not have.
+            ValueError: mlx-lm does not have one of them.
         """
         own = self._language.make_cache() if hasattr(self._language, "make_cache") else None
         return mlx_lm_caches(self._language) if own is None else [_cache_like(cache) for cache in own]
@@ -157,14 +164,15 @@ def _cache_like(cache: Any) -> Any:
 
 
 class Vision:
-    """
+    """A model's picture encoder, and the extra inputs of its language part.
+
     Args:
         model: as mlx-vlm loads it.
         together: whether small pictures may be encoded together.
 
     Attributes:
-        together_tokens: how many tokens those may have; 0 on a CPU, which gains 3% by it.
-        apart: of what kinds, pictures (False) or a video's frames (True), each is encoded by itself all the same.
+        together_tokens: how many tokens those may have; 0 on a CPU, which gains only 3% from it.
+        apart: kinds, pictures (False) or video frames (True), that the model cannot encode together.
     """
 
     def __init__(self, model: Any, processor: PictureProcessor, *, together: bool = True) -> None:
@@ -175,18 +183,23 @@ class Vision:
         self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
         self.apart: set[bool] = set()
         self._tried: set[bool] = set()
-        # The next turn of a conversation has its pictures where they were.
+        # The next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
         self._evaluate_modules()
 
-    def encode(self, span: Layout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[Features]:
-        """What the language part takes for each of some pictures that have one layout and one size, or groups of as
-        many frames; computed, in one go where the model gives each what it gives it alone.
+    def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[Features]:
+        """Encodes pictures of one layout and size, in one call if the model then gives each the same as alone.
 
-        On any thread, beside the language part's on another, but not twice at a time.
+        May run on any thread while the language part runs on another, but only once at a time.
+
+        Args:
+            shown: for every picture its image, or for every part of a video its frames.
+
+        Returns:
+            The evaluated image embeddings of each.
 
         Raises:
-            ValueError: the model wants something besides that is not understood here.
+            ValueError: the model has outputs that are not supported.
         """
         if len(shown) > 1 and video not in self._tried:
             if not self._agrees(span, shown[0], video):
@@ -196,9 +209,9 @@ class Vision:
             return [self._encode(span, [frames], video)[0] for frames in shown]
         return self._encode(span, shown, video)
 
-    def _agrees(self, span: Layout, like: Sequence[Image.Image], video: bool) -> bool:
-        """Whether two very different pictures come out together as they do alone. Some models take what is laid side
-        by side here for parts of one picture."""
+    def _agrees(self, span: SpanLayout, like: Sequence[Image.Image], video: bool) -> bool:
+        """Whether two very different pictures have the same embeddings together as alone. Some models take pictures of
+        one call for parts of one picture."""
         width, height = like[0].size
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
         shown = [[Image.fromarray(pixels)] * len(like) for pixels in (noise, 255 - noise)]
@@ -208,16 +221,16 @@ class Vision:
         except Exception as error:
             logger.info("pictures are encoded one by one: %s", error)
             return False
-        # Of the embeddings, and of every level.
+        # Compares the embeddings and every level.
         return all(
             bool(mx.abs(one - two).max() <= NEAR * mx.abs(black - white).max())
-            for own, found in zip(alone, together, strict=True)
+            for single, joint in zip(alone, together, strict=True)
             for one, two, black, white in zip(
-                own.arrays(), found.arrays(), *(each.arrays() for each in alone), strict=True
+                single.arrays(), joint.arrays(), *(each.arrays() for each in alone), strict=True
             )
         )
 
-    def _encode(self, span: Layout, shown: Sequence[Sequence[Image.Image]], video: bool) -> list[Features]:
+    def _encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], video: bool) -> list[Features]:
         spare = mx.get_cache_memory()
         ids = mx.array([list(span.tokens) * len(shown)])
         made_of = [self._processor.inputs(frames, video=video) for frames in shown]
@@ -237,7 +250,7 @@ class Vision:
                 whole = mx.zeros(embeddings.shape, dtype=level[index].dtype)
                 whole[places] = level[index]
                 levels.append(whole)
-            # A copy: else one that is kept would keep them all.
+            # A copy, because a view would keep the embeddings of all pictures alive.
             features.append(Features(copied(embeddings) if len(shown) > 1 else embeddings, tuple(levels)))
         mx.eval([array for one in features for array in one.arrays()])
         self._evaluate_modules()
@@ -245,8 +258,8 @@ class Vision:
             mx.clear_cache()
         return features
 
-    def example(self, side: int) -> tuple[Layout, Features]:
-        """What a black square is in a prompt, and what is made of it.
+    def example(self, side: int) -> tuple[SpanLayout, Features]:
+        """Encodes a black square of `side` pixels; returns its layout and image embeddings.
 
         Raises:
             ValueError: as `encode` does.
@@ -257,30 +270,31 @@ class Vision:
         return span, self.encode(span, [shown], video=False)[0]
 
     def _evaluate_modules(self) -> None:
-        """Compute all that the model's modules hold: what one thread has left undone no other thread can do."""
+        """Evaluates all arrays of the model's modules: no other thread could evaluate what this one leaves lazy."""
         held = (value for module in self._model.modules() for value in (*module.values(), *vars(module).values()))
         mx.eval([value for value in held if isinstance(value, mx.array)])
 
     def set_positions(
         self, pictures: RowPictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
     ) -> None:
-        """Count the positions of a prompt.
+        """Sets `positions` and `shift` of a row's pictures.
 
         Args:
-            tokens: all of it.
-            grids: of every picture, and whether it is of a video.
+            tokens: the whole prompt.
+            grids: of every picture its grid, and whether it is of a video.
         """
         if not self._axes or not pictures.spans:
             return
-        # Behind the last picture they are just counted on.
+        # After the last picture positions just count on.
         known = np.array(tokens[: sum(pictures.spans[-1])], np.int32).tobytes()
         pictures.positions, pictures.shift = self._placed(known, _joined_grids(pictures.spans, tokens, grids))
 
     def _place(self, tokens: bytes, grids: tuple[tuple[tuple[int, ...], bool], ...]) -> tuple[np.ndarray, int]:
-        """Positions, (axes, tokens), and the shift of what follows. Many small steps that wait for the device.
+        """Returns positions, `(axes, tokens)` integers, and the shift of later tokens. Slow: waits for the device many
+        times.
 
         Args:
-            tokens: as 32-bit numbers.
+            tokens: token ids as native 32-bit integers.
         """
         ids = mx.array(np.frombuffer(tokens, np.int32)[None])
         stills, videos = ([list(grid) for grid, video in grids if video == kind] for kind in (False, True))
@@ -290,7 +304,13 @@ class Vision:
         return np.array(positions)[:, 0], int(shift.reshape(-1)[0].item())
 
     def inputs(self, parts: Sequence[RowPart], width: int) -> dict[str, Any]:
-        """What the language part is given for a batch besides token ids, rows being padded to `width`."""
+        """Returns the language part's inputs besides token ids for a batch, with rows padded to `width` tokens.
+
+        Returns:
+            Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, rows, width)
+            int32`, `inputs_embeds` `(rows, width, dim)` in the model's dtype, `visual_pos_masks` `(rows, width) bool`,
+            and `deepstack_visual_embeds`, one array per level, `(masked tokens, dim)`.
+        """
         given: dict[str, Any] = {}
         if self._axes:
             given["position_ids"] = mx.array(np.stack([self._positions(part, width) for part in parts], axis=1))
@@ -313,24 +333,26 @@ class Vision:
         return given
 
     def steps(self, lengths: Sequence[int], rows: Sequence[RowPictures | None]) -> dict[str, Any]:
-        """The same for a decode step of rows that have `lengths` tokens."""
+        """Returns the same for a decode step of rows with `lengths` tokens: at most `position_ids`, `(axes, rows, 1)
+        int32`."""
         if not self._axes:
             return {}
         places = [length + (row.shift if row else 0) for length, row in zip(lengths, rows, strict=True)]
         return {"position_ids": mx.array(np.tile(np.array(places, np.int32)[None, :, None], (self._axes, 1, 1)))}
 
     def _touched(self, part: RowPart) -> list[tuple[int, int, Features, int]]:
-        """Of every picture in the part: where it begins and ends there, its features, and the first of their tokens."""
+        """Returns for every picture in the part its begin and end there, its features, and the index in these of the
+        token at the begin."""
         assert part.pictures is not None
-        stop, found = part.start + len(part.tokens), []
+        stop, spans = part.start + len(part.tokens), []
         for index in part.pictures.touched(part.start, stop):
             first, count = part.pictures.spans[index]
             begin, end = max(first, part.start), min(first + count, stop)
-            found.append((begin - part.start, end - part.start, part.pictures.features[index], begin - first))
-        return found
+            spans.append((begin - part.start, end - part.start, part.pictures.features[index], begin - first))
+        return spans
 
     def _embedded(self, part: RowPart, spans: list[tuple[int, int, Features, int]], width: int) -> mx.array:
-        """(width, dim)"""
+        """Returns a row's input embeddings, `(width, dim)` in the model's dtype."""
         tokens = [*part.tokens, *[0] * (width - len(part.tokens))]
         plain = self._model.get_input_embeddings(mx.array([tokens]), None).inputs_embeds[0]
         pieces, done = [], 0
@@ -340,7 +362,7 @@ class Vision:
         return mx.concatenate([*pieces, plain[done:]])
 
     def _positions(self, part: RowPart, width: int) -> np.ndarray:
-        """(axes, width)"""
+        """Returns a row's positions, `(axes, width) int32`."""
         pictures, places = part.pictures, np.arange(part.start, part.start + width, dtype=np.int32)
         if pictures is None or pictures.positions is None:
             return np.tile(places, (self._axes, 1))
@@ -352,7 +374,7 @@ class Vision:
 def _joined_grids(
     spans: Sequence[tuple[int, int]], tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
 ) -> tuple[tuple[tuple[int, ...], bool], ...]:
-    """Grids, with one for all temporal patches of a video that have nothing between them."""
+    """Returns the grids, with adjacent temporal patches of a video joined into one."""
     joined: list[tuple[tuple[int, ...], bool]] = []
     end = 0
     for (start, count), (grid, video) in zip(spans, grids, strict=True):
@@ -365,10 +387,15 @@ def _joined_grids(
 
 
 def _merged_inputs(values: Sequence[Any]) -> Any:
-    """What an encoder is given for several pictures, from what it is given for each."""
+    """Returns an encoder's input for several pictures: arrays are concatenated along the first axis in their dtype,
+    other values must be equal.
+
+    Raises:
+        ValueError: other values differ.
+    """
     if isinstance(values[0], np.ndarray | mx.array):
         arrays = [mx.array(value) if isinstance(value, np.ndarray) else value for value in values]
         return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
     if any(value != values[0] for value in values[1:]):
-        raise ValueError(f"what is no array differs: {values[0]}")
+        raise ValueError(f"an input that is not an array differs: {values[0]}")
     return values[0]

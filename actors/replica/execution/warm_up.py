@@ -1,7 +1,7 @@
-"""Batches of usual sizes in advance, on a device that prepares itself for every new shape.
+"""Runs batches of usual sizes in advance, for devices that compile kernels for every new shape.
 
-CUDA compiles kernels, plans attention and takes memory when it meets them first, and a step waits for that: the first
-answers of each number of rows would take several times as long as later ones.
+CUDA compiles kernels, plans attention and allocates memory at the first use of a shape, and a step waits for that: the
+first answers of each number of rows would take several times as long as later ones.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CUDA_BUDGET_S = 45.0
-"""A machine's first start takes most of it; later ones find the kernels on its disk, and take a tenth."""
+"""The first start on a machine takes most of it; later ones find the kernels on disk and take a tenth."""
 
 ROWS = (1, 2, 4, 8, 16, 32)
 MEMORY_FRACTION = 1 / 16
-"""Of the memory that is free, for the rows that are made up."""
+"""Share of the free memory for the made-up rows."""
 
 PICTURE_SIDE = 448
-"""Pixels."""
+"""Side of the made-up picture, pixels."""
 
 PROMPT_TOKENS = BLOCK_TOKENS - 24
 STEPS = 16
 
 
 def default_budget_s() -> float:
-    """How long to warm up on this device, in seconds: 0 where nobody has measured that it helps."""
+    """Returns how long to warm up on this device, seconds: 0 unless measurements show that it helps."""
     return CUDA_BUDGET_S if on_cuda() else 0.0
 
 
 def warm_up(loaded: LoadedModel, budget_s: float, clock: Callable[[], float] = time.monotonic) -> int:
-    """Prefill, decode, fill a block, cut and leave with more and more rows, for as long as the time allows; after one
-    row, see a picture.
+    """Runs rounds of prefill, decode, filling a block, cutting and leaving, with more and more rows, until the budget
+    is used. After one row a picture is encoded too.
 
-    A round that has begun is finished. One that fails ends the warm-up: it saves time, no more.
+    A round that has begun is finished. One that fails ends the warm-up, which only saves time.
 
     Args:
         loaded: the model; its arrays belong to the calling thread.
+        budget_s: seconds after which no round begins.
 
     Returns:
-        The most rows that were met; 0 if there was no time for one.
+        The most rows of a finished round; 0 if there was none.
     """
     started, reached = clock(), 0
     per_row = loaded.spec.bytes_per_row + 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
@@ -80,7 +81,7 @@ def warm_up(loaded: LoadedModel, budget_s: float, clock: Callable[[], float] = t
 
 
 def _see(loaded: LoadedModel, vision: Vision) -> None:
-    """A picture, from its pixels to a first token."""
+    """Runs a picture from its pixels to a first token."""
     span, features = vision.example(PICTURE_SIDE)
     pictures, tokens = RowPictures([(0, len(span.tokens))], {0: features}), list(span.tokens)
     vision.set_positions(pictures, tokens, [(span.grid, False)])
@@ -93,8 +94,8 @@ def _see(loaded: LoadedModel, vision: Vision) -> None:
 
 
 def _round(loaded: LoadedModel, rows: int) -> None:
-    """Prompts of all padded lengths up to a block. Then rows of equal lengths, which need no mask, and of different
-    ones; each fills a block while it decodes."""
+    """Prefills prompts of all padded lengths up to a block. Then decodes rows of equal lengths, which need no mask, and
+    of different ones; each fills a block."""
     for length in range(SHAPE_TOKENS, BLOCK_TOKENS + 1, SHAPE_TOKENS):
         executor = BatchExecutor(loaded)
         for row in range(rows):

@@ -1,1 +1,1 @@
-"""KV in arrays: MLX's caches, sealed blocks, attention on them, and the prefixes that are kept."""
+"""KV as arrays: MLX's caches, sealed blocks, attention on them, and the prefix cache."""

@@ -1,7 +1,7 @@
-"""Attention on sealed blocks: the one seam to MLX's attention.
+"""Attention on sealed blocks, hooked into the models' attention.
 
 Models import `scaled_dot_product_attention` by name, so `install` rebinds that name in the modules of a loaded model. A
-model that never calls it computes with the dequantized arrays instead, to the same result.
+model that never calls it computes with the dequantized arrays, with the same result.
 
 A decode step reads every sealed block of every row. It can multiply the codes directly, or dequantize them for MLX's
 fused kernel; which is faster depends on device, batch and length.
@@ -23,22 +23,22 @@ NAME = "scaled_dot_product_attention"
 
 
 def install(model: Any) -> bool:
-    """Let the model's layers attend to sealed blocks directly, where their caches say so.
+    """Lets the model's layers attend to sealed blocks directly if their caches say so.
 
     Returns:
         Whether any of its modules calls MLX's attention by that name.
     """
     names = {type(module).__module__ for _, module in model.named_modules()}
-    found = [module for name in names if callable(getattr(module := sys.modules[name], NAME, None))]
-    for module in found:
+    callers = [module for name in names if callable(getattr(module := sys.modules[name], NAME, None))]
+    for module in callers:
         before = getattr(module, NAME)
         if not isinstance(before, _Attend):
             setattr(module, NAME, _Attend(before))
-    return bool(found)
+    return bool(callers)
 
 
 class _Attend:
-    """In place of `plain`, which is what the model's module had imported."""
+    """The replacement of `plain`, the function that the model's module had imported."""
 
     def __init__(self, plain: Callable[..., mx.array]) -> None:
         self._plain = plain
@@ -46,6 +46,8 @@ class _Attend:
     def __call__(
         self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any = None, *rest: Any, **named: Any
     ) -> mx.array:
+        """Returns `(rows, heads, N, value_dim)` in the queries' dtype. Arguments as mlx-lm's function has them: queries
+        `(rows, heads, N, key_dim)`, keys and values as `SealedKVCache.update_and_fetch` returns them."""
         view, direct = (cache.view, cache.shared.direct) if isinstance(cache, SealedKVCache) else (None, None)
         if (
             view is not None
@@ -61,14 +63,14 @@ class _Attend:
 
 
 def attend(queries: mx.array, view: View, policy: SealPolicy, scale: float, mask: mx.array | None) -> mx.array:
-    """One query a row against codes and tail.
+    """Attends with one query per row to codes and tail.
 
     Args:
-        queries: (rows, heads, 1, key_dim).
-        mask: (rows, 1, 1, columns) or None.
+        queries: `(rows, heads, 1, key_dim)` in the model's dtype.
+        mask: `(rows, 1, 1, columns) bool`, True for columns to see; None to see all.
 
     Returns:
-        (rows, heads, 1, value_dim).
+        `(rows, heads, 1, value_dim)` in the queries' dtype.
     """
     rows, heads, _, dim = queries.shape
     kv_heads, sealed = view.keys.shape[1], view.sealed
@@ -88,7 +90,9 @@ def attend(queries: mx.array, view: View, policy: SealPolicy, scale: float, mask
 
 
 def _multiply(left: mx.array, right: tuple[mx.array, mx.array, mx.array], group: int, bits: int) -> mx.array:
+    """Returns `left` `(rows, kv_heads, M, K)` times the quantized matrices `right` (codes, scales, biases) of K x N,
+    `(rows, kv_heads, M, N)` in the dtype of `left`."""
     if on_gpu():
-        # CUDA has no product for slices, and says so only when it computes.
+        # CUDA cannot multiply slices, and fails only at evaluation.
         right = (mx.contiguous(right[0]), mx.contiguous(right[1]), mx.contiguous(right[2]))
     return mx.quantized_matmul(left, *right, transpose=False, group_size=group, bits=bits)

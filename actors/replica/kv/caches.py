@@ -1,11 +1,12 @@
-"""A row's KV in and out of MLX's caches: restore a prefix, merge rows into a batch, cut blocks out again.
+"""Moves a row's KV into and out of MLX's caches: restore a prefix, merge rows into a batch, copy blocks out.
 
 `ModelCacheSpec` is read from a model's own caches; nothing else knows architectures. Three kinds of layers are kept
 for reuse. A *full* layer has KV for every token, a *window* layer for the last ones, and a *recurrent* layer has one
-state that stands for all tokens so far; a copy of it is a *snapshot*. Under a sealing policy full and window layers
-have whole blocks sealed and the open one in full precision, else everything in full precision.
+state for all tokens so far; a copy of it is a *snapshot*. With a sealing policy full and window layers keep whole
+blocks sealed and the open block in full precision; without one everything is in full precision.
 
-Shapes: keys and values of one layer are (1, kv_heads, tokens, head_dim); `sealing.py` says those of sealed ones.
+Shapes: keys of one layer are `(rows, kv_heads, tokens, key_dim)`, values `(rows, kv_heads, tokens, value_dim)`, in the
+model's dtype; a row's own caches and slabs have one row. `sealing.py` gives the shapes of sealed blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SNAPSHOT_TOKENS_MAX = 4096
 
 
 Layers = tuple[int, ...]
-"""Which of a model's layers, in order."""
+"""Indices of layers, ascending."""
 
 
 class LayerKind(Enum):
@@ -40,8 +41,8 @@ class LayerKind(Enum):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer. A token costs `token_bytes` in a full or window layer, the latter for at most `window` tokens; a
-    recurrent layer costs `state_bytes`. Where the layer is `sealed` its open block costs `open_bytes` besides."""
+    """The memory of one layer. A token costs `token_bytes` in a full or window layer, in the latter for at most
+    `window` tokens; a recurrent layer costs `state_bytes`. A `sealed` layer's open block costs `open_bytes` more."""
 
     kind: LayerKind
     window: int = 0
@@ -53,12 +54,12 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelCacheSpec:
-    """What a model's layers keep.
+    """The kinds of a model's layers and what they cost.
 
     Attributes:
-        bytes_per_token: of the layers that grow with every token; at least 1.
-        bytes_per_row: of the windows, states and open blocks that a row has whatever its length.
-        policy: how full and window layers are sealed; None where they are not.
+        bytes_per_token: in the layers that grow with every token; at least 1.
+        bytes_per_row: windows, states and open blocks, independent of the row's length.
+        policy: how full and window layers are sealed; None if they are not.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -68,7 +69,7 @@ class ModelCacheSpec:
 
     @property
     def reusable(self) -> bool:
-        """Whether prefixes can be kept: no layer is of a kind that cannot be cut."""
+        """Whether prefixes can be kept: the KV of every layer can be copied out."""
         return all(layer.kind is not LayerKind.OTHER for layer in self.layers)
 
     @property
@@ -77,12 +78,12 @@ class ModelCacheSpec:
 
     @property
     def rule(self) -> ReuseRule:
-        """When a kept prefix is enough for every layer."""
+        """What a kept prefix must have to be enough for every layer."""
         return ReuseRule(window=max((layer.window for layer in self.layers), default=0), recurrent=self.recurrent)
 
     @property
     def alike(self) -> list[Layers]:
-        """Full and window layers, those of one kind together."""
+        """Full and window layers, grouped by equal specs."""
         kinds: dict[LayerSpec, list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.kind in (LayerKind.FULL, LayerKind.WINDOW):
@@ -91,13 +92,13 @@ class ModelCacheSpec:
 
     @property
     def snapshot_tokens(self) -> int:
-        """How far apart the snapshots of a long prompt are: as far as they weigh no more than the KV between them."""
+        """Tokens between the snapshots of a long prompt: so many that a snapshot is no larger than the KV between."""
         states = sum(layer.state_bytes for layer in self.layers)
         blocks = -(-states // (self.bytes_per_token * BLOCK_TOKENS))
         return min(max(2, blocks) * BLOCK_TOKENS, SNAPSHOT_TOKENS_MAX)
 
     def describe(self) -> str:
-        """The layers in words, such as `4 full, 20 window of 512; q4`."""
+        """Returns the layers as text, such as `4 full, 20 window of 512; q4`."""
         names = [f"window of {layer.window}" if layer.window else layer.kind.value for layer in self.layers]
         kinds = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
         return f"{kinds}; {self.policy.name if self.policy is not None else 'fp16'}"
@@ -122,18 +123,18 @@ def _has_kv(cache: Any) -> bool:
 
 
 def _is_latent(cache: Any) -> bool:
-    """Whether the layer keeps one head whose keys are values too, as DeepSeek V3's; nobody has measured that sealed."""
+    """Whether the layer keeps one latent head for keys and values, as DeepSeek V3's; sealing that is not measured."""
     return cache.keys.shape[1] == 1 and cache.values.shape[1] == 1 and cache.keys.shape[3] != cache.values.shape[3]
 
 
 def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = None) -> ModelCacheSpec:
-    """The spec of a model from caches that hold `tokens` tokens.
+    """Returns the spec of a model from its caches, which hold `tokens` tokens of one row.
 
     Args:
-        policy: how to seal. The masks of a model are for all of its layers, so it is all of them or none.
+        policy: how to seal. All layers share a mask, so all or none are sealed.
 
     Raises:
-        ValueError: rows of such caches cannot be decoded together.
+        ValueError: rows of such caches cannot be batched.
     """
     for cache in caches:
         if not hasattr(cache, "merge") or getattr(cache, "keep", 0):
@@ -149,7 +150,11 @@ def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = No
 
 
 def new_caches(spec: ModelCacheSpec, own: Sequence[Any], direct: Choose | None) -> list[Any]:
-    """Empty caches for one row, where the model would take its `own`."""
+    """Returns empty caches for one row, in place of the model's `own`.
+
+    Args:
+        direct: see `Choose`; None if decode steps always dequantize.
+    """
     if spec.policy is None:
         return list(own)
     shared = Shared(direct)
@@ -160,19 +165,20 @@ def new_caches(spec: ModelCacheSpec, own: Sequence[Any], direct: Choose | None) 
 
 
 LayerKV = Sealed | tuple[mx.array, mx.array]
-"""A layer's KV in a slab: a sealed block, or keys and values. Of several layers, a row a layer."""
+"""KV of a layer in a slab: a sealed block, or `(keys, values)`. KV of several layers has one row per layer."""
 
 
 @dataclass(frozen=True)
 class Slab:
-    """The KV of some consecutive tokens.
+    """The KV of some consecutive tokens of one row.
 
     Attributes:
-        layers: keys and values of every layer, or the block sealed; None for a recurrent one. Those of window layers
-            lack the first `window_from` tokens, and are None where that is all of them.
-        tokens: how many.
-        states: the recurrent layers' arrays after the last token, or None where nobody took a snapshot there.
-        stacks: the same memory once more, where layers have it together.
+        layers: KV of every layer; None for a recurrent one. Window layers lack the first `window_from` tokens, and are
+            None if those are all.
+        tokens: number of tokens.
+        states: a snapshot of the recurrent layers' arrays after the last token, or None. Each has one row; the other
+            axes and the dtype are the model's.
+        stacks: the KV of several layers in one array, `(layers, kv_heads, tokens, dim)`. `layers` has views of it.
     """
 
     layers: list[LayerKV | None]
@@ -185,20 +191,24 @@ class Slab:
     def of(
         cls,
         count: int,
-        found: Mapping[Layers, LayerKV],
+        entries: Mapping[Layers, LayerKV],
         tokens: int,
         window_from: int = 0,
         states: list[list[mx.array]] | None = None,
     ) -> Slab:
-        """A slab of `count` layers, whose KV is `found` by the layers that have it together."""
+        """Makes a slab of a model with `count` layers.
+
+        Args:
+            entries: KV by the layers that share an array, one row per layer.
+        """
         layers: list[LayerKV | None] = [None] * count
-        for together, entry in found.items():
+        for together, entry in entries.items():
             for place, index in enumerate(together):
                 layers[index] = _row_of(entry, place) if len(together) > 1 else entry
-        return cls(layers, tokens, window_from, states, {key: found[key] for key in found if len(key) > 1})
+        return cls(layers, tokens, window_from, states, {key: entries[key] for key in entries if len(key) > 1})
 
     def entry(self, layers: Layers) -> LayerKV | None:
-        """The KV of these layers, a row a layer."""
+        """Returns the KV of these layers, one row per layer; None if the slab lacks it or has it in other stacks."""
         return self.layers[layers[0]] if len(layers) == 1 else self.stacks.get(layers)
 
     @property
@@ -206,22 +216,23 @@ class Slab:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
+        """Returns the arrays of all layers and states, in the shapes and dtypes of the class's attributes."""
         kv = [array for entry in self.layers if entry is not None for array in entry]
         return kv + [array for state in self.states or () for array in state]
 
 
 @dataclass(frozen=True)
 class BlockRun(Slab):
-    """Whole blocks one after the other, those of a full layer joined already; None where `blocks` have to be asked.
+    """Consecutive whole blocks as one slab. Only full layers are joined; the KV of the others is in `blocks`.
 
-    It shares no memory with `blocks`, so each of those may go while others stay.
+    It shares no memory with `blocks`, so each of those may be freed while others stay.
     """
 
     blocks: tuple[Slab, ...] = ()
 
 
 def _row_of(entry: Any, row: int) -> Any:
-    """One layer's KV of several's, a view; None of None."""
+    """Returns a row of KV, whose arrays have rows on the first axis, as a view with one row; None for None."""
     if entry is None:
         return None
     arrays = [array[row : row + 1] for array in entry]
@@ -229,9 +240,10 @@ def _row_of(entry: Any, row: int) -> Any:
 
 
 def restore(spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], tail: Slab | None, used: int) -> None:
-    """Fill empty `caches` with whole slabs and the first `used` tokens of a tail, which the spec's rule allows.
+    """Fills a row's empty `caches` with whole slabs and the first `used` tokens of a tail, which the spec's rule must
+    allow.
 
-    Layers that every slab has together are joined together: a GPU takes as long for one as for all.
+    Layers that share an array in every slab are joined together: a GPU takes as long for one as for all.
     """
     total = sum(slab.tokens for slab in slabs) + used
     if total == 0:
@@ -245,7 +257,7 @@ def restore(spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], 
             continue
         held = _with_layers(slabs, layers)
         if layer.sealed:
-            # Only full layers are joined, so those of a window are one by one.
+            # A window's blocks are separate slabs, because runs join only full layers.
             first = max(0, total - layer.window + 1) // BLOCK_TOKENS if layer.window else 0
             _restore_sealed([caches[index] for index in layers], layers, held[first:], tail, total)
             continue
@@ -258,19 +270,19 @@ def restore(spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], 
 
 
 def _together(spec: ModelCacheSpec, slabs: Sequence[Slab], tail: Slab | None) -> list[Layers]:
-    """All layers: those that every slab which has them has together, and the others one by one."""
+    """Returns all layers, grouped if they share an array in every slab that has them."""
     last = tail or slabs[-1]
-    found: list[Layers] = []
+    groups: list[Layers] = []
     for layers in last.stacks:
         sources = [*_with_layers(slabs, layers), last]
         if all(layers in slab.stacks or slab.layers[layers[0]] is None for slab in sources):
-            found.append(layers)
-    several = {index for layers in found for index in layers}
-    return found + [(index,) for index in range(len(spec.layers)) if index not in several]
+            groups.append(layers)
+    grouped = {index for layers in groups for index in layers}
+    return groups + [(index,) for index in range(len(spec.layers)) if index not in grouped]
 
 
 def _with_layers(slabs: Sequence[Slab], layers: Layers) -> list[Slab]:
-    """The slabs, where a run that has not joined these layers is its blocks."""
+    """Returns the slabs, with runs that have not joined these layers replaced by their blocks."""
     held: list[Slab] = []
     for slab in slabs:
         held += slab.blocks if isinstance(slab, BlockRun) and slab.layers[layers[0]] is None else [slab]
@@ -291,6 +303,7 @@ def _restore_sealed(
 def _last_tokens(
     layers: Layers, slabs: Sequence[Slab], tail: Slab | None, used: int, wanted: int
 ) -> tuple[mx.array, mx.array]:
+    """Returns keys and values of the last `wanted` tokens, `(layers, kv_heads, wanted, dim)` in the model's dtype."""
     parts: list[tuple[mx.array, mx.array]] = []
     sources = [(slab, slab.tokens) for slab in slabs]
     if tail is not None:
@@ -311,7 +324,7 @@ def _last_tokens(
 
 
 def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """Rows' caches (one a layer) as the caches of one batch, in order."""
+    """Merges rows' caches (one per layer) into the caches of one batch, in order."""
     direct = next((cache.shared.direct for cache in rows[0] if isinstance(cache, SealedKVCache)), None)
     shared = Shared(direct)
     return [
@@ -321,20 +334,20 @@ def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def extend(batch: Sequence[Any], other: Sequence[Any]) -> None:
-    """Append the rows of another batch."""
+    """Appends the rows of another batch."""
     for cache, more in zip(batch, other, strict=True):
         cache.extend(more)
 
 
 def keep(batch: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep only these rows."""
+    """Keeps only these rows, in this order."""
     indices = mx.array(list(rows))
     for cache in batch:
         cache.filter(rows if isinstance(cache, SealedKVCache) else indices)
 
 
 def extract(batch: Sequence[Any], row: int) -> list[Any]:
-    """A row's own caches."""
+    """Returns copies of a row's caches."""
     caches = [cache.extract(row) for cache in batch]
     shared = Shared()
     for cache, source in zip(caches, batch, strict=True):
@@ -344,5 +357,5 @@ def extract(batch: Sequence[Any], row: int) -> list[Any]:
 
 
 def evaluate(slabs: Sequence[Slab]) -> None:
-    """Begin computing the slabs' copies, so that they do not hold on to what they were cut from."""
+    """Launches the computation of the slabs' copies, so that they do not keep their sources alive."""
     mx.async_eval([array for slab in slabs for array in slab.arrays()])

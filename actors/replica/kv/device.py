@@ -7,28 +7,30 @@ import psutil
 
 
 def on_gpu() -> bool:
+    """Whether MLX computes on a GPU."""
     return mx.default_device().type == mx.DeviceType.gpu
 
 
 def on_cuda() -> bool:
+    """Whether MLX computes with CUDA."""
     return on_gpu() and not mx.metal.is_available()
 
 
 def device_kind() -> str:
-    """`cpu`, `metal` or `cuda`."""
+    """Returns `cpu`, `metal` or `cuda`."""
     return "cpu" if not on_gpu() else "cuda" if on_cuda() else "metal"
 
 
 def device_name() -> str:
-    """The chip, as MLX calls it."""
+    """Returns MLX's name of the chip."""
     info = mx.device_info()
     return str(info.get("device_name") or info.get("architecture") or mx.default_device().type.name)
 
 
 def device_bytes(*, free: bool = False) -> int:
-    """The memory of the device that computes: all of it, or what is free now."""
+    """Returns the memory of the device that computes, in bytes: all of it, or what is free now."""
     if on_cuda():
-        # A card with memory of its own, which MLX names by one of these.
+        # A card with memory of its own, which MLX reports under one of these names.
         info = mx.device_info()
         for name in (*(["free_memory"] if free else []), "total_memory", "memory_size"):
             if isinstance(size := info.get(name), int):

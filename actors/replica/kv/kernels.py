@@ -1,6 +1,6 @@
-"""Which way a decode step attends to sealed blocks: measured once on a device, and kept.
+"""Chooses how a decode step attends to sealed blocks, by a measurement that is made once per device and stored.
 
-Multiplying the 4-bit codes reads least memory, and dequantizing for MLX's fused kernel computes fastest. Which one wins
+Multiplying the 4-bit codes reads the least memory; dequantizing for MLX's fused kernel computes fastest. Which one wins
 differs between a CPU, Metal and CUDA, and with the rows and tokens of the batch.
 """
 
@@ -32,21 +32,21 @@ ROWS = (1, 4, 16)
 TOKENS = (256, 1024, 4096)
 REPEATS = 5
 CLEAR = 1.5
-"""Ways that differ by this factor need not be timed more than twice."""
+"""Ways that differ by this factor are timed only twice."""
 
 GPU_CHAIN = 8
 BUDGET_S = 2.0
-"""Points that there is no time for are taken as their neighbour, the next smaller one."""
+"""Time for the measurement. Points beyond it get the result of the point before."""
 
 Shape = tuple[int, int, int, int]
-"""Heads, KV heads, key channels, value channels of a layer."""
+"""A layer's heads, KV heads, key channels and value channels."""
 
 Table = dict[tuple[int, int], float]
-"""By (rows, tokens): the time of attending to codes over that of dequantizing."""
+"""By (rows, tokens): the time of multiplying codes over that of dequantizing."""
 
 
 def choose_from(table: Table) -> Choose:
-    """The faster way at the nearest measured point that is not smaller; the largest beyond."""
+    """Returns a function that chooses the faster way at the next larger measured point, or at the largest one."""
     rows, tokens = (sorted({key[axis] for key in table}) for axis in (0, 1))
 
     def choose(row_count: int, token_count: int) -> bool:
@@ -57,28 +57,28 @@ def choose_from(table: Table) -> Choose:
 
 
 def measured_choice(path: Path | None, shape: Shape, policy: SealPolicy, dtype: mx.Dtype) -> Choose | None:
-    """The choice for layers of `shape`, from the table in the file `path`, or measured now and kept there; None where
-    the device has no product of codes of that shape."""
+    """Returns the choice for layers of `shape`, from the table in the file `path`, or measured now and stored there;
+    None if the device cannot multiply codes of that shape."""
     key = _key(shape, policy, dtype)
-    known = _read(path)
-    if key not in known:
+    tables = _read(path)
+    if key not in tables:
         try:
             table = measure(shape, policy, dtype)
         except RuntimeError as error:
             logger.warning("sealed blocks are dequantized in every step: %s", error)
             return None
-        known[key] = [[*point, round(ratio, 3)] for point, ratio in table.items()]
-        _write(path, known)
-    return choose_from({(rows, tokens): ratio for rows, tokens, ratio in known[key]})
+        tables[key] = [[*point, round(ratio, 3)] for point, ratio in table.items()]
+        _write(path, tables)
+    return choose_from({(rows, tokens): ratio for rows, tokens, ratio in tables[key]})
 
 
 def measure(shape: Shape, policy: SealPolicy, dtype: mx.Dtype, clock: Callable[[], float] = time.perf_counter) -> Table:
-    """Time both ways at every point, within `BUDGET_S` or little more.
+    """Times both ways at every point, within about `BUDGET_S`.
 
     Raises:
         RuntimeError: the device cannot multiply codes of that shape.
     """
-    # Before the time is taken: a device may have to compile both first.
+    # A warm-up, because a device may have to compile both first.
     _ratio(*_example(ROWS[0], TOKENS[0], shape, policy, dtype), policy, clock)
     ends, table, last = clock() + BUDGET_S, Table(), 1.0
     for rows in ROWS:
@@ -90,6 +90,7 @@ def measure(shape: Shape, policy: SealPolicy, dtype: mx.Dtype, clock: Callable[[
 
 
 def _example(rows: int, tokens: int, shape: Shape, policy: SealPolicy, dtype: mx.Dtype) -> tuple[mx.array, View]:
+    """Returns random queries, `(rows, heads, 1, key_dim)` in `dtype`, and a view with half a block as tail."""
     heads, kv_heads, key_dim, value_dim = shape
     keys = mx.random.normal((rows, kv_heads, tokens, key_dim)).astype(dtype)
     values = mx.random.normal((rows, kv_heads, tokens, value_dim)).astype(dtype)
@@ -99,15 +100,16 @@ def _example(rows: int, tokens: int, shape: Shape, policy: SealPolicy, dtype: mx
 
 
 def _ratio(queries: mx.array, view: View, policy: SealPolicy, clock: Callable[[], float]) -> float:
+    """Returns the time of multiplying codes over that of dequantizing, for queries `(rows, heads, 1, key_dim)`."""
     scale, value_dim = queries.shape[3] ** -0.5, view.values.shape[3]
     gpu = on_gpu()
     columns = mx.arange(view.sealed.tokens + view.keys.shape[2])
-    # Rows of a batch differ in length, and a GPU has a fused kernel only where none of it is masked.
+    # Rows of a batch differ in length, and a GPU has a fused kernel only if nothing is masked.
     mask = (columns > mx.arange(queries.shape[0])[:, None])[:, None, None] if gpu and queries.shape[0] > 1 else None
 
     def chained(attended: Callable[[mx.array], mx.array]) -> mx.array:
         asked = queries
-        # One alone would take a GPU less time than waiting for it; each after the other, as in a model's layers.
+        # Several in sequence, as in a model's layers: one alone would take a GPU less time than waiting for it.
         for _ in range(GPU_CHAIN - 1 if gpu else 0):
             asked = queries + attended(asked).mean()
         return attended(asked)
@@ -145,20 +147,20 @@ def _read(path: Path | None) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        logger.warning("%s is of no use, kernels are measured again: %s", path, error)
+        logger.warning("%s cannot be read, kernels are measured again: %s", path, error)
         return {}
     return data if isinstance(data, dict) else {}
 
 
-def _write(path: Path | None, known: dict[str, Any]) -> None:
+def _write(path: Path | None, tables: dict[str, Any]) -> None:
     if path is None:
         return
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        # It saves three seconds at the next start, no more.
+        # The file only saves three seconds at the next start.
         logger.warning("%s cannot be written: %s", path, error)
         temporary.unlink(missing_ok=True)

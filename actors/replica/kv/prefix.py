@@ -1,10 +1,10 @@
-"""KV that finished or prefilled rows left behind, found again by block id. Pure: values are opaque to it.
+"""The prefix cache: KV of finished or prefilled rows, found again by block id. Pure: it never looks at the values.
 
-Whole blocks are shared by id. The open tail after a row's last whole block is kept too, under its parent block's id:
-a conversation that goes on finds it token by token, so even a short one is not prefilled twice.
+Whole blocks are shared by id. The open tail after a row's last whole block is kept under its parent block's id and
+matched token by token, so that even a short conversation is not prefilled twice.
 
 Not every kept prefix is enough for every layer: `ReuseRule` says what sliding-window and recurrent layers need, and
-`covers` whether some parts have it.
+`covers` checks it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ...protocol.entries import adds_to
 from .shares import MemoryShares
 
 TAILS_PER_BLOCK = 256
-"""How many different continuations of one block are kept, the latest first."""
+"""How many tails of one block are kept, the latest ones."""
 
 RECOUNT_STEP = 4096
-"""Entries that are counted at a time, which takes milliseconds."""
+"""Entries that `recount` checks at a time, which takes milliseconds."""
 
 Value = TypeVar("Value")
 
@@ -34,8 +34,8 @@ class ReuseRule:
     """What a model's layers need besides the KV of full attention.
 
     Attributes:
-        window: how many of the last tokens sliding-window layers must have; 0 where there are none.
-        recurrent: whether recurrent layers need a snapshot exactly at the end.
+        window: how many of the last tokens sliding-window layers must have; 0 if there are no such layers.
+        recurrent: whether recurrent layers need a snapshot exactly at the prefix's end.
     """
 
     window: int = 0
@@ -43,9 +43,9 @@ class ReuseRule:
 
 
 @dataclass(frozen=True)
-class KeptKV(Generic[Value]):
-    """The KV of consecutive tokens, `nbytes` large. Window layers lack its first `window_from` tokens; `snapshot` says
-    whether the recurrent state after its last token is in it."""
+class PrefixKV(Generic[Value]):
+    """The KV of consecutive tokens, of `nbytes` bytes. Window layers lack the first `window_from` tokens; `snapshot`
+    says whether it has the recurrent state after the last token."""
 
     value: Value
     nbytes: int
@@ -56,14 +56,14 @@ class KeptKV(Generic[Value]):
 @dataclass
 class _KeptEntry(Generic[Value]):
     tokens: list[int]
-    kept: KeptKV[Value]
+    kept: PrefixKV[Value]
     tenant: str = ""
     age: int = 0
 
 
 @dataclass(frozen=True)
 class Hit(Generic[Value]):
-    """What a prompt can reuse: `blocks` whole ones, then `tail_tokens` of `tail`."""
+    """The reusable prefix of a prompt: whole `blocks`, then the first `tail_tokens` of `tail`."""
 
     blocks: list[Value] = field(default_factory=list)
     tail: Value | None = None
@@ -74,8 +74,9 @@ class Hit(Generic[Value]):
         return len(self.blocks) * BLOCK_TOKENS + self.tail_tokens
 
 
-def covers(rule: ReuseRule, parts: Sequence[tuple[KeptKV[Value], int]], count: int, used: int) -> bool:
-    """Whether the first `count` of `parts` (KV and its tokens), the last of them cut to `used` tokens, are enough."""
+def covers(rule: ReuseRule, parts: Sequence[tuple[PrefixKV[Value], int]], count: int, used: int) -> bool:
+    """Whether a prefix is enough for all layers. It has the first `count` of `parts` (KV and its number of tokens), of
+    which the last is cut to `used` tokens."""
     last, length = parts[count - 1]
     if rule.recurrent and not (last.snapshot and used == length):
         return False
@@ -91,13 +92,13 @@ def covers(rule: ReuseRule, parts: Sequence[tuple[KeptKV[Value], int]], count: i
 
 
 def _ensure(holds: bool, what: str) -> None:
-    # Not `assert`, which may be switched off.
+    # `assert` may be switched off.
     if not holds:
         raise AssertionError(what)
 
 
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many of the first tokens are equal."""
+    """Returns how many leading tokens are equal."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:
@@ -107,10 +108,10 @@ def common_length(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class PrefixCache(Generic[Value]):
-    """Least recently used blocks and tails within `bytes_max`, and whatever is pinned.
+    """An LRU cache of blocks and tails with at most `bytes_max` bytes, apart from pinned ones.
 
-    Of a tenant with a limit of its own no more than that is kept, but for what is pinned: its own oldest goes first.
-    `drain_events` tells which block ids came and went, for the router's directory.
+    A tenant with a limit of its own keeps at most that, apart from pinned entries: its own oldest ones are evicted
+    first. `drain_events` returns added and removed block ids for the router's directory.
     """
 
     def __init__(self, bytes_max: int, rule: ReuseRule = ReuseRule()) -> None:
@@ -121,9 +122,9 @@ class PrefixCache(Generic[Value]):
         self._inserted = 0
         # A block is keyed (id, None); a tail (parent id, its tokens). One order for both, oldest first.
         self._entries: OrderedDict[tuple[bytes, tuple[int, ...] | None], _KeptEntry[Value]] = OrderedDict()
-        # Sorted, so that the tail with the longest common beginning is a neighbour of the place it is sought at.
+        # Sorted, so that the tail with the longest common prefix is next to the place where bisection ends.
         self._tails: dict[bytes, list[tuple[int, ...]]] = {}
-        # What nobody may evict, by who wants it, and how many want each.
+        # Keys that must not be evicted, by holder, and the number of holders of each.
         self._pins: dict[str, set[tuple[bytes, tuple[int, ...] | None]]] = {}
         self._pinned: Counter[tuple[bytes, tuple[int, ...] | None]] = Counter()
         self._shares: MemoryShares[tuple[bytes, tuple[int, ...] | None]] = MemoryShares()
@@ -131,8 +132,7 @@ class PrefixCache(Generic[Value]):
         self._retracted: set[bytes] = set()
 
     def limit(self, tenant: str, bytes_max: int | None) -> None:
-        """Keep no more of a tenant's from now on; None for as much as there is room for. What is kept is looked through
-        where a tenant has its first limit, and never again."""
+        """Sets a tenant's limit in bytes; None removes it. Only a first limit costs a pass over all entries."""
         known = self._shares.bytes_max(tenant)
         if bytes_max == known:
             return
@@ -147,13 +147,13 @@ class PrefixCache(Generic[Value]):
         self._fit(tenant)
 
     def most(self, tenant: str) -> int:
-        """How many bytes may be kept of a tenant's, pinned ones aside."""
+        """Returns how many unpinned bytes a tenant may keep."""
         own = self._shares.bytes_max(tenant)
         return self.bytes_max if own is None else min(own, self.bytes_max)
 
     @property
     def is_plain(self) -> bool:
-        """Whether every beginning of what is kept can be reused."""
+        """Whether every prefix of a kept entry can be reused: all layers are of full attention."""
         return self._rule == ReuseRule()
 
     def block_ids(self) -> list[bytes]:
@@ -163,43 +163,44 @@ class PrefixCache(Generic[Value]):
         return (block, None) in self._entries
 
     def lacks(self, block: bytes, *, snapshot: bool) -> bool:
-        """Whether it is worth while to make the block's KV for `put_blocks`; with a snapshot or not."""
+        """Whether `put_blocks` would keep KV of this block, with a snapshot or without."""
         entry = self._entries.get((block, None))
         if entry is None:
             return True
         return (snapshot and self._rule.recurrent and not entry.kept.snapshot) or entry.kept.window_from > 0
 
     def leading(self, block_ids: Sequence[bytes]) -> int:
-        """How many of the first blocks are kept; a guess at what `match` will find, without looking at tokens."""
+        """Returns how many leading blocks are kept: an estimate of `match` that does not compare tokens."""
         return next((index for index, block in enumerate(block_ids) if block not in self), len(block_ids))
 
     def peek(self, root: bytes, block_ids: Sequence[bytes], prompt: Sequence[int]) -> int:
-        """About how many of the prompt's first tokens `match` would find if all layers were of full attention; from any
-        thread."""
-        # The last token is computed in any case, and a block that it ends is not cut.
+        """Returns about how many leading tokens of the prompt `match` would find if all layers were of full attention.
+        May be called from any thread."""
+        # The last token is always computed, and a block that it would end is not matched.
         most = len(prompt) - 1
         whole = self.leading(block_ids[: most // BLOCK_TOKENS])
         rest = prompt[whole * BLOCK_TOKENS : min(most, (whole + 1) * BLOCK_TOKENS)]
         tails = self._candidates(block_ids[whole - 1] if whole else root, rest)
         return whole * BLOCK_TOKENS + max((used for _, used in tails), default=0)
 
-    def take(self, block: bytes) -> KeptKV[Value] | None:
-        """A kept block, without using it."""
+    def take(self, block: bytes) -> PrefixKV[Value] | None:
+        """Returns a kept block without marking it as used; None if it is not kept."""
         entry = self._entries.get((block, None))
         return None if entry is None else entry.kept
 
-    def take_tail(self, parent: bytes, tokens: Sequence[int]) -> KeptKV[Value] | None:
-        """A kept tail of exactly these tokens, without using it."""
+    def take_tail(self, parent: bytes, tokens: Sequence[int]) -> PrefixKV[Value] | None:
+        """Returns the kept tail of exactly these tokens without marking it as used; None if it is not kept."""
         entry = self._entries.get((parent, tuple(tokens)))
         return None if entry is None else entry.kept
 
     @property
     def holders(self) -> list[str]:
-        """Who has pinned something."""
+        """Names of those that have pinned something."""
         return list(self._pins)
 
     def pin(self, holder: str, root: bytes, block_ids: Sequence[bytes], tails: Iterable[Sequence[int]]) -> None:
-        """Keep these blocks and the tails after the last of them until `unpin`, however little room there is."""
+        """Protects these blocks and the tails after the last one from eviction until `unpin`; they need not be there
+        yet."""
         parent = block_ids[-1] if block_ids else root
         held = self._pins.setdefault(holder, set())
         new = ({(block, None) for block in block_ids} | {(parent, tuple(tail)) for tail in tails}) - held
@@ -209,7 +210,7 @@ class PrefixCache(Generic[Value]):
         self._pinned.update(new)
 
     def unpin(self, holder: str) -> None:
-        """Let go of what the holder pinned, if anything."""
+        """Releases all pins of a holder, if it has any."""
         held = self._pins.pop(holder, None)
         if held is None:
             return
@@ -223,10 +224,10 @@ class PrefixCache(Generic[Value]):
         self._evict()
 
     def drop(self, root: bytes, block_ids: Iterable[bytes], first: Sequence[int]) -> int:
-        """Forget these blocks and the tails after them, and the tails after `root` that are the beginning of `first`.
+        """Drops these blocks and the tails after them, and the tails after `root` that `first` begins with.
 
         Returns:
-            How many bytes that were.
+            The freed bytes.
         """
         before = self.nbytes
         for tail in self.ends(root, first):
@@ -239,11 +240,11 @@ class PrefixCache(Generic[Value]):
         return before - self.nbytes
 
     def ends(self, root: bytes, first: Sequence[int]) -> list[tuple[int, ...]]:
-        """The tails after `root` that are the beginning of `first`."""
+        """Returns the tails after `root` that `first` begins with."""
         return [tail for tail in self._tails.get(root, ()) if tail == tuple(first[: len(tail)])]
 
     def match(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int) -> Hit[Value]:
-        """The longest reusable prefix of `prompt`, at most `tokens_max` tokens, in O(blocks) look-ups."""
+        """Finds the longest reusable prefix of `prompt`, of at most `tokens_max` tokens, in O(blocks) look-ups."""
         blocks, parent, tail, used = self._search(root, block_ids, prompt, tokens_max)
         if tail:
             self._use((parent, tail))
@@ -251,15 +252,16 @@ class PrefixCache(Generic[Value]):
         return Hit(blocks, self._entries[(parent, tail)].kept.value if tail else None, used)
 
     def reusable_tokens(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int]) -> int:
-        """How many of the prompt's first tokens `match` finds now, without using them."""
+        """Returns how many leading tokens of the prompt `match` would find, without marking them as used."""
         blocks, _, _, used = self._search(root, block_ids, prompt, len(prompt) - 1)
         return len(blocks) * BLOCK_TOKENS + used
 
     def _search(
         self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int
     ) -> tuple[list[Value], bytes, tuple[int, ...], int]:
-        """The blocks to reuse, the last one's id, and which tail after it, to how many tokens; () and 0 for none."""
-        parts: list[tuple[KeptKV[Value], int]] = []
+        """Returns the blocks to reuse, the id of the last one (or the root), the tail after it and how many of its
+        tokens; () and 0 without a tail."""
+        parts: list[tuple[PrefixKV[Value], int]] = []
         parent = root
         for index, block in enumerate(block_ids):
             stop = (index + 1) * BLOCK_TOKENS
@@ -279,14 +281,14 @@ class PrefixCache(Generic[Value]):
         return [kept.value for kept, _ in parts[:whole]], parent, (), 0
 
     def put_blocks(
-        self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], KeptKV[Value]]], tenant: str = ""
+        self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], PrefixKV[Value]]], tenant: str = ""
     ) -> None:
-        """Keep whole blocks. The first copy of an id stays, unless a later one serves where it does not.
+        """Keeps whole blocks. The first copy of an id stays, unless a later one adds to it.
 
         Args:
             chain: the ids of a sequence's blocks, from its first.
-            new: (index in `chain`, tokens, KV) of those that may not be kept yet.
-            tenant: whose they are.
+            new: (index in `chain`, tokens, KV) of blocks that may not be kept yet.
+            tenant: their owner.
         """
         most = self.most(tenant)
         for index, tokens, kept in new:
@@ -306,15 +308,15 @@ class PrefixCache(Generic[Value]):
         self._evict()
 
     def put_tail(
-        self, root: bytes, chain: Sequence[bytes], tokens: Sequence[int], kept: KeptKV[Value], tenant: str = ""
+        self, root: bytes, chain: Sequence[bytes], tokens: Sequence[int], kept: PrefixKV[Value], tenant: str = ""
     ) -> None:
-        """Keep the open tail after `chain`, unless a kept one serves for it; shorter ones that it serves for go."""
+        """Keeps the open tail after `chain`, unless a kept one replaces it; drops shorter ones that it replaces."""
         key, parent = tuple(tokens), chain[-1] if chain else root
         siblings = self._tails.get(parent, [])
         large = kept.nbytes > self.most(tenant) and not self._is_pinned((parent, key))
         if not key or large or key in siblings:
             return
-        # Where the rule asks for more, a longer tail may not serve at a shorter one's end.
+        # With window or recurrent layers a longer tail may be useless at a shorter one's end.
         if self.is_plain:
             if any(other[: len(key)] == key for other in siblings):
                 return
@@ -329,18 +331,19 @@ class PrefixCache(Generic[Value]):
         self._evict()
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """(announced, retracted) block ids since the last call."""
+        """Returns the block ids (added, removed) since the last call."""
         events = sorted(self._announced), sorted(self._retracted)
         self._announced.clear()
         self._retracted.clear()
         return events
 
     def clear(self) -> None:
+        """Drops all entries, also pinned ones."""
         for key in list(self._entries):
             self._remove(key)
 
     def reset(self) -> None:
-        """Forget everything, pins too, whatever state the tables are in. Events of before are lost."""
+        """Forgets everything, pins too, even if the tables are inconsistent. Earlier events are lost."""
         self._retracted.update(self.block_ids(), self._announced)
         for table in (self._entries, self._tails, self._pins, self._pinned, self._announced):
             table.clear()
@@ -348,12 +351,16 @@ class PrefixCache(Generic[Value]):
         self.nbytes = self.blocks = 0
 
     def check(self) -> None:
-        """Raise AssertionError where the counts and tables disagree."""
+        """Checks all counts and tables.
+
+        Raises:
+            AssertionError: they disagree.
+        """
         for _ in self.recount():
             pass
 
     def recount(self) -> Iterator[None]:
-        """`check` a few thousand entries at a time, between which nothing may change."""
+        """Does `check` in steps of `RECOUNT_STEP` entries; the cache must not change between them."""
         nbytes = blocks = 0
         tails: dict[bytes, int] = {}
         shares: dict[str, tuple[int, list[tuple[bytes, tuple[int, ...] | None]]]] = {}
@@ -392,7 +399,7 @@ class PrefixCache(Generic[Value]):
         _ensure(not any(block in self for block in self._retracted), "a block is retracted that is there")
 
     def _candidates(self, parent: bytes, rest: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Tails after `parent` and how many of their tokens `rest` begins with, the most first."""
+        """Yields tails after `parent` and how many of their tokens `rest` begins with, the most first."""
         siblings = self._tails.get(parent, [])
         if not self._rule.recurrent:
             at = bisect_left(siblings, tuple(rest))
@@ -406,7 +413,7 @@ class PrefixCache(Generic[Value]):
                 yield tail, len(tail)
 
     def touch(self, chain: Sequence[bytes]) -> None:
-        """Make a chain the most recently used, its end less than its beginning: without that, the rest is of no use."""
+        """Marks a chain as most recently used, its begin last: without it the rest is useless."""
         for block in reversed(chain):
             if block in self:
                 self._use((block, None))
@@ -442,18 +449,19 @@ class PrefixCache(Generic[Value]):
         return key in self._pinned
 
     def _loose(self, key: tuple[bytes, tuple[int, ...] | None], entry: _KeptEntry[Value]) -> int:
-        """How much of the entry counts for its tenant."""
+        """Returns the bytes of the entry that count for its tenant."""
         return 0 if self._is_pinned(key) else entry.kept.nbytes
 
     def _count(self, keys: Iterable[tuple[bytes, tuple[int, ...] | None]], sign: int) -> list[str]:
-        """These are pinned no more, or from now on where `sign` is -1. Whose they are."""
-        there = [entry for key in keys if (entry := self._entries.get(key)) is not None]
-        for entry in there:
+        """Counts entries that were unpinned (`sign` 1), or uncounts ones that were pinned (-1). Returns their
+        tenants."""
+        entries = [entry for key in keys if (entry := self._entries.get(key)) is not None]
+        for entry in entries:
             self._shares.count(entry.tenant, sign * entry.kept.nbytes)
-        return list(dict.fromkeys(entry.tenant for entry in there))
+        return list(dict.fromkeys(entry.tenant for entry in entries))
 
     def _fit(self, tenant: str) -> None:
-        """Let the tenant's own oldest go until the rest is within its limit."""
+        """Evicts the tenant's own oldest entries until the rest is within its limit."""
         excess, victims = self._shares.excess(tenant), []
         if excess <= 0:
             return

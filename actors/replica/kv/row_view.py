@@ -1,4 +1,4 @@
-"""Cutting slabs out of caches: copies of some of a row's tokens, of all layers, in few operations."""
+"""Copies slabs out of caches: the KV of some of a row's tokens in all layers, in few operations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .sealed_cache import SealedKVCache
 from .sealing import Sealed
 
 STACK_BYTES_MAX = 256 * 2**20
-"""How much of all rows of a batch is copied so that one can be cut out."""
+"""The most that is copied of all rows of a batch to cut out one."""
 
 
 class Stacks:
-    """What several rows' slabs are cut from: all layers and rows of a batch in one array for each kind of array.
+    """Copies of token spans of all layers and rows of a batch, from which several rows' slabs are cut.
 
-    A GPU takes as long for each operation on a row's block of one layer as on all rows' of all layers, and rows often
+    A GPU takes as long for an operation on one row's block of one layer as on all rows' of all layers, and rows often
     end at the same step. Valid until the batch's caches change.
     """
 
@@ -28,7 +28,15 @@ class Stacks:
         self._kept: dict[Any, list[mx.array]] = {}
 
     def row(self, span: Any, columns: Sequence[Columns], row: int) -> list[mx.array]:
-        """Copies of one row's part of `columns`, which are those of all rows, as `_stacked`."""
+        """Returns copies of one row's part of `columns`.
+
+        Args:
+            span: key of the token span and layers, under which the copies of all rows are kept.
+            columns: per layer its arrays, all of equal shapes, `(rows, ...)`.
+
+        Returns:
+            For each kind of array `(layers, ...)` in its dtype.
+        """
         if span not in self._kept:
             rows = columns[0][0].shape[0]
             self._kept[span] = [array.reshape(len(columns), rows, *array.shape[1:]) for array in _stacked(columns)]
@@ -36,23 +44,23 @@ class Stacks:
 
 
 Columns = Sequence[mx.array]
-"""A part of the arrays of one layer."""
+"""A token span of one layer's arrays: keys and values, or the six of `Sealed`. `(rows, kv_heads, ...)`."""
 
 
 def _stacked(columns: Sequence[Columns]) -> list[mx.array]:
-    """Copies of layers' arrays of equal shapes, layer after layer along the first axis."""
+    """Returns copies of layers' arrays of equal shapes, concatenated to `(layers * rows, ...)`."""
     if len(columns) == 1:
         return [sealing.copied(array) for array in columns[0]]
     return [mx.concatenate(list(same), axis=0) for same in zip(*columns, strict=True)]
 
 
 class RowView:
-    """One row of caches, to cut slabs out of.
+    """One row of caches, from which the executor cuts slabs.
 
     Args:
         caches: a batch's caches, or one row's own (then `row` is None).
         length: how many tokens have KV.
-        stacks: the batch's, where its rows are cut together.
+        stacks: the batch's, if its rows are cut together.
     """
 
     def __init__(
@@ -68,7 +76,7 @@ class RowView:
         self._rows = slice(row or 0, (row or 0) + 1)
         self._stacks = stacks
         self._states: list[list[mx.array]] = []
-        # Per layer: a sealed cache, or keys and values, of this row or of all, and the position of their first token.
+        # Per layer a sealed cache, or keys and values (of this row or of all) and the position of their first column.
         self._layers: list[SealedKVCache | tuple[mx.array, mx.array, int] | None] = []
         padding: int | None = 0 if row is None else None
         for layer, cache in zip(spec.layers, caches, strict=True):
@@ -83,27 +91,27 @@ class RowView:
                 self._layers.append((keys, values, length - keys.shape[2]))
             else:
                 if padding is None:
-                    # The same in every layer, and costs a wait for the device.
+                    # Read once: it is the same in every layer, and reading it waits for the device.
                     padding = int(cache.left_padding[row].item())
                 self._layers.append((cache.keys, cache.values, -padding))
 
     def slab(self, start: int, stop: int) -> Slab:
-        """A copy of the tokens [start, stop), not evaluated. It has a snapshot if they end where the row does.
+        """Returns a lazy copy of the tokens [start, stop), with a snapshot if they end where the row does.
 
-        Where layers are sealed that is one whole block, or a part of the open one from its beginning.
+        If layers are sealed, the span must be one whole block, or a part of the open block from its begin.
         """
         window_from = 0
         for layer, held in zip(self._spec.layers, self._layers, strict=True):
             if layer.window and isinstance(held, tuple):
                 window_from = max(window_from, min(stop, held[2]) - start)
-        found: dict[int, Columns] = {}
+        columns_of: dict[int, Columns] = {}
         for index, (layer, held) in enumerate(zip(self._spec.layers, self._layers, strict=True)):
             if isinstance(held, SealedKVCache):
                 columns = self._columns(held, self._rows, start, stop)
                 if columns is None:
                     window_from = stop - start
                 else:
-                    found[index] = columns
+                    columns_of[index] = columns
                 continue
             first = start + window_from if layer.window else start
             if held is None or first >= stop:
@@ -111,35 +119,36 @@ class RowView:
             keys, values, origin = held
             rows = slice(0, 1) if layer.window else self._rows
             span = (rows, slice(None), slice(first - origin, stop - origin))
-            found[index] = (keys[span], values[span])
+            columns_of[index] = (keys[span], values[span])
         states = None
         if self._states and stop == self._length:
             states = [[sealing.copied(array) for array in state] for state in self._states]
-        return Slab.of(len(self._layers), self._copies(found, start, stop), stop - start, window_from, states)
+        return Slab.of(len(self._layers), self._copies(columns_of, start, stop), stop - start, window_from, states)
 
     def _columns(self, cache: SealedKVCache, rows: slice, start: int, stop: int) -> Columns | None:
+        """Returns views of a sealed layer's whole block or open tail; None if the window dropped the block."""
         block = start // BLOCK_TOKENS
         if stop - start == BLOCK_TOKENS:
             return cache.blocks(rows, block, block + 1)
         assert start % BLOCK_TOKENS == 0 and block == self._length // BLOCK_TOKENS, "only the open block can be cut"
         return cache.tail(rows, stop - start)
 
-    def _copies(self, found: dict[int, Columns], start: int, stop: int) -> dict[Layers, LayerKV]:
-        """Copies that layers of equal shapes and windows have together: they are kept and let go together, and one
+    def _copies(self, columns_of: dict[int, Columns], start: int, stop: int) -> dict[Layers, LayerKV]:
+        """Copies layers of equal shapes and windows into shared arrays: they are kept and freed together, and an
         operation on all layers takes a device as long as on one."""
         alike: dict[Any, list[int]] = {}
-        for index, columns in found.items():
+        for index, columns in columns_of.items():
             shapes = [(*array.shape, array.dtype) for array in columns]
             alike.setdefault((self._spec.layers[index].window, *shapes), []).append(index)
         entries: dict[Layers, LayerKV] = {}
         for layers in alike.values():
-            copies = self._stack(layers, start, stop) or _stacked([found[index] for index in layers])
-            sealed = isinstance(found[layers[0]], Sealed)
+            copies = self._stack(layers, start, stop) or _stacked([columns_of[index] for index in layers])
+            sealed = isinstance(columns_of[layers[0]], Sealed)
             entries[tuple(layers)] = Sealed(*copies) if sealed else (copies[0], copies[1])
         return entries
 
     def _stack(self, layers: Sequence[int], start: int, stop: int) -> list[mx.array] | None:
-        """By way of all rows; None where that is of no use."""
+        """Returns copies by way of `stacks`, each `(layers, ...)`; None if that would not pay."""
         if self._stacks is None or any(self._spec.layers[index].window for index in layers):
             return None
         whole: list[Columns] = []

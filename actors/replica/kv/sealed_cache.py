@@ -1,15 +1,17 @@
-"""A cache of sealed blocks and an open tail, for one row or a batch; stands in for mlx-lm's caches in any model.
+"""A layer's cache of sealed blocks and an open tail, for one row or a batch. Replaces mlx-lm's caches in any model.
 
-The position law: a query attends to the full blocks before its own block as sealed, and inside its own block to keys
-and values in full precision. So what a row computes depends on its tokens alone, not on chunks or company.
+The position law: a query attends to earlier blocks as sealed, and inside its own block to keys and values in full
+precision. So what a row computes depends on its tokens alone, not on chunks or batch mates.
 
-A layer's arrays, for rows of different lengths; the first `first[r]` blocks of a row are dropped, behind a window:
+A layer's arrays hold rows of different lengths. The first `first[r]` blocks of row r are dropped, behind a window:
 
-    sealed    whole blocks, left-aligned: column c of row r is position 256 * first[r] + c
-    tail      the open block in full precision: column c is position 256 * (lengths[r] // 256) + c
+    sealed    whole blocks, left-aligned: column c of row r is position 256 * first[r] + c; see `sealing.py`
+    tail      the open block in full precision: column c is position 256 * (lengths[r] // 256) + c;
+              keys (rows, kv_heads, columns, key_dim) and values (rows, kv_heads, columns, value_dim), in the model's
+              dtype. Columns behind a row's length are padding
 
-`update_and_fetch` gives attention `[sealed, tail, new]` as plain arrays, the sealed ones dequantized, and `make_mask`
-says which of them a query may see. MLX is lazy: where `attention.py` computes with the sealed arrays themselves, the
+`update_and_fetch` returns `[sealed, tail, new]` as plain arrays, the sealed ones dequantized, and `make_mask` says
+which columns a query may see. MLX is lazy: if `attention.py` computes with the sealed arrays themselves, the
 dequantized ones are never made.
 """
 
@@ -26,16 +28,16 @@ from . import sealing
 from .sealing import Sealed, SealPolicy
 
 Choose = Callable[[int, int], bool]
-"""Whether a decode step of (rows, sealed tokens a row) multiplies codes directly; see `attention.py`."""
+"""Says for (rows, sealed tokens per row) whether a decode step multiplies codes directly; see `attention.py`."""
 
 
 COLUMNS = 64
-"""Of a batch with padding: a device prepares itself for every new number of them."""
+"""A padded batch's tail has a multiple of this many columns: devices compile kernels for every new shape."""
 
 
 class Shared:
-    """What all layers of a batch have in common: `direct`, and what they compute alike in a step, kept until the rows'
-    lengths change. A list of lengths is never changed in place, so that one that is the same need not be compared."""
+    """State shared by all layers of a batch: `direct`, and values that all layers need in a step, such as masks, cached
+    until the rows' lengths change. Lists of lengths never change in place, so identical ones need no comparison."""
 
     def __init__(self, direct: Choose | None = None) -> None:
         self.direct = direct
@@ -43,18 +45,19 @@ class Shared:
         self._ragged: list[int] | None = None
         self._kept: dict[Any, Any] = {}
 
-    def get(self, lengths: list[int], ragged: list[int] | None, what: Any, make: Callable[[], Any]) -> Any:
+    def get(self, lengths: list[int], ragged: list[int] | None, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns the value cached under `key` for these lengths; makes it if there is none."""
         if (lengths is not self._lengths and lengths != self._lengths) or ragged != self._ragged:
             self._lengths, self._ragged, self._kept = lengths, ragged, {}
-        if what not in self._kept:
-            self._kept[what] = make()
-        return self._kept[what]
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
 
 @dataclass(frozen=True)
 class View:
-    """What attention reads in one call: `sealed` blocks, then keys and values in full precision. `plain_keys` is the
-    array that the model was given instead."""
+    """What attention reads in one call: `sealed` blocks, then the tail's `keys` and `values` in full precision, shapes
+    as in the module's docstring. `plain_keys` is the array that the model got instead, to recognize its call."""
 
     sealed: Sealed
     keys: mx.array
@@ -70,9 +73,9 @@ class SealedKVCache:
         lengths: tokens of every row.
 
     Attributes:
-        first: blocks of every row that are dropped.
-        shared: with the other layers.
-        view: what the last `update_and_fetch` gave; None where nothing of it is sealed.
+        first: number of dropped blocks of every row.
+        shared: state shared with the other layers.
+        view: what the last `update_and_fetch` returned; None if nothing of it is sealed.
     """
 
     def __init__(
@@ -89,26 +92,34 @@ class SealedKVCache:
         self._values: mx.array | None = None
         self._ragged: list[int] | None = None
 
-    # What a model calls.
+    # Called by the model.
 
     @property
     def offset(self) -> Any:
-        """The position of every row's next token."""
+        """The position of every row's next token: an int for one row, else `(rows,) int32`."""
         if len(self.lengths) == 1:
             return self.lengths[0]
         return self._once("offset", lambda: on_device(self.lengths))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """(rows, 1, N, columns), true where a query may look; None where every query may look everywhere."""
+        """Returns the mask of the next `N` queries of every row; call it before `update_and_fetch`.
+
+        Returns:
+            `(rows, 1, N, columns) bool`, True for columns that a query may see; None if it may see all.
+        """
         step = self._step(N)
-        what = ("mask", N, window_size, tuple(self.first))
-        return self._once(what, lambda: mask_of(step, self.lengths, self.first, N, window_size or 0))
+        key = ("mask", N, window_size, tuple(self.first))
+        return self._once(key, lambda: mask_of(step, self.lengths, self.first, N, window_size or 0))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append (rows, kv_heads, N, dim) keys and values; returns all of them."""
+        """Appends keys and values, `(rows, kv_heads, N, dim)` in the model's dtype.
+
+        Returns:
+            All keys and values, `(rows, kv_heads, columns, dim)`: sealed blocks dequantized, then the tail.
+        """
         count = keys.shape[2]
         step = self._step(count)
-        # What it refers to could not be changed in place.
+        # Arrays that the view refers to could not be changed in place.
         self.view = None
         if self._keys is None or self._values is None:
             self._keys = keys[:, :, :0]
@@ -136,18 +147,19 @@ class SealedKVCache:
         self._drop()
         return keys, values
 
-    # What the executor calls.
+    # Called by the executor.
 
     def prepare(self, *, lengths: Sequence[int], right_padding: Sequence[int]) -> None:
-        """The next call brings this many tokens of every row, and padding after them."""
+        """Announces that the next call has this many tokens per row, and padding after them."""
         self._ragged = list(lengths)
 
     def finalize(self) -> None:
-        """The padding is over."""
+        """Ends the padding that `prepare` announced."""
         self._ragged = None
 
     @property
     def state(self) -> list[mx.array]:
+        """All arrays, for evaluation."""
         arrays = [] if self._keys is None or self._values is None else [self._keys, self._values]
         return [*arrays, *(self._sealed or ())]
 
@@ -156,9 +168,9 @@ class SealedKVCache:
         return sum(array.nbytes for array in self.state)
 
     def blocks(self, rows: int | slice, start: int, stop: int) -> Sealed | None:
-        """Blocks [start, stop) of the row, counted from its first token, as a view; None where one is dropped.
+        """Returns a view of the rows' blocks [start, stop), counted from their first tokens; None if one is dropped.
 
-        Of several rows, none of which has dropped any, some may not have all of the blocks yet.
+        Several rows must not have dropped any. Some of them may have fewer blocks; the rest is undefined.
         """
         span = slice(rows, rows + 1) if isinstance(rows, int) else rows
         first = min(self.first[span])
@@ -168,21 +180,27 @@ class SealedKVCache:
         return sealing.blocks_of(sealing.rows_of(self._sealed, span), start - first, stop - first)
 
     def tail(self, rows: int | slice, count: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of the first `count` tokens of the rows' open blocks, as views."""
+        """Returns views of the rows' first `count` open keys and values, `(rows, kv_heads, count, dim)`."""
         span = slice(rows, rows + 1) if isinstance(rows, int) else rows
         assert self._keys is not None and self._values is not None
         assert count <= max(length % BLOCK_TOKENS for length in self.lengths[span])
         return self._keys[span, :, :count], self._values[span, :, :count]
 
     def restore(self, sealed: Sealed | None, tail: tuple[mx.array, mx.array] | None, length: int) -> None:
-        """Fill an empty cache of one row with its last sealed blocks and its open tail."""
+        """Fills an empty cache of one row.
+
+        Args:
+            sealed: the row's last whole blocks, one row; None if there are none.
+            tail: keys and values of the open block, `(1, kv_heads, tokens, dim)`; None if it is empty.
+            length: the row's tokens, including dropped ones.
+        """
         held = 0 if sealed is None else sealed.tokens // BLOCK_TOKENS
         self.lengths, self.first = [length], [length // BLOCK_TOKENS - held]
         self._sealed = sealed
         self._keys, self._values = tail if tail is not None else (None, None)
 
     def extract(self, row: int) -> SealedKVCache:
-        """The row as a cache of its own, which shares no memory with this one."""
+        """Returns a row as a cache of its own, which shares no memory with this one."""
         cache = SealedKVCache(self.policy, self.window, lengths=[self.lengths[row]])
         held = self.lengths[row] // BLOCK_TOKENS - self.first[row]
         cache.first = [self.first[row]]
@@ -196,7 +214,7 @@ class SealedKVCache:
         return cache
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
+        """Keeps only these rows, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         self.first = [self.first[row] for row in rows]
         indices = mx.array(list(rows), dtype=mx.uint32)
@@ -208,7 +226,7 @@ class SealedKVCache:
 
     @staticmethod
     def merge(caches: Sequence[SealedKVCache], shared: Shared | None = None) -> SealedKVCache:
-        """Rows' caches as one; this one's memory is its own."""
+        """Returns a new cache with the rows of all caches."""
         lengths = [length for cache in caches for length in cache.lengths]
         merged = SealedKVCache(caches[0].policy, caches[0].window, lengths=lengths, shared=shared)
         merged.first = [first for cache in caches for first in cache.first]
@@ -216,20 +234,20 @@ class SealedKVCache:
         return merged
 
     def extend(self, other: SealedKVCache) -> None:
-        """Append the rows of another batch."""
+        """Appends the rows of another batch."""
         merged = SealedKVCache.merge([self, other])
         self.lengths, self.first = merged.lengths, merged.first
         self._sealed, self._keys, self._values = merged._sealed, merged._keys, merged._values
 
     # Inside.
 
-    def _once(self, what: Any, make: Callable[[], Any]) -> Any:
-        return self.shared.get(self.lengths, self._ragged, what, make)
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        return self.shared.get(self.lengths, self._ragged, key, make)
 
     def _step(self, count: int) -> Step:
-        what = ("step", count, self.window and tuple(self.first))
+        key = ("step", count, self.window and tuple(self.first))
         width = count if self._ragged else None
-        return self._once(what, lambda: step_of(self.lengths, self.first, self._new(count), width))
+        return self._once(key, lambda: step_of(self.lengths, self.first, self._new(count), width))
 
     def _open(self, row: int) -> int:
         return self.lengths[row] % BLOCK_TOKENS
@@ -238,12 +256,12 @@ class SealedKVCache:
         return self._ragged or [count] * len(self.lengths)
 
     def _held(self) -> int:
-        """The most sealed blocks that a row has."""
+        """Returns the largest number of sealed blocks of a row."""
         held = (length // BLOCK_TOKENS - first for length, first in zip(self.lengths, self.first, strict=True))
         return max(held, default=0)
 
     def _append_step(self, keys: mx.array, values: mx.array, opened: list[int]) -> None:
-        """One token a row, each at its own place in the tail."""
+        """Appends one token per row, `(rows, kv_heads, 1, dim)`, each at its row's own place in the tail."""
         self._reserve(BLOCK_TOKENS)
         assert self._keys is not None and self._values is not None
         place = opened[0]
@@ -256,7 +274,8 @@ class SealedKVCache:
         self._values = mx.put_along_axis(self._values, places, values, axis=2)
 
     def _append_ragged(self, keys: mx.array, values: mx.array, step: Step) -> None:
-        """Several tokens a row, of different numbers and at different places."""
+        """Appends different numbers of tokens per row, padded to `(rows, kv_heads, N, dim)`, each row at its own
+        place."""
         before = max(step.opened)
 
         def make() -> mx.array:
@@ -278,7 +297,7 @@ class SealedKVCache:
             self._keys, self._values = mx.pad(self._keys, widths), mx.pad(self._values, widths)
 
     def _seal_full(self, step: Step) -> None:
-        """Count the new tokens, and seal the blocks that are full now."""
+        """Counts the new tokens, and seals the blocks that are full now."""
         assert self._keys is not None and self._values is not None
         self.lengths = step.after
         if not any(step.full):
@@ -294,13 +313,13 @@ class SealedKVCache:
             self._keys = mx.take_along_axis(self._keys, step.rest, axis=2)
             self._values = mx.take_along_axis(self._values, step.rest, axis=2)
         elif self._keys.shape[2] > BLOCK_TOKENS:
-            # A copy: the whole chunk would stay alive with it.
+            # A copy, because a view would keep the whole chunk alive.
             self._keys = sealing.copied(self._keys[:, :, stop:])
             self._values = sealing.copied(self._values[:, :, stop:])
 
     def _seal_rows(self, step: Step, stop: int) -> None:
-        """All rows in one go, because a device takes as long for an operation on one row as on all. What is sealed of
-        a row that fills fewer blocks is not looked at before that place is taken by a block of its own."""
+        """Seals the first `stop` tail columns of all rows at once, because a device takes as long for one row as for
+        all. A row that fills fewer blocks gets garbage behind them, masked until a block of its own replaces it."""
         assert self._keys is not None and self._values is not None
         rows = [row for row, full in enumerate(step.full) if full]
         if not any(step.held):
@@ -317,7 +336,7 @@ class SealedKVCache:
         self._sealed = sealed
 
     def _drop(self) -> None:
-        """Let go of blocks that no later query will see."""
+        """Drops blocks that no later query will see."""
         if not self.window or self._sealed is None:
             return
         wanted = [max(0, length - self.window + 1) // BLOCK_TOKENS for length in self.lengths]
@@ -332,7 +351,7 @@ class SealedKVCache:
         self._sealed = sealing.join_rows(rows, [1] * len(rows))
 
     def _gather(self, caches: Sequence[SealedKVCache]) -> None:
-        """Take over the arrays of `caches`, whose rows these are."""
+        """Joins the arrays of `caches`, which have this cache's rows."""
         rows = [len(cache.lengths) for cache in caches]
         blocks = [
             None if cache._sealed is None else sealing.blocks_of(cache._sealed, 0, cache._held()) for cache in caches
@@ -344,28 +363,30 @@ class SealedKVCache:
 
 
 def _runs(items: Sequence[Any]) -> list[tuple[int, int]]:
-    """Ranges of equal items."""
+    """Returns the ranges [start, end) of consecutive equal items."""
     starts = [index for index in range(len(items)) if index == 0 or items[index] != items[index - 1]]
     return list(zip(starts, [*starts[1:], len(items)], strict=True))
 
 
 def on_device(numbers: list[int]) -> mx.array:
-    """What every layer will read: made by the device, which would go to the host's memory for it each time."""
+    """Returns `(numbers,) int32` in the device's memory, for numbers that every layer reads. Without the addition the
+    device would read the host's memory each time."""
     return mx.array(numbers) + 0
 
 
 @dataclass(frozen=True)
 class Step:
-    """The numbers of one call.
+    """Row lengths and block counts of one call of a layer.
 
     Attributes:
-        opened: tokens in every row's open block before.
-        after: the rows' lengths after.
-        held: sealed blocks of every row before.
-        full: blocks that every row fills.
-        used: sealed blocks that the longest row's queries see.
-        columns: of the tail with the new tokens.
-        rest: (rows, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one row.
+        opened: tokens in every row's open block before the call.
+        after: the rows' lengths after it.
+        held: sealed blocks of every row before it.
+        full: blocks that every row fills in it.
+        used: the most sealed blocks that a row's queries see.
+        columns: columns of the tail with the new tokens.
+        rest: `(rows, 1, 256, 1) int32`, the tail columns after each row's filled blocks, which become the new tail;
+            None if no gather is needed: no block is filled, one token per row, or one row.
     """
 
     opened: list[int]
@@ -378,7 +399,14 @@ class Step:
 
 
 def step_of(lengths: list[int], first: list[int], new: list[int], width: int | None = None) -> Step:
-    """The numbers of a call; where rows are padded to a `width`, as many columns as a multiple of `COLUMNS`."""
+    """Returns the `Step` of a call.
+
+    Args:
+        lengths: tokens of every row before.
+        first: dropped blocks of every row.
+        new: new tokens of every row.
+        width: columns of a padded batch, whose tail is rounded up to a multiple of `COLUMNS`; None without padding.
+    """
     opened = [length % BLOCK_TOKENS for length in lengths]
     ends = [o + more for o, more in zip(opened, new, strict=True)]
     full = [end // BLOCK_TOKENS for end in ends]
@@ -404,17 +432,22 @@ def step_of(lengths: list[int], first: list[int], new: list[int], width: int | N
 
 
 def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window: int) -> mx.array | None:
-    """(rows, 1, count, columns), true where a query may look; None where every query may look everywhere.
+    """Returns the mask of one call, over the columns of `update_and_fetch`.
 
     Args:
-        count: queries of every row, of which those after its `new` are padding.
+        lengths: tokens of every row before the call.
+        first: dropped blocks of every row.
+        count: queries of every row; those after its new tokens are padding.
         window: how many of the last tokens a query attends to; 0 for all.
+
+    Returns:
+        `(rows, 1, count, columns) bool`, True for columns that a query may see; None if it may see all.
     """
     alike = len(set(lengths)) == 1 and len(set(first)) == 1
     if count == 1 and alike and not (window and first[0] * BLOCK_TOKENS <= lengths[0] - window):
         return None
     before, after = mx.array(lengths)[:, None], mx.array(step.after)[:, None]
-    # A query in the padding sees what the row's last one sees: with nothing to see it would be no number.
+    # A query in the padding sees what the row's last one sees: with every column masked its result would be NaN.
     queries = mx.minimum(before + mx.arange(count)[None], after - 1)[:, None, :, None]
     blocks = queries // BLOCK_TOKENS * BLOCK_TOKENS
     inside = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None] + mx.arange(step.columns)

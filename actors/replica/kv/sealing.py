@@ -1,15 +1,16 @@
-"""Sealed KV: full blocks quantized once, for ever.
+"""Sealed KV: full blocks, quantized once and never again.
 
-Keys are quantized per channel, in groups along the *token* axis, because a channel of keys keeps its size from token to
-token and channels differ much; so they are stored transposed. Values are quantized per token, in groups along the head
-axis. Scales and biases are rounded to 16 bits as a part of sealing, and attention uses the rounded ones: 4.5 bits an
-element with 4-bit codes in groups of 64.
+Keys are quantized per channel, in groups along the *token* axis, because a key channel keeps its magnitude from token
+to token and channels differ much; so they are stored transposed. Values are quantized per token, in groups along the
+channels. Sealing rounds scales and biases to 16 bits (float16, or bfloat16 for bfloat16 keys), and attention uses the
+rounded ones: 4.5 bits per element with 4-bit codes in groups of 64.
 
-Shapes, for `rows` rows of `blocks` blocks and T = 256 * blocks tokens:
+Shapes, for `rows` rows of `blocks` blocks and T = 256 * blocks tokens; keys and values are in the model's dtype, codes
+are uint32, and `padded` is `value_dim` rounded up to a multiple of 32:
 
-    keys      (rows, kv_heads, T, key_dim)         codes    (rows, kv_heads, key_dim, T * bits / 32), uint32
-                                                   scales   (rows, kv_heads, key_dim, T / 64), 16 bits; biases alike
-    values    (rows, kv_heads, T, value_dim)       codes    (rows, kv_heads, T, padded * bits / 32), uint32
+    keys      (rows, kv_heads, T, key_dim)         codes    (rows, kv_heads, key_dim, T * bits / 32)
+                                                   scales   (rows, kv_heads, key_dim, T / 64); biases alike
+    values    (rows, kv_heads, T, value_dim)       codes    (rows, kv_heads, T, padded * bits / 32)
                                                    scales   (rows, kv_heads, T, padded / group); biases alike
 """
 
@@ -26,12 +27,12 @@ from ...protocol.block_ids import BLOCK_TOKENS
 KEY_GROUP = 64
 
 FORMAT_VERSION = 1
-"""Of the layout and rounding here; a part of the model id."""
+"""Version of this layout and rounding; a part of the model id."""
 
 
 @dataclass(frozen=True)
 class SealPolicy:
-    """How many bits a code of keys and of values has."""
+    """The bits of a key's and of a value's code."""
 
     name: str
     key_bits: int
@@ -39,11 +40,11 @@ class SealPolicy:
 
 
 POLICIES = {policy.name: policy for policy in (SealPolicy("q4", 4, 4), SealPolicy("k8v4", 8, 4))}
-"""By the name that a model's config gives. Its `fp16` seals nothing."""
+"""Policies by the name in a model's config. The name `fp16` seals nothing."""
 
 
 class Sealed(NamedTuple):
-    """Sealed blocks of one layer; see the module's shapes."""
+    """Sealed blocks of one layer; shapes and dtypes as in the module's docstring."""
 
     key_codes: mx.array
     key_scales: mx.array
@@ -62,11 +63,11 @@ class Sealed(NamedTuple):
 
 
 TOKEN_AXES = (3, 3, 3, 2, 2, 2)
-"""The axis of every array that grows with the tokens."""
+"""The token axis of each array of `Sealed`."""
 
 
 def value_group(dim: int) -> int:
-    """The group size of values with `dim` channels: 64 where that divides it, else 32."""
+    """Returns the group size of values with `dim` channels: 64 if that divides it, else 32."""
     return 64 if dim % 64 == 0 else 32
 
 
@@ -75,7 +76,7 @@ def _padded(dim: int) -> int:
 
 
 def sealed_token_bytes(kv_heads: int, key_dim: int, value_dim: int, policy: SealPolicy) -> int:
-    """What a token of one sealed layer takes, rounded up."""
+    """Returns the bytes of a token in one sealed layer, rounded up."""
     keys = key_dim * (policy.key_bits / 8 + 4 / KEY_GROUP)
     values = _padded(value_dim) * (policy.value_bits / 8 + 4 / value_group(value_dim))
     return -int(-kv_heads * (keys + values) // 1)
@@ -86,7 +87,11 @@ def _scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
 
 
 def seal(keys: mx.array, values: mx.array, policy: SealPolicy) -> Sealed:
-    """Quantize whole blocks; keys and values as in the module's shapes."""
+    """Quantizes whole blocks; shapes and dtypes as in the module's docstring.
+
+    Raises:
+        ValueError: the tokens are not whole blocks.
+    """
     if keys.shape[2] % BLOCK_TOKENS:
         raise ValueError(f"{keys.shape[2]} tokens are no whole blocks")
     dim = values.shape[3]
@@ -110,7 +115,7 @@ def seal(keys: mx.array, values: mx.array, policy: SealPolicy) -> Sealed:
 
 
 def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Keys and values as attention takes them, in the compute dtype."""
+    """Returns the dequantized keys and values, `(rows, kv_heads, T, dim)` in `dtype`."""
     keys = mx.dequantize(
         sealed.key_codes,
         sealed.key_scales.astype(dtype),
@@ -129,7 +134,7 @@ def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) 
 
 
 def blocks_of(sealed: Sealed, start: int, stop: int) -> Sealed:
-    """Blocks [start, stop), a view."""
+    """Returns blocks [start, stop) as a view."""
     tokens = sealed.tokens
     if start == 0 and stop * BLOCK_TOKENS == tokens:
         return sealed
@@ -143,11 +148,12 @@ def blocks_of(sealed: Sealed, start: int, stop: int) -> Sealed:
 
 
 def rows_of(sealed: Sealed, rows: slice | mx.array) -> Sealed:
+    """Returns some rows: a view for a slice, copies for `(rows,)` indices of an integer dtype."""
     return Sealed(*(array[rows] for array in sealed))
 
 
 def join_tokens(parts: Sequence[Sealed]) -> Sealed:
-    """Blocks after blocks."""
+    """Concatenates blocks of equal rows along the tokens."""
     if len(parts) == 1:
         return parts[0]
     arrays = zip(*parts, strict=True)
@@ -155,10 +161,11 @@ def join_tokens(parts: Sequence[Sealed]) -> Sealed:
 
 
 def rows_joined(parts: Sequence[mx.array | None], rows: Sequence[int], axis: int) -> mx.array:
-    """Rows after rows, with zeros behind those that are shorter along `axis` than the longest.
+    """Concatenates arrays along the rows, the first axis, padding shorter ones along `axis` with zeros.
 
     Args:
-        parts: of four axes; None where rows have nothing. At least one is something.
+        parts: arrays with four axes, of equal dtypes and equal shapes but for the first axis and `axis`. None stands
+            for rows of zeros; at least one is an array.
         rows: how many rows each part has.
     """
     some = max((part for part in parts if part is not None), key=lambda part: part.shape[axis])
@@ -177,7 +184,7 @@ def rows_joined(parts: Sequence[mx.array | None], rows: Sequence[int], axis: int
 
 
 def join_rows(parts: Sequence[Sealed | None], rows: Sequence[int]) -> Sealed | None:
-    """Rows of different numbers of blocks as one batch, as `rows_joined`; None where none has any."""
+    """Concatenates rows with different numbers of blocks into one batch, as `rows_joined`; None if none has any."""
     if all(part is None for part in parts):
         return None
     pieces = zip(*(part or (None,) * len(TOKEN_AXES) for part in parts), strict=True)
@@ -185,7 +192,7 @@ def join_rows(parts: Sequence[Sealed | None], rows: Sequence[int]) -> Sealed | N
 
 
 def pad_blocks(sealed: Sealed, blocks: int) -> Sealed:
-    """The same with room for `blocks` blocks in all; the new ones are zero, so that they do no harm where masked."""
+    """Returns the same with `blocks` blocks in all. New ones are zero: even a masked NaN would spoil the result."""
     more = blocks * BLOCK_TOKENS - sealed.tokens
     if more == 0:
         return sealed
@@ -198,13 +205,13 @@ def pad_blocks(sealed: Sealed, blocks: int) -> Sealed:
 
 
 def part_of(sealed: Sealed, start: int, stop: int, blocks: int) -> Sealed:
-    """The first `blocks` blocks of rows [start, stop), a view."""
+    """Returns the first `blocks` blocks of rows [start, stop) as a view."""
     rows = sealed if stop - start == sealed.key_codes.shape[0] else rows_of(sealed, slice(start, stop))
     return blocks_of(rows, 0, blocks)
 
 
 def place(sealed: Sealed, row: int, block: int, new: Sealed) -> Sealed:
-    """The same with the blocks of `new` at `block` of its rows from `row` on."""
+    """Returns `sealed` with the rows of `new` placed from row `row` and block `block` on."""
     rows = slice(row, row + new.key_codes.shape[0])
     parts = []
     for array, fresh, axis in zip(sealed, new, TOKEN_AXES, strict=True):
@@ -216,19 +223,21 @@ def place(sealed: Sealed, row: int, block: int, new: Sealed) -> Sealed:
 
 
 def put(array: mx.array, span: tuple[slice, ...], new: mx.array) -> mx.array:
-    """The array with `new` at `span`; done in place where nobody else holds it."""
-    # An assignment changes what a name stands for, and this is another name.
+    """Returns the array with `new`, of its dtype and the span's shape, at `span`; in place if it has no other
+    reference."""
+    # The assignment rebinds only this new array object, so the caller's stays unchanged.
     changed = array[...]
     changed[span] = new
     return changed
 
 
 def copied(array: mx.array) -> mx.array:
-    """A copy that does not keep alive what it was cut from; a slice may already be contiguous."""
-    # The one number that changes no other, and no zero's sign either.
+    """Returns a copy that does not keep its source alive. `mx.contiguous` may return a view: a slice may be
+    contiguous."""
+    # Adding -0.0 changes no number, not even the sign of a zero.
     return array + (-0.0 if mx.issubdtype(array.dtype, mx.floating) else 0)
 
 
 def copy(sealed: Sealed) -> Sealed:
-    """Copies of all arrays, as `copied`."""
+    """Returns copies of all arrays, as `copied`."""
     return Sealed(*map(copied, sealed))

@@ -1,1 +1,1 @@
-"""Which row does what in the next step, and whose turn it is. Pure."""
+"""Decides which rows are admitted, prefilled, decoded and preempted in a step, fairly among tenants. Pure."""

@@ -1,22 +1,24 @@
-"""Which row does what in the next engine step. Pure: no clock, no arrays, no threads.
+"""Decides which rows are admitted, prefilled, decoded and preempted in each engine step. Pure: no clock, no arrays.
 
 A row waits, is prefilled in chunks, then decodes with all others until it finishes::
 
     add -> waiting -> prefilling -> running -> finish
               ^-----------------------/ preempt, batch_failed
 
-The engine's step is: `plan(now)` (who must leave), then `admit` and `next_chunk` until the step's prefill budget is
-used, then one decode of every running row; so a long prompt never stops the others. Of the most urgent rows (a higher
-number goes first, and sends lower ones back to the queue where it finds no room) that is admitted whose tenant and flow
-have been given least, and of one flow the first that came (`fairness.py`); who has no place takes one of those who have
-several. Dense batches cost rows x longest row, so that product, in tokens, is what admission and preemption bound.
+The engine's step is: `plan(now)` (which rows leave), then `admit` and `next_chunk` until the step's prefill budget is
+used, then one decode step of every running row; so a long prompt never stops the others.
+
+Admission goes by priority first: a higher number is admitted first, and preempts lower ones if there is no room. Among
+equal priorities the tenant and then the flow that have been given least come first, and in a flow the oldest row
+(`fairness.py`). A row without a place may preempt one of a tenant or flow that has several. A dense batch costs rows x
+longest row; admission and preemption bound that product, in tokens.
 
 What two prompts have in common is computed once: a row that could reuse what an earlier one is computing waits for it,
-while others go ahead. It waits only for rows before it in rank, so a row waits for finitely many, and never for a less
+while others go ahead. It waits only for rows before it in rank, so it waits for finitely many, and never for a less
 urgent one.
 
-Two kinds of "no": `refusal` says why a row can never be taken or cannot be taken now; the other methods cannot fail
-for a row they know, and raise KeyError for one they do not.
+`refusal` says why a row can never be taken or cannot be taken now. The other methods cannot fail for a row they know,
+and raise KeyError for an unknown one.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from .fairness import DRAWN_TOKENS, FairShares, depths, queues_too_many
 from .prefill_budget import stop_inside
 
 HEADROOM_TOKENS = 256
-"""Room that a row gets when it is admitted, beyond its prompt: one growth step of a dense cache."""
+"""Tokens reserved for a row beyond its prompt at admission: one growth step of a dense cache."""
 
 STEP_TOKENS = 2
-"""What a running row may grow by before the next look: one step read, one in flight."""
+"""Tokens that a running row may gain before the next `plan`: one step read, one in flight."""
 
 
 UNEVEN_TOKENS = 2**14
-"""The oldest prompt has its turns even if others were given so much less: prompts that are computed one after the other
-are all done sooner than side by side, or as soon."""
+"""The oldest prompt keeps its prefill turns until another tenant or flow has been given this much less: one after the
+other, all prompts finish as soon as side by side, or sooner."""
 
 
 class RowState(Enum):
@@ -51,7 +53,7 @@ class RowState(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """`kv_tokens_max` bounds rows x longest row."""
+    """The bounds of a batch and its queue. `kv_tokens_max` bounds rows x longest row."""
 
     rows_max: int
     queue_requests_max: int
@@ -64,12 +66,17 @@ class Limits:
 class ScheduledRow:
     """One request in the scheduler. Lengths are tokens.
 
-    `prompt` counts the tokens that must have KV before decoding starts, less the last one, which is the first decode
-    step's input. `done` of them have it. `generated` grows with every decode step. `keys` are the ids of the prompt's
-    whole blocks, where blocks can be reused; `twin` is equal for rows whose whole prompts are, where those can; `known`
-    is how many of its tokens could be reused when it came. One that is `restoring` has a place and waits for KV that is
-    read back. A `suspect` was in a batch that failed; `passed` says that a shorter row had the last turn of this one,
-    the first. Places and turns are shared evenly among tenants, and what a tenant has among its flows.
+    Attributes:
+        prompt: tokens that must have KV before decoding starts. The very last token of the prompt is not counted: it is
+            the first decode step's input.
+        done: how many of them have KV.
+        generated: tokens decoded since the row was last queued.
+        keys: ids of the prompt's whole blocks; empty if blocks cannot be reused.
+        twin: equal for rows with equal whole prompts; empty if whole prompts cannot be reused.
+        known: how many prompt tokens could be reused when the row arrived.
+        restoring: it has a place and waits for KV that is read back.
+        suspect: it was in a batch that failed.
+        passed: a shorter row took the last prefill turn from this one.
     """
 
     request_id: str
@@ -101,7 +108,7 @@ class ScheduledRow:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Prefill `tokens[start:stop]` of the row."""
+    """A row's tokens `[start:stop]`, to be prefilled in one call."""
 
     request_id: str
     start: int
@@ -110,10 +117,10 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who leaves before the next step.
+    """The rows that leave before the next step.
 
     `expired` rows passed their deadline and `preempted` ones went back to the queue; `cut` rows hold as many tokens as
-    memory can and end with what they have.
+    fit into memory, and end with what they have.
     """
 
     expired: list[str] = field(default_factory=list)
@@ -122,21 +129,21 @@ class Plan:
 
 
 class Scheduler:
-    """Continuous batching for one replica. See the module's text for the life of a row."""
+    """Continuous batching for one replica. The module's docstring describes the life of a row."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.reset()
 
     def reset(self) -> None:
-        """Forget every row, whatever state the tables are in."""
+        """Forgets every row, even if the tables are inconsistent."""
         self._rows: dict[str, ScheduledRow] = {}
         self._waiting: list[ScheduledRow] = []
         self._prefilling: dict[str, ScheduledRow] = {}
         self._running: dict[str, ScheduledRow] = {}
         self._shares = FairShares()
         self._expected: ScheduledRow | None = None
-        """For whom place was just made."""
+        """The row for which room was just made."""
         self._arrivals = 0
 
     @property
@@ -151,24 +158,28 @@ class Scheduler:
     @property
     def pending_tokens(self) -> int:
         """Prompt tokens still to prefill, over all rows."""
-        # Copies, because others than the engine's thread ask.
+        # Copies, because other threads than the engine's ask.
         waiting = sum(row.prompt - min(row.known, row.prompt) for row in list(self._waiting))
         return waiting + sum(row.prompt - _reaches(row) for row in list(self._prefilling.values()))
 
     @property
     def free_tokens(self) -> int:
-        """Tokens of KV that the rows which hold a place leave."""
+        """Tokens of KV not used by the rows that hold a place."""
         return max(0, self.limits.kv_tokens_max - self._cost(self._placed()))
 
     def row(self, request_id: str) -> ScheduledRow | None:
+        """Returns the row of a request; None if it is unknown."""
         return self._rows.get(request_id)
 
     def refusal(self, prompt: int, coming: int = 0, tenant: str = "", flow: str = "") -> str | None:
-        """`full` where the queue is, `full_for_it` where only this tenant or flow may queue no more, `too_long` for a
-        prompt that memory can never hold, None where `add` may go.
+        """Returns why a row with a prompt of `prompt` tokens is refused.
 
         Args:
-            coming: rows that have been taken in and are not added yet.
+            coming: rows that were accepted but not added yet.
+
+        Returns:
+            `full` if the queue is, `full_for_it` if only this tenant or flow may queue no more, `too_long` if memory
+            can never hold the prompt, None if `add` may follow.
         """
         if prompt + STEP_TOKENS > self.limits.kv_tokens_max:
             return "too_long"
@@ -179,6 +190,11 @@ class Scheduler:
         return "full_for_it" if queues_too_many(tenant, flow, list(self._waiting), room) else None
 
     def add(self, row: ScheduledRow) -> None:
+        """Queues a row.
+
+        Raises:
+            ValueError: a row of this request is here already.
+        """
         if row.request_id in self._rows:
             raise ValueError(f"request {row.request_id} is already here")
         self._arrivals += 1
@@ -188,7 +204,7 @@ class Scheduler:
         self._enqueue(row)
 
     def finish(self, request_id: str) -> None:
-        """The row leaves, wherever it is: finished, aborted or failed."""
+        """Removes a row in any state: finished, aborted or failed."""
         row = self._rows.pop(request_id)
         if row is self._expected:
             self._expected = None
@@ -196,12 +212,12 @@ class Scheduler:
         self._shares.leave(row)
 
     def await_restore(self, request_id: str, hot: int) -> None:
-        """The admitted row, of which memory has `hot` tokens, waits for KV that is read back; `reused` ends that."""
+        """Lets an admitted row, of which memory has `hot` tokens, wait for KV from disk until `reused` is called."""
         row = self._rows[request_id]
         row.restoring, row.known = True, max(row.known, min(hot, row.prompt))
 
     def reused(self, request_id: str, tokens: int) -> None:
-        """The first `tokens` of the admitted row's prompt already have KV."""
+        """Notes that the first `tokens` of an admitted row's prompt already have KV."""
         row = self._rows[request_id]
         row.restoring = False
         row.done = min(tokens, row.prompt)
@@ -209,7 +225,7 @@ class Scheduler:
             self._start_decoding(row)
 
     def prefilled(self, chunk: PrefillChunk) -> None:
-        """The chunk is being computed, or was; the next one is another."""
+        """Notes that a chunk is computed now, so that `next_chunk` goes on after it."""
         row = self._rows[chunk.request_id]
         first = self._first(row.priority)
         first.passed = row is not first
@@ -219,8 +235,8 @@ class Scheduler:
             self._start_decoding(row)
 
     def decoded(self, request_id: str) -> None:
-        """The row has one more token with KV; a decode step with it succeeded. What one has said that has just been
-        sent back belongs to its prompt."""
+        """Notes a decode step that succeeded: the row has one more token with KV. If the row was just preempted, the
+        token counts as part of its prompt."""
         row = self._rows[request_id]
         self._shares.charge(row, DRAWN_TOKENS)
         row.suspect = False
@@ -230,10 +246,10 @@ class Scheduler:
         row.prompt, row.max_tokens, row.twin = row.prompt + 1, row.max_tokens - 1, b""
 
     def batch_failed(self) -> list[str]:
-        """A decode step raised: every running row goes back to the queue, but for the one that is to blame.
+        """Requeues every running row after a decode step raised, except the culprit.
 
-        At first nobody is: all become suspects, and suspects join a batch of cleared rows one at a time, where a step
-        that succeeds clears them. So a batch that fails with one suspect in it names the culprit.
+        At first the culprit is unknown: all rows become suspects. Suspects join a batch of cleared rows one at a time,
+        and a step that succeeds clears them. So the only suspect in a batch that fails is the culprit.
 
         Returns:
             The row to end, if it is known.
@@ -247,7 +263,7 @@ class Scheduler:
         return [row.request_id for row in culprits]
 
     def plan(self, now: float) -> Plan:
-        """Who leaves before the step at time `now` (seconds, the clock of the rows' deadlines)."""
+        """Decides which rows leave before the step at time `now` (seconds, on the clock of the rows' deadlines)."""
         self._expected = None
         expired = [row.request_id for row in self._rows.values() if row.deadline <= now]
         for request_id in expired:
@@ -258,7 +274,7 @@ class Scheduler:
         return Plan(expired, preempted + self._give_way(), cut)
 
     def admit(self) -> str | None:
-        """The next row from the queue, if one may start prefilling now; `reused` must follow."""
+        """Admits the next row of the queue if one may start prefilling now; the caller must call `reused` for it."""
         if self.running >= self.limits.rows_max or len(self._prefilling) >= self.limits.prefill_rows_max:
             return None
         row, self._expected = self._expected or self._next_waiting(), None
@@ -271,20 +287,20 @@ class Scheduler:
         return row.request_id
 
     def next_chunk(self, budget: int, step_budget: int = 0) -> PrefillChunk | None:
-        """The next prefill chunk, of at most `budget` tokens, which are what is left of a step's `step_budget`.
+        """Returns the next prefill chunk, of at most `budget` tokens, the rest of a step's `step_budget`.
 
-        Among the most urgent rows it is the first one's turn at least every second time, and else that of the row
-        with the fewest tokens left, so a short prompt never waits for the whole of a long one. (Where the later one is
-        longer than what is left of the earlier, taking turns would delay the first and bring the second nothing.)
-        First is the oldest, or one whose tenant or flow was given `UNEVEN_TOKENS` less. What is left of a budget and
-        too little for the first is for a prompt that it completes; the first one's turn is the next then.
+        Among the most urgent rows turns alternate between the first row and the row with the fewest tokens left, so a
+        short prompt never waits for the whole of a long one. (Taking turns with a longer row would delay the first row
+        and gain nothing for the other.) The first row is the oldest, or one whose tenant or flow was given
+        `UNEVEN_TOKENS` less. If the rest of a budget is too small for the first row, a prompt that it completes may use
+        it, and the next turn is the first row's.
 
         Args:
-            step_budget: 0 where nothing of it was used yet.
+            step_budget: 0 if nothing of it was used yet.
 
         Returns:
-            None when no row is being prefilled, or when what is left of the step's budget is better not used. A whole
-            budget of at least `TOKENS_MIN` always has a chunk.
+            None if no row is being prefilled, or if the rest of the step's budget is not worth a chunk. A whole budget
+            of at least `TOKENS_MIN` always gives a chunk.
         """
         ready = [row for row in self._prefilling.values() if not row.restoring]
         if not ready or budget <= 0:
@@ -300,11 +316,15 @@ class Scheduler:
         return chunk
 
     def decoding(self) -> list[str]:
-        """The rows of the next decode step."""
+        """Returns the ids of the rows in the next decode step."""
         return list(self._running)
 
     def check(self) -> None:
-        """Raise AssertionError where the tables disagree: every row is in exactly one place, within the limits."""
+        """Checks that every row is in exactly one table and within the limits.
+
+        Raises:
+            AssertionError: the tables disagree.
+        """
         tables = {
             RowState.WAITING: {row.request_id: row for row in self._waiting},
             RowState.PREFILLING: self._prefilling,
@@ -323,7 +343,7 @@ class Scheduler:
         assert self.running <= self.limits.rows_max
         assert len(self._prefilling) <= self.limits.prefill_rows_max
         suspects = [row for row in self._placed() if row.suspect]
-        assert len(suspects) <= 1, "with two in one batch nobody could say who broke it"
+        assert len(suspects) <= 1, "two suspects in one batch could not be told apart"
 
     def _chunk(self, row: ScheduledRow, budget: int, step_budget: int) -> PrefillChunk | None:
         size = self.limits.prefill_chunk_tokens
@@ -334,7 +354,7 @@ class Scheduler:
         return PrefillChunk(row.request_id, row.done, stop) if stop > row.done else None
 
     def _first(self, priority: int) -> ScheduledRow:
-        """Whose turn is next of the rows of a priority that are being prefilled."""
+        """Returns the row of this priority that is first in prefill: the oldest, unless another is owed too much."""
         rows = [row for row in self._prefilling.values() if row.priority == priority and not row.restoring]
         oldest = min(rows, key=lambda row: row.order)
         least = min(rows, key=lambda row: (-self._shares.lead(oldest, row), row.order))
@@ -350,7 +370,7 @@ class Scheduler:
     def _requeue(self, row: ScheduledRow) -> None:
         self._take_out(row)
         if row.generated:
-            row.twin = b""  # What it has said belongs to its prompt now.
+            row.twin = b""  # Its generated tokens are part of its prompt now.
         row.prompt, row.max_tokens = row.length, row.max_tokens - row.generated
         row.generated = row.done = 0
         row.passed = row.restoring = False
@@ -368,8 +388,12 @@ class Scheduler:
         self._running[row.request_id] = row
 
     def _next_waiting(self, *, taking: bool = False) -> ScheduledRow | None:
-        """The first row of the queue, by urgency and then by whose turn it is, that does not wait for what an earlier
-        one is computing: for a free place, or for `taking` another's."""
+        """Returns the first queued row, by priority and then by fairness, that does not wait for KV that an earlier row
+        computes.
+
+        Args:
+            taking: whether it is to take another row's place, not a free one.
+        """
         computing = [(row.rank, *_computing(row)) for row in self._prefilling.values()]
         if self._shares.alone:
             return next((row for row in self._waiting if not _waits(row, computing)), None)
@@ -382,16 +406,16 @@ class Scheduler:
         return None
 
     def _may_join(self, row: ScheduledRow) -> bool:
-        """Whether a batch that fails with `row` in it would still name the culprit.
+        """Whether the culprit would still be known if a batch with `row` in it failed.
 
-        Nobody joins before a suspect is cleared, and a suspect joins only rows that a step has cleared.
+        No row joins before a suspect is cleared, and a suspect joins only rows that a step has cleared.
         """
         if any(placed.suspect for placed in self._placed()):
             return False
         return not row.suspect or (not self._prefilling and all(other.generated for other in self._running.values()))
 
     def _fits(self, row: ScheduledRow, placed: list[ScheduledRow]) -> bool:
-        """Whether `row` may be prefilled beside the rows `placed`."""
+        """Whether `row` may be prefilled while the rows `placed` hold their places."""
         prefilling = sum(other.state is RowState.PREFILLING for other in placed)
         if len(placed) >= self.limits.rows_max or prefilling >= self.limits.prefill_rows_max:
             return False
@@ -399,15 +423,15 @@ class Scheduler:
 
     @staticmethod
     def _cost(rows: list[ScheduledRow], extra: ScheduledRow | None = None) -> int:
-        """Tokens of the dense batch, with room for one more step (and for `extra`, with its headroom)."""
+        """Returns the tokens of the dense batch with room for one more step (and for `extra` with its headroom)."""
         lengths = [row.length + STEP_TOKENS for row in rows]
         if extra:
             lengths.append(extra.prompt + max(STEP_TOKENS, min(extra.max_tokens, HEADROOM_TOKENS)))
         return len(lengths) * max(lengths, default=0)
 
     def _make_room(self) -> tuple[list[str], list[str]]:
-        """Send the least urgent rows back until the batch fits, of these one of those who have most places, the
-        youngest; a row alone that does not fit is cut."""
+        """Preempts rows until the batch fits: the least urgent ones, of these a tenant's or flow's with the most
+        places, of these the youngest. A single row that does not fit is cut."""
         preempted: list[str] = []
         placed = self._placed()
         if self._cost(placed) <= self.limits.kv_tokens_max:
@@ -422,8 +446,8 @@ class Scheduler:
         return preempted, []
 
     def _give_way(self) -> list[str]:
-        """Send back as few rows as let the next one in, of those that are less urgent, or whose tenant or flow has more
-        places than the next one's will have then. Where it is longer than all of them it takes one place only: in a
+        """Preempts as few rows as let the next queued row in: less urgent ones, or rows whose tenant or flow has more
+        places than the next one's would have. A row longer than all of the batch may take one such place only: in a
         dense batch it would cost the room of many."""
         placed = self._placed()
         if not self._waiting or not placed:
@@ -455,41 +479,41 @@ class Scheduler:
 
 
 def _by_claim(rows: list[ScheduledRow]) -> list[ScheduledRow]:
-    """Those that keep their places longest first: the most urgent, then by how many of theirs have one, then as they
-    came."""
+    """Sorts rows so that the last is preempted first: by priority, then by how many places the tenant already has, then
+    by arrival."""
     rows = sorted(rows, key=lambda row: row.order)
     claims = zip(rows, depths(rows), strict=True)
     return [row for row, _ in sorted(claims, key=lambda one: (-one[0].priority, one[1].tenant, one[0].order))]
 
 
 def _too_many(coming: ScheduledRow, placed: list[ScheduledRow]) -> list[ScheduledRow]:
-    """The rows whose tenant has more places than that of `coming` will have, or whose flow in the same tenant; the last
-    ones last."""
+    """Returns the rows that exceed the share of the tenant of `coming`, or of its flow within the same tenant. Those
+    that exceed it most come last."""
     rows = [*sorted(placed, key=lambda row: row.order), coming]
-    *found, own = depths(rows)
+    *placed_depths, own = depths(rows)
     claims = [
         (depth.tenant, row.order, row)
-        for row, depth in zip(rows[:-1], found, strict=True)
+        for row, depth in zip(rows[:-1], placed_depths, strict=True)
         if (depth.flow > own.flow if row.tenant == coming.tenant else depth.tenant > own.tenant)
     ]
     return [row for _, _, row in sorted(claims, key=lambda one: one[:2])]
 
 
 def _reaches(row: ScheduledRow) -> int:
-    """How much of a prompt that is being prefilled has KV, or will have it before anything is computed."""
+    """Returns how many tokens of a row in prefill have KV, or will have it before anything is computed."""
     return min(row.known, row.prompt) if row.restoring else row.done
 
 
 def _computing(row: ScheduledRow) -> tuple[bytes, int, int, bytes | None]:
-    """What a row being prefilled computes that others may reuse: its twin, and its next whole block's index, end in
-    tokens, and key (None where no whole block is left)."""
+    """Returns what a row in prefill computes that others may reuse: its twin, and its next whole block's index, end in
+    tokens, and key (None if no whole block is left)."""
     index = _reaches(row) // BLOCK_TOKENS
     end = (index + 1) * BLOCK_TOKENS
     return row.twin, index, end, row.keys[index] if index < len(row.keys) and end <= row.prompt else None
 
 
 def _waits(row: ScheduledRow, computing: list[tuple[tuple[int, int], bytes, int, int, bytes | None]]) -> bool:
-    """Whether a row before this one in rank computes what this one could reuse.
+    """Whether a row before this one in rank computes KV that this one could reuse.
 
     Equal block ids mean equal histories, so two rows that agree in the block being computed agree in all before.
     """

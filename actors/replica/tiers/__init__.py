@@ -1,1 +1,1 @@
-"""Where a replica's KV goes from the batch and comes back from: memory, the disk, and pictures' features."""
+"""Storage of a replica's KV and image embeddings outside the batch: memory and disk."""

@@ -1,4 +1,4 @@
-"""What is kept in memory of the pictures that were encoded. For the engine's thread."""
+"""The cache of image embeddings in memory. For the engine's thread."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..execution.vision import Features
 
 
 class FeatureCache:
-    """What encoders made of pictures, by `features_id`, least recently used first out.
+    """An LRU cache of image embeddings by `features_id`.
 
     Attributes:
         hits, encodes: how often a picture was found, and how often encoded.
-        changes: for the router.
+        changes: added and removed ids, for the router.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -28,15 +28,18 @@ class FeatureCache:
         return entry in self._features
 
     def ids(self) -> list[bytes]:
+        """Returns all ids, the least recently used first."""
         return list(self._features)
 
     def get(self, entry: bytes) -> Features | None:
-        found = self._features.get(entry)
-        if found is not None:
+        """Returns image embeddings and marks them as used; None if they are not cached."""
+        features = self._features.get(entry)
+        if features is not None:
             self._features.move_to_end(entry)
-        return found
+        return features
 
     def put(self, entry: bytes, features: Features) -> None:
+        """Caches image embeddings, unless they are cached already or larger than the cache."""
         if entry in self._features or features.nbytes > self.bytes_max:
             return
         self._features[entry] = features
@@ -45,11 +48,11 @@ class FeatureCache:
         self._shrink(self.bytes_max)
 
     def clear(self) -> int:
-        """Let go of everything. Returns the bytes."""
+        """Drops everything. Returns the freed bytes."""
         return self.drop(self.ids())
 
     def drop(self, entries: Iterable[bytes]) -> int:
-        """Let go of these, as far as they are here. Returns the bytes."""
+        """Drops entries; unknown ones are ignored. Returns the freed bytes."""
         before = self.nbytes
         for entry in entries:
             if entry in self._features:

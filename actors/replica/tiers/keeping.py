@@ -1,8 +1,8 @@
-"""What rows leave: kept in memory, and what of it is an agent's memory until it is on the disk.
+"""Keeps the KV of rows in memory, and writes the KV of agents' rows to disk.
 
-A row's whole blocks go to the disk while it is still being prefilled, as soon as they are worth a few files, and the
-rest when it ends, however it ends. Their copies are computed with the next step and handed over then. Until the disk
-has them they are pinned in memory, so a next turn finds them in one place or the other.
+A row's whole blocks go to disk while it is still being prefilled, as soon as they fill a few files; the rest goes when
+the row ends, however it ends. The copies are computed with the next step and handed to the writer after it. They are
+pinned in memory until they are on disk, so that the next turn finds them in one place or the other.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .memory import Restored, RowMemory, Sequence, Unsaved
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 * 2**20
-"""How much of a row that goes on is worth writing."""
+"""Unsaved bytes of a running row from which on they are written."""
 
 
 @dataclass(frozen=True)
 class _SavedOrComing:
-    """The ids that are on the disk, or on their way there."""
+    """The ids that are on disk or on their way there."""
 
     saved: dict[bytes, None]
     coming: set[bytes]
@@ -33,11 +33,11 @@ class _SavedOrComing:
 
 
 class Keeping:
-    """For the engine's thread. Memory only saves work, so a failure of it fails no request.
+    """Keeps rows' KV, on the engine's thread. Kept KV only saves work, so no failure here fails a request.
 
     Args:
-        disk: where what agents' rows leave is written; None for nowhere.
-        later: runs something on the engine's thread, called on any.
+        disk: stores the KV of agents' rows; None if nothing is written.
+        later: runs an action on the engine's thread; may be called from any thread.
     """
 
     def __init__(
@@ -57,39 +57,39 @@ class Keeping:
 
     @property
     def behind(self) -> bool:
-        """Whether more waits to be written than may: no row is to begin before that is less."""
+        """Whether too many bytes wait to be written: no row may begin until there are fewer."""
         return self._disk is not None and self._disk.behind
 
     # In the life of a row.
 
     def put_back(self, sequence: Sequence, restored: Restored) -> None:
-        """As `RowMemory.put_back`."""
+        """Does `RowMemory.put_back`."""
         self._try(self._memory.put_back, sequence, restored)
 
     def after_chunk(self, sequence: Sequence, computed: int) -> None:
-        """The row, which is being prefilled, holds `computed` tokens now."""
+        """Keeps and writes whole blocks of a row in prefill, which has KV of `computed` tokens now."""
         if sequence.request.reusable:
             self._try(self._memory.keep_blocks, sequence, computed)
             self._try(self._write_blocks, sequence)
 
     def after_prompt(self, sequence: Sequence, computed: int) -> None:
-        """They were its prompt's last."""
+        """Keeps the prompt's end once its last chunk is computed: for other choices, or for the agent's next turn."""
         if sequence.request.choices > 1:
             self._try(self._memory.keep_tail, sequence, computed)
         elif sequence.request.agent and sequence.request.reusable:
             self._try(self._memory.keep_prompt_end, sequence, computed)
 
     def before_step(self, decoding: Iterable[Sequence]) -> None:
-        """These rows are about to decode."""
+        """Keeps the prompt tails of rows whose next decode step fills, and so seals, the block of the prompt's end."""
         for sequence in decoding:
             if self._memory.fills_prompt(sequence):
                 self._try(self._memory.keep_prompt_tail, sequence)
 
     def keep(self, sequence: Sequence, *, ended: bool = False, returns: bool = False) -> None:
-        """Keep all KV of a row that is about to leave; nothing where it has none, or nobody would find it.
+        """Keeps all KV of a row that is about to leave, if it has any and somebody can reuse it.
 
         Args:
-            ended: whether it has said all, and was not taken out.
+            ended: whether its answer is complete, not aborted.
             returns: whether it goes back to the queue.
         """
         if (sequence.request.reusable or returns) and self._executor.holds(sequence.id):
@@ -100,12 +100,12 @@ class Keeping:
         try:
             store(sequence, *arguments)
         except Exception:
-            logger.exception("the KV of request %s is not kept", sequence.id)
+            logger.exception("the KV of request %s could not be kept", sequence.id)
 
     # On the way to the disk.
 
     def _write_blocks(self, sequence: Sequence) -> None:
-        """A row that goes on holds these blocks. Where the disk cannot keep up, the row keeps them meanwhile."""
+        """Writes the blocks of a running row if they are worth it; if the disk cannot keep up, they stay in the row."""
         disk = self._disk_of(sequence)
         if disk is None:
             return
@@ -116,14 +116,14 @@ class Keeping:
             self._offer(disk, sequence, [], self._memory.unsaved_blocks(sequence, known))
 
     def _write_all(self, sequence: Sequence, ended: bool) -> None:
-        """A row is about to leave, and all that it holds is kept; `ended` as for `RowMemory.unsaved`."""
+        """Writes the KV of a row that is about to leave and is kept already; `ended` as for `RowMemory.unsaved`."""
         disk = self._disk_of(sequence)
         if disk is not None:
             unsaved = self._memory.unsaved(sequence, _SavedOrComing(disk.saved, self._coming), ended=ended)
             self._offer(disk, sequence, self._memory.used(sequence), unsaved)
 
     def hand_over(self) -> None:
-        """What was noted in the step before."""
+        """Hands the write jobs of the step before to the disk."""
         noted, self._noted = self._noted, []
         for job in noted:
             assert self._disk is not None

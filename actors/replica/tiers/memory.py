@@ -1,4 +1,4 @@
-"""What a replica remembers of its rows: the executor has their KV, and the prefix cache keeps it."""
+"""Keeps rows' KV in memory: copies it from the executor into the prefix cache, and finds it again."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from ...protocol.messages import GenerateRequest
 from ..execution.executor import BatchExecutor
 from ..execution.vision import RowPictures
 from ..kv.caches import BlockRun, ModelCacheSpec, Slab
-from ..kv.prefix import Hit, KeptKV, PrefixCache, covers
+from ..kv.prefix import Hit, PrefixCache, PrefixKV, covers
 
-Found = tuple[Tokens[int], KeptKV[Slab]]
+Found = tuple[Tokens[int], PrefixKV[Slab]]
 """Tokens and their KV."""
 
 
 @dataclass
 class Sequence:
-    """A request with its tokens so far, `emitted` of which were drawn here; those of pictures as words.
+    """A request with its tokens so far; pictures' tokens are their media token ids.
 
-    `ids` are the block ids of its first tokens; `kept` counts those whose KV has been offered to the prefix cache.
-    `cached` is how many tokens its first admission reused.
-    `tail` is the open end that was kept last; `prompt_tail` the end of the prompt, of a block that the answer filled;
-    `prompt_end` the end of the prompt with a snapshot of recurrent layers, and `snapshots` blocks that have one and are
-    not on their way to the disk yet: a state cannot be cut again.
+    Attributes:
+        tokens: the prompt and the generated tokens.
+        ids: block ids of the first tokens.
+        emitted: how many tokens were generated here.
+        kept: how many of `ids` have been offered to the prefix cache.
+        cached: how many tokens the first admission reused; None before it.
+        tail: the open tail that was kept last.
+        prompt_tail: the prompt's open tail, if the answer filled its block.
+        prompt_end: the prompt's open tail with a snapshot of recurrent layers.
+        snapshots: blocks with a snapshot that are not on their way to disk yet; a state cannot be cut again.
     """
 
     request: GenerateRequest
@@ -39,7 +44,7 @@ class Sequence:
     tail: Found | None = None
     prompt_tail: Unsaved | None = None
     prompt_end: Unsaved | None = None
-    snapshots: dict[bytes, KeptKV[Slab]] = field(default_factory=dict)
+    snapshots: dict[bytes, PrefixKV[Slab]] = field(default_factory=dict)
     pictures: RowPictures | None = None
 
     @property
@@ -47,7 +52,7 @@ class Sequence:
         return self.request.request_id
 
     def given(self, start: int = 0, stop: int | None = None) -> list[int]:
-        """Tokens [start, stop) as the model is given them."""
+        """Returns tokens [start, stop) as the model gets them: pictures' own token ids instead of media token ids."""
         tokens = self.tokens[start:stop]
         for media in self.request.media:
             first, last = max(media.start - start, 0), min(media.start + len(media.tokens) - start, len(tokens))
@@ -57,19 +62,19 @@ class Sequence:
 
 
 def is_remembered(request: GenerateRequest) -> bool:
-    """Whether a row becomes its agent's memory; of several choices only the first does."""
+    """Whether a row becomes part of its agent's memory; of several choices only the first does."""
     return bool(request.agent) and request.reusable and request.sampling.choice == 0
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What was read back for a request.
+    """KV that was read back for a request.
 
     Attributes:
-        first: the index in the prompt of the first block.
-        blocks: consecutive ones.
-        tails: those after the last block.
-        run: the blocks as one, or None.
+        first: index in the prompt of the first block.
+        blocks: consecutive blocks.
+        tails: tails after the last block.
+        run: all blocks as one slab, or None.
     """
 
     first: int
@@ -80,20 +85,20 @@ class Restored:
 
 @dataclass(frozen=True)
 class Unsaved:
-    """KV that is worth writing down: a block, or the open tail after `parent`."""
+    """KV that is to be written: a block, or if `id` is None the open tail after `parent`."""
 
     id: bytes | None
     parent: bytes
     tokens: Tokens[int]
-    kept: KeptKV[Slab]
+    kept: PrefixKV[Slab]
 
 
 class RowMemory:
-    """Finds what of a row is known, and keeps what it leaves. Does nothing for a model whose KV cannot be cut.
+    """The KV that rows reuse and leave in memory. Keeps nothing for a model whose KV cannot be cut.
 
     Args:
-        bytes_max: for what nobody holds.
-        writes: whether what is kept goes to the disk.
+        bytes_max: bytes for KV that is not pinned.
+        writes: whether kept KV goes to disk.
     """
 
     def __init__(self, spec: ModelCacheSpec, executor: BatchExecutor, bytes_max: int, *, writes: bool = False) -> None:
@@ -103,15 +108,15 @@ class RowMemory:
         self._bytes_max = bytes_max
         self._block_bytes = spec.bytes_per_token * BLOCK_TOKENS
         self._writes = writes
-        # Those who hold what is not on the disk yet.
+        # Holders of KV that is not on disk yet.
         self._writers: set[str] = set()
 
     def _keeps(self, sequence: Sequence) -> bool:
-        """Whether anything of the row is kept."""
+        """Whether any KV of the row is kept."""
         return self._spec.reusable and (self._has_room(sequence) or self._on_disk(sequence))
 
     def _has_room(self, sequence: Sequence) -> bool:
-        # With less than a block there is nothing to find, and what is kept would push out what was kept before.
+        # With room for less than a block nothing would be found, and new entries would evict old ones.
         own = sequence.request.memory_bytes_max
         return min(self._bytes_max, self._bytes_max if own is None else own) >= self._block_bytes
 
@@ -119,32 +124,32 @@ class RowMemory:
         return self._writes and self.is_written(sequence)
 
     def is_written(self, sequence: Sequence) -> bool:
-        """Whether what the row leaves belongs on the disk: it is an agent's, and its tenant may have a block there."""
+        """Whether the row's KV goes to disk: it is an agent's, and its tenant may have a block there."""
         most = sequence.request.disk_bytes_max
         return is_remembered(sequence.request) and (most is None or most >= self._block_bytes)
 
     def limit(self, request: GenerateRequest) -> None:
-        """Keep of the request's tenant what it may have in memory from now on."""
+        """Sets the memory limit of the request's tenant."""
         self.prefixes.limit(request.tenant, request.memory_bytes_max)
 
     def pin(self, sequence: Sequence, tokens: int) -> None:
-        """Keep the whole blocks that memory has of the row's first `tokens` tokens until `find` or `leave`."""
+        """Pins the whole blocks of the row's first `tokens` tokens until `find` or `leave`."""
         self.prefixes.pin(sequence.id, sequence.request.root_id, sequence.ids[: tokens // BLOCK_TOKENS], [])
 
     def leave(self, sequence: Sequence) -> None:
-        """The row has lost its place, or is over."""
+        """Unpins what is pinned for a row that was preempted or ended."""
         self.prefixes.unpin(sequence.id)
 
     def peek(self, sequence: Sequence) -> int:
-        """About how many of the row's tokens `find` would find now."""
+        """Returns about how many of the row's tokens `find` would find now."""
         root = sequence.request.root_id
         if sequence.emitted:
-            # It was sent back: its answer is a part of its prompt now.
+            # It was preempted: its generated tokens are part of its prompt now.
             sequence.ids = block_ids(root, sequence.tokens)
         return self.prefixes.peek(root, sequence.ids, sequence.tokens)
 
     def find(self, sequence: Sequence, tokens_max: int) -> Hit[Slab]:
-        """What is known of the first `tokens_max` tokens."""
+        """Finds the reusable prefix of the row, of at most `tokens_max` tokens."""
         if not self._spec.reusable:
             return Hit()
         try:
@@ -156,48 +161,48 @@ class RowMemory:
 
     @staticmethod
     def slabs(hit: Hit[Slab], restored: Restored | None) -> list[Slab]:
-        """What to open a row with: the hit's blocks, joined as far as they have been read back so."""
+        """Returns the slabs to open a row with: the hit's blocks, with those read back as one run joined."""
         if restored is None or restored.run is None:
             return list(hit.blocks)
         first, run = restored.first, restored.run
         last = first + len(run.blocks)
-        # Where memory had a copy of its own, that one counts.
+        # The run is of use only if memory did not have copies of its own.
         same = [id(slab) for slab in hit.blocks[first:last]] == [id(slab) for slab in run.blocks]
         return [*hit.blocks[:first], run, *hit.blocks[last:]] if same else list(hit.blocks)
 
     def put_back(self, sequence: Sequence, restored: Restored) -> None:
-        """Take what was read back, and keep it until `find`, however much it is."""
+        """Keeps KV that was read back, pinned until `find`, regardless of its size."""
         root = sequence.request.root_id
-        # Where there are tails, this is all that comes before them, also where memory had every block.
+        # The chain before the tails, even if memory had every block.
         chain = sequence.ids[: restored.first + len(restored.blocks)]
         self.prefixes.pin(sequence.id, root, chain, [tokens for tokens, _ in restored.tails])
-        blocks = [(restored.first + index, *found) for index, found in enumerate(restored.blocks)]
+        blocks = [(restored.first + index, *block) for index, block in enumerate(restored.blocks)]
         tenant = sequence.request.tenant
         self.prefixes.put_blocks(chain, blocks, tenant)
         for tokens, kept in restored.tails:
             self.prefixes.put_tail(root, chain, tokens, kept, tenant)
 
     def recount(self) -> Iterator[None]:
-        """Count everything again, while there is no row; a step at a time, between which nothing may change.
+        """Checks all tables while there is no row, step by step; nothing may change between the steps.
 
         Raises:
-            AssertionError: something does not add up.
+            AssertionError: they disagree.
         """
         if gone := set(self.prefixes.holders) - self._writers:
-            raise AssertionError(f"rows that are gone hold KV: {sorted(gone)[:3]}")
+            raise AssertionError(f"rows that ended still pin KV: {sorted(gone)[:3]}")
         yield from self.prefixes.recount()
 
     def reset(self) -> None:
-        """Forget everything, whatever state it is in."""
+        """Forgets everything, even if the tables are inconsistent."""
         self._writers.clear()
         self.prefixes.reset()
 
     def hold(self, writer: str, sequence: Sequence, unsaved: Iterable[Unsaved]) -> None:
-        """Keep what is about to be written until `release`, so that it is found in memory or on the disk all the time.
+        """Pins KV that is about to be written until `release`, so that it is always found in memory or on disk.
 
         Args:
-            writer: who writes it, a name of its own.
-            sequence: the row that left it.
+            writer: a unique name of the write job.
+            sequence: the row that the KV is of.
         """
         tenant = sequence.request.tenant
         self._writers.add(writer)
@@ -208,34 +213,33 @@ class RowMemory:
             else:
                 self.prefixes.pin(writer, item.parent, [], [item.tokens])
                 self.prefixes.put_tail(item.parent, [], item.tokens, item.kept, tenant)
-        # Its end was used last by this; without its beginning nobody finds that.
+        # The loop used the chain's end last, but without its begin nothing is found.
         self.prefixes.touch(sequence.ids)
 
     def release(self, writer: str) -> None:
-        """What the writer had is on the disk, or could not be written."""
+        """Unpins what `hold` pinned, once it is on disk or could not be written."""
         self._writers.discard(writer)
         self.prefixes.unpin(writer)
 
     def used(self, sequence: Sequence) -> list[bytes]:
-        """The ids under which the disk has what the row leaves, but for the open tail, which others will replace."""
+        """Returns the ids of the row's entries on disk, without the open tail, which later turns replace."""
         tail, ids = sequence.prompt_tail, sequence.ids[: self._whole(sequence)]
         return ids if tail is None else [*ids, tail_id(tail.parent, tail.tokens)]
 
     def unsaved_bytes(self, sequence: Sequence, saved: Container[bytes]) -> int:
-        """About how much `unsaved_blocks` would give."""
+        """Returns about how many bytes `unsaved_blocks` would return."""
         blocks = sum(block not in saved for block in sequence.ids[: self._written(sequence)])
         return blocks * self._block_bytes
 
     def drop_snapshots(self, sequence: Sequence, saved: Container[bytes]) -> None:
-        """Hold no snapshots of blocks that are in `saved`: those of a row that was not read back in time."""
+        """Drops snapshots of blocks that are in `saved`, as those of a row that was not read back in time."""
         for block in [block for block in sequence.snapshots if block in saved]:
             del sequence.snapshots[block]
 
     def unsaved_blocks(self, sequence: Sequence, saved: Container[bytes]) -> list[Unsaved]:
-        """The whole blocks in the row's caches that are not in `saved`, in order, and no more from the first on than
-        the tenant may have on the disk.
+        """Returns the row's whole blocks that are not in `saved`, in order, up to the tenant's disk limit.
 
-        What the prefix cache has let go is cut out of the row again.
+        Blocks that the prefix cache has evicted are cut out of the row's caches again.
         """
         if not self._keeps(sequence):
             return []
@@ -245,7 +249,7 @@ class RowMemory:
             for index, block in enumerate(blocks)
             if block not in saved
         }
-        gone = [index for index, found in kept.items() if found is None]
+        gone = [index for index, block_kv in kept.items() if block_kv is None]
         spans = [(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS) for index in gone]
         cut = dict(zip(gone, self._executor.cut(sequence.id, spans), strict=True)) if spans else {}
         return [
@@ -253,60 +257,60 @@ class RowMemory:
                 sequence.ids[index],
                 sequence.ids[index - 1] if index else sequence.request.root_id,
                 sequence.tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS],
-                kept_of(cut[index]) if found is None else found,
+                kept_of(cut[index]) if block_kv is None else block_kv,
             )
-            for index, found in kept.items()
+            for index, block_kv in kept.items()
         ]
 
     def unsaved(self, sequence: Sequence, saved: Container[bytes], *, ended: bool = True) -> list[Unsaved]:
-        """What of the row, whose caches are still there after `keep_all`, is not in `saved`, in order.
+        """Returns the row's KV that is not in `saved`, in order. Call it after `keep_all`, while the row has caches.
 
         Args:
-            ended: False for a row that somebody took out. The caller has seen less of the answer than the row has
-                drawn, so the snapshot at its end is of no use to the next turn, but that at the prompt's end is.
+            ended: False for an aborted row. Its client has seen less of the answer than was generated, so the next turn
+                cannot use the snapshot at the answer's end, but the one at the prompt's end.
         """
-        found = self.unsaved_blocks(sequence, saved)
+        items = self.unsaved_blocks(sequence, saved)
         if self._written(sequence) < self._whole(sequence):
-            # Without the blocks before it nobody finds an end.
-            return found
+            # A tail is not found without all blocks before it.
+            return items
         if sequence.tail is not None:
             whole = self._whole(sequence)
             parent = sequence.ids[whole - 1] if whole else sequence.request.root_id
-            found.append(Unsaved(None, parent, *sequence.tail))
+            items.append(Unsaved(None, parent, *sequence.tail))
         tail = sequence.prompt_tail
         if tail is not None and tail_id(tail.parent, tail.tokens) not in saved:
-            found.append(tail)
+            items.append(tail)
         end = sequence.prompt_end
-        if end is not None and not ended and all(item.tokens != end.tokens for item in found):
-            found.append(end)
-        return found
+        if end is not None and not ended and all(item.tokens != end.tokens for item in items):
+            items.append(end)
+        return items
 
     def _whole(self, sequence: Sequence) -> int:
-        """How many whole blocks the row's caches hold."""
+        """Returns how many whole blocks the row's caches hold."""
         return self._executor.length(sequence.id) // BLOCK_TOKENS
 
     def _written(self, sequence: Sequence) -> int:
-        """How many of them go to the disk: as many as its tenant may have there if it has nothing else."""
+        """Returns how many of them go to disk: at most as many as fit the tenant's limit alone."""
         whole, most = self._whole(sequence), sequence.request.disk_bytes_max
         return whole if most is None else min(whole, most // max(1, self._block_bytes))
 
     def keys(self, sequence: Sequence) -> tuple[bytes, ...]:
-        """What the scheduler knows equal beginnings by: the ids of the prompt's whole blocks."""
+        """Returns the ids of the prompt's whole blocks, by which the scheduler finds common prefixes."""
         return tuple(sequence.ids) if self._spec.reusable else ()
 
     def twin(self, sequence: Sequence) -> bytes:
-        """A key that the choices of one request have in common; b"" where there is one, or nothing can be shared."""
+        """Returns a key that the choices of one request share; b"" if there is only one, or KV cannot be shared."""
         if not self._spec.reusable or sequence.request.choices == 1:
             return b""
         rest = array("I", sequence.tokens[len(sequence.ids) * BLOCK_TOKENS :]).tobytes()
         return b"".join((*sequence.ids[-1:], rest))
 
     def known(self, sequence: Sequence) -> int:
-        """About how many of its first tokens `find` would find now."""
+        """Returns about how many of the row's first tokens have KV in memory, by their whole blocks."""
         return self.prefixes.leading(sequence.ids) * BLOCK_TOKENS if self._spec.reusable else 0
 
     def keep_blocks(self, sequence: Sequence, computed: int) -> None:
-        """Keep the whole blocks among the first `computed` tokens, which are all that the row's caches hold."""
+        """Keeps the whole blocks of the row's caches, which hold `computed` tokens."""
         first, last = sequence.kept, min(computed // BLOCK_TOKENS, len(sequence.ids))
         if not self._keeps(sequence) or last <= first:
             return
@@ -328,7 +332,7 @@ class RowMemory:
             sequence.snapshots |= {sequence.ids[index]: kept for index, _, kept in new if kept.snapshot}
 
     def keep_tail(self, sequence: Sequence, computed: int) -> None:
-        """Keep the open tail of the first `computed` tokens, which are all that the row's caches hold."""
+        """Keeps the open tail of the row's caches, which hold `computed` tokens."""
         whole = computed // BLOCK_TOKENS
         start = whole * BLOCK_TOKENS
         if not self._keeps(sequence) or start == computed:
@@ -339,8 +343,8 @@ class RowMemory:
         self.prefixes.put_tail(sequence.request.root_id, chain, *sequence.tail, sequence.request.tenant)
 
     def keep_prompt_end(self, sequence: Sequence, computed: int) -> None:
-        """Keep the prompt's end, where the row is now, for a next turn that does not have all of the answer: a state of
-        recurrent layers cannot be cut."""
+        """Keeps the prompt's tail with a snapshot, for a next turn without the whole answer: the state of recurrent
+        layers cannot be cut back. The row's caches must hold exactly the prompt, `computed` tokens."""
         if not self._spec.recurrent:
             return
         self.keep_tail(sequence, computed)
@@ -350,22 +354,22 @@ class RowMemory:
             sequence.prompt_end = Unsaved(None, parent, *sequence.tail)
 
     def fills_prompt(self, sequence: Sequence) -> bool:
-        """Whether the row's next step fills the block that its prompt ends in. Asked before every step, so cheap."""
+        """Whether the row's next step fills the block in which its prompt ends. Cheap, as it is asked before every
+        step."""
         prompt = len(sequence.request.prompt) - 1
-        # A row that has just joined has one token more than it has KV; `keep_prompt_tail` counts again.
+        # A row that has just joined has one token more than KV; `keep_prompt_tail` checks exactly.
         more = len(sequence.tokens) - (prompt // BLOCK_TOKENS + 1) * BLOCK_TOKENS
         return -1 <= more <= 0 < prompt % BLOCK_TOKENS and self._keeps(sequence) and sequence.request.reusable
 
     def keep_prompt_tail(self, sequence: Sequence) -> None:
-        """Keep the end of the prompt in full precision, for `fills_prompt`.
+        """Keeps the prompt's tail in full precision before its block is sealed; see `fills_prompt`.
 
-        A block that is sealed cannot be cut, so without this the same prompt would find nothing of its last block: up
-        to 255 tokens would be computed again.
+        A sealed block cannot be cut, so without this the same prompt would compute up to 255 tokens again.
         """
         prompt, computed = len(sequence.request.prompt) - 1, self._executor.length(sequence.id)
         whole, rule = prompt // BLOCK_TOKENS, self._spec.rule
         start = whole * BLOCK_TOKENS
-        # A recurrent layer's state has gone on unless the prompt ends right here.
+        # A recurrent layer's state has moved on, unless the prompt ends right here.
         if computed + 1 != start + BLOCK_TOKENS or (rule.recurrent and computed != prompt):
             return
         root, chain, tokens = sequence.request.root_id, sequence.ids[:whole], sequence.tokens[start:prompt]
@@ -375,13 +379,13 @@ class RowMemory:
             (slab,) = self._executor.cut(sequence.id, [(start, prompt)])
             kept = kept_of(slab)
             if not covers(rule, [(kept, len(tokens))], 1, len(tokens)):
-                # A window has left it behind.
+                # It lacks tokens of a window layer.
                 return
             self.prefixes.put_tail(root, chain, tokens, kept, sequence.request.tenant)
         sequence.prompt_tail = Unsaved(None, parent, tokens, kept)
 
     def keep_all(self, sequence: Sequence) -> None:
-        """Keep all that the row's caches hold: its answer's whole blocks and the open tail."""
+        """Keeps all KV of the row's caches: whole blocks and the open tail."""
         if not self._keeps(sequence):
             return
         computed = self._executor.length(sequence.id)
@@ -391,6 +395,6 @@ class RowMemory:
         self.keep_tail(sequence, computed)
 
 
-def kept_of(slab: Slab) -> KeptKV[Slab]:
-    """A slab as the prefix cache takes it."""
-    return KeptKV(slab, slab.nbytes, slab.window_from, slab.states is not None)
+def kept_of(slab: Slab) -> PrefixKV[Slab]:
+    """Wraps a slab for the prefix cache."""
+    return PrefixKV(slab, slab.nbytes, slab.window_from, slab.states is not None)

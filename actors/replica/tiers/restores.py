@@ -1,7 +1,7 @@
-"""Rows that have a place and whose KV is read back from the disk before they begin.
+"""Reads the KV of admitted rows back from disk before they begin.
 
-A row is read back when it is admitted, not when it comes: so what is read back counts as a running row's KV, and rows
-that wait hold none, however many they are.
+A row is read back when it is admitted, not when it arrives. So its KV counts as a running row's, and queued rows hold
+none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAUSE_S = 10.0
 
 @dataclass(frozen=True)
 class Reading:
-    """A row that is being read back since `since` (seconds, of the monotonic clock), and waits `wait_s` for it."""
+    """A row that is being read back since `since` (seconds, monotonic clock), and waits `wait_s` for it."""
 
     prompt: Prompt
     hot_tokens: int
@@ -49,10 +49,10 @@ Deliver = Callable[[Reading, Restored | None], None]
 
 
 class Restores:
-    """For the engine's thread.
+    """The rows that wait for their KV, and the threads that read it. Methods are for the engine's thread.
 
     Args:
-        disk: None where nothing is read back.
+        disk: None if nothing is read back.
         deliver: called on a reader's thread with what was read, or None.
         wait_s_max: how long a row waits at the most, its turn to read included; its prompt is computed then. The store
             keeps the files for no longer: `timing.block_lease_s`.
@@ -63,7 +63,7 @@ class Restores:
         self._disk = disk
         self._deliver = deliver
         self._reading: dict[str, Reading] = {}
-        # Since when each reader that works has been at it.
+        # Start times of the readers that are busy.
         self._working: dict[int, float] = {}
         self._paused_until = 0.0
         self._jobs: SimpleQueue[Reading] = SimpleQueue()
@@ -77,31 +77,32 @@ class Restores:
         """Whether the disk may have more of a row than the `hot` tokens that memory has.
 
         Args:
-            plain: whether every beginning of what memory keeps can be reused.
+            plain: whether every prefix of a kept entry can be reused.
         """
         request, tokens = sequence.request, len(sequence.tokens)
         if self._disk is None or not (request.agent or sequence.ids) or hot >= tokens - 1:
             return False
         if not request.reusable or self._hangs():
             return False
-        # All that the agent has had is in memory. Asking for what little is new would take longer than computing it.
+        # All of the agent's memory is hot, and asking the disk for the few new tokens takes longer than computing them.
         return not (plain and 0 < request.remembered_tokens <= hot and tokens - hot < BLOCK_TOKENS)
 
     def _hangs(self) -> bool:
-        """Whether reading would only make rows wait."""
+        """Whether the disk hangs, so that reading would only delay rows."""
         now, working = time.monotonic(), list(self._working.values())
         return now < self._paused_until or (
             len(working) == READS_MAX and all(now - since > self.wait_s_max for since in working)
         )
 
     def begin(self, sequence: Sequence, hot: int, tokens_per_s: float) -> None:
-        """Read a row back.
+        """Queues a row to be read back.
 
         Args:
-            tokens_per_s: how fast what is not read back would be computed; 0 where nobody knows.
+            hot: how many of its first tokens memory has.
+            tokens_per_s: the prefill rate; 0 if unknown.
         """
         request = sequence.request
-        # A copy, as the row may leave and its tokens go on elsewhere.
+        # Copies, because the row may leave and its tokens change.
         prompt = Prompt(request.request_id, request.agent, request.root_id, list(sequence.ids), list(sequence.tokens))
         compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
         reading = Reading(prompt, hot, time.monotonic(), max(READ_WAIT_S_MIN, 2 * compute_s))
@@ -109,18 +110,18 @@ class Restores:
         self._jobs.put(reading)
 
     def end(self, reading: Reading) -> bool:
-        """Something was read. False where nobody waits for it any more."""
+        """Ends a reading. Returns False if the row does not wait for it any more."""
         if self._reading.get(reading.prompt.request_id) is not reading:
             return False
         del self._reading[reading.prompt.request_id]
         return True
 
     def leave(self, request_id: str) -> None:
-        """The row has lost its place; one that is not here is ignored."""
+        """Forgets a row that was preempted or ended; unknown ids are ignored."""
         self._reading.pop(request_id, None)
 
     def overdue(self) -> list[str]:
-        """Rows that have waited too long; they wait no more."""
+        """Removes and returns the rows that have waited too long."""
         if not self._reading:
             return []
         now = time.monotonic()
@@ -142,17 +143,17 @@ class Restores:
             try:
                 restored = self._read(reading)
             except Exception:
-                # Whatever it is: this thread must live, and the row be computed.
+                # This thread must survive any error, and the row is computed instead.
                 logger.exception("request %s: nothing is read back", reading.prompt.request_id)
             del self._working[number]
             self._deliver(reading, restored)
-            # Else what was read would be held until the next.
+            # Otherwise the result would stay alive until the next one.
             del reading, restored
 
     def _read(self, reading: Reading) -> Restored | None:
         assert self._disk is not None
         for pause_s in (*TRIES_S, 0.0):
-            # Who has waited too long, or left, needs no reading.
+            # Rows that left or waited too long need no reading.
             if self._reading.get(reading.prompt.request_id) is not reading or time.monotonic() < self._paused_until:
                 return None
             began = time.monotonic()

@@ -1,7 +1,8 @@
-"""Slabs as named arrays for the disk, and back.
+"""Converts slabs to named numpy arrays for the disk, and back.
 
-A part is called by its layer and what it is: `3.key_codes` and the other fields of `Sealed`, or `3.keys` and `3.values`
-in full precision, or `3.state.0` of a recurrent layer. bfloat16, which numpy does not know, travels as 16-bit numbers.
+A part's name is its layer and kind: `3.key_codes` and the other fields of `Sealed`, or `3.keys` and `3.values` in full
+precision, or `3.state.0` of a recurrent layer. Shapes are those of the slab's arrays, with a first axis of one row.
+Dtypes are equal too, but bfloat16, which numpy lacks, is stored as uint16.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TOKEN_AXIS = dict(zip(Sealed._fields, TOKEN_AXES, strict=True)) | dict.fromkeys
 
 
 def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
-    """The slab's arrays by name, in the order of layers. They must have been evaluated."""
+    """Returns the slab's arrays by name, in the order of layers. They must be evaluated already."""
     parts: dict[str, np.ndarray] = {}
     states = iter(slab.states or ())
     for index, (layer, entry) in enumerate(zip(spec.layers, slab.layers, strict=True)):
@@ -36,23 +37,23 @@ def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
 
 @dataclass
 class _Stack:
-    """A part of layers that are alike, a row a layer, of which `places` have been read."""
+    """A part of several like layers, `(layers, ...)`, of which the rows `places` have been read."""
 
     array: np.ndarray
     places: list[int] = field(default_factory=list)
 
 
 class SlabReader:
-    """Slabs of entries from their parts, in whatever order those are read.
+    """Builds the slabs of entries from their parts, which may come in any order.
 
-    Every slab has memory of its own, so what is kept of one keeps no other. Layers that are alike have theirs together
-    where a row is opened sooner for it: on a GPU. Elsewhere `run` joins the blocks of full layers as the parts come:
-    numpy does that in a quarter of the time that MLX takes on a CPU, while the bytes are in its caches.
+    Every slab has memory of its own, so that each can be freed alone. On a GPU like layers share an array, so that rows
+    are opened faster. On a CPU the blocks of full layers are joined as the parts come: numpy does that in a quarter of
+    MLX's time, while the bytes are in the processor's caches.
 
     Args:
-        count: how many entries.
-        joins: whether they are blocks one after the other, of which a `run` is wanted.
-        stacked: whether layers have their memory together.
+        count: number of entries.
+        joins: whether they are consecutive blocks, to be `joined`.
+        stacked: whether like layers share an array.
     """
 
     def __init__(self, spec: ModelCacheSpec, count: int, *, joins: bool = False, stacked: bool = False) -> None:
@@ -65,7 +66,11 @@ class SlabReader:
         self._places = {str(index): (layers, place) for layers in several for place, index in enumerate(layers)}
 
     def take(self, name: str, indexes: Sequence[int], array: np.ndarray) -> None:
-        """One part of several entries: `array[i]` is that of entry `indexes[i]`."""
+        """Takes one part of several entries.
+
+        Args:
+            array: `(entries, ...)` in a dtype of the disk; `array[i]` belongs to entry `indexes[i]`.
+        """
         layer, _, rest = name.partition(".")
         for row, index in enumerate(indexes):
             if layer not in self._places or not self._stack(index, *self._places[layer], rest, array[row]):
@@ -75,39 +80,40 @@ class SlabReader:
             if len(indexes) == len(self._parts) and array.ndim > axis + 1 and array.size:
                 self._joined[name] = to_mlx(_concatenated(array, axis))
             else:
-                # One has failed, or is of another shape.
+                # An entry has failed, or has another shape.
                 self._joined = None
 
     def _stack(self, index: int, layers: Layers, place: int, name: str, array: np.ndarray) -> bool:
-        """Lay a layer's part beside those of the layers like it; whether it is of their shape."""
+        """Copies a layer's part, `(1, ...)`, into the stack of like layers. Returns False if its shape or dtype
+        differs."""
         stacks = self._stacks[index].setdefault(layers, {})
         if name not in stacks:
             stacks[name] = _Stack(np.empty((len(layers), *array.shape[1:]), array.dtype))
-        found = stacks[name]
-        if array.shape[:1] != (1,) or array.shape[1:] != found.array.shape[1:] or array.dtype != found.array.dtype:
+        stack = stacks[name]
+        if array.shape[:1] != (1,) or array.shape[1:] != stack.array.shape[1:] or array.dtype != stack.array.dtype:
             return False
-        found.array[place] = array[0]
-        found.places.append(place)
+        stack.array[place] = array[0]
+        stack.places.append(place)
         return True
 
     def slab(self, index: int, tokens: int, window_from: int = 0) -> Slab:
-        """The slab of entry `index`, which has `tokens` tokens; once only.
+        """Builds the slab of entry `index`, which has `tokens` tokens, and evaluates it. Call it once per entry.
 
         Raises:
-            ValueError: it is a slab of other layers.
+            ValueError: the parts do not match the model's layers.
         """
         left, self._parts[index] = self._parts[index], {}
         stacks, self._stacks[index] = self._stacks[index], {}
-        found: dict[Layers, LayerKV] = {}
+        entries: dict[Layers, LayerKV] = {}
         for layers, parts in stacks.items():
             whole = {name: to_mlx(stack.array) for name, stack in parts.items() if len(stack.places) == len(layers)}
             entry = _entry(whole, "") if len(whole) == len(parts) else None
             if entry is not None:
-                found[layers] = entry
+                entries[layers] = entry
                 continue
             for name, stack in parts.items():
                 left |= {f"{layers[place]}.{name}": to_mlx(stack.array[place : place + 1]) for place in stack.places}
-        several = {number for layers in found for number in layers}
+        several = {number for layers in entries for number in layers}
         states: list[list[mx.array]] = []
         for number, layer in enumerate(self._spec.layers):
             if layer.kind is LayerKind.RECURRENT:
@@ -119,18 +125,18 @@ class SlabReader:
             elif number not in several:
                 entry = _entry(left, f"{number}.")
                 if entry is not None:
-                    found[number,] = entry
+                    entries[number,] = entry
                 elif not layer.window:
                     raise ValueError(f"layer {number} has no KV")
         recurrent = sum(layer.kind is LayerKind.RECURRENT for layer in self._spec.layers)
         if left or len(states) not in (0, recurrent):
             raise ValueError(f"not a slab of this model: {', '.join(sorted(left)[:3]) or 'a state is missing'}")
-        slab = Slab.of(len(self._spec.layers), found, tokens, window_from, states or None)
+        slab = Slab.of(len(self._spec.layers), entries, tokens, window_from, states or None)
         mx.eval(slab.arrays())
         return slab
 
     def joined(self, slabs: Sequence[Slab]) -> BlockRun | None:
-        """All entries' slabs as one; None where they are too different, or nothing would be gained."""
+        """Returns all entries' `slabs` as one evaluated run; None if they cannot be joined or that would not pay."""
         if not self._joined or len(slabs) != len(self._parts):
             return None
         joined, self._joined = self._joined, None
@@ -141,7 +147,8 @@ class SlabReader:
 
 
 def _entry(parts: dict[str, mx.array], prefix: str) -> LayerKV | None:
-    """Takes KV out of `parts`, where its arrays are named so."""
+    """Removes a layer's arrays, named with the prefix, from `parts`. Returns them as KV, or None if they are
+    incomplete."""
     sealed = [parts.pop(prefix + name, None) for name in Sealed._fields]
     pair = [parts.pop(prefix + name, None) for name in _PAIR]
     if not any(array is None for array in sealed):
@@ -150,10 +157,10 @@ def _entry(parts: dict[str, mx.array], prefix: str) -> LayerKV | None:
 
 
 def _concatenated(array: np.ndarray, axis: int) -> np.ndarray:
-    """`array[0]`, `array[1]`, ... after each other along `axis` of each.
+    """Concatenates `array[0]`, `array[1]`, ... along `axis` of each: `(n, ..., length, ...)` becomes `(..., n * length,
+    ...)` of the same dtype.
 
-    What lies together stays together, so whole runs of bytes are moved and not numbers; `np.concatenate` takes up to
-    four times as long.
+    It moves whole runs of bytes, not single numbers; `np.concatenate` takes up to four times as long.
     """
     count, *shape = array.shape
     nbytes = math.prod(shape[axis:]) * array.itemsize
@@ -163,11 +170,11 @@ def _concatenated(array: np.ndarray, axis: int) -> np.ndarray:
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
-    """An evaluated array as the disk has it."""
+    """Returns an evaluated array as it is stored: of the same shape and dtype, but uint16 for bfloat16."""
     return np.array(array.view(mx.uint16)) if array.dtype == mx.bfloat16 else np.array(array)
 
 
 def to_mlx(array: np.ndarray) -> mx.array:
-    """The array that `to_numpy` was given."""
+    """Returns a stored array as MLX has it: of the same shape and dtype, but bfloat16 for uint16."""
     made = mx.array(array)
     return made.view(mx.bfloat16) if array.dtype == np.uint16 else made

@@ -8,7 +8,8 @@ import threading
 import time
 from typing import Any
 
-from satchel.actors.kv_store import ownership
+from satchel.actors.kv_store.services import ownership
+from satchel.actors.protocol.store_messages import BranchKV
 from satchel.api.views.agents import agent_info
 from satchel.cluster.errors import DiskError
 from tests.worlds import kv_node
@@ -26,7 +27,7 @@ async def test_kv_of_a_deleted_agent_that_comes_late_is_refused_at_once_and_off_
     late = [await node.write(entries[:2]), await node.write(entries[2:])]
     await node.forget(ALICE)
     began = time.monotonic()
-    assert [await node.call("disk_commit", record) for record in late] == [[], []]
+    assert [await node.client.disk_commit(record) for record in late] == [[], []]
     assert time.monotonic() - began < 10.0, "nobody is waited for"
     assert not node.has(entries[0]) and not any(node.on_disk(entry) for entry in entries)
     assert node.disk.stats()["refused_total"] == 3 and node.disk.stats()["files"] == 0
@@ -38,7 +39,7 @@ async def test_who_comes_back_has_what_was_said_since_and_nothing_from_before(no
     late = await node.write(before)
     await node.forget(ALICE)
     await node.speak(ALICE, spoken(*since))
-    assert await node.call("disk_commit", late) == []
+    assert await node.client.disk_commit(late) == []
     assert await node.put(*since) == [entry.id for entry in since]
     assert node.has(*since) and not any(node.on_disk(entry) for entry in before)
     await node.forget(ALICE)
@@ -52,7 +53,7 @@ async def test_of_the_same_words_said_again_the_kv_is_welcome_up_to_where_they_d
     late = await node.write(before)
     await node.forget(ALICE)
     await node.speak(ALICE, spoken(*before[:2], *other))
-    assert await node.call("disk_commit", late) == [entry.id for entry in before[:2]]
+    assert await node.client.disk_commit(late) == [entry.id for entry in before[:2]]
     node.disk.compact()
     assert node.has(*before[:2]) and not node.on_disk(before[2])
 
@@ -74,9 +75,9 @@ async def test_kv_that_comes_just_before_its_branch_waits_for_it(node, monkeypat
     await node.speak(ALICE, [1])
     await node.forget(ALICE)
     await node.put(*shared)
-    since = (await node.call("recall", ALICE, MODEL, {}))["since"]
+    since = (await node.client.recall(ALICE, MODEL, {})).since
     early = asyncio.create_task(node.put(*entries))
-    touch = asyncio.create_task(node.call("disk_touch", MODEL, [shared[0].id], ALICE))
+    touch = asyncio.ensure_future(node.client.disk_touch(MODEL, [shared[0].id], ALICE))
     await asyncio.sleep(0.2)
     assert not early.done() and not touch.done() and not node.has(*entries)
     began = time.monotonic()
@@ -94,7 +95,7 @@ async def test_an_agent_that_was_never_forgotten_waits_for_nothing(node, monkeyp
     entries = chain(2, owners=(ALICE,))
     began = time.monotonic()
     assert len(await node.put(*entries)) == 2
-    assert await node.call("disk_touch", MODEL, [entry.id for entry in entries], ALICE) == []
+    assert await node.client.disk_touch(MODEL, [entry.id for entry in entries], ALICE) == []
     assert time.monotonic() - began < 10.0
 
 
@@ -105,8 +106,8 @@ async def test_of_a_segment_with_several_owners_only_what_is_nobodys_is_refused(
     await node.speak(BOB, spoken(*his))
     late = await node.write([*hers, *his, *both])
     await node.forget(ALICE)
-    assert await node.call("disk_commit", late) == [his[0].id, both[0].id]
-    assert await node.call("disk_commit", late) == [his[0].id, both[0].id], "also when it is told again"
+    assert await node.client.disk_commit(late) == [his[0].id, both[0].id]
+    assert await node.client.disk_commit(late) == [his[0].id, both[0].id], "also when it is told again"
     node.disk.compact()
     assert node.has(*his, *both) and not node.on_disk(hers[0])
     await node.forget(BOB)
@@ -120,9 +121,9 @@ async def test_a_late_sign_of_use_makes_nobody_an_owner_again(node):
     await node.speak(BOB, spoken(*entries))
     await node.put(*entries)
     await node.forget(ALICE)
-    assert await node.call("disk_touch", MODEL, ids, ALICE) == []
-    found = await node.call("disk_find", MODEL, ids, ROOT, b"", 2)
-    await node.call("disk_read", found["lease"], ids, ALICE, [])
+    assert await node.client.disk_touch(MODEL, ids, ALICE) == []
+    found = await node.client.disk_find(MODEL, ids, ROOT, b"", 2)
+    await node.client.disk_read(found.lease, ids, ALICE, [])
     await node.forget(BOB)
     assert not any(node.on_disk(entry) for entry in entries)
 
@@ -133,7 +134,7 @@ async def test_who_comes_back_owns_what_it_uses(node):
     await node.put(*old)
     await node.forget(ALICE)
     await node.speak(ALICE, spoken(*shared))
-    await node.call("disk_touch", MODEL, [entry.id for entry in (*shared, *old)], ALICE)
+    await node.client.disk_touch(MODEL, [entry.id for entry in (*shared, *old)], ALICE)
     await node.forget(BOB)
     assert node.has(*shared) and not any(node.on_disk(entry) for entry in old)
 
@@ -154,7 +155,7 @@ async def test_nothing_is_committed_behind_the_erasing_that_it_met(node, monkeyp
     await asyncio.to_thread(entered.wait, 10)
     # Its caller giving up changes nothing.
     late.cancel()
-    await node.call("forget", ALICE)
+    await node.client.forget(ALICE)
     await asyncio.sleep(0.05)
     go_on.set()
     await node.owned.idle()
@@ -177,12 +178,12 @@ async def test_who_comes_back_while_its_old_kv_is_being_erased_keeps_the_new_and
         return forget(*arguments)
 
     monkeypatch.setattr(node.disk, "forget", slow)
-    await node.call("forget", ALICE)
+    await node.client.forget(ALICE)
     await asyncio.to_thread(entered.wait, 10)
     await node.speak(ALICE, spoken(*since))
     await node.speak(ALICE, spoken(*shared))
     await node.put(*since)
-    await node.call("disk_touch", MODEL, [shared[0].id], ALICE)
+    await node.client.disk_touch(MODEL, [shared[0].id], ALICE)
     go_on.set()
     await node.owned.idle()
     assert node.has(*since) and not any(node.on_disk(entry) for entry in before)
@@ -204,11 +205,11 @@ async def test_who_is_forgotten_twice_while_its_first_kv_is_being_erased_keeps_i
         return forget(*arguments)
 
     monkeypatch.setattr(node.disk, "forget", slow)
-    await node.call("forget", ALICE)
+    await node.client.forget(ALICE)
     await asyncio.to_thread(entered.wait, 10)
     await node.speak(ALICE, spoken(*lives[1]))
     await node.put(*lives[1])
-    await node.call("forget", ALICE)
+    await node.client.forget(ALICE)
     await node.speak(ALICE, spoken(*lives[2]))
     await node.put(*lives[2])
     go_on.set()
@@ -218,9 +219,9 @@ async def test_who_is_forgotten_twice_while_its_first_kv_is_being_erased_keeps_i
 
 async def test_a_first_turn_under_way_when_its_agent_is_forgotten_leaves_no_kv(node):
     entries = chain(1, owners=(ALICE,))
-    since = (await node.call("recall", ALICE, MODEL, {}))["since"]
+    since = (await node.client.recall(ALICE, MODEL, {})).since
     await node.forget(ALICE)
-    assert (await node.speak(ALICE, spoken(*entries), since))["kind"] == "forgotten"
+    assert (await node.speak(ALICE, spoken(*entries), since)).kind == "forgotten"
     assert await node.put(*entries) == [] and not node.on_disk(entries[0])
 
 
@@ -278,27 +279,33 @@ async def test_what_is_kept_of_an_agent_on_disk_counts_blocks_and_tails(node):
     await node.speak(ALICE, [*spoken(*blocks), 7, 8, 9])
     await node.speak(CAROL, [1, 2, 9])
     await node.speak(DAVE, [1, 2, 3, 4])
-    assert await node.call("disk_kept", ALICE) == 0
+    assert await node.client.disk_kept(ALICE) == 0
     await node.put(*blocks)
-    assert await node.call("disk_kept", ALICE) == 2
+    assert await node.client.disk_kept(ALICE) == 2
     await node.put(own)
     await node.put(others)
-    assert await node.call("disk_kept", ALICE) == 3
-    assert await node.call("disk_kept", CAROL) == 0, "another's tail that only begins alike"
-    assert await node.call("disk_kept", DAVE) == 1, "another's tail of the same beginning"
-    assert await node.call("disk_kept", "default/nobody") == 0
+    assert await node.client.disk_kept(ALICE) == 3
+    assert await node.client.disk_kept(CAROL) == 0, "another's tail that only begins alike"
+    assert await node.client.disk_kept(DAVE) == 1, "another's tail of the same beginning"
+    assert await node.client.disk_kept("default/nobody") == 0
 
 
 class _Nothing:
     """An endpoint without replicas, over a node's store."""
 
     def __init__(self, node: kv_node.Node) -> None:
-        self.call = node.call
+        client = node.client
+        self.info, self.transcript, self.blocks, self.disk_kept = (
+            client.info,
+            client.transcript,
+            client.blocks,
+            client.disk_kept,
+        )
 
     async def models(self) -> list[Any]:
         return []
 
-    async def held(self, model_id: bytes, root: bytes, block_ids: list[bytes], first: bytes) -> int:
+    async def held(self, branch: BranchKV) -> int:
         return 0
 
 
@@ -318,6 +325,6 @@ async def test_a_home_whose_kv_had_a_key_of_its_own_opens_and_only_that_kv_is_go
     (old / "key").write_bytes(b"k" * 32)
     node = await node.restarted()
     assert not old.exists()
-    assert json.loads(await node.call("transcript", ALICE)) == [] and await node.call("info", ALICE)
+    assert json.loads(await node.client.transcript(ALICE)) == [] and await node.client.info(ALICE)
     assert [path.name for path in node.folder.rglob("key")] == ["key"]
     node.close()

@@ -15,17 +15,10 @@ from satchel.actors.protocol import calls
 from satchel.actors.protocol.answers import answers
 from satchel.actors.protocol.calls import Call
 from satchel.actors.protocol.clients import ReplicaClient, RouterClient
-from satchel.actors.protocol.messages import (
-    VERSION,
-    Count,
-    NextFrame,
-    Nothing,
-    Places,
-    ReplicaName,
-    decode,
-    encode,
-    encode_error,
-)
+from satchel.actors.protocol.codec import decode, encode, encode_error
+from satchel.actors.protocol.messages import VERSION, Count, NextFrame, Nothing, Places, ReplicaName
+from satchel.actors.protocol.store_client import StoreClient
+from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.cluster.errors import (
     ActorAway,
     ActorLost,
@@ -49,7 +42,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: Callable[[], bytes] = lambda: encode(None)
         self.looked_up: list[str] = []
-        self.names = {"router", "replica:m-0"}
+        self.names = {"router", "replica:m-0", "kv_store:mac0"}
         monkeypatch.setattr(calls, "actor_handle", self.find)
         monkeypatch.setattr(calls.ray, "get", self.get)
 
@@ -116,9 +109,11 @@ def outcome(call: Call[Any], how: str) -> Any:
         return error
 
 
+TURN = Commit(b"m", Content(b"", "", b"[]"), 0, 0)
 CALLS: dict[str, tuple[Callable[[], Call[Any]], str]] = {
     "router": (lambda: RouterClient(USUAL).nodes(), "the router does not answer now"),
     "replica": (lambda: ReplicaClient("m-0", USUAL).info(), "replica m-0 does not answer now"),
+    "store": (lambda: StoreClient("mac0", USUAL).commit("t/a", TURN), "the store of node mac0 does not answer now"),
 }
 
 UNANSWERED: list[tuple[Callable[[], bytes], type[NoAnswer]]] = [

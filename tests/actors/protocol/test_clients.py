@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.protocol import clients
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.calls import ActorRef, Call
 from satchel.actors.protocol.clients import CONFIG_S, ReplicaClient, RouterClient
+from satchel.actors.protocol.codec import decode, encode
+from satchel.actors.protocol.entries import EntryRecord, Failure, Location, SegmentRecord
 from satchel.actors.protocol.messages import (
     AgentKeys,
     AgentMoved,
@@ -20,8 +24,7 @@ from satchel.actors.protocol.messages import (
     Explanation,
     Frame,
     GenerateRequest,
-    Heard,
-    KeptKV,
+    KVSelection,
     ModelName,
     Names,
     NextFrame,
@@ -30,17 +33,64 @@ from satchel.actors.protocol.messages import (
     NodeReports,
     Nothing,
     Places,
-    Progress,
     ReplicaName,
+    ReplicaProgress,
     ReplicaStats,
+    ReportAck,
     RequestId,
     RouteRequest,
     RowIds,
     RowLeft,
     RowUpdate,
     Sampling,
-    decode,
-    encode,
+)
+from satchel.actors.protocol.store_client import StoreClient
+from satchel.actors.protocol.store_messages import (
+    Addresses,
+    AgentBranches,
+    AgentKey,
+    AgentKV,
+    AgentPage,
+    AgentTo,
+    AskKV,
+    Begin,
+    Begun,
+    BranchIds,
+    BranchKV,
+    BranchMemory,
+    Commit,
+    CommitOutcome,
+    CommitSegment,
+    CommitTurn,
+    Content,
+    DiskSession,
+    EntryIds,
+    Fetched,
+    FetchKV,
+    FindKV,
+    Flag,
+    Fork,
+    FoundKV,
+    FoundTail,
+    Head,
+    ListAgents,
+    Moved,
+    PrimaryEpoch,
+    Promote,
+    PullKV,
+    ReadDone,
+    Recall,
+    Recalled,
+    Standing,
+    Standings,
+    StoreStats,
+    TakeIn,
+    TakeSecondary,
+    Tombstone,
+    TombstoneList,
+    TouchChain,
+    Transcript,
+    TurnName,
 )
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.router.actor import RouterActor
@@ -52,22 +102,37 @@ from tests.worlds.routing import report, store
 
 ROUTE = RouteRequest("r", "m", "t/a", [b"x" * 32], 300)
 ROW = GenerateRequest("r", "c", "m", "", [1], [], b"r" * 32, Sampling(), deadline_s=60.0)
-KEPT = KeptKV(b"r" * 32, [b"x" * 32], b"", [b"f"])
+KEPT = KVSelection(b"r" * 32, [b"x" * 32], b"", [b"f"])
 PLACES = Places([AgentPlace("t/a", "mac0", True, 2, ["mac1"])], ["mac2"])
 NODES = [NodeReport("mac0", True, 0.5, blocks=3)]
 FRAME = Frame([RowUpdate("r", [1, 2])])
 ROUTER = "router"
 REPLICA = "replica:m-0"
 
-router, replica = RouterClient(USUAL), ReplicaClient("m-0", USUAL)
+STORE = "kv_store:mac0"
+HEAD = Head("t/a", 3, 7, b"m", b"r", 2, False, 4, 600, 9000, 1.0, 2.0)
+CONTENT = Content(b"1234", "said", b"[]")
+COMMIT = Commit(b"m", CONTENT, 1, 9, 3, 7, turn="turn")
+AGENT = AgentBranches("t/a", 3, [HEAD], 2, True)
+STATS = StoreStats(1, 2, 3, 4, {"blocks": 5}, "", 6, 7, 8, 9, 10)
+ENTRY = EntryRecord(b"x" * 32, b"p" * 32, False, bytes(4 * BLOCK_TOKENS), b"d" * 16, 0, True, 100)
+SEGMENT = SegmentRecord("s-1.safetensors", 200, b"m" * 32, 3, 1.0, {"a": "b"}, (ENTRY,))
+PLACE = Location(b"x", b"p", b"m", "s-1", 0, False, b"", b"d", 0, False, 100)
+PULL = PullKV("mac1", b"m", b"r", [b"x"], [1, 2], "t/a", 20.0, {"t": None})
+COPY = TakeSecondary("t/a", 2, 9, [HEAD], {3: CONTENT}, {"t": 5})
+HANDED = TakeIn("t/a", 2, [BranchMemory(HEAD, CONTENT)])
+STANDS = Standing("t/a", 2, 1, 7, -1, 4)
+BURIAL = Tombstone("t/a", 2, 9)
+
+router, replica, store_of = RouterClient(USUAL), ReplicaClient("m-0", USUAL), StoreClient("mac0", USUAL)
 
 # The call, the actor's method, what comes to it, what it answers, and what is made of that.
 Case = tuple[Call[Any], str, Any, Any, Any]
 
 OF_ROUTER: list[Case] = [
     (router.route(ROUTE), "route", ROUTE, Decision("a", "why"), Decision("a", "why")),
-    (router.report(report("a")), "report", report("a"), Heard(True), True),
-    (router.report(store("mac0")), "store_report", store("mac0"), Heard(False), False),
+    (router.report(report("a")), "report", report("a"), ReportAck(True), True),
+    (router.report(store("mac0")), "store_report", store("mac0"), ReportAck(False), False),
     (router.lose("a"), "lose", ReplicaName("a"), None, None),
     (router.lose_node("mac0"), "lose_node", NodeName("mac0"), None, None),
     (router.release("a", "r"), "release", RowLeft("a", "r"), None, None),
@@ -80,7 +145,13 @@ OF_ROUTER: list[Case] = [
     (router.nodes(), "nodes", Nothing(), NodeReports(NODES), NODES),
 ]
 OF_REPLICA: list[Case] = [
-    (replica.progress(), "progress", Nothing(), Progress("reads", 0.5, False), Progress("reads", 0.5, False)),
+    (
+        replica.progress(),
+        "progress",
+        Nothing(),
+        ReplicaProgress("reads", 0.5, False),
+        ReplicaProgress("reads", 0.5, False),
+    ),
     (replica.info(), "info", Nothing(), model_info(), model_info()),
     (replica.info(), "info", Nothing(), None, None),
     (replica.stats(), "stats", Nothing(), ReplicaStats("m-0", "m", True), ReplicaStats("m-0", "m", True)),
@@ -94,7 +165,74 @@ OF_REPLICA: list[Case] = [
     (replica.drain(), "drain", Drain(False), None, None),
     (replica.drain(end_rows=True), "drain", Drain(True), None, None),
 ]
-CASES = [(ROUTER, *case) for case in OF_ROUTER] + [(REPLICA, *case) for case in OF_REPLICA]
+OF_STORE: list[Case] = [
+    (
+        store_of.recall("t/a", b"w", {3: 7}, {"t": None}),
+        "recall",
+        Recall("t/a", b"w", {3: 7}, {"t": None}),
+        Recalled(9, [BranchMemory(HEAD, CONTENT), BranchMemory(HEAD, None)], True),
+        Recalled(9, [BranchMemory(HEAD, CONTENT), BranchMemory(HEAD, None)], True),
+    ),
+    (
+        store_of.begin("t/a", "turn", b"w", {}),
+        "begin",
+        Begin("t/a", "turn", b"w", {}),
+        Begun(9, BranchMemory(HEAD, None), False, b"[]"),
+        Begun(9, BranchMemory(HEAD, None), False, b"[]"),
+    ),
+    (store_of.renew("t/a", "turn"), "renew", TurnName("t/a", "turn"), Flag(False), False),
+    (
+        store_of.commit("t/a", COMMIT, {"t": 5}),
+        "commit",
+        CommitTurn("t/a", COMMIT, {"t": 5}),
+        CommitOutcome("opened", 3, 7, False),
+        CommitOutcome("opened", 3, 7, False),
+    ),
+    (store_of.abandon("t/a", "turn"), "abandon", TurnName("t/a", "turn"), None, None),
+    (store_of.transcript("t/a"), "transcript", AgentKey("t/a"), Transcript(b"[]"), b"[]"),
+    (store_of.info("t/a"), "info", AgentKey("t/a"), AGENT, AGENT),
+    (store_of.agents("t", "t/a", 5), "agents", ListAgents("t", "t/a", 5), AgentPage([AGENT]), [AGENT]),
+    (store_of.blocks("t/a"), "blocks", AskKV("t/a"), AgentKV([BranchKV(b"m", KEPT)]), [BranchKV(b"m", KEPT)]),
+    (store_of.disk_kept("t/a"), "disk_kept", AgentKey("t/a"), Count(2), 2),
+    (store_of.fork("t/a", "t/b"), "fork", Fork("t/a", "t/b"), Count(1), 1),
+    (store_of.forget("t/a"), "forget", AgentKey("t/a"), Flag(True), True),
+    (store_of.stats(), "stats", Nothing(), STATS, STATS),
+    (store_of.disk_session(), "disk_session", Nothing(), DiskSession("/kv", "s", 3), DiskSession("/kv", "s", 3)),
+    (store_of.disk_session(), "disk_session", Nothing(), None, None),
+    (store_of.disk_commit(SEGMENT), "disk_commit", CommitSegment(SEGMENT), EntryIds([b"x"]), [b"x"]),
+    (store_of.disk_touch(b"m", [b"x"], "t/a"), "disk_touch", TouchChain(b"m", [b"x"], "t/a"), None, None),
+    (
+        store_of.disk_find(b"m", [b"x"], b"p", b"", 2),
+        "disk_find",
+        FindKV(b"m", [b"x"], b"p", b"", 2),
+        FoundKV([PLACE], [FoundTail(PLACE, 2)], "lease"),
+        FoundKV([PLACE], [FoundTail(PLACE, 2)], "lease"),
+    ),
+    (
+        store_of.disk_read("lease", [b"x"], "t/a", [Failure(PLACE, "damaged", False)]),
+        "disk_read",
+        ReadDone("lease", [b"x"], "t/a", [Failure(PLACE, "damaged", False)]),
+        None,
+        None,
+    ),
+    (store_of.pull(PULL), "pull", PULL, Fetched(1, 2, 3, 0.5), Fetched(1, 2, 3, 0.5)),
+    (store_of.move("t/a", "mac1"), "move", AgentTo("t/a", "mac1"), Moved("mac1", 2), Moved("mac1", 2)),
+    (store_of.promote("t/a", 2), "promote", Promote("t/a", 2), PrimaryEpoch(3), 3),
+    (store_of.drain(), "drain", Nothing(), None, None),
+    (store_of.promote_here("t/a", 2), "promote_here", Promote("t/a", 2), PrimaryEpoch(3), 3),
+    (store_of.take_secondary(COPY), "take_secondary", COPY, BranchIds([3]), [3]),
+    (store_of.send_secondary("t/a", "mac1"), "send_secondary", AgentTo("t/a", "mac1"), PrimaryEpoch(2), 2),
+    (store_of.take_in(HANDED), "take_in", HANDED, Count(1), 1),
+    (store_of.standing(("t/a",)), "standing", AgentKeys(["t/a"]), Standings([STANDS]), [STANDS]),
+    (store_of.doubt("t/a"), "doubt", AgentKey("t/a"), None, None),
+    (store_of.buried(), "buried", Nothing(), TombstoneList([BURIAL]), [BURIAL]),
+    (store_of.bury(BURIAL), "bury", BURIAL, Flag(True), True),
+    (store_of.fetch("t/a", "mac1", 5.0), "fetch", FetchKV("t/a", "mac1", 5.0), Fetched(), Fetched()),
+    (store_of.block_addresses(), "block_addresses", Nothing(), Addresses([("h", 1)]), [("h", 1)]),
+]
+OF = {ROUTER: OF_ROUTER, REPLICA: OF_REPLICA, STORE: OF_STORE}
+ACTORS = {ROUTER: RouterActor, REPLICA: ReplicaActor, STORE: KVStoreActor}
+CASES = [(actor, *case) for actor, cases in OF.items() for case in cases]
 
 
 @pytest.mark.parametrize(("actor", "call", "method", "asked", "said", "made"), CASES, ids=lambda value: str(value)[:20])
@@ -113,7 +251,7 @@ async def test_each_method_asks_its_own_question_and_reads_its_own_answer(
 
     monkeypatch.setattr(ActorRef, "find_aside", find)
     assert await call == made and heard == [(method, asked)]
-    assert callable(getattr(RouterActor if actor == ROUTER else ReplicaActor, method))
+    assert callable(getattr(ACTORS[actor], method))
 
 
 def methods_of(actor: type) -> set[str]:
@@ -121,8 +259,12 @@ def methods_of(actor: type) -> set[str]:
 
 
 def test_every_method_of_an_actor_is_called_by_its_client():
-    assert methods_of(RouterActor) == {method for _, _, method, *_ in CASES[: len(OF_ROUTER)]} | {"config"}
-    assert methods_of(ReplicaActor) == {method for _, _, method, *_ in CASES[len(OF_ROUTER) :]}
+    for name, cases in OF.items():
+        assert methods_of(ACTORS[name]) == {case[1] for case in cases} | ({"config"} if name == ROUTER else set())
+
+
+PATIENT = ("recall", "begin", "renew", "commit", "abandon", "transcript", "info", "agents", "blocks", "disk_kept")
+PATIENT += ("fork", "forget", "move")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +275,10 @@ def test_every_method_of_an_actor_is_called_by_its_client():
         *((case[0], USUAL.answer_s) for case in OF_REPLICA if case[1] not in ("submit", "next_frame")),
         (replica.submit(ROW), 60.0 + USUAL.answer_s),
         (replica.next_frame("c", 0), USUAL.frame_silence_s),
+        *((case[0], USUAL.store_answer_s) for case in OF_STORE if case[1] in PATIENT),
+        *((case[0], USUAL.answer_s) for case in OF_STORE if case[1] not in (*PATIENT, "pull", "fetch")),
+        (store_of.pull(PULL), 20.0 + USUAL.answer_s),
+        (store_of.fetch("t/a", "mac1", 60.0), 60.0 + USUAL.answer_s),
     ],
 )
 def test_nothing_is_waited_for_for_ever(call: Call[Any], timeout_s: float):

@@ -7,6 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.messages import (
     AgentPlace,
     Chain,
@@ -24,8 +25,6 @@ from satchel.actors.protocol.messages import (
     RowUpdate,
     Sampling,
     StoreReport,
-    decode,
-    encode,
 )
 from satchel.cluster import errors
 

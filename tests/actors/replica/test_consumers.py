@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from satchel.actors.kv_store.node_actor import NodeStoreActor
+from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.protocol.messages import RowUpdate
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.consumers import Consumers
@@ -88,7 +88,7 @@ async def test_who_asks_no_more_is_forgotten_with_its_rows():
     assert await readers.hears("c", 1) is None
 
 
-@pytest.mark.parametrize("actor", [ReplicaActor, NodeStoreActor, RouterActor])
+@pytest.mark.parametrize("actor", [ReplicaActor, KVStoreActor, RouterActor])
 def test_no_actor_answers_with_a_generator(actor: type):
     """Before one ends, Ray waits on the actor's event loop until its caller has acknowledged every item."""
     methods = dict(inspect.getmembers(actor, inspect.isfunction))

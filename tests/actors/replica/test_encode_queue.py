@@ -17,7 +17,7 @@ from satchel.actors.kv_store.agents.claims import Branch, Claims
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.media_ids import media_key, picture_hash, words_of
-from satchel.actors.protocol.messages import Media
+from satchel.actors.protocol.messages import MediaSpan
 from satchel.actors.replica.execution import models, warm_up
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.execution.vision import Vision
@@ -72,14 +72,14 @@ def gate(seeing: tuple[LoadedModel, Path], monkeypatch: pytest.MonkeyPatch) -> I
     found.opened.set()
 
 
-def asked(folder: Path, colour: str) -> tuple[list[int], list[Media]]:
+def asked(folder: Path, colour: str) -> tuple[list[int], list[MediaSpan]]:
     """A prompt with a picture."""
     image = Image.new("RGB", (64, 64), colour)
     span = PictureProcessor.load(folder).layout(*image.size).span
     key = media_key([picture_hash(*image.size, image.tobytes())])
     words = iter(words_of(key, len(span.places)))
     shown = [next(words) if at in span.places else token for at, token in enumerate(span.tokens)]
-    media = Media(len(TEXT), list(span.tokens), key, list(span.grid), *image.size, [image.tobytes()])
+    media = MediaSpan(len(TEXT), list(span.tokens), key, list(span.grid), *image.size, [image.tobytes()])
     return [*TEXT, *shown, 7, 8], [media]
 
 
@@ -303,7 +303,7 @@ def test_a_turn_with_a_picture_that_nobody_can_send_again_has_its_kv_read_back(
     """Though it goes on from memory with little that is new: another replica had the turn between."""
     gate.opened.set()
     loaded, node = seeing[0], Node(tmp_path / "kv")
-    disks = [DiskTier(loaded.spec, loaded.model_id, node) for _ in range(2)]
+    disks = [DiskTier(loaded.spec, loaded.model_id, node.client) for _ in range(2)]
     here, there = (Bench(loaded, disk=disk) for disk in disks)
     prompt, media = asked(seeing[1], "orchid")
     first = here.run("first", TEXT, agent=AGENT, max_tokens=4)
@@ -360,11 +360,11 @@ def test_features_come_back_from_the_disk_in_any_precision(seeing: tuple[LoadedM
     )
     node, (prompt, media) = Node(tmp_path), asked(folder, "purple")
     try:
-        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node)))
+        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)))
         bench.run("cold", prompt, media=media, agent=AGENT)
         write_down(bench, disk)
         node.restart()
-        bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node))
+        bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node.client))
         moved = [replace(one, start=one.start + 1, pixels=[]) for one in media]
         for name in ("once", "twice"):
             assert bench.run(name, [5, *prompt], media=moved, agent=AGENT).finish == "length"
@@ -378,19 +378,19 @@ def test_a_row_has_what_was_read_back_for_it_however_little_is_kept(
 ):
     gate.opened.set()
     loaded, folder = seeing
-    prompt, media = list(TEXT), list[Media]()
+    prompt, media = list(TEXT), list[MediaSpan]()
     for colour in ("red", "green", "blue"):
         shown, (one,) = asked(folder, colour)
         media.append(replace(one, start=len(prompt)))
         prompt += shown[len(TEXT) :]
     node = Node(tmp_path)
     try:
-        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node)))
+        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)))
         bench.run("cold", prompt, media=media, agent=AGENT)
         write_down(bench, disk)
         room = bench.engine.pictures.features.nbytes * 2 // 3
         node.restart()
-        bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node), vision_bytes_max=room)
+        bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node.client), vision_bytes_max=room)
         moved = [replace(one, start=one.start + 1, pixels=[]) for one in media]
         bench.submit("moved", [5, *prompt], media=moved, agent=AGENT)
         bench.drain()
@@ -410,13 +410,15 @@ def test_pictures_before_what_a_window_can_reuse_are_read_back_too(tmp_path: Pat
     node = Node(tmp_path / "node")
     try:
         # In one chunk, of which window layers have the end only.
-        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node)), prefill_chunk_tokens=2048)
+        bench = Bench(
+            loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)), prefill_chunk_tokens=2048
+        )
         bench.run("cold", prompt, media=media, agent=AGENT)
         write_down(bench, disk)
         other = [*prompt[:600], *range(700, 800)]
         for name, pixels in (("with", media[0].pixels), ("without", [])):
             node.restart()
-            bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node))
+            bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node.client))
             bench.submit(name, other, media=[replace(media[0], pixels=pixels)], agent=AGENT)
             bench.drain()
             assert not bench.refused and bench.rows[name].finish == "length"
@@ -432,7 +434,7 @@ def test_many_pictures_of_one_row_do_not_hold_up_another_s_only_one(
     """Nor do others that come one after the other hold up the rest of the many. Where features have no room, whoever
     came first has all of its own first, as rows that wait hold what they have."""
     bench = Bench(seeing[0], vision_bytes_max=1 << 29 if room else 1)
-    prompt, media = list[int](), list[Media]()
+    prompt, media = list[int](), list[MediaSpan]()
     for colour in ("red", "blue", "green"):
         more, (one,) = asked(seeing[1], colour)
         media.append(replace(one, start=len(prompt) + one.start))

@@ -11,7 +11,7 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.messages import Decision, RouteRequest
 from satchel.actors.router.directory import Disk
-from satchel.actors.router.nodes import ASSUMED_LINK_BYTES_PER_S, LINK_RETRY_S, Nodes
+from satchel.actors.router.nodes import ASSUMED_LINK_BYTES_PER_S, LINK_RETRY_S, NodeTable
 from satchel.actors.router.places import Whereabouts
 from satchel.actors.router.policy import CANDIDATES_SHOWN, Policy
 from satchel.cluster.timing import USUAL
@@ -98,7 +98,7 @@ def test_pulls_from_one_node_wait_for_each_other():
 
 def test_what_is_pulled_from_a_node_adds_up():
     """Each pull begins when the one before it has left, or now."""
-    nodes, left = Nodes(), []
+    nodes, left = NodeTable(), []
     for seconds, now in ((3.0, 1.0), (2.0, 1.5), (0.5, 6.0), (1.0, 20.0)):
         nodes.reserve(1, seconds, now)
         left.append(float(nodes.busy_until[1]))

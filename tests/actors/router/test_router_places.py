@@ -33,8 +33,8 @@ def test_the_highest_epoch_is_home_in_whatever_order_it_is_heard():
     claims = [("a", 5, True), ("b", 6, True), ("c", 6, False), ("d", 5, False)]
     for order in permutations(claims):
         places = AgentPlaces()
-        for node, epoch, is_home in order:
-            update(places, node, [("x", epoch, is_home)])
+        for node, epoch, is_primary in order:
+            update(places, node, [("x", epoch, is_primary)])
         assert places.where("x") == Whereabouts("b", 6, ("c", "a", "d"))
     places = AgentPlaces()
     update(places, "c", [("x", 6, False)])

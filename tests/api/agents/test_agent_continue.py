@@ -92,7 +92,7 @@ async def test_a_stop_string_does_not_let_the_next_turn_in_before_this_one_is_ke
 
 async def test_a_turn_that_waits_too_long_is_refused_and_a_stateless_one_waits_for_nobody(backend, config):
     endpoint = Remembering(backend, config)
-    endpoint.store.actor._turn_wait_s = 0.05
+    endpoint.store.actor.services.turns._wait_s = 0.05
     hold = asyncio.Event()
     backend.play(hold, *backend.row("slow"))
     slow = asyncio.create_task(endpoint.go_on("first"))
@@ -198,13 +198,13 @@ async def test_completions_and_endpoints_without_memory_continue_nothing(endpoin
 
 
 async def test_a_handle_on_the_same_pipeline_gets_the_tree_of_errors(backend, config):
-    memory = agents.AgentMemory(LocalStore(config), timing=Timing(turn_answer_s=0.1))
+    memory = agents.AgentMemory(LocalStore(config).asked, timing=Timing(turn_answer_s=0.1))
     generator = Generator(backend, config, memory=memory)
     request = ChatRequest(spoken("Hi"), agent="ann", agent_continue=True, opening=[{"role": "system", "content": "S"}])
     for _ in range(2):
         stream = await generator.start_chat(request)
         await stream.collect()
-    roles = [message["role"] for message in json.loads(await memory.store.call("transcript", "default/ann"))]
+    roles = [message["role"] for message in json.loads(await memory.store.transcript("default/ann"))]
     assert roles == ["system", "user", "assistant", "user", "assistant"], "the opening comes once"
     memory.store.down.add("begin")  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(Unavailable):

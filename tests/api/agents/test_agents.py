@@ -198,9 +198,7 @@ async def test_memory_survives_the_store_and_the_endpoint(backend, config, tmp_p
     drawn = one.draw("the quick")
     await one.go_on("Hi")
     first = one.prompt
-    one.store.actor._database.close()
-    assert one.store.actor._disk is not None
-    one.store.actor._disk.close()
+    one.store.actor.close()
     two = Remembering(backend, config, LocalStore(config, tmp_path))
     await two.go_on("And?")
     assert two.prompt[: len(first) + len(drawn)] == [*first, *drawn]

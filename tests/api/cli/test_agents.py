@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.api.cli.main import app
 from satchel.api.cli.views import size
 from satchel.api.generation.backend import NodeState, ReplicaStats
@@ -100,8 +101,7 @@ async def test_of_an_agents_pictures_the_number_is_shown(served: Served, shown: 
     """Each counts once, however often the transcript names it."""
     parts = [{"type": "image_url", "image_url": {"url": f"picture:{number:064x}/8x6"}} for number in shown]
     transcript = json.dumps([{"role": "user", "content": parts}]).encode()
-    content = {"token_ids": bytes(4), "text": "x", "transcript": transcript, "model": b"1" * 32}
-    await served.store.call("commit", "default/eve", **content, messages=1, since=0)
+    await served.store.commit("default/eve", Commit(b"1" * 32, Content(bytes(4), "x", transcript), 1, 0))
     assert f" of words, {said} used " in await served.says("agents", "show", "eve")
     found = json.loads(await served.says("agents", "show", "eve", "--json"))["pictures"]
     assert found[0] == {"hash": f"{7:064x}", "width": 8, "height": 6}

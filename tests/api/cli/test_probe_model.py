@@ -18,9 +18,9 @@ from satchel.api.cli import probe_model as probing
 from satchel.api.cli import probe_text
 from satchel.api.cli.main import app
 from satchel.api.cli.probe_model import (
-    Kept,
+    KVSize,
+    ProbeResult,
     Report,
-    Row,
     Scores,
     caches_of,
     compare,
@@ -268,13 +268,14 @@ def test_a_folder_without_a_tokenizer_is_an_error_in_a_sentence(tmp_path) -> Non
         load_tokenizer(tmp_path)
 
 
-MEMORY = [Kept("fp16", 16, 100, 1600), Kept("q4", 4, 100, 400), Kept("k8v4", 6, 100, 600)]
+MEMORY = [KVSize("fp16", 16, 100, 1600), KVSize("q4", 4, 100, 400), KVSize("k8v4", 6, 100, 600)]
 
 
-def rows_with(policy: str, tops: Sequence[float], right: int | None = None) -> list[Row]:
+def rows_with(policy: str, tops: Sequence[float], right: int | None = None) -> list[ProbeResult]:
     questions = None if right is None else 200
     return [
-        Row(policy, 512 * number, 0.0, 0.0, top, 1000, right, questions) for number, top in enumerate(tops, start=1)
+        ProbeResult(policy, 512 * number, 0.0, 0.0, top, 1000, right, questions)
+        for number, top in enumerate(tops, start=1)
     ]
 
 

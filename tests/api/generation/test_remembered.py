@@ -36,7 +36,7 @@ def fill(endpoint: Remembering, monkeypatch: pytest.MonkeyPatch) -> None:
     def transaction() -> Any:
         raise MemoryFull("database or disk is full")
 
-    monkeypatch.setattr(endpoint.store.actor._database, "transaction", transaction)
+    monkeypatch.setattr(endpoint.store.actor.services.memory.database, "transaction", transaction)
 
 
 async def metric(endpoint: Remembering, name: str) -> float:
@@ -105,7 +105,7 @@ async def test_a_turn_whose_copies_were_not_made_in_time_says_so(endpoint, monke
     async def kept(agent: str) -> bool:
         return False
 
-    monkeypatch.setattr(endpoint.store.actor, "_kept", kept)
+    monkeypatch.setattr(endpoint.store.actor.services.turns, "_kept", kept)
     answer = await endpoint.post({"messages": spoken("Hi")})
     assert answer.headers["x-satchel-memory"] == "not-copied"
     assert answer.json()["satchel"] == {"kept": True, "copied": False}
@@ -118,7 +118,7 @@ async def test_the_store_may_wait_for_copies_as_long_as_the_policy_says(endpoint
         return True
 
     endpoint.memory.timing = Timing(brief_answer_s=0.1, answer_s=0.1)
-    monkeypatch.setattr(endpoint.store.actor, "_kept", kept)
+    monkeypatch.setattr(endpoint.store.actor.services.turns, "_kept", kept)
     answer = await endpoint.post({"messages": spoken("Hi")})
     assert answer.headers["x-satchel-memory"] == "not-kept; reason=unanswered"
     endpoint.memory.copy_wait_s = 2.0

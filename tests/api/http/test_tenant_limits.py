@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.http.app import create_app
 from satchel.api.views.generation import Generator
@@ -35,7 +36,7 @@ class World:
         self.home = Home(folder / "home")
         prepare_home(self.home)
         self.secrets: dict[str, str] = {}
-        generator = Generator(self.backend, self.config, memory=AgentMemory(self.store))
+        generator = Generator(self.backend, self.config, memory=AgentMemory(self.store.asked))
         keys = KeyRing(self.home, required=False)
         app = create_app(self.backend, self.config, generator=generator, keys=keys)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120)
@@ -63,12 +64,12 @@ class World:
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
     def on_disk(self, tenant: str) -> int:
-        disk = self.store.actor._disk
+        disk = self.store.actor.services.memory.disk.store
         assert disk is not None
         return disk.nbytes_of(tenant)
 
     def words(self, tenant: str) -> int:
-        return self.store.actor._agents.nbytes_of(tenant)
+        return self.store.actor.services.memory.agents.nbytes_of(tenant)
 
     async def agents(self, name: str) -> list[str]:
         listed = await self.call(name, "GET", "/agents")
@@ -85,7 +86,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     await made.backend.on_thread(made.backend.engine.prefixes.check)
     await made.client.aclose()
     await made.backend.end()
-    disk = made.store.actor._disk
+    disk = made.store.actor.services.memory.disk.store
     assert disk is not None
     disk.check(payload=True)
 
@@ -141,19 +142,18 @@ async def test_a_turn_that_others_overtook_is_answered_and_says_that_it_is_not_k
     endpoint.key("ann", disk_bytes_max=2000)
     endpoint.as_("ann")
     remembered: Remembering = endpoint
-    call = remembered.store.call
+    client = remembered.store.actor.client
+    commit = client.commit
 
-    async def overtaken(method: str, *arguments: Any, **named: Any) -> Any:
-        if method == "commit":
-            held = {"token_ids": bytes(3000), "text": "", "transcript": b"[]", "messages": 1, "model": b"m" * 32}
-            await call("commit", "ann/other", since=2**60, **held)
-        return await call(method, *arguments, **named)
+    async def overtaken(*arguments: Any) -> Any:
+        await commit("ann/other", Commit(b"m" * 32, Content(bytes(3000), "", b"[]"), 1, 2**60))
+        return await commit(*arguments)
 
-    endpoint.store.call = overtaken  # type: ignore[method-assign]
+    client.commit = overtaken  # type: ignore[method-assign]
     answer = await endpoint.post({"messages": spoken("Hi")}, "a")
     assert answer.status_code == 200 and answer.headers["x-satchel-memory"] == "not-kept; reason=insufficient_quota"
     assert answer.json()["satchel"] == {"kept": False, "reason": "insufficient_quota"}
-    await call("forget", "ann/other")
+    await client.forget("ann/other")
     injected = await endpoint.client.post("/v1/agents/a/inject", json={"messages": spoken("Hi")})
     assert injected.status_code == 429 and injected.json()["error"]["code"] == "insufficient_quota"
     await endpoint.client.aclose()

@@ -155,9 +155,9 @@ async def test_two_tenants_have_agents_of_one_name_and_see_only_their_own(endpoi
     assert (await endpoint.call("bob", "DELETE", "/v1/agents/coder")).status_code == 200
     ids = [each["id"] for each in (await endpoint.call("ann", "GET", "/v1/agents")).json()["data"]]
     assert ids == ["coder", "mine"]
-    whole = await endpoint.store.call("transcript", "ann/coder")
+    whole = await endpoint.store.transcript("ann/coder")
     assert "Bye" not in whole.decode() and json.loads(whole)
-    assert json.loads(await endpoint.store.call("transcript", "ann/mine"))[0]["content"] == "Hi"
+    assert json.loads(await endpoint.store.transcript("ann/mine"))[0]["content"] == "Hi"
 
 
 async def test_a_turn_continues_only_what_its_own_tenant_said(endpoint: Tenants):

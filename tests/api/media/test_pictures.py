@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 
 from satchel.actors.model_files.processors import PictureLayout, PictureProcessor
 from satchel.actors.protocol.media_ids import FIRST_WORD, picture_hash, words_in
-from satchel.actors.protocol.messages import Media
+from satchel.actors.protocol.messages import MediaSpan
 from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.requests import ChatRequest
 from satchel.api.http.app import create_app
@@ -88,7 +88,7 @@ async def ask(client: httpx.AsyncClient, content: Any, **fields: Any) -> httpx.R
     return await client.post("/v1/chat/completions", json=body)
 
 
-def sent(backend: FakeBackend) -> tuple[list[int], list[Media]]:
+def sent(backend: FakeBackend) -> tuple[list[int], list[MediaSpan]]:
     """The last prompt and its media."""
     return backend.requests[-1]["prompt"], list(backend.requests[-1]["media"])
 

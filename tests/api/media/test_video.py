@@ -26,7 +26,7 @@ from satchel.api.media import video as video_decode
 from satchel.api.media.decode import Undecodable
 from satchel.api.media.fetch import PictureLoader
 from satchel.api.media.sources import Picture, PictureSource, VideoSource
-from satchel.api.media.video import Deadline, FrameSampler, Sampling, decode_video, evenly
+from satchel.api.media.video import Deadline, FrameSampler, FrameSampling, decode_video, evenly
 from satchel.api.media.video_worker import _check_whole
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Media
@@ -34,10 +34,10 @@ from satchel.cluster.errors import InvalidRequest
 
 from .test_decode import packed
 
-USUAL = Sampling(fps=2.0, frames_max=32, pixels_max=10**6, timeout_s=60.0)
+USUAL = FrameSampling(fps=2.0, frames_max=32, pixels_max=10**6, timeout_s=60.0)
 
 
-def limited(**changes: Any) -> Sampling:
+def limited(**changes: Any) -> FrameSampling:
     return replace(USUAL, **changes)
 
 

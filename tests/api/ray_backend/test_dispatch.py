@@ -13,16 +13,8 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import (
-    Decision,
-    GenerateRequest,
-    Media,
-    RowUpdate,
-    Sampling,
-    decode,
-    encode,
-    encode_error,
-)
+from satchel.actors.protocol.codec import decode, encode, encode_error
+from satchel.actors.protocol.messages import Decision, GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.replica.consumers import _merge
 from satchel.api.ray_backend.dispatch import SENT_MAX, SentPictures
 from satchel.api.ray_backend.rows import RayGeneration
@@ -136,12 +128,12 @@ class FakeBackend:
         self.loads[name] = 0
 
 
-def generation(backend: FakeBackend, beside: str = "", media: Sequence[Media] = ()) -> RayGeneration:
+def generation(backend: FakeBackend, beside: str = "", media: Sequence[MediaSpan] = ()) -> RayGeneration:
     return RayGeneration(backend, replace(REQUEST, media=list(media)), beside)  # type: ignore[arg-type]
 
 
-def shown(key: bytes, pixels: bytes = b"rgb") -> Media:
-    return Media(0, [1], key, [], 1, 1, [pixels] if pixels else [])
+def shown(key: bytes, pixels: bytes = b"rgb") -> MediaSpan:
+    return MediaSpan(0, [1], key, [], 1, 1, [pixels] if pixels else [])
 
 
 def pixels_of(link: FakeLink) -> list[list[bytes]]:

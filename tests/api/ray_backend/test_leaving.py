@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from ray.exceptions import RayError
-
 from satchel.api.ray_backend.leaving import AT_ONCE, HandedOver, hand_over
+from satchel.cluster.errors import ActorLost
 
 AGENTS = [f"default/agent{number}" for number in range(3 * AT_ONCE)]
 
@@ -30,7 +29,7 @@ async def test_all_agents_are_handed_over_a_few_at_the_same_time():
 async def test_an_agent_that_cannot_be_moved_is_left_and_the_others_are_not():
     async def move(agent: str) -> bool:
         if agent == AGENTS[1]:
-            raise RayError("its new home has died")
+            raise ActorLost("its new home has died")
         return agent != AGENTS[2]
 
     assert await hand_over(AGENTS, move, 60.0) == HandedOver(len(AGENTS) - 2, 2)

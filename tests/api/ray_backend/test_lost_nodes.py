@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from satchel.api.ray_backend import homes
-from satchel.api.ray_backend.homes import has_ended
+from satchel.api.ray_backend import locator
+from satchel.api.ray_backend.locator import has_ended
 from satchel.cluster.timing import USUAL, Timing
 
 HOST = "127.0.0.1"
@@ -42,7 +42,7 @@ def table(monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, int, bool]) -> None
         }
         for name, port, alive in rows
     ]
-    monkeypatch.setattr(homes.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(locator.ray, "nodes", lambda: nodes)
 
 
 async def test_a_port_that_is_closed_is_a_process_that_has_ended(monkeypatch, open_port, closed_port):
@@ -57,7 +57,7 @@ async def test_a_port_that_is_closed_is_a_process_that_has_ended(monkeypatch, op
 
 async def test_silence_is_no_end(monkeypatch, open_port):
     """Of the machine, nor of Ray's table."""
-    monkeypatch.setattr(homes, "CONNECT_S", 0.05)
+    monkeypatch.setattr(locator, "CONNECT_S", 0.05)
     table(monkeypatch, ("mac1", open_port, True))
 
     async def silent(host: str, port: int) -> Any:
@@ -70,5 +70,5 @@ async def test_silence_is_no_end(monkeypatch, open_port):
     def fails() -> Any:
         raise RuntimeError("the control store is not there")
 
-    monkeypatch.setattr(homes.ray, "nodes", fails)
+    monkeypatch.setattr(locator.ray, "nodes", fails)
     assert not await has_ended("mac1", USUAL)

@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol import calls, registry
 from satchel.actors.protocol.clients import RouterClient
+from satchel.actors.protocol.codec import decode
 from satchel.actors.protocol.handles import ROUTER
 from satchel.actors.protocol.messages import (
     Chain,
@@ -24,9 +25,8 @@ from satchel.actors.protocol.messages import (
     RequestId,
     RouteRequest,
     Sampling,
-    decode,
 )
-from satchel.actors.protocol.registry import Entry
+from satchel.actors.protocol.registry import ServedEntry
 from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.api.views.cluster import SeenNodes
@@ -68,7 +68,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.actors: dict[str, Actor] = {}
-        self.entries = (Entry(1, MODEL, {"m-0": "mac0", "m-1": "mac1"}),)
+        self.entries = (ServedEntry(1, MODEL, {"m-0": "mac0", "m-1": "mac1"}),)
         self.seen = SeenNodes((), frozenset({"satchel-node-mac0"}), "satchel-node-mac0", 555)
         monkeypatch.setattr(registry, "entries", lambda: self.entries)
         monkeypatch.setattr(calls, "actor_handle", self.handle)
@@ -182,7 +182,7 @@ async def test_a_router_that_hangs_is_an_error_in_time(world: World) -> None:
 async def test_a_link_that_breaks_has_its_node_looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all of the node has ended, nobody waits for another part of it."""
     checked: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr(world.backend._homes, "check", checked.put)
+    monkeypatch.setattr(world.backend._locator, "check", checked.put)
 
     def breaks(asked: bytes) -> Any:
         raise RuntimeError("the connection broke")
@@ -208,7 +208,7 @@ async def test_a_replica_whose_process_ends_is_told_from_one_that_is_cut_off(
     def breaks(asked: bytes) -> Any:
         raise error
 
-    monkeypatch.setattr(world.backend._homes, "check", check)
+    monkeypatch.setattr(world.backend._locator, "check", check)
     world.actors["replica:m-1"] = Actor(next_frame=breaks, abort=lambda ids: None)
     world.restart(lose=lambda replica: None)
     link = world.backend.link(Decision("m-1", "why", node="mac7"))

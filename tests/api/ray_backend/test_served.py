@@ -10,7 +10,7 @@ import pytest
 
 from satchel.actors.protocol import registry
 from satchel.actors.protocol.messages import ModelInfo
-from satchel.actors.protocol.registry import Entry
+from satchel.actors.protocol.registry import ServedEntry
 from satchel.api.ray_backend import served
 from satchel.api.ray_backend.served import ServedModels
 from satchel.cluster.config import Model
@@ -21,8 +21,8 @@ from tests.worlds.direct import model_info
 A, B = Model(name="a", source="s"), Model(name="b", source="s", replicas=2)
 
 
-def entry(order: int, model: Model) -> Entry:
-    return Entry(order, model, {f"{model.slug}-{number}": "local" for number in range(model.replicas or 1)})
+def entry(order: int, model: Model) -> ServedEntry:
+    return ServedEntry(order, model, {f"{model.slug}-{number}": "local" for number in range(model.replicas or 1)})
 
 
 TIMING = Timing(registry_s=3600.0)
@@ -32,7 +32,7 @@ class World:
     """A registry and replicas. A replica answers with what is in `answers`, at once, or hangs while it is not there."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entries: tuple[Entry, ...] | Exception = (entry(1, A), entry(2, B))
+        self.entries: tuple[ServedEntry, ...] | Exception = (entry(1, A), entry(2, B))
         self.answers: dict[str, ModelInfo | None] = {}
         self.asked: list[str] = []
         self.reads = 0
@@ -41,7 +41,7 @@ class World:
         monkeypatch.setattr(served, "ASK_AGAIN_S", 0.0)
         self.models = ServedModels(self.ask, TIMING)
 
-    def read(self) -> tuple[Entry, ...]:
+    def read(self) -> tuple[ServedEntry, ...]:
         self.reads += 1
         if isinstance(self.entries, Exception):
             raise self.entries

@@ -13,14 +13,16 @@ import pytest
 from satchel.actors import start
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
+from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.messages import ModelInfo
+from satchel.actors.protocol.store_messages import AgentKV, AskKV, Commit, Content
 from satchel.actors.start import differing
 from satchel.api.generation.backend import ReplicaStats
 from satchel.api.ray_backend import store as ray_store
 from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import ModelLoadError
 from satchel.cluster.timing import USUAL
-from tests.worlds.direct import Direct, answer_of, model_info
+from tests.worlds.direct import Direct, answer_of, carried, model_info
 from tests.worlds.remembering import LocalStore, Remembering, spoken
 
 FILES, CPU, GPU = b"f" * 32, b"c" * 32, b"g" * 32
@@ -37,7 +39,8 @@ async def endpoint(backend, config) -> AsyncIterator[Remembering]:
 
 
 async def stands(endpoint: Remembering, *replicas: list[bytes]) -> list[Any]:
-    return await endpoint.store.call("blocks", "default/ann", list(replicas))
+    found = [(branch.model, branch.kept) for branch in await endpoint.store.blocks("default/ann", list(replicas))]
+    return [(model, kept.root, kept.block_ids, kept.first, kept.features) for model, kept in found]
 
 
 async def test_a_conversation_goes_on_where_another_id_computes_it(endpoint, backend):
@@ -118,15 +121,24 @@ async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
         async def locate(self, agent: str) -> str:
             return "mac0"
 
-        async def ask(self, node: str, method: str, *arguments: Any) -> Any:
-            return [node, method, *arguments]
+        async def ask(self, node: str, question: Any) -> Any:
+            return await question(carried(node, tell))
+
+    async def tell(method: str, asked: bytes, timeout_s: float) -> bytes:
+        told.append((method, decode(AskKV, asked)))
+        return encode(AgentKV([]))
+
+    told: list[Any] = []
 
     said = (model_info(files_id=FILES, model_id=CPU), model_info(files_id=FILES, model_id=GPU), None)
     infos = dict(zip(("m-0", "m-1", "m-2"), said, strict=True))
     monkeypatch.setattr(ray_store.registry, "entries", lambda: ())
-    monkeypatch.setattr(ray_store, "find_replicas", lambda *_: {name: Replica(info) for name, info in infos.items()})
-    answer = await RayStore(Homes(), USUAL).call("blocks", "t/ann")  # type: ignore[arg-type]
-    assert answer == ["mac0", "blocks", "t/ann", [[FILES, CPU], [FILES, GPU]]]
+    monkeypatch.setattr(
+        ray_store, "find_replicas", lambda _, timing: {name: Replica(info) for name, info in infos.items()}
+    )
+    assert await RayStore(Homes(), USUAL).blocks("t/ann") == []  # type: ignore[arg-type]
+    ids: Any = [[FILES, CPU], [FILES, GPU]]
+    assert told == [("blocks", AskKV("t/ann", ids))]
 
 
 async def test_words_and_ids_survive_the_disk_and_old_rows_are_read(tmp_path, config):
@@ -134,17 +146,15 @@ async def test_words_and_ids_survive_the_disk_and_old_rows_are_read(tmp_path, co
     for files, words in ((b"", CPU), (FILES, FILES)):
         folder, agent = tmp_path / words.hex()[:4], "default/ann"
         store = LocalStore(config, folder)
-        since = (await store.call("recall", agent, words, {}))["since"]
-        content = {"token_ids": array("I", [1, 2]).tobytes(), "text": "x", "transcript": b"[]", "messages": 1}
-        await store.call("commit", agent, **content, model=CPU, files=files, since=since)
-        store.actor._database.close()
-        if store.actor._disk is not None:
-            store.actor._disk.close()
+        since = (await store.recall(agent, words, {})).since
+        content = Content(array("I", [1, 2]).tobytes(), "x", b"[]")
+        await store.commit(agent, Commit(CPU, content, 1, since, files=files))
+        store.actor.close()
         again = LocalStore(config, folder)
-        (branch,) = (await again.call("recall", agent, words, {}))["branches"]
-        assert (branch["model"], branch["files"], branch["root"]) == (CPU, files, root_id(CPU, "tenant:default"))
-        assert (await again.call("recall", agent, GPU, {}))["branches"] == []
-        assert again.actor._database.damaged_total == 0
+        (branch,) = (await again.recall(agent, words, {})).branches
+        assert (branch.head.model, branch.head.files, branch.head.root) == (CPU, files, root_id(CPU, "tenant:default"))
+        assert (await again.recall(agent, GPU, {})).branches == []
+        assert again.actor.services.memory.database.damaged_total == 0
 
 
 # What is said of it.

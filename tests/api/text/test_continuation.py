@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from satchel.api.text.continuation import Continuation, Line, Match, continue_text, index_line
+from satchel.api.text.continuation import Continuation, Match, StoredBranch, continue_text, index_line
 from satchel.api.text.model import TextModel
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -230,7 +230,7 @@ def redrawn(model: TextModel, tokens: list[int], random: Random, share: float) -
     return out
 
 
-def held(model: TextModel, result: Continuation, new: str, line: Line) -> Continuation:
+def held(model: TextModel, result: Continuation, new: str, line: StoredBranch) -> Continuation:
     """What must hold of every result."""
     plain = model.encode(new)
     kept, rest = result.tokens[: result.kept_tokens], result.tokens[result.kept_tokens :]
@@ -249,7 +249,7 @@ def held(model: TextModel, result: Continuation, new: str, line: Line) -> Contin
 def test_a_line_of_the_tokenizers_own_ids_gives_the_tokenizers_own_ids(pair: tuple[str, str], model: TextModel):
     """No drift: memory that was tokenized as the text is changes no id, wherever the texts part."""
     old, new = pair
-    line = Line(old, model.encode(old))
+    line = StoredBranch(old, model.encode(old))
     result = held(model, continue_text(new, [line], model), new, line)
     assert result.tokens == model.encode(new)
 
@@ -271,7 +271,7 @@ def test_a_line_of_the_tokenizers_own_ids_gives_the_tokenizers_own_ids(pair: tup
 )
 def test_a_line_that_only_looks_alike_changes_no_id(kind: str, old: str, new: str, made: dict[str, TextModel]):
     model = model_of(kind, made)
-    line = Line(old, model.encode(old))
+    line = StoredBranch(old, model.encode(old))
     assert held(model, continue_text(new, [line], model), new, line).tokens == model.encode(new)
 
 
@@ -282,7 +282,7 @@ def test_drawn_ids_are_kept_and_the_rest_is_tokenized_as_in_the_whole_text(
 ):
     """Whatever ids the model drew for its text, the result says the text, and no merge reaches over the seam."""
     old, new = pair
-    line = Line(old, redrawn(model, model.encode(old), Random(seed), share))
+    line = StoredBranch(old, redrawn(model, model.encode(old), Random(seed), share))
     result = held(model, continue_text(new, [line], model), new, line)
     if model.name in LOSSLESS:
         assert model.decode(result.tokens) == new
@@ -295,7 +295,7 @@ def test_ids_that_do_not_spell_the_lines_text_never_become_a_prompt(
 ):
     """A wrong memory costs work, never a wrong prompt."""
     old, new = pair
-    held(model, continue_text(new, [Line(old, tokens)], model), new, Line(old, tokens))
+    held(model, continue_text(new, [StoredBranch(old, tokens)], model), new, StoredBranch(old, tokens))
 
 
 @quick
@@ -305,7 +305,7 @@ def test_bytes_that_are_no_text_are_never_kept(words: list[int], tail: str, more
     model = model_of("gpt2", made)
     byte_of = {model.token_bytes(token): token for token in range(400)}
     line_tokens = [*model.encode("ab "), *(byte_of[bytes([word])] for word in words), *model.encode(tail)]
-    line = Line(model.decode(line_tokens), line_tokens)
+    line = StoredBranch(model.decode(line_tokens), line_tokens)
     result = held(model, continue_text(line.text + more, [line], model), line.text + more, line)
     spelled = b"".join(map(model.token_bytes, result.tokens[: result.kept_tokens]))
     assert (line.text + more).encode().startswith(spelled)
@@ -314,10 +314,10 @@ def test_bytes_that_are_no_text_are_never_kept(words: list[int], tail: str, more
 def test_the_reason_names_bytes_that_are_no_text(made: dict[str, TextModel]):
     model = model_of("gpt2", made)
     (half, *_) = model.encode("語")
-    line = Line("ab \ufffd", [*model.encode("ab "), half])
+    line = StoredBranch("ab \ufffd", [*model.encode("ab "), half])
     result = continue_text(f"ab \ufffd{END}", [line], model)
     assert (result.kept_tokens, result.reason) == (len(line.tokens) - 1, "bytes that are no text")
-    written = Line("ab \ufffd", model.encode("ab \ufffd"))
+    written = StoredBranch("ab \ufffd", model.encode("ab \ufffd"))
     assert continue_text(f"ab \ufffd{END}", [written], model).kept_tokens == len(written.tokens)
 
 
@@ -330,11 +330,11 @@ def test_what_a_template_appends_keeps_every_token(ended: str, model: TextModel)
     if model.name in ("prefix", "metaspace", "legacy", "unigram"):
         # What stands behind an added token is tokenized with what is before it here.
         plain, drawn = model.encode(old + answer), []
-    line = Line(old + answer, [*plain, *drawn])
+    line = StoredBranch(old + answer, [*plain, *drawn])
     new = line.text + ("" if END in answer else END) + f"\n{START}user\nand now?{END}\n{START}assistant\n"
     if model.name == "wordpiece":
         # Its lines are only known at added tokens.
-        line = Line(old, model.encode(old))
+        line = StoredBranch(old, model.encode(old))
     result = held(model, continue_text(new, [line], model), new, line)
     assert (result.kept_tokens, result.match, result.reason) == (len(line.tokens), Match.EXTEND, "")
 
@@ -347,7 +347,7 @@ def test_history_that_a_template_changes_is_kept_up_to_the_change(kind: str, mad
         f"{START}user\nthe dog{END}\n{START}assistant\nhello world{END}\n{START}user\nand?{END}\n{START}assistant\n"
     )
     own = redrawn(model, model.encode(before), Random(3), 0.0 if kind == "legacy" else 0.5)
-    line = Line(f"{before}<s>over the fox<s>lazy{END}", [*own, *model.encode(f"<s>over the fox<s>lazy{END}")])
+    line = StoredBranch(f"{before}<s>over the fox<s>lazy{END}", [*own, *model.encode(f"<s>over the fox<s>lazy{END}")])
     result = held(model, continue_text(f"{before}lazy{END}\n", [line], model), f"{before}lazy{END}\n", line)
     assert result.match is Match.PARTIAL
     turn = len(before) - len("assistant\n")
@@ -362,7 +362,7 @@ def test_a_text_that_changes_in_a_message_is_kept_up_to_there(kind: str, made: d
     model = model_of(kind, made)
     old, new = (model.encode(f"{START}hello 語 the{word}") for word in (" world", "\nlazy"))
     for tail in (model.encode(" world")[-1:] * 3, []):
-        line = Line(f"{START}hello 語 the world", [*old[:-1], *tail] if tail else old)
+        line = StoredBranch(f"{START}hello 語 the world", [*old[:-1], *tail] if tail else old)
         result = held(
             model, continue_text(f"{START}hello 語 the\nlazy", [line], model), f"{START}hello 語 the\nlazy", line
         )
@@ -373,18 +373,18 @@ def test_white_space_that_a_template_trims_costs_only_itself(made: dict[str, Tex
     for kind in ("gpt2", "qwen", "llama3", "gemma"):
         model = model_of(kind, made)
         drawn = redrawn(model, model.encode(f"{START}hello the world"), Random(1), 1.0)
-        line = Line(f"{START}hello the world \n", [*drawn, *model.encode(" "), *model.encode("\n")])
+        line = StoredBranch(f"{START}hello the world \n", [*drawn, *model.encode(" "), *model.encode("\n")])
         result = held(model, continue_text(f"{line.text.rstrip()}{END}", [line], model), line.text.rstrip() + END, line)
         assert result.kept_tokens == len(drawn), kind
 
 
 def test_the_line_of_which_most_is_kept_is_continued_and_the_first_of_equals(made: dict[str, TextModel]):
     model = model_of("qwen", made)
-    short, long = (Line(text, model.encode(text)) for text in (f"{START}the dog", f"{START}the dog jumps{END}"))
-    other = Line(f"{START}over", model.encode(f"{START}over"))
+    short, long = (StoredBranch(text, model.encode(text)) for text in (f"{START}the dog", f"{START}the dog jumps{END}"))
+    other = StoredBranch(f"{START}over", model.encode(f"{START}over"))
     new = f"{START}the dog jumps{END}\n"
     assert continue_text(new, [other, short, long, long], model).line == 2
     assert continue_text(new, [index_line(line, model) for line in (other, short, long)], model).line == 2
     # The same text in more ids: more of them are kept.
-    finer = Line(long.text, redrawn(model, list(long.tokens), Random(2), 1.0))
+    finer = StoredBranch(long.text, redrawn(model, list(long.tokens), Random(2), 1.0))
     assert continue_text(new, [long, finer], model).line == 1

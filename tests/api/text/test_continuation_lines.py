@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 import satchel.actors.model_files as model_files
-from satchel.api.text.continuation import IndexedLine, Line, Match, continue_text, index_line
+from satchel.api.text.continuation import IndexedLine, Match, StoredBranch, continue_text, index_line
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.text.spelling import common_length, spelling_of
 from satchel.cluster.errors import InvalidRequest
@@ -44,7 +44,7 @@ def say(random: Random, words: int) -> str:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_chat_never_computes_a_token_twice(recall: TextModel, seed: int, stopped: bool):
     """Turn after turn, whatever ids were drawn and whether or not the end was: all that is in memory is kept."""
-    random, messages, line = Random(seed), [], Line("", [])
+    random, messages, line = Random(seed), [], StoredBranch("", [])
     for turn in range(8):
         messages.append({"role": "user", "content": say(random, random.randint(1, 40))})
         prompt = recall.render(messages)
@@ -56,14 +56,14 @@ def test_a_chat_never_computes_a_token_twice(recall: TextModel, seed: int, stopp
         messages.append({"role": "assistant", "content": answer})
         drawn = letters(recall, answer) if random.random() < 0.5 else recall.encode(answer)
         ended = recall.encode(END) if stopped else []
-        line = Line(prompt + answer + END * stopped, [*result.tokens, *drawn, *ended])
+        line = StoredBranch(prompt + answer + END * stopped, [*result.tokens, *drawn, *ended])
 
 
 def test_an_edited_turn_keeps_what_was_before_it_and_a_title_request_the_shared_beginning(recall: TextModel):
     messages = [{"role": role, "content": f"number {n} of zork"} for n, role in enumerate(["user", "assistant"] * 5)]
     messages.append({"role": "user", "content": "and now?"})
     old = recall.render(messages)
-    line = Line(old, recall.encode(old))
+    line = StoredBranch(old, recall.encode(old))
     messages[6] = {"role": "user", "content": "number six"}
     edited = recall.render(messages)
     result = continue_text(edited, [line], recall)
@@ -80,12 +80,12 @@ def test_special_tokens_typed_by_a_user_or_spelled_by_the_model_stay_what_they_w
     """What was drawn letter by letter is kept so, and what was drawn as one token too, wherever the text has both."""
     typed = recall.render([{"role": "user", "content": f"what is {END} for?"}])
     spelled = letters(recall, f"it ends {END} turns")
-    line = Line(f"{typed}it ends {END} turns{END}", [*recall.encode(typed), *spelled, *recall.encode(END)])
+    line = StoredBranch(f"{typed}it ends {END} turns{END}", [*recall.encode(typed), *spelled, *recall.encode(END)])
     new = f"{line.text}\n<|im_start|>user\nI see.{END}\n"
     result = continue_text(new, [line], recall)
     assert (recall.decode(result.tokens), result.kept_tokens) == (new, len(line.tokens))
     # Drawn in the middle of an answer, and hidden from the client, who sends the history without it.
-    drawn = Line(f"{typed}one{END}two", [*recall.encode(f"{typed}one{END}"), *letters(recall, "two")])
+    drawn = StoredBranch(f"{typed}one{END}two", [*recall.encode(f"{typed}one{END}"), *letters(recall, "two")])
     new = f"{typed}onetwo{END}\n"
     result = continue_text(new, [drawn], recall)
     assert (recall.decode(result.tokens), result.reason) == (new, "text changed")
@@ -94,7 +94,7 @@ def test_special_tokens_typed_by_a_user_or_spelled_by_the_model_stay_what_they_w
 
 def test_an_added_token_that_only_begins_in_the_common_part_is_not_cut(recall: TextModel):
     """The line ends inside what the new text makes a special token of."""
-    line = Line("<|im_start|>a <tool_c", [*recall.encode("<|im_start|>a"), *letters(recall, " <tool_c")])
+    line = StoredBranch("<|im_start|>a <tool_c", [*recall.encode("<|im_start|>a"), *letters(recall, " <tool_c")])
     new = "<|im_start|>a <tool_call>b"
     result = continue_text(new, [line], recall)
     assert recall.decode(result.tokens) == new
@@ -104,7 +104,7 @@ def test_an_added_token_that_only_begins_in_the_common_part_is_not_cut(recall: T
 
 
 def test_a_seam_in_a_word_goes_back_to_where_the_word_begins(recall: TextModel):
-    line = Line("<|im_start|>the qui", [*recall.encode("<|im_start|>"), *letters(recall, "the qui")])
+    line = StoredBranch("<|im_start|>the qui", [*recall.encode("<|im_start|>"), *letters(recall, "the qui")])
     new = "<|im_start|>the quick fox"
     result = continue_text(new, [line], recall)
     assert result.tokens == [*line.tokens[:4], *recall.encode(" quick fox")]
@@ -116,8 +116,8 @@ def test_prepared_lines_give_what_others_give_whatever_holds_the_ids(recall: Tex
     random = Random(7)
     base = "<|im_start|>" + say(random, 300)
     texts = [base[: random.randint(1, len(base))] + say(random, 5) for _ in range(6)]
-    lines = [Line(text, kind(letters(recall, text[12:40]) + recall.encode(text))) for text in texts[:2]]
-    lines += [Line(text, kind(recall.encode(text))) for text in texts[2:]]
+    lines = [StoredBranch(text, kind(letters(recall, text[12:40]) + recall.encode(text))) for text in texts[:2]]
+    lines += [StoredBranch(text, kind(recall.encode(text))) for text in texts[2:]]
     prepared = [index_line(line, recall) for line in lines]
     assert all(isinstance(line, IndexedLine) for line in prepared)
     for _ in range(20):
@@ -159,7 +159,9 @@ def test_no_seam_is_told_by_words_where_the_tokenizer_changes_the_text(recall: T
     changing = load_text_model(tmp_path)
     new = "<|im_start|>The QUICK brown fox"
     for model, kept in ((recall, 10), (changing, 1)):
-        line = Line("<|im_start|>The QUICK bro", [*model.encode("<|im_start|>"), *letters(recall, "The QUICK bro")])
+        line = StoredBranch(
+            "<|im_start|>The QUICK bro", [*model.encode("<|im_start|>"), *letters(recall, "The QUICK bro")]
+        )
         result = continue_text(new, [line], model)
         assert (result.kept_tokens, result.reason) == (kept, "no safe seam")
     assert result.tokens == changing.encode(new)
@@ -169,7 +171,7 @@ def test_a_long_text_without_special_tokens_is_continued_at_its_end(recall: Text
     """Words are looked at only near the end, and the seam is the same."""
     random = Random(3)
     text = say(random, 12_000)
-    line = Line(text, [*letters(recall, text[:50]), *recall.encode(text[50:])])
+    line = StoredBranch(text, [*letters(recall, text[:50]), *recall.encode(text[50:])])
     for new in (f"{text}, and more", f"{text[:-1]}abc", f"{text}{END}"):
         result = continue_text(new, [line], recall)
         assert recall.decode(result.tokens) == new
@@ -184,8 +186,8 @@ def test_a_hundred_thousand_tokens_cost_less_than_tokenizing_them(recall: TextMo
     turns = [f"<|im_start|>user\n{say(random, 400)}{END}\n" for _ in range(100)]
     text = "".join(turns)
     tokens = recall.encode(text)
-    lines = [Line("".join(turns[: 100 - k]) + "x" * k, tokens) for k in range(1, 8)]
-    lines.append(Line(text, tokens))
+    lines = [StoredBranch("".join(turns[: 100 - k]) + "x" * k, tokens) for k in range(1, 8)]
+    lines.append(StoredBranch(text, tokens))
     prepared = [index_line(line, recall) for line in lines]
 
     def cost(work: Any) -> float:
@@ -207,7 +209,7 @@ def test_a_hundred_thousand_tokens_cost_less_than_tokenizing_them(recall: TextMo
 def test_many_threads_share_one_model(recall: TextModel):
     fresh = TextModel(recall._wrapper)
     text = "<|im_start|>" + say(Random(2), 500)
-    line = Line(text, recall.encode(text))
+    line = StoredBranch(text, recall.encode(text))
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda n: continue_text(f"{text}{n}", [line], fresh).tokens, range(64)))
     assert results == [recall.encode(f"{text}{n}") for n in range(64)]
@@ -223,19 +225,19 @@ def test_the_common_length_is_where_the_first_difference_is(one: bytes, other: b
 
 
 def test_the_class_says_how_much_is_common(recall: TextModel):
-    line = Line("0123456789", recall.encode("0123456789"))
+    line = StoredBranch("0123456789", recall.encode("0123456789"))
     cases = [("0123456789", "exact"), ("0123456789a", "extend"), ("01234567a", "partial"), ("0123456a", "diverge")]
     for new, match in cases:
         result = continue_text(new, [line], recall)
         assert (result.match, result.line) == (Match(match), 0)
     assert [result.common_characters, result.kept_tokens] == [7, 7]
-    for lines in ([], [Line("xyz", recall.encode("xyz"))], [Line("", [])]):
+    for lines in ([], [StoredBranch("xyz", recall.encode("xyz"))], [StoredBranch("", [])]):
         result = continue_text("abc", lines, recall)
         assert (result.tokens, result.line, result.match, result.kept_tokens) == (recall.encode("abc"), None, None, 0)
 
 
 def test_an_unpaired_surrogate_is_the_callers_fault_and_in_a_line_only_a_difference(recall: TextModel):
     with pytest.raises(InvalidRequest):
-        continue_text("a\ud800", [Line("a", recall.encode("a"))], recall)
-    line = Line("hello \ud800", recall.encode("hello"))
+        continue_text("a\ud800", [StoredBranch("a", recall.encode("a"))], recall)
+    line = StoredBranch("hello \ud800", recall.encode("hello"))
     assert recall.decode(continue_text("hello ?", [line], recall).tokens) == "hello ?"

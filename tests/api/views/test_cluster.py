@@ -333,7 +333,7 @@ async def test_an_agent_is_moved_and_that_is_counted(endpoint):
         "seconds": 0.25,
     }
     place = (await endpoint.client.get("/v1/cluster/agents/ann")).json()
-    assert place == {"id": "ann", "object": "agent.place", "home": "mac1", "epoch": 1, "copies": []}
+    assert place == {"id": "ann", "object": "agent.place", "home": "mac1", "alive": True, "epoch": 1, "copies": []}
     found = samples((await endpoint.client.get("/metrics")).text)
     assert (found["satchel_moves_total", ()], found["satchel_moved_bytes_total", ()]) == (1, 5000)
 

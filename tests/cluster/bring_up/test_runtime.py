@@ -16,7 +16,7 @@ from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Home
 from satchel.cluster.connection import NAMESPACE, connect_ray, find_cluster
 from satchel.cluster.errors import HomeInUse
-from satchel.cluster.processes import ProcessMark, Session
+from satchel.cluster.processes import ProcessMark, UnixSession
 
 
 class Probe:
@@ -56,7 +56,7 @@ def test_a_note_of_processes_that_cannot_be_written_ends_nothing(
     cluster = LocalCluster(Home(tmp_path / "no such folder"))
     mark = ProcessMark.of(os.getpid())
     assert mark is not None
-    cluster._session = Session(os.getsid(0), (mark,))
+    cluster._session = UnixSession(os.getsid(0), (mark,))
     cluster.note_processes()
     assert "not noted" in caplog.text
 

@@ -23,7 +23,7 @@ from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
 from satchel.cluster.home import read_json
-from satchel.cluster.processes import Session, end_session, session_members
+from satchel.cluster.processes import UnixSession, end_session, session_members
 
 STUB = Path(__file__).with_name("stub_server.py")
 START_TIMEOUT_S = 120.0
@@ -65,13 +65,13 @@ class Server:
         assert self.process.poll() is None, self.output.read_text()
         return find_cluster(self.home)
 
-    def wait_until_launched(self) -> Session:
+    def wait_until_launched(self) -> UnixSession:
         """Until Ray's first process has been written down."""
         wait_for(self.home.session_file.exists, START_TIMEOUT_S, "Ray was not launched")
         return self.session()
 
-    def session(self) -> Session:
-        session = Session.from_dict(read_json(self.home.session_file) or {})
+    def session(self) -> UnixSession:
+        session = UnixSession.from_dict(read_json(self.home.session_file) or {})
         assert session is not None
         return session
 
@@ -84,7 +84,7 @@ class Server:
             self.process.kill()
             self.process.wait(timeout=10)
         data = read_json(self.home.session_file)
-        session = Session.from_dict(data) if data is not None else None
+        session = UnixSession.from_dict(data) if data is not None else None
         if session is not None:
             end_session(session, grace_s=0.0)
         if data is not None:
@@ -125,7 +125,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         yield start
 
 
-def assert_nothing_left(server: Server, session: Session, private_dir: Path, *more: str) -> None:
+def assert_nothing_left(server: Server, session: UnixSession, private_dir: Path, *more: str) -> None:
     assert session_members(session.sid) == []
     assert not private_dir.exists()
     assert sorted(path.name for path in server.home.run.iterdir()) == sorted(

@@ -1,1 +1,1 @@
-"""A pull of blocks without its sockets: what is said, proved, asked for next, and given up. Pure."""
+"""A pull of blocks without its sockets: messages, handshake, scheduling of fetches, retries. Pure."""

@@ -1,4 +1,4 @@
-"""What nodes say to each other on a stream of blocks, as bytes and back. Pure.
+"""The messages between nodes on a stream of blocks, packed and parsed. Pure.
 
 ::
 
@@ -11,9 +11,11 @@
     renew()             ──►  renewed(lease_s)
     anything            ──►  error(message), and the connection ends
 
-A run is one part of some entries, which are named by their places in the fetch. The bytes after `parts` are sealed in
-records (`link_auth.records`), and a whole entry must have the digest that `found` gave. Nothing is allocated for what a
-peer announces before it fits what was announced earlier.
+A run is one part of several entries, which are named by their positions in the fetch. The bytes after `parts` are
+sealed in records (`link_auth.records`). A whole entry must match the digest in `found`. Memory is only allocated for
+announcements that agree with earlier ones.
+
+Every `read_…` function raises `InvalidRecord` for anything but what its `pack_…` function returns.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from ....protocol.entries import (
 )
 
 CHAIN_MAX = 8192
-"""Blocks of one pull: two million tokens."""
+"""Blocks of one pull; two million tokens."""
 
 TAILS_MAX = 8
 FETCH_MAX = 64
 REQUEST_BYTES_MAX = 2**20
 ANSWER_BYTES_MAX = 16 * 2**20
 RUNS_MAX = 256
-"""Of one frame of parts."""
+"""Runs of one frame of parts."""
 
 LENGTH_BYTES = 4
 _REASON_MAX = 200
@@ -55,7 +57,7 @@ _REASON_MAX = 200
 
 @dataclass(frozen=True)
 class FindRequest:
-    """Attributes: `chain` the ids of blocks in order, `tail_tokens` packed as in `codec.pack_tokens`."""
+    """`chain` are the ids of blocks in order; `tail_tokens` are packed as by `entries.pack_tokens`."""
 
     model: bytes
     chain: tuple[bytes, ...]
@@ -79,7 +81,7 @@ Request = FindRequest | FetchRequest | RenewRequest
 
 
 class Described(NamedTuple):
-    """An entry that the source has: what it must turn out to be, and how large it is."""
+    """An entry that the source offers: what a received one must match, and its bytes."""
 
     id: bytes
     digest: bytes
@@ -93,14 +95,14 @@ class Described(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """Which parts an entry has, and what its writer said about them."""
+    """The parts of an entry, and its writer's metadata."""
 
     parts: tuple[Part, ...]
     meta: dict[str, str]
 
 
 class Coming(NamedTuple):
-    """One entry of a fetch: the number of its signature and its packed tokens, or why it does not come."""
+    """One entry of a fetch: the number of its signature (-1 if it fails), its packed tokens, and why it fails."""
 
     signature: int
     tokens: bytes
@@ -108,7 +110,7 @@ class Coming(NamedTuple):
 
 
 def pack(*fields: Any) -> bytes:
-    """The payload of a frame."""
+    """Returns the payload of a frame."""
     return cast(bytes, msgpack.packb(fields))
 
 
@@ -122,12 +124,12 @@ def pack_request(request: Request) -> bytes:
 
 
 def read_request(payload: bytes) -> Request:
-    """Raises `InvalidRecord` for anything but what `pack_request` gives."""
+    """Parses what `pack_request` returns."""
     kind, fields = _unpacked(payload)
     if kind == "find" and len(fields) == 5:
         model, chain, parent, tokens, tails_max = fields
         if not isinstance(tokens, bytes) or len(tokens) % 4 or len(tokens) > 4 * TAIL_TOKENS_MAX:
-            raise InvalidRecord("the tokens of a tail are 32-bit numbers, not too many")
+            raise InvalidRecord(f"a tail has up to {TAIL_TOKENS_MAX} tokens of 4 bytes")
         return FindRequest(
             _bytes(model, ID_BYTES), _ids(chain, CHAIN_MAX), _bytes(parent, ID_BYTES), tokens, _number(tails_max, 8)
         )
@@ -142,7 +144,7 @@ def read_request(payload: bytes) -> Request:
 
 
 def pack_found(lease_s: float, blocks: Sequence[Described | None], tails: Sequence[tuple[bytes, Described]]) -> bytes:
-    """`tails` are (packed tokens, what it is)."""
+    """Packs the answer to `find`; `tails` are (packed tokens, description)."""
     rows = [None if block is None else block[1:] for block in blocks]
     return pack("found", lease_s, rows, [[tokens, *tail] for tokens, tail in tails])
 
@@ -150,12 +152,12 @@ def pack_found(lease_s: float, blocks: Sequence[Described | None], tails: Sequen
 def read_found(
     fields: Sequence[Any], chain: Sequence[bytes]
 ) -> tuple[float, list[Described | None], list[tuple[bytes, Described]]]:
-    """Lease, blocks and tails. Raises `InvalidRecord` unless it answers a question for `chain`."""
+    """Returns the lease in seconds, blocks and tails. Raises `InvalidRecord` unless they answer a find of `chain`."""
     if len(fields) != 3 or not isinstance(fields[1], list) or not isinstance(fields[2], list):
         raise InvalidRecord("an answer has other fields")
     lease_s, rows, tails = fields
     if len(rows) != len(chain) or len(tails) > TAILS_MAX:
-        raise InvalidRecord("the answer is to another question")
+        raise InvalidRecord("the answer is to another request")
     blocks = [
         None if row is None else _described([block, *_list(row, 4)]) for block, row in zip(chain, rows, strict=True)
     ]
@@ -164,7 +166,7 @@ def read_found(
 
 
 def read_renewed(fields: Sequence[Any]) -> float:
-    """The lease, in seconds."""
+    """Returns the lease in seconds."""
     return _seconds(fields[0] if len(fields) == 1 else None)
 
 
@@ -174,7 +176,7 @@ def pack_batch(signatures: Sequence[Signature], entries: Sequence[Coming]) -> by
 
 
 def read_batch(fields: Sequence[Any], count: int) -> tuple[list[Signature], list[Coming]]:
-    """What comes of a fetch of `count` entries; a signature below zero has none. Raises `InvalidRecord`."""
+    """Returns the signatures and announced entries of a fetch of `count` entries."""
     if len(fields) != 2 or not isinstance(fields[0], list) or not isinstance(fields[1], list):
         raise InvalidRecord("a batch has other fields")
     if len(fields[0]) > count or len(fields[1]) != count:
@@ -191,7 +193,7 @@ def read_batch(fields: Sequence[Any], count: int) -> tuple[list[Signature], list
 
 
 class Run(NamedTuple):
-    """A part's name, and which entries of the fetch have it here, in order."""
+    """A part's name, and the positions of the fetch's entries whose bytes follow, in order."""
 
     name: str
     rows: list[int]
@@ -202,7 +204,7 @@ def pack_parts(runs: Sequence[Run]) -> bytes:
 
 
 def read_parts(fields: Sequence[Any], count: int) -> list[Run]:
-    """What follows of a fetch of `count` entries. Raises `InvalidRecord`."""
+    """Returns the runs that follow, for a fetch of `count` entries."""
     if len(fields) != 1 or not isinstance(fields[0], list) or not 1 <= len(fields[0]) <= RUNS_MAX:
         raise InvalidRecord(f"1 to {RUNS_MAX} runs are wanted")
     return [_run(_list(run, 2), count) for run in fields[0]]
@@ -213,7 +215,7 @@ def pack_end(failures: Sequence[tuple[int, str]]) -> bytes:
 
 
 def read_end(fields: Sequence[Any], count: int) -> dict[int, str]:
-    """Which entries of the fetch failed on their way. Raises `InvalidRecord`."""
+    """Returns why entries of a fetch of `count` failed while they were sent, by position."""
     if len(fields) != 1 or not isinstance(fields[0], list) or len(fields[0]) > count:
         raise InvalidRecord("an end has other fields")
     return {_number(_list(row, 2)[0], count - 1): _reason(row[1]) for row in fields[0]}
@@ -224,7 +226,7 @@ def read_error(fields: Sequence[Any]) -> str:
 
 
 def read_answer(payload: bytes) -> tuple[str, list[Any]]:
-    """Its kind and its fields. Raises `InvalidRecord`."""
+    """Returns the kind and the fields of an answer."""
     return _unpacked(payload)
 
 
@@ -241,7 +243,7 @@ def _unpacked(payload: bytes) -> tuple[str, list[Any]]:
 def _described(row: Sequence[Any]) -> Described:
     entry, digest, nbytes, window_from, snapshot = row
     if not isinstance(snapshot, bool):
-        raise InvalidRecord("an entry has a snapshot or has none")
+        raise InvalidRecord("an entry's snapshot flag is a boolean")
     return Described(
         _bytes(entry, ID_BYTES),
         _bytes(digest, DIGEST_BYTES),
@@ -259,9 +261,9 @@ def _parts(rows: Any) -> tuple[Part, ...]:
         name, dtype, shape = _list(row, 3)
         plain = isinstance(name, str) and name.isascii() and name.isprintable() and 1 <= len(name) <= NAME_BYTES_MAX
         if not plain or not isinstance(dtype, str) or dtype not in DTYPES:
-            raise InvalidRecord(f"{name!r:.80} is no part that is stored")
+            raise InvalidRecord(f"part {name!r:.80} has an unknown name or dtype")
         if not isinstance(shape, list) or len(shape) > RANK_MAX:
-            raise InvalidRecord(f"part {name} has another shape than is stored")
+            raise InvalidRecord(f"part {name} has no shape of up to {RANK_MAX} axes")
         parts.append(Part(name, dtype, tuple(_number(length, 2**40) for length in shape)))
     if len({part.name for part in parts}) != len(parts):
         raise InvalidRecord("an entry has a part twice")
@@ -274,7 +276,7 @@ def _run(row: Sequence[Any], count: int) -> Run:
         raise InvalidRecord("a run is a part's name and its entries")
     numbers = [_number(row, count - 1) for row in rows]
     if not numbers or len(set(numbers)) != len(numbers):
-        raise InvalidRecord("a run is of some entries, each once")
+        raise InvalidRecord("a run names at least one entry, each once")
     return Run(name, numbers)
 
 
@@ -318,5 +320,5 @@ def _seconds(value: Any) -> float:
 def _reason(value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidRecord("a reason is a text")
-    # It goes into logs: one line, and not long.
+    # For the log: one short line.
     return "".join(sign if sign.isprintable() else " " for sign in value[:_REASON_MAX])

@@ -1,4 +1,4 @@
-"""Two nodes prove to each other that they have the cluster's key, before any byte of KV goes between them. Pure.
+"""The handshake in which two nodes prove to each other that they have the cluster's key, and encryption. Pure.
 
 ::
 
@@ -6,12 +6,12 @@
     hello: nonce, own name, the name it wants    ─────►
                                                  ◄─────  challenge: nonce, own name, proof of role "acceptor"
     proof of role "initiator"                    ─────►
-    from here on every byte is sealed, under a key of this connection and this direction
+    from here on every byte is sealed, with a key of this connection and direction
 
-Each message begins with a preamble that all versions share. A proof is an HMAC-SHA256 over everything said so far, so
-it is of no use in another connection (fresh nonces of both sides), in the other direction (the role), for another
-node (the names) or under another version. Sealed is AES-256-GCM: what was read, changed, left out, exchanged or said
-twice on the way is noticed. Nothing here reads a clock or draws a number: nonces are arguments.
+Each message begins with a preamble that all versions share. A proof is an HMAC-SHA256 over the transcript so far. So it
+cannot be replayed in another connection (fresh nonces of both sides), in the other direction (the role), for another
+node (the names) or under another version. Sealing is AES-256-GCM with a counter: nobody else can read the data, and
+changed, dropped, reordered or repeated data is detected. Nonces are arguments, so nothing here is random.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ KEY_BYTES_MIN = 16
 NODE_BYTES_MAX = 128
 PREAMBLE_BYTES = 12
 BODY_BYTES_MAX = NONCE_BYTES + 2 * (1 + NODE_BYTES_MAX)
-"""Of the longest message of a handshake, the hello."""
+"""Bytes of the longest message of a handshake, the hello."""
 
 SEAL_BYTES = 16
-"""By how much what is sealed is longer."""
+"""Bytes that sealing adds."""
 
 RECORD_BYTES = 2**18
-"""Of the bytes that follow a frame, so many are sealed at a time."""
+"""The bytes that follow a frame are sealed in records of this size."""
 
 _MAGIC = b"satchel\x00"
 _PROOF_BYTES = 32
 
 
 def preamble(body: bytes) -> bytes:
-    """`body` as a message of the handshake."""
+    """Returns `body` as a message of the handshake."""
     return _MAGIC + VERSION.to_bytes(2, "big") + len(body).to_bytes(2, "big") + body
 
 
 def refusal() -> bytes:
-    """What an acceptor says to another version: only which one it speaks itself."""
+    """Returns an acceptor's answer to another version: a preamble, which tells its own version."""
     return preamble(b"")
 
 
 def body_length(raw: bytes) -> int:
-    """How many bytes follow the preamble `raw` (12 bytes).
+    """Returns how many bytes follow the preamble `raw` (12 bytes).
 
     Raises:
-        LinkGarbage: it is no preamble, or announces more than any message has.
+        LinkGarbage: it is no preamble, or announces an impossible length.
         LinkVersion: the peer speaks another version.
     """
     if len(raw) != PREAMBLE_BYTES or raw[:8] != _MAGIC:
@@ -65,7 +65,7 @@ def body_length(raw: bytes) -> int:
     if version != VERSION:
         raise LinkVersion(f"the peer speaks version {version}, this is {VERSION}")
     if not 1 <= length <= BODY_BYTES_MAX:
-        raise LinkGarbage(f"a message of {length} bytes is none of a handshake's")
+        raise LinkGarbage(f"a handshake has no message of {length} bytes")
     return length
 
 
@@ -74,12 +74,12 @@ class Initiator:
 
     Args:
         key: the cluster's, at least 16 bytes.
-        node: the name of this node.
-        peer: the node that must answer.
+        node: this node's name.
+        peer: the name of the node that must answer.
         nonce: 32 bytes that were never used before.
 
     Raises:
-        LinkError: the key is too short, or a name too long or empty.
+        LinkError: the key is too short, or a name is invalid.
     """
 
     def __init__(self, key: bytes, node: str, peer: str, nonce: bytes) -> None:
@@ -88,39 +88,39 @@ class Initiator:
         self._transcript = b""
 
     def hello(self) -> bytes:
-        """The first message, with its preamble."""
+        """Returns the first message, with its preamble."""
         return preamble(self._nonce + _prefixed(self._node) + _prefixed(self._peer))
 
     def answer(self, challenge: bytes) -> bytes:
-        """The proof that follows the body of the acceptor's challenge, with its preamble.
+        """Returns the proof that answers the body of the acceptor's challenge, with its preamble.
 
         Raises:
-            LinkGarbage: it is cut off or too long.
+            LinkGarbage: the challenge has another length.
             LinkRefused: the peer has another key, or is another node.
         """
         nonce, rest = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
         peer, proof = _take(rest)
         if len(nonce) != NONCE_BYTES or len(proof) != _PROOF_BYTES:
             raise LinkGarbage("the challenge is cut off")
-        said = _transcript(self._nonce, nonce, self._node, self._peer, peer)
-        if nonce == self._nonce or not hmac.compare_digest(proof, _proof(self._key, b"acceptor", said)):
+        transcript = _transcript(self._nonce, nonce, self._node, self._peer, peer)
+        if nonce == self._nonce or not hmac.compare_digest(proof, _proof(self._key, b"acceptor", transcript)):
             raise LinkRefused("the peer does not have this cluster's key")
         if peer != self._peer:
-            raise LinkRefused(f"{_text(peer)} answers where {_text(self._peer)} was wanted")
-        self._transcript = said
-        return preamble(_proof(self._key, b"initiator", said))
+            raise LinkRefused(f"{_text(peer)} answered instead of {_text(self._peer)}")
+        self._transcript = transcript
+        return preamble(_proof(self._key, b"initiator", transcript))
 
     def frames(self) -> tuple[FrameSeal, FrameSeal]:
-        """The seals of the frames that go out and of those that come in. Only after `answer`."""
+        """Returns the seals for sent and for received frames. Call it after `answer`."""
         assert self._transcript, "the handshake is not done"
         return _seals(self._key, self._transcript, b"initiator", b"acceptor")
 
 
 class Acceptor:
-    """The side that is connected to. Arguments as `Initiator`'s.
+    """The side that listens. Arguments and errors as `Initiator`'s.
 
     Attributes:
-        peer: the name of the other node, "" before it proved that it has the key.
+        peer: the name of the other node, "" until it is authenticated.
     """
 
     def __init__(self, key: bytes, node: str, nonce: bytes) -> None:
@@ -131,12 +131,12 @@ class Acceptor:
         self.peer = ""
 
     def challenge(self, hello: bytes) -> bytes:
-        """What answers the body of a hello, with its preamble. Raises `LinkGarbage` where that is not one."""
+        """Returns the answer to the body of a hello, with its preamble. Raises `LinkGarbage` if it is no hello."""
         nonce, rest = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
         claimed, rest = _take(rest)
         wanted, rest = _take(rest)
         if len(nonce) != NONCE_BYTES or rest:
-            raise LinkGarbage("the hello is cut off or goes on after its end")
+            raise LinkGarbage("the hello has another length")
         _text(claimed)
         self._claimed, self._wanted = claimed, wanted
         self._transcript = _transcript(nonce, self._nonce, claimed, wanted, self._node)
@@ -144,49 +144,53 @@ class Acceptor:
         return preamble(self._nonce + _prefixed(self._node) + proof)
 
     def finish(self, proof: bytes) -> None:
-        """Check the body of the initiator's proof.
+        """Checks the body of the initiator's proof.
 
         Raises:
-            LinkRefused: it has another key, or wanted another node.
+            LinkRefused: the peer has another key, or asked for another node.
         """
         assert self._transcript, "the handshake has not begun"
         if not hmac.compare_digest(proof, _proof(self._key, b"initiator", self._transcript)):
             raise LinkRefused("the peer does not have this cluster's key")
         if self._wanted != self._node:
-            raise LinkRefused(f"{_text(self._wanted)} was wanted, this is {_text(self._node)}")
+            raise LinkRefused(f"the peer asked for {_text(self._wanted)}, this is {_text(self._node)}")
         self.peer = _text(self._claimed)
 
     def frames(self) -> tuple[FrameSeal, FrameSeal]:
-        """The seals of the frames that go out and of those that come in. Only after `finish`."""
+        """Returns the seals for sent and for received frames. Call it after `finish`."""
         assert self.peer, "the handshake is not done"
         return _seals(self._key, self._transcript, b"acceptor", b"initiator")
 
 
 class FrameSeal:
-    """Seals or opens what goes in one direction of one connection. A number that both sides count is part of each seal,
-    so that nothing is left out or said twice."""
+    """Encryption of one direction of one connection. Both sides count the messages, and the count is the nonce, so
+    dropped, reordered or repeated ones do not verify."""
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
         self._count = 0
 
     def seal(self, data: bytes | memoryview) -> bytes:
-        """`data` as it goes out, `SEAL_BYTES` longer."""
+        """Returns `data` encrypted, `SEAL_BYTES` longer."""
         return self._cipher.encrypt(self._next(), data, None)
 
     def open(self, sealed: bytes | memoryview) -> bytes:
-        """What comes in next, as it was before `seal`. Raises `LinkGarbage` where that is not what was sent."""
+        """Returns the next message decrypted. Raises `LinkGarbage` if it does not verify."""
         try:
             return self._cipher.decrypt(self._next(), sealed, None)
         except InvalidTag:
-            raise LinkGarbage("a frame is not as it was sent") from None
+            raise LinkGarbage("a frame does not verify") from None
 
     def open_into(self, sealed: bytes | memoryview, data: memoryview) -> None:
-        """As `open`, into memory of just that size. What is there after an error is nobody's."""
+        """Decrypts the next message into `data`, of exactly its size. After an error, discard `data`.
+
+        Raises:
+            LinkGarbage: it does not verify.
+        """
         try:
             self._cipher.decrypt_into(self._next(), sealed, None, data)
         except InvalidTag:
-            raise LinkGarbage("parts are not as they were sent") from None
+            raise LinkGarbage("parts do not verify") from None
 
     def _next(self) -> bytes:
         self._count += 1
@@ -194,7 +198,7 @@ class FrameSeal:
 
 
 def records(buffers: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
-    """The bytes of all buffers in pieces of `RECORD_BYTES`, of which the last may be shorter."""
+    """Yields the bytes of all buffers in pieces of `RECORD_BYTES`; the last may be shorter."""
     pieces: list[memoryview] = []
     missing = RECORD_BYTES
     for buffer in buffers:
@@ -212,7 +216,7 @@ def records(buffers: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
 def _link_key(key: bytes) -> bytes:
     if len(key) < KEY_BYTES_MIN:
         raise LinkError(f"a cluster's key has at least {KEY_BYTES_MIN} bytes")
-    # Other uses of the cluster's key must not be able to stand for this one.
+    # A derived key, so that other uses of the cluster's key cannot replace this one.
     return hmac.digest(key, b"satchel.link." + str(VERSION).encode(), "sha256")
 
 
@@ -244,7 +248,7 @@ def _prefixed(name: bytes) -> bytes:
 
 
 def _take(raw: bytes) -> tuple[bytes, bytes]:
-    """A name with its length before it, and what follows."""
+    """Splits off a name with a length prefix. Returns it and the rest."""
     length = raw[0] if raw else 0
     if not 1 <= length <= NODE_BYTES_MAX or len(raw) < 1 + length:
         raise LinkGarbage("a node's name is cut off")

@@ -1,18 +1,19 @@
-"""One pull of a chain of blocks and its tails from another node, as a machine: events in, commands out. Pure.
+"""One pull of a chain of blocks and its tails from another node, as a state machine: events in, commands out. Pure.
 
-Theory of operation. What is wanted is a line of *items*: the blocks of the chain, then the tails. Each is in one state:
+Theory of operation. The wanted entries are a sequence of *items*: the blocks of the chain, then the tails. Each has a
+state:
 
 ::
 
     WAITING ──fetch──► ASKED ──good──► HELD ──install──► INSTALLING ──► INSTALLED
        ▲                 │ bad, or the connection broke
        └─────────────────┘                        SKIPPED  was here before
-                                                  DROPPED  cannot be had, or follows a block that cannot
+                                                  DROPPED  unavailable, or follows an unavailable block
 
-Items are installed in their order and one group at a time, so what is here is always a beginning of the chain, however
-the pull ends: at its deadline, cancelled, with a full disk or without a connection. What is not here is computed.
-An event changes states, and nothing else (`_take`); what follows from the states and the clock is decided in one place
-(`_advance`). Events of earlier connections are ignored, so nothing that comes late or twice does harm.
+Items are installed in order, one group at a time. So the blocks here are always a prefix of the chain, however the pull
+ends: at its deadline, cancelled, with a full disk or without a connection. The missing blocks are recomputed.
+Events only change states (`_take`). What follows from the states and the clock is decided in one place (`_advance`).
+Events of earlier connections are ignored, so late or duplicate ones do no harm.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from .pull_items import Items, State
+from .pull_items import Items, ItemState
 from .pull_terms import (
+    BytesArrived,
     Cancel,
     Chunk,
-    Close,
+    CloseConnection,
     Command,
     Connect,
     Connected,
     Discard,
     Done,
+    EntryOutcome,
     Event,
     Fetch,
     Find,
@@ -40,8 +43,6 @@ from .pull_terms import (
     InstallFailed,
     Lost,
     Offer,
-    Outcome,
-    Progress,
     PullLimits,
     Recompute,
     Renew,
@@ -61,7 +62,7 @@ class _Phase(Enum):
 
 @dataclass
 class _Batch:
-    """What was asked for at once."""
+    """One fetch request: its bytes, the items without an answer, and since when the source works on it."""
 
     nbytes: int
     left: set[int]
@@ -69,15 +70,15 @@ class _Batch:
 
 
 class Pull:
-    """The machine of one pull; `handle` is all there is to call, besides asking when it wants a `Tick`.
+    """The state machine of one pull. Call `handle` with each event, and with a `Tick` at `wakes_at` at the latest.
 
     Args:
-        limits: what it may take.
+        limits: of the pull.
         addresses: how many addresses the source has, the best first.
-        deadline: when it has ended at the latest, by the clock of `now`.
+        deadline: when the pull ends at the latest, by the clock of `now`.
 
     Attributes:
-        items: what is pulled, for looking at.
+        items: the wanted entries and their states, read-only for others.
     """
 
     def __init__(self, limits: PullLimits, addresses: int, deadline: float) -> None:
@@ -107,7 +108,7 @@ class Pull:
             Want: self._want,
             Connected: self._connected,
             Found: self._found,
-            Progress: self._progress,
+            BytesArrived: self._progress,
             Chunk: self._chunk,
             Renewed: self._renewed,
             Lost: self._lost,
@@ -120,7 +121,7 @@ class Pull:
         return self._phase is _Phase.ENDED
 
     def wakes_at(self) -> float:
-        """When a `Tick` is wanted at the latest."""
+        """Returns when a `Tick` is due at the latest."""
         times = [self._deadline]
         if self._phase is _Phase.IDLE and self._retry_at is not None:
             times.append(self._retry_at)
@@ -135,7 +136,7 @@ class Pull:
         return min(times)
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take an event at the time `now`, which never goes back, and say what is to be done."""
+        """Handles an event at the monotonic time `now`, and returns the commands to carry out."""
         if self.ended:
             return []
         self._out = []
@@ -176,20 +177,20 @@ class Pull:
                 self.items.append(tail.id, block=False)
         offered = {offer.id: offer for offer in (*event.blocks, *event.tails) if offer is not None}
         for number in range(len(self.items)):
-            if self.items[number].state is State.WAITING:
+            if self.items[number].state is ItemState.WAITING:
                 self._consider(number, offered.get(self.items[number].id))
 
     def _consider(self, number: int, offer: Offer | None) -> None:
         if offer is None:
             self._fail(number, Stop.MISSING, "the source does not have it")
         elif offer.held:
-            self.items.move(number, State.SKIPPED)
+            self.items.move(number, ItemState.SKIPPED)
         elif offer.nbytes > self._limits.window_bytes:
             self._fail(number, Stop.TOO_LARGE, f"it has {offer.nbytes} bytes")
         else:
             self.items[number].nbytes = offer.nbytes
 
-    def _progress(self, event: Progress | Chunk, now: float) -> None:
+    def _progress(self, event: BytesArrived | Chunk, now: float) -> None:
         if event.connection == self._connection and self._phase is _Phase.FETCHING:
             self._heard = now
             self._lease_until = max(self._lease_until, now + self._lease_s / 2)
@@ -199,21 +200,21 @@ class Pull:
         if event.connection != self._connection or self._phase is not _Phase.FETCHING or number is None:
             return
         item = self.items[number]
-        if item.state is not State.ASKED:
+        if item.state is not ItemState.ASKED:
             return
         self._progress(event, now)
         self._answered(number, now)
-        if event.outcome is Outcome.GOOD:
-            self.items.move(number, State.HELD)
-            # A connection that brings something is a good one.
+        if event.outcome is EntryOutcome.GOOD:
+            self.items.move(number, ItemState.HELD)
+            # The connection works.
             self._failures = 0
-        elif event.outcome is Outcome.GONE:
+        elif event.outcome is EntryOutcome.GONE:
             self._fail(number, Stop.MISSING, event.reason)
         elif item.again >= self._limits.again_max:
             self._fail(number, Stop.DAMAGED, event.reason)
         else:
             item.again += 1
-            self.items.move(number, State.WAITING)
+            self.items.move(number, ItemState.WAITING)
 
     def _answered(self, number: int, now: float) -> None:
         batch = next((batch for batch in self._batches if number in batch.left), None)
@@ -227,7 +228,7 @@ class Pull:
         fitting = int(batch.nbytes / max(now - batch.since, 1e-6) * limits.batch_s)
         self._batch_bytes = min(max(fitting, limits.batch_bytes_min), limits.batch_bytes_max)
         for other in self._batches:
-            # The source answers one after the other.
+            # The source answers one request after the other.
             other.since = now
 
     def _renewed(self, event: Renewed, now: float) -> None:
@@ -245,7 +246,7 @@ class Pull:
         self.items.installed_now(event.ids)
 
     def _install_failed(self, event: InstallFailed, now: float) -> None:
-        # Nothing after it may be installed, and it will not go better a moment later.
+        # Later items may not be installed without these, and a retry would fail too.
         self._why = (Stop.DISK, event.reason)
         self.items.install_failed()
         self._drop(range(len(self.items)))
@@ -272,7 +273,7 @@ class Pull:
             self._leave("it does not answer", now)
         elif self._phase is _Phase.FETCHING:
             if self._batches and now >= self._heard + self._limits.stall_s:
-                self._leave("nothing comes any more", now)
+                self._leave("the source stopped sending", now)
             elif now >= self._lease_until:
                 self._leave("the lease was not renewed", now)
 
@@ -297,13 +298,13 @@ class Pull:
             size = items[number].nbytes
             if taken and nbytes + size > self._batch_bytes:
                 break
-            # What all others wait for is let in even where they fill the window.
+            # The first missing item is fetched even if the window is full: all others wait for it.
             if items.in_hand_bytes + size > limits.window_bytes and number != items.next():
                 break
             if items.first_bytes + size > limits.total_bytes_max:
                 self._fail(number, Stop.TOO_LARGE, "there is no room for more")
                 continue
-            items.move(number, State.ASKED)
+            items.move(number, ItemState.ASKED)
             nbytes += size
             taken.append(number)
         return taken
@@ -311,7 +312,7 @@ class Pull:
     def _connect_renew_or_close(self, now: float) -> None:
         wanted = self._batches or self.items.waiting() is not None
         if not wanted and self._known_or_given_up():
-            # The source need not keep anything while the last of it is written down.
+            # The source need not keep its lease while the last entries are written here.
             self._close()
             self._retry_at = None
         elif self._phase is _Phase.IDLE and self._retry_at is not None and now >= self._retry_at:
@@ -329,7 +330,7 @@ class Pull:
             return
         count_max = self._limits.install_entries_max
         ready, nbytes = self.items.ready(count_max)
-        # Few at a time are many small files; but what nothing is under way for waits for nothing.
+        # Small groups make many small files. But if no fetch is running, there is nothing to wait for.
         full = len(ready) == count_max or 2 * nbytes >= self._limits.window_bytes
         if ready and (full or not self._batches):
             self._out.append(Install(self.items.install(ready)))
@@ -340,7 +341,7 @@ class Pull:
     # Ends, of items, of connections and of the pull.
 
     def _fail(self, number: int, stop: Stop, reason: str) -> None:
-        """This item cannot be had. Without a block those after it are of no use; tails stand alone."""
+        """Drops an unavailable item. A block takes all items after it with it; a tail does not."""
         self._why = self._why or (stop, f"entry {number}: {reason}")
         self._drop([number] if number >= self.items.blocks else range(number, len(self.items)))
 
@@ -354,15 +355,15 @@ class Pull:
 
     def _close(self) -> None:
         if self._phase not in (_Phase.IDLE, _Phase.ENDED):
-            self._out.append(Close(self._connection))
+            self._out.append(CloseConnection(self._connection))
             self._phase = _Phase.IDLE
             self._batches = []
 
     def _leave(self, reason: str, now: float, *, refused: bool = False) -> None:
-        """Leave this connection and take the next best address; what came stays."""
+        """Closes this connection and schedules the next address; received items stay."""
         self._close()
-        for number in self.items.in_state(State.ASKED):
-            self.items.move(number, State.WAITING)
+        for number in self.items.in_state(ItemState.ASKED):
+            self.items.move(number, ItemState.WAITING)
         if refused:
             del self._addresses[self._address % len(self._addresses)]
         else:
@@ -373,20 +374,20 @@ class Pull:
         elif self._connection >= self._limits.connects_max:
             self._give_up(Stop.UNREACHABLE, reason)
         else:
-            # Every address is tried once before any is waited for.
+            # Every address is tried once before any backoff.
             rounds = self._failures // len(self._addresses)
             wait_s = self._limits.backoff_s * 2.0 ** min(rounds - 1, 32) if rounds else 0.0
             self._retry_at = now + min(wait_s, self._limits.backoff_s_max)
 
     def _give_up(self, stop: Stop, reason: str) -> None:
-        """No more comes. What lies in order is still installed."""
+        """Ends fetching. Received items are still installed if the items before them are here."""
         self._why = self._why or (stop, reason)
         self._retry_at = None
         missing = self.items.waiting()
         if missing is not None and missing < self.items.blocks:
             self._drop(range(missing, len(self.items)))
         else:
-            self._drop(self.items.in_state(State.WAITING))
+            self._drop(self.items.in_state(ItemState.WAITING))
 
     def _end(self, stop: Stop, reason: str) -> None:
         self._close()

@@ -1,4 +1,4 @@
-"""What is said to and by the machine of a pull: its limits, events, commands and ends. Pure."""
+"""The limits, events, commands and results of a pull's state machine. Pure."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ class Stop(StrEnum):
     """Why a pull ended."""
 
     COMPLETE = "complete"
-    """All that was wanted is there."""
+    """All wanted entries are here."""
     MISSING = "missing"
-    """The source does not have the next block, or not any more."""
+    """The source does not have the next block, or lost it."""
     DAMAGED = "damaged"
-    """The next block came damaged, also the second time."""
+    """The next block arrived damaged, in the retry too."""
     TOO_LARGE = "too_large"
     UNREACHABLE = "unreachable"
-    """No address answers, or every connection broke."""
+    """No address answered, or every connection broke."""
     REFUSED = "refused"
-    """No address has a peer of this cluster."""
+    """No address has an authentic peer of this cluster."""
     DISK = "disk"
-    """It could not be written down here."""
+    """This node could not write or commit it."""
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
 
 
-class Outcome(StrEnum):
-    """What became of an entry that was asked for."""
+class EntryOutcome(StrEnum):
+    """The result of fetching an entry."""
 
     GOOD = "good"
     BAD = "bad"
-    """Not what its digest names."""
+    """It does not match its digest."""
     GONE = "gone"
-    """The source cannot give it."""
+    """The source cannot send it."""
 
 
 @dataclass(frozen=True)
 class PullLimits:
-    """What a pull may take.
+    """Limits of a pull.
 
     Attributes:
-        connects_max: connections that are tried, of all addresses together.
-        connect_s: until a connection stands.
-        answer_s: until the handshake is done and the source has said what it has.
-        stall_s: without a byte of what was asked for.
-        backoff_s, backoff_s_max: before the next try, doubled each time in a row; none before a fresh address.
-        batch_bytes_min, batch_bytes_max, batch_entries_max: what is asked for at once.
-        batch_s: what is asked for at once shall take about this long.
-        batches_max: asked for at one time, so that the source always has something to send.
-        window_bytes: asked for or in memory at one time, and the most that one entry may have.
-        install_entries_max: entries that are written down together; few enough that writing keeps up with what comes.
-        again_max: how often a damaged entry is asked for again.
-        total_bytes_max: of everything that is fetched.
+        connects_max: connections tried, over all addresses.
+        connect_s: until a connection is established.
+        answer_s: until the source has answered `find`, including the handshake.
+        stall_s: without a byte of an answer.
+        backoff_s, backoff_s_max: before a retry, doubled with each failure in a row; none before a fresh address.
+        batch_bytes_min, batch_bytes_max, batch_entries_max: of one fetch request.
+        batch_s: the duration for which fetch requests are sized.
+        batches_max: outstanding fetch requests, so that the source always has something to send.
+        window_bytes: outstanding or in memory at one time, and the maximum of one entry.
+        install_entries_max: entries written together; few enough that writing keeps up with receiving.
+        again_max: retries of a damaged entry.
+        total_bytes_max: of all fetched entries.
     """
 
     connects_max: int = 6
@@ -83,7 +83,7 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True)
 class Want:
-    """Begin. `blocks` are the ids of the chain, in order."""
+    """Begins the pull. `blocks` are the ids of the chain, in order."""
 
     blocks: tuple[bytes, ...]
 
@@ -95,7 +95,7 @@ class Connected:
 
 @dataclass(frozen=True)
 class Found:
-    """What there is of the chain, None for what neither side has, and of its tails; the source keeps it `lease_s`."""
+    """The entries of the chain (None if neither side has one) and its tails. The source keeps them for `lease_s`."""
 
     connection: int
     lease_s: float
@@ -104,19 +104,19 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Bytes of an answer came. While it answers, the source renews its lease before the half of it is over."""
+class BytesArrived:
+    """Bytes of an answer arrived. While it answers, the source renews its lease before half of it is over."""
 
     connection: int
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """An entry came and was compared with its digest, or the source said that it cannot give it."""
+    """An entry arrived and was verified, or the source reported that it cannot send it."""
 
     connection: int
     id: bytes
-    outcome: Outcome
+    outcome: EntryOutcome
     reason: str = ""
 
 
@@ -128,7 +128,7 @@ class Renewed:
 
 @dataclass(frozen=True)
 class Lost:
-    """The connection broke, or never stood. `refused`: this address has no peer of ours, so it is not tried again."""
+    """The connection broke or was never established. `refused`: the address has no authentic peer; do not retry it."""
 
     connection: int
     reason: str
@@ -137,14 +137,14 @@ class Lost:
 
 @dataclass(frozen=True)
 class Installed:
-    """These are durable, and count."""
+    """These entries are committed."""
 
     ids: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
 class InstallFailed:
-    """Nothing more can be written down."""
+    """Nothing more can be written."""
 
     reason: str
 
@@ -159,12 +159,12 @@ class Cancel:
     pass
 
 
-Event = Want | Connected | Found | Progress | Chunk | Renewed | Lost | Installed | InstallFailed | Tick | Cancel
+Event = Want | Connected | Found | BytesArrived | Chunk | Renewed | Lost | Installed | InstallFailed | Tick | Cancel
 
 
 @dataclass(frozen=True)
 class Connect:
-    """Connect to the address number `address`; every connection has a number of its own."""
+    """Connect to address number `address`. Every connection has its own number."""
 
     connection: int
     address: int
@@ -172,7 +172,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class Find:
-    """Ask what the source has, and to keep it."""
+    """Ask which entries the source has, and for a lease on them."""
 
     connection: int
 
@@ -189,27 +189,27 @@ class Renew:
 
 
 @dataclass(frozen=True)
-class Close:
+class CloseConnection:
     connection: int
 
 
 @dataclass(frozen=True)
 class Install:
-    """Write these down and let them count, in this order. Only one such command is under way at a time."""
+    """Write and commit these entries, in this order. Only one such command is running at a time."""
 
     ids: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
 class Discard:
-    """What came of these is not wanted any more."""
+    """Free these received entries."""
 
     ids: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """The blocks from this one on are not here."""
+    """The blocks from this one on are missing."""
 
     block: int
     reason: str
@@ -217,7 +217,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Done:
-    """Nothing comes after this. `nbytes` are of what was installed."""
+    """The last command. `nbytes` counts the installed entries."""
 
     stop: Stop
     installed: int
@@ -225,4 +225,4 @@ class Done:
     reason: str
 
 
-Command = Connect | Find | Fetch | Renew | Close | Install | Discard | Recompute | Done
+Command = Connect | Find | Fetch | Renew | CloseConnection | Install | Discard | Recompute | Done

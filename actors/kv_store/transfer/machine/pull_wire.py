@@ -1,7 +1,7 @@
-"""The side of one connection that asks for blocks, without its socket: bytes in, bytes out, events for the machine.
+"""The client side of one connection, without its socket: bytes in, bytes out, events for the state machine.
 
-The protocol is one generator that yields the memory it wants filled next; so it reads as a conversation does, arrays
-are received where they will stay, and the socket is somebody else's.
+The protocol is one generator that yields the buffer to fill next. So the code follows the order of the messages, arrays
+are received without a copy, and the caller owns the socket.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ....protocol.entries import DTYPES, EntryDigest, pack_tokens, part_digest, 
 from . import block_messages as messages
 from .block_messages import Described, FetchRequest, FindRequest, RenewRequest, Request, Run, Signature
 from .link_auth import PREAMBLE_BYTES, RECORD_BYTES, SEAL_BYTES, FrameSeal, Initiator, body_length
-from .pull_terms import Chunk, Connected, Event, Outcome, Renewed
+from .pull_terms import Chunk, Connected, EntryOutcome, Event, Renewed
 
 Reading = Generator[memoryview, None, None]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A chain of blocks, and what may follow it.
+    """A chain of blocks, and the tokens after it.
 
     Attributes:
         model: the model id, 32 bytes.
-        root: the parent of the first block, `blocks.root_id`.
+        root: the parent of the first block, `block_ids.root_id`.
         chain: the ids of the blocks, in order.
-        tokens: the tokens of the chain, where they are known; blocks of others are then refused.
-        rest: the tokens after the chain. Tails whose every token is the beginning of these are taken too.
-        tails_max: how many of them at most.
+        tokens: the tokens of the chain if they are known; blocks with other tokens are then refused.
+        rest: the tokens after the chain. Tails whose tokens are a prefix of these are pulled too.
+        tails_max: how many tails at most.
     """
 
     model: bytes
@@ -51,7 +51,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Received:
-    """An entry that has the digest it was announced with. `tokens` is packed."""
+    """A received entry with a verified digest. `tokens` is packed; `parts` are arrays of the signature's shapes and
+    dtypes, by name."""
 
     what: Described
     tail: bool
@@ -62,7 +63,7 @@ class Received:
 
 
 class _Kind:
-    """What the entries of one signature have in common."""
+    """The layout of the entries with one signature."""
 
     def __init__(self, signature: Signature) -> None:
         self.parts, self.meta = signature
@@ -72,8 +73,8 @@ class _Kind:
         self.digest_of = EntryDigest(self.parts)
 
 
-class _Entry:
-    """One entry of a fetch that is coming in.
+class _IncomingEntry:
+    """One entry of a fetch, while it is received.
 
     Attributes:
         left: the numbers of the parts that have not been announced, by name.
@@ -86,13 +87,13 @@ class _Entry:
         self._digests = [b""] * len(kind.parts)
 
     def take(self, number: int, raw: np.ndarray) -> None:
-        """The bytes of the part with this number."""
+        """Stores part `number`, given its bytes, `(bytes,) uint8`."""
         part = self.kind.parts[number]
         self._arrays[part.name] = raw.view(DTYPES[part.dtype]).reshape(part.shape)
         self._digests[number] = part_digest(raw.data)
 
     def received(self, tail: bool) -> Received | None:
-        """The entry, None where it is not what was announced."""
+        """Returns the whole entry, None if it does not match its announced digest."""
         if self.left or self.kind.digest_of(self._digests) != self.what.digest:
             return None
         ordered = {part.name: self._arrays[part.name] for part in self.kind.parts}
@@ -108,14 +109,15 @@ class PullWire:
 
     Args:
         number: of the connection.
-        handshake: with which it begins.
-        found: turns what the source has into an event for the machine.
+        handshake: its handshake.
+        wanted: what to fetch.
+        found: turns the source's answer to `find` (lease in seconds, blocks, tails) into an event.
 
     Attributes:
-        outbox: what is to be sent, in this order.
-        events: what happened, to be taken from here.
-        received: the entries that came whole, by id, to be taken from here.
-        target: the memory that wants bytes next.
+        outbox: bytes to send, in order.
+        events: for the state machine; the caller removes them.
+        received: whole entries by id; the caller removes them.
+        target: the buffer to receive into next.
     """
 
     def __init__(
@@ -140,11 +142,11 @@ class PullWire:
         self.target = next(self._reading)
 
     def filled(self, count: int) -> None:
-        """The first `count` bytes of the target have come.
+        """Continues after `count` bytes were received into the target.
 
         Raises:
-            LinkError: the peer is none of ours, or says what cannot be.
-            InvalidRecord: as well.
+            LinkError: the peer failed to authenticate, or broke the protocol.
+            InvalidRecord: a message is malformed.
         """
         self.target = self.target[count:]
         while not len(self.target):
@@ -186,9 +188,9 @@ class PullWire:
             elif kind == "batch" and self._fetches:
                 yield from self._batch(self._fetches.popleft(), fields)
             elif kind == "error":
-                raise LinkError(f"the source says: {messages.read_error(fields)}")
+                raise LinkError(f"the source reports: {messages.read_error(fields)}")
             else:
-                raise LinkGarbage(f"{kind!r:.40} is not what was asked for")
+                raise LinkGarbage(f"{kind!r:.40} answers no request")
 
     def _handshake_body(self) -> Generator[memoryview, None, bytes]:
         head = yield from _exactly(PREAMBLE_BYTES)
@@ -205,7 +207,7 @@ class PullWire:
         tokens = pack_tokens(self._wanted.rest)
         for packed, tail in tails:
             if not tokens.startswith(packed) or tail.id != tail_id(self._wanted.tail_parent, unpack_tokens(packed)):
-                raise InvalidRecord("a tail is another one than was asked for")
+                raise InvalidRecord("a tail does not match the request")
         ends = [tail for _, tail in tails[: self._wanted.tails_max]]
         self._known = {entry.id: entry for entry in (*blocks, *ends) if entry is not None}
         self.events.append(self._found(lease_s, blocks, ends))
@@ -213,44 +215,50 @@ class PullWire:
     def _batch(self, ids: tuple[bytes, ...], fields: list[Any]) -> Reading:
         signatures, coming = messages.read_batch(fields, len(ids))
         kinds = [_Kind(signature) for signature in signatures]
-        entries: list[_Entry | None] = []
+        entries: list[_IncomingEntry | None] = []
         failures: dict[int, str] = {}
-        for row, (entry_id, come) in enumerate(zip(ids, coming, strict=True)):
-            entries.append(self._begin(entry_id, come.tokens, kinds[come.signature]) if come.signature >= 0 else None)
-            if come.signature < 0:
-                failures[row] = come.reason
+        for row, (entry_id, announced) in enumerate(zip(ids, coming, strict=True)):
+            entries.append(
+                self._begin(entry_id, announced.tokens, kinds[announced.signature])
+                if announced.signature >= 0
+                else None
+            )
+            if announced.signature < 0:
+                failures[row] = announced.reason
         while True:
-            kind, said = yield from self._frame()
+            kind, values = yield from self._frame()
             if kind == "end":
-                failures |= messages.read_end(said, len(ids))
+                failures |= messages.read_end(values, len(ids))
                 break
             if kind != "parts":
                 raise LinkGarbage(f"{kind!r:.40} in the middle of a batch")
-            yield from _receive_parts(messages.read_parts(said, len(ids)), entries, self._into)
+            yield from _receive_parts(messages.read_parts(values, len(ids)), entries, self._into)
         for row, entry_id in enumerate(ids):
             self._finish(entry_id, entries[row], failures.get(row))
 
-    def _begin(self, entry_id: bytes, tokens: bytes, kind: _Kind) -> _Entry:
-        # The machine asks only for what was found.
-        what = self._known[entry_id]
-        if kind.nbytes != what.nbytes:
+    def _begin(self, entry_id: bytes, tokens: bytes, kind: _Kind) -> _IncomingEntry:
+        # Only entries that were found are fetched.
+        described = self._known[entry_id]
+        if kind.nbytes != described.nbytes:
             raise InvalidRecord("an entry has another size than was announced")
-        return _Entry(what, tokens, kind)
+        return _IncomingEntry(described, tokens, kind)
 
-    def _finish(self, entry_id: bytes, entry: _Entry | None, failure: str | None) -> None:
+    def _finish(self, entry_id: bytes, entry: _IncomingEntry | None, failure: str | None) -> None:
         if entry is None or failure is not None:
-            self.events.append(Chunk(self._number, entry_id, Outcome.GONE, failure or "it does not come"))
+            self.events.append(
+                Chunk(self._number, entry_id, EntryOutcome.GONE, failure or "the source did not send it")
+            )
             return
         block = self._blocks.get(entry_id)
         if not self._right_tokens(block, entry.tokens, entry_id):
-            self.events.append(Chunk(self._number, entry_id, Outcome.GONE, "it is of other tokens"))
+            self.events.append(Chunk(self._number, entry_id, EntryOutcome.GONE, "it has other tokens"))
             return
         received = entry.received(tail=block is None)
         if received is None:
-            self.events.append(Chunk(self._number, entry_id, Outcome.BAD, "it came other than it was announced"))
+            self.events.append(Chunk(self._number, entry_id, EntryOutcome.BAD, "it does not match its digest"))
             return
         self.received[entry_id] = received
-        self.events.append(Chunk(self._number, entry_id, Outcome.GOOD))
+        self.events.append(Chunk(self._number, entry_id, EntryOutcome.GOOD))
 
     def _right_tokens(self, block: int | None, packed: bytes, entry_id: bytes) -> bool:
         if block is None:
@@ -263,8 +271,8 @@ class PullWire:
         return packed == pack_tokens(self._wanted.tokens[start : start + BLOCK_TOKENS])
 
 
-def _receive_parts(runs: Sequence[Run], entries: Sequence[_Entry | None], seal: FrameSeal) -> Reading:
-    """The bytes of run after run, into memory that the entries share. No entry gets a byte that was not sent so."""
+def _receive_parts(runs: Sequence[Run], entries: Sequence[_IncomingEntry | None], seal: FrameSeal) -> Reading:
+    """Receives and opens the bytes of all runs into one buffer, of which the entries' parts are views."""
     coming = [part for run in runs for part in _announced(run, entries)]
     raw = np.empty(sum(entry.kind.sizes[number] for entry, number in coming), np.uint8)
     sealed = memoryview(bytearray(min(len(raw), RECORD_BYTES) + SEAL_BYTES))
@@ -279,16 +287,16 @@ def _receive_parts(runs: Sequence[Run], entries: Sequence[_Entry | None], seal: 
         start = end
 
 
-def _announced(run: Run, entries: Sequence[_Entry | None]) -> list[tuple[_Entry, int]]:
-    """The entries of a run, and which of their parts it is of. Raises `InvalidRecord` for others than were announced,
-    and for what comes twice: so nobody can have more allocated than was agreed on."""
-    found = []
+def _announced(run: Run, entries: Sequence[_IncomingEntry | None]) -> list[tuple[_IncomingEntry, int]]:
+    """Returns the entries of a run, each with the number of the run's part. Raises `InvalidRecord` if the part was not
+    announced or comes twice, so that a peer cannot cause allocations beyond what it announced."""
+    parts = []
     for row in run.rows:
         entry = entries[row]
         if entry is None or run.name not in entry.left:
             raise InvalidRecord(f"part {run.name!r:.80} was not announced, or comes twice")
-        found.append((entry, entry.left.pop(run.name)))
-    return found
+        parts.append((entry, entry.left.pop(run.name)))
+    return parts
 
 
 def _exactly(count: int) -> Generator[memoryview, None, bytes]:

@@ -1,4 +1,4 @@
-"""How fast something may go: a bucket of tokens. Pure."""
+"""A token bucket. Pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from typing import NamedTuple
 
 
 class Grant(NamedTuple):
-    """How much may go now; where that is nothing, ask again after `wait_s`."""
+    """How many tokens were granted; if none, ask again after `wait_s`."""
 
     count: int
     wait_s: float
 
 
 class TokenBucket:
-    """At most `rate` a second in the long run, and `rate * burst_s` at once.
+    """Grants `rate` tokens per second in the long run, and at most `rate * burst_s` (or one piece) at once.
 
     Args:
-        rate: tokens a second, above zero.
-        now: seconds, of a clock that only goes forward, as in all methods.
-        burst_s: how long an unused rate is kept.
-        piece: the least that is granted, so that little is not asked for all the time.
+        rate: tokens per second, above zero.
+        now: monotonic seconds, as in all methods.
+        burst_s: for how long unused tokens accumulate.
+        piece: the smallest grant, so that callers do not ask for a few tokens all the time.
+
+    Raises:
+        ValueError: `rate` is not above zero.
     """
 
     def __init__(self, rate: float, now: float, *, burst_s: float = 0.02, piece: int = 65_536) -> None:
@@ -32,11 +35,11 @@ class TokenBucket:
         self._at = now
 
     def take(self, wanted: int, now: float) -> Grant:
-        """Take up to `wanted` tokens, at least the smaller of `wanted` and a piece."""
+        """Grants up to `wanted` tokens, at least a piece or all of `wanted`, or none."""
         self._tokens = min(self._room, self._tokens + max(0.0, now - self._at) * self._rate)
         self._at = max(now, self._at)
         least = min(wanted, self._piece)
-        # A fraction that rounding left out must not cost another round.
+        # A rounding error must not cost another wait.
         if self._tokens + 1e-6 < least:
             return Grant(0, (least - self._tokens) / self._rate)
         count = min(wanted, max(int(self._tokens), least))

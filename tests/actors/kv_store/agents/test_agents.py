@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from satchel.actors.kv_store.agents.agents import Agents
-from satchel.actors.kv_store.agents.branches import ROW_BYTES, AgentLimits, Commit, Content, Head, Outcome, main_branch
+from satchel.actors.kv_store.agents.branches import ROW_BYTES, AgentLimits, main_branch
 from satchel.actors.kv_store.agents.database import AgentDatabase
+from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content, Head
 from satchel.cluster.errors import AgentExists, AgentNotFound, InvalidRequest
 
 MODEL, OTHER = b"m" * 32, b"o" * 32
@@ -45,7 +46,7 @@ class Store:
         )
         self.now = 0.0
 
-    def commit(self, agent: str, *said: str, since: int | None = None, **fields: Any) -> Outcome:
+    def commit(self, agent: str, *said: str, since: int | None = None, **fields: Any) -> CommitOutcome:
         since = self.agents.sequence if since is None else since
         commit = Commit(fields.pop("model", MODEL), content(*said), messages=len(said), since=since, **fields)
         return self.agents.commit(agent, commit, self.now, 1e9 + self.now)
@@ -178,7 +179,7 @@ def test_a_turn_without_a_sign_of_life_is_lost_and_cannot_write():
     store.now = 119.5
     assert store.begin("x", "t2") is not None
     assert not store.agents.renew("x", "t1", store.now, LEASE_S)
-    assert store.commit("x", "lost", turn="t1") == Outcome("lost")
+    assert store.commit("x", "lost", turn="t1") == CommitOutcome("lost")
     assert store.begin("x", "t3") is None, "the lost turn ends nobody else's"
     store.agents.abandon("x", "t1")
     assert store.begin("x", "t3") is None
@@ -236,9 +237,9 @@ def test_a_turn_that_began_before_its_agent_was_forgotten_cannot_commit(known):
     begun = store.begin("x", "t")
     assert begun is not None
     assert store.forget("x")
-    assert store.commit("x", "secret", since=stateless) == Outcome("forgotten")
-    assert store.commit("x", "secret", since=begun[0], turn="t") == Outcome("forgotten")
-    assert store.commit("x", "secret", since=0) == Outcome("forgotten"), "nobody knows when it began"
+    assert store.commit("x", "secret", since=stateless) == CommitOutcome("forgotten")
+    assert store.commit("x", "secret", since=begun[0], turn="t") == CommitOutcome("forgotten")
+    assert store.commit("x", "secret", since=0) == CommitOutcome("forgotten"), "nobody knows when it began"
     assert store.agents.heads("x") == [] and store.agents.nbytes == 0
     assert not store.forget("x"), "nothing is known of it any more"
     assert store.commit("x", "new").kept, "whoever begins afterwards may use the name"
@@ -254,7 +255,7 @@ def test_what_began_where_it_was_forgotten_is_barred_on_other_nodes_too():
     home.forget("x")
     assert home.agents.buried("x") > since > other.agents.sequence
     other.agents.bury("x", 0.0, home.agents.buried("x"))
-    assert other.commit("x", "secret", since=since) == Outcome("forgotten")
+    assert other.commit("x", "secret", since=since) == CommitOutcome("forgotten")
     assert other.commit("x", "new", since=other.agents.sequence).kept
 
 
@@ -262,7 +263,7 @@ def test_a_first_turn_under_way_is_barred_though_nothing_is_known_yet():
     store = Store()
     since, _ = store.agents.recall("x", MODEL, {})
     assert not store.forget("x"), "there was nothing"
-    assert store.commit("x", "secret", since=since) == Outcome("forgotten")
+    assert store.commit("x", "secret", since=since) == CommitOutcome("forgotten")
     assert not store.forget("never heard of")
     assert store.agents.forgotten() == ["x"], "names that callers make up leave no tombstones"
 
@@ -275,7 +276,7 @@ def test_tombstones_are_bounded_and_one_that_went_still_bars():
         assert store.forget(f"a{index}")
     assert len(store.agents.forgotten()) == 3
     for index in range(6):
-        assert store.commit(f"a{index}", "secret", since=since) == Outcome("forgotten"), index
+        assert store.commit(f"a{index}", "secret", since=since) == CommitOutcome("forgotten"), index
     store.now = 31 * 86400.0
     store.commit("b", "x")
     store.forget("b")
@@ -341,9 +342,9 @@ def test_an_agent_alone_gives_up_its_side_branches_and_what_cannot_fit_is_refuse
     assert store.agents.nbytes <= 9000
     assert list(store.said("x")) == [first.branch, newest.branch - 1, newest.branch], "the conversation goes last"
     before = store.said("x")
-    assert store.commit("x", "x" * 3000, branch=first.branch, epoch=first.epoch) == Outcome("no room")
+    assert store.commit("x", "x" * 3000, branch=first.branch, epoch=first.epoch) == CommitOutcome("no room")
     assert store.said("x") == before, "nothing has changed"
-    assert store.commit("y", "x" * 3000, turn="t") == Outcome("no room")
+    assert store.commit("y", "x" * 3000, turn="t") == CommitOutcome("no room")
     assert store.said("x") == before
     many = Store(bytes_max=9000)
     for index in range(3):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store.agents.branches import Outcome
+from satchel.actors.protocol.store_messages import CommitOutcome
 from satchel.cluster.errors import AgentExists, AgentNotFound, InvalidRequest, Unavailable
 
 from .test_agents import LEASE_S, MODEL, Store, said_of
@@ -61,7 +61,7 @@ class _Simulation:
             self.open.append({"agent": agent, "since": begun[0], "base": base, "said": said, "turn": turn})
             self.holders[agent] = turn, self.store.now + LEASE_S
 
-    def write(self, turn: dict[str, Any], said: list[str], injected: bool) -> Outcome:
+    def write(self, turn: dict[str, Any], said: list[str], injected: bool) -> CommitOutcome:
         base = turn["base"]
         return self.store.commit(
             turn["agent"],

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from satchel.actors.kv_store.agents.agents import Agents
-from satchel.actors.kv_store.agents.branches import AgentLimits, Commit, Content, Head
+from satchel.actors.kv_store.agents.branches import AgentLimits
 from satchel.actors.kv_store.agents.database import NAME, AgentDatabase
+from satchel.actors.protocol.store_messages import Commit, Content, Head
 from satchel.cluster.errors import ClusterError, HomeInUse, SatchelError, Unavailable
 
 MODEL = b"m" * 32
@@ -188,7 +189,8 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from satchel.actors.kv_store.agents.database import AgentDatabase
 from satchel.actors.kv_store.agents.agents import Agents
-from satchel.actors.kv_store.agents.branches import AgentLimits, Commit, Content
+from satchel.actors.protocol.store_messages import Commit, Content
+from satchel.actors.kv_store.agents.branches import AgentLimits
 
 agents = Agents(AgentDatabase(Path(sys.argv[1])), AgentLimits(), lambda agent, model: b"r" * 32)
 branch, epoch, number = None, 0, 0

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from satchel.actors.kv_store.disk.segment_reader import Failure, read_entries
+from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.kv_store.disk.shelf import DiskLimits
 from satchel.actors.kv_store.disk.store import DiskStore
-from satchel.actors.protocol.entries import Entry, EntryRecord, SegmentRecord
+from satchel.actors.protocol.entries import Entry, EntryRecord, Failure, SegmentRecord
 from satchel.cluster.errors import DiskError, DiskFull, InvalidRecord, SatchelError, StaleEpoch, StoreInUse
 from tests.worlds.kv_files import MODEL, OTHER_MODEL, ROOT, Bench, arrays, chain, checked, payload, read_one, tail
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from satchel.actors.kv_store import ownership
+from satchel.actors.kv_store.services import ownership
 from satchel.cluster.errors import DiskError
 from tests.worlds import kv_node
 from tests.worlds.kv_files import MODEL, chain, tail
@@ -34,11 +34,11 @@ async def test_a_copy_keeps_what_it_stands_on_when_its_original_is_forgotten_and
     elsewhere = tail([7, 7], 5, parent=entries[2].id, owners=(ALICE,))
     await node.speak(ALICE, branch)
     await put(node, [*entries, elsewhere])
-    assert await node.call("fork", ALICE, BOB) == 1
+    assert await node.client.fork(ALICE, BOB) == 1
     await node.speak(ALICE, spoken(*before))
     await node.put(*before)
     await node.forget(ALICE)
-    assert node.has(*entries) and await node.call("disk_kept", BOB) == 4
+    assert node.has(*entries) and await node.client.disk_kept(BOB) == 4
     assert not node.on_disk(before[0]), "what the original said since is its own"
     assert not node.on_disk(elsewhere)
     await node.forget(BOB)
@@ -51,7 +51,7 @@ async def test_an_original_keeps_what_it_stands_on_when_its_copy_is_forgotten(no
     theirs = chain(1, first=70, parent=entries[2].id, owners=(BOB,))
     await node.speak(ALICE, branch)
     await put(node, entries)
-    await node.call("fork", ALICE, BOB)
+    await node.client.fork(ALICE, BOB)
     await node.speak(BOB, spoken(*entries[:3], *theirs))
     await node.put(*theirs)
     await node.forget(BOB)
@@ -65,14 +65,14 @@ async def test_kv_that_is_written_down_after_the_copy_was_made_is_the_copys_too(
     entries, branch = history()
     await node.speak(ALICE, branch)
     late = [await node.write(entries[:3]), await node.write(entries[3:])]
-    await node.call("fork", ALICE, BOB)
-    await node.call("fork", BOB, CAROL)
-    assert len(await node.call("disk_commit", late[0])) == 3
+    await node.client.fork(ALICE, BOB)
+    await node.client.fork(BOB, CAROL)
+    assert len(await node.client.disk_commit(late[0])) == 3
     await node.forget(ALICE)
-    assert await node.call("disk_commit", late[1]) == [entries[3].id]
+    assert await node.client.disk_commit(late[1]) == [entries[3].id]
     assert node.has(*entries)
     await node.forget(BOB)
-    assert node.has(*entries) and await node.call("disk_kept", CAROL) == 4
+    assert node.has(*entries) and await node.client.disk_kept(CAROL) == 4
     await node.forget(CAROL)
     assert not any(node.on_disk(entry) for entry in entries)
 
@@ -80,7 +80,7 @@ async def test_kv_that_is_written_down_after_the_copy_was_made_is_the_copys_too(
 async def test_what_the_copy_has_not_said_is_not_its_own_however_soon_it_comes(node):
     entries, branch = history()
     await node.speak(ALICE, branch)
-    await node.call("fork", ALICE, BOB)
+    await node.client.fork(ALICE, BOB)
     since = chain(1, first=70, parent=entries[2].id, owners=(ALICE,))
     await node.speak(ALICE, spoken(*entries[:3], *since))
     await node.put(*since)
@@ -94,10 +94,10 @@ async def test_an_original_is_taken_for_one_for_a_while_only(node, monkeypatch):
     _, branch = history()
     await node.speak(ALICE, branch)
     for number in range(9):
-        await node.call("fork", ALICE, f"default/copy{number}")
+        await node.client.fork(ALICE, f"default/copy{number}")
     assert len(node.owned.heirs_of(ALICE)) <= 3
     monkeypatch.setattr(ownership, "HEIRS_S", -1.0)
-    await node.call("fork", ALICE, "default/last")
+    await node.client.fork(ALICE, "default/last")
     assert "default/last" not in node.owned.heirs_of(ALICE)
 
 
@@ -110,8 +110,8 @@ async def test_a_copy_whose_id_was_forgotten_before_has_what_it_stands_on_while_
     await node.put(*former)
     await node.speak(ALICE, branch)
     await put(node, entries)
-    await node.call("forget", BOB)
-    await node.call("fork", ALICE, BOB)
+    await node.client.forget(BOB)
+    await node.client.fork(ALICE, BOB)
     await node.owned.idle()
     await node.forget(ALICE)
     assert node.has(*entries) and not node.on_disk(former[0])
@@ -130,8 +130,8 @@ async def test_a_copy_is_made_also_where_the_disk_fails(node, monkeypatch):
 
     with monkeypatch.context() as broken:
         broken.setattr(node.disk, "give", failing)
-        assert await node.call("fork", ALICE, BOB) == 1
-    assert (await node.call("recall", BOB, MODEL, {}))["branches"]
+        assert await node.client.fork(ALICE, BOB) == 1
+    assert (await node.client.recall(BOB, MODEL, {})).branches
 
 
 async def test_the_copies_of_both_on_another_node_outlive_each_other_too(tmp_path):
@@ -140,21 +140,21 @@ async def test_the_copies_of_both_on_another_node_outlive_each_other_too(tmp_pat
     async with cluster(tmp_path) as world:
         home = world.stores["a"]
         await world.speak("a", ALICE, "hello", branch)
-        await world.call("a", "fork", ALICE, BOB)
-        await home._copies.idle()
+        await world.at("a").fork(ALICE, BOB)
+        await home.services.copies.idle()
         await world.put("a", entries)
-        await world.call("a", "disk_touch", MODEL, [entry.id for entry in entries], ALICE)
-        await home._copies.idle()
+        await world.at("a").disk_touch(MODEL, [entry.id for entry in entries], ALICE)
+        await home.services.copies.idle()
         assert world.has("b", *entries)
-        await world.call("a", "forget", ALICE)
+        await world.at("a").forget(ALICE)
         for store in world.stores.values():
-            assert store._owned is not None
-            await store._owned.idle()
+            assert store.services.memory.disk.owned is not None
+            await store.services.memory.disk.owned.idle()
         assert world.has("a", *entries) and world.has("b", *entries)
-        moved = await world.call("a", "move", BOB, "b")
-        assert moved["node"] == "b" and await world.call("b", "disk_kept", BOB) == 4
-        await world.call("b", "forget", BOB)
+        moved = await world.at("a").move(BOB, "b")
+        assert moved.node == "b" and await world.at("b").disk_kept(BOB) == 4
+        await world.at("b").forget(BOB)
         for store in world.stores.values():
-            assert store._owned is not None
-            await store._owned.idle()
+            assert store.services.memory.disk.owned is not None
+            await store.services.memory.disk.owned.idle()
         assert not any(world.on_disk(name, entry) for name in "ab" for entry in entries)

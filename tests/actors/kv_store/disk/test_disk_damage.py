@@ -7,7 +7,8 @@ import sqlite3
 from collections.abc import Iterator
 
 from satchel.actors.kv_store.disk.index import SCHEMA
-from satchel.actors.kv_store.disk.segment_reader import Failure, read_entries
+from satchel.actors.kv_store.disk.segment_reader import read_entries
+from satchel.actors.protocol.entries import Failure
 from tests.worlds import kv_scenes
 from tests.worlds.kv_files import MODEL, chain, payload
 from tests.worlds.kv_scenes import BOB, CACHE, found, no_orphans

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from satchel.actors.kv_store.disk.index import Row
-from satchel.actors.kv_store.disk.segment_reader import Failure, read_entries
-from satchel.actors.protocol.entries import Entry, EntryRecord, owner_tag
+from satchel.actors.kv_store.disk.index import IndexRow
+from satchel.actors.kv_store.disk.segment_reader import read_entries
+from satchel.actors.protocol.entries import Entry, EntryRecord, Failure, owner_tag
 from tests.worlds.kv_files import MODEL, ROOT, Bench, chain, checked, payload, tail
 
 
@@ -94,7 +94,7 @@ def test_400_ids_among_20_000_are_found_in_milliseconds(bench):
                 entry_id = value.to_bytes(32, "big")
                 parent = (value - 1).to_bytes(32, "big") if value else ROOT
                 entry = EntryRecord(entry_id, parent, False, bytes(1024), bytes(16), 0, False, 1, (tag,))
-                shelf.index.add(Row(number, f"s1.{segment:032x}.safetensors", MODEL, slot, True, True, entry))
+                shelf.index.add(IndexRow(number, f"s1.{segment:032x}.safetensors", MODEL, slot, True, True, entry))
     took = []
     for attempt in range(5):
         ids = [(attempt * 3000 + value).to_bytes(32, "big") for value in range(400)]

@@ -10,9 +10,9 @@ import pytest
 from satchel.actors.kv_store.disk import placement
 from satchel.actors.kv_store.disk import store as disk
 from satchel.actors.kv_store.disk.compaction import rewrite
-from satchel.actors.kv_store.disk.segment_reader import Failure, read_entries
+from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.kv_store.disk.segments import STORE_SESSION
-from satchel.actors.protocol.entries import Entry, owner_tag
+from satchel.actors.protocol.entries import Entry, Failure, owner_tag
 from satchel.cluster.errors import InvalidRecord
 from tests.worlds.kv_files import OTHER_MODEL, ROOT, Bench, arrays, chain, checked, payload, tail
 

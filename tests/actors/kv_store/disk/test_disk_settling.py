@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store import ownership
 from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.services import ownership
 from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import DiskError
 from tests.worlds import kv_node
@@ -54,7 +54,7 @@ async def test_after_the_index_was_lost_nothing_of_who_was_forgotten_comes_back(
     await node.speak(ALICE, spoken(*shared))
     await node.speak(BOB, spoken(*shared))
     await node.put(*shared)
-    await node.call("disk_touch", MODEL, [shared[0].id], BOB)
+    await node.client.disk_touch(MODEL, [shared[0].id], BOB)
     await node.forget(ALICE)
     await node.speak(ALICE, spoken(*again))
     await node.put(*again)
@@ -75,7 +75,7 @@ async def test_what_may_be_a_forgotten_ones_does_not_survive_the_loss_of_the_ind
     await node.speak(ALICE, spoken(*entries))
     await node.speak(BOB, spoken(*his))
     await node.put(*entries, *his)
-    await node.call("disk_touch", MODEL, [entry.id for entry in (*entries, *his)], ALICE)
+    await node.client.disk_touch(MODEL, [entry.id for entry in (*entries, *his)], ALICE)
 
     def failing(*arguments: Any) -> None:
         raise DiskError("not now")
@@ -129,7 +129,7 @@ async def test_what_is_forgotten_while_owners_are_settled_goes_all_the_same(node
 
     monkeypatch.setattr(DiskStore, "settle", slow)
     node = Node(node.folder)
-    await node.call("forget", ALICE)
+    await node.client.forget(ALICE)
     forgetting.set()
     await node.owned.idle()
     assert node.has(*his) and not any(node.on_disk(entry) for entry in hers)
@@ -160,11 +160,11 @@ async def test_whatever_comes_together_only_what_some_agent_remembers_is_left(no
             if act == "late turn":
                 late.append(record)
             else:
-                await node.call("disk_commit", record)
-                await node.call("disk_touch", MODEL, [entry.id for entry in entries], agent)
+                await node.client.disk_commit(record)
+                await node.client.disk_touch(MODEL, [entry.id for entry in entries], agent)
                 committed.update((agent, entry.id) for entry in entries)
         elif act == "commit late" and late:
-            await node.call("disk_commit", late.pop(rng.randrange(len(late))))
+            await node.client.disk_commit(late.pop(rng.randrange(len(late))))
         elif act == "forget":
             await node.forget(agent)
             known.pop(agent, None)
@@ -178,7 +178,7 @@ async def test_whatever_comes_together_only_what_some_agent_remembers_is_left(no
         assert live <= remembered, f"seed {seed}, step {step}: {act}"
         assert {entry for _, entry in committed} <= live, f"seed {seed}, step {step}: {act}"
     for record in late:
-        await node.call("disk_commit", record)
+        await node.client.disk_commit(record)
     await node.owned.idle()
     node.disk.compact()
     remembered = {entry.id for entries in known.values() for entry in entries}

@@ -18,15 +18,16 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store import actor, disk_calls, ownership
-from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.kv_store.agents.database import NAME
 from satchel.actors.kv_store.disk.io import Space
 from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.services import disk, ownership, work
 from satchel.actors.protocol.entries import Entry
-from satchel.cluster.errors import DiskError, DiskFull, SatchelError
+from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content
+from satchel.cluster.errors import DiskError, DiskFull, MemoryFull, SatchelError
 from tests.worlds.kv_files import MODEL, Bench, NoSync, chain, checked
 from tests.worlds.kv_node import ALICE, BOB, Node, spoken
+from tests.worlds.lone_store import LoneStore
 
 TOTAL = 80_000
 RESERVE = TOTAL // 8
@@ -197,33 +198,34 @@ class _Filling(sqlite3.Connection):
         return super().execute(sql, *arguments)
 
 
-def filling(store: KVStoreActor, folder: Path) -> _Filling:
-    store._database.close()
-    store._database._connect = lambda *positional, **named: sqlite3.connect(*positional, factory=_Filling, **named)
-    store._database._db = store._database._open(folder / NAME)
-    assert isinstance(store._database._db, _Filling)
-    return store._database._db
+def filling(store: LoneStore, folder: Path) -> _Filling:
+    database = store.services.memory.database
+    store.services.memory.work.thread.submit(database.close).result()
+    database._connect = lambda *positional, **named: sqlite3.connect(*positional, factory=_Filling, **named)
+    database._db = database._open(folder / NAME)
+    assert isinstance(database._db, _Filling)
+    return database._db
 
 
-async def say(store: KVStoreActor, agent: str, tokens: Sequence[int]) -> dict[str, Any]:
-    since = (await store.recall(agent, MODEL, {}))["result"]["since"]
-    content = {"token_ids": array("I", tokens).tobytes(), "text": "x" * 4 * len(tokens), "transcript": b"[]"}
-    return await store.commit(agent, **content, messages=1, model=MODEL, since=since)
+async def say(store: LoneStore, agent: str, tokens: Sequence[int]) -> CommitOutcome:
+    since = (await store.client.recall(agent, MODEL, {})).since
+    content = Content(array("I", tokens).tobytes(), "x" * 4 * len(tokens), b"[]")
+    return await store.client.commit(agent, Commit(MODEL, content, 1, since))
 
 
-@pytest.mark.parametrize("fails", [1, actor.ROOM_TRIES])
+@pytest.mark.parametrize("fails", [1, work.ROOM_TRIES])
 async def test_words_that_find_no_room_get_it_from_kv(tmp_path, fails):
     node = Node(tmp_path / "kv")
     connection = filling(node.actor, node.folder)
     await node.put(*chain(1))
     connection.fails = fails
-    assert (await node.speak(ALICE, [1, 2, 3]))["kind"] == "opened"
+    assert (await node.speak(ALICE, [1, 2, 3])).kind == "opened"
     assert node.disk.stats()["files"] == 0
     await node.put(*chain(1))
     connection.fails = fails
-    assert await node.call("forget", ALICE)
-    assert await node.call("agents", "default", "default/", 9) == []
-    assert node.actor._agents.forgotten() == [ALICE] and node.disk.stats()["files"] == 0
+    assert await node.client.forget(ALICE)
+    assert await node.client.agents("default", "default/", 9) == []
+    assert node.actor.services.memory.agents.forgotten() == [ALICE] and node.disk.stats()["files"] == 0
     await node.owned.idle()
     node.close()
 
@@ -231,21 +233,22 @@ async def test_words_that_find_no_room_get_it_from_kv(tmp_path, fails):
 async def test_a_first_turn_under_way_cannot_commit_where_forgetting_had_to_wait_for_room(tmp_path, monkeypatch):
     """Its tombstone is written at the second try, though the agent is not known any more by then."""
     node = Node(tmp_path / "kv")
-    since = (await node.call("recall", ALICE, MODEL, {}))["since"]
+    since = (await node.client.recall(ALICE, MODEL, {})).since
     connection = filling(node.actor, node.folder)
     connection.fails = 1
     await node.forget(ALICE)
-    assert (await node.speak(ALICE, [1, 2], since))["kind"] == "forgotten"
+    assert (await node.speak(ALICE, [1, 2], since)).kind == "forgotten"
     node.close()
 
 
 async def test_words_that_find_no_room_at_all_are_refused_with_the_reason(tmp_path):
     node = Node(tmp_path / "kv")
     connection = filling(node.actor, node.folder)
-    connection.fails = actor.ROOM_TRIES + 1
-    answer = await say(node.actor, ALICE, [1, 2, 3])
-    assert answer["error"]["kind"] == "MemoryFull" and connection.fails == 0
-    assert (await node.speak(ALICE, [1, 2, 3]))["kind"] == "opened"
+    connection.fails = work.ROOM_TRIES + 1
+    with pytest.raises(MemoryFull):
+        await say(node.actor, ALICE, [1, 2, 3])
+    assert connection.fails == 0
+    assert (await node.speak(ALICE, [1, 2, 3])).kind == "opened"
     await node.owned.idle()
     node.close()
 
@@ -259,7 +262,7 @@ async def test_a_small_disk_that_is_filled_by_kv_and_then_by_others_keeps_every_
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mounted], capture_output=True)
     if done.returncode:
         pytest.skip(f"nothing can be mounted here: {done.stderr.decode().strip()}")
-    monkeypatch.setattr(disk_calls, "SPACE_S", 0.05)
+    monkeypatch.setattr(disk, "SPACE_S", 0.05)
     try:
         node = Node(mounted / "kv")
         filler = mounted / "filler"
@@ -270,7 +273,7 @@ async def test_a_small_disk_that_is_filled_by_kv_and_then_by_others_keeps_every_
             # What finds no room is computed again.
             with contextlib.suppress(AssertionError, SatchelError):
                 await node.put(*with_kv)
-            assert (await node.speak(agent, spoken(*with_kv) * 8))["kind"] == "opened", index
+            assert (await node.speak(agent, spoken(*with_kv) * 8)).kind == "opened", index
             said.append(agent)
             if index == 40:
                 fill(filler)
@@ -278,18 +281,18 @@ async def test_a_small_disk_that_is_filled_by_kv_and_then_by_others_keeps_every_
         filler.unlink()
         await node.put(*chain(8, first=990, layers=80))
         fill(filler)
-        assert await node.call("forget", "default/a3")
+        assert await node.client.forget("default/a3")
         await node.owned.idle()
-        found = await node.call("agents", "default", "default/", 99)
-        assert {each["agent"] for each in found} == {*said} - {"default/a3"}
+        found = await node.client.agents("default", "default/", 99)
+        assert {each.agent for each in found} == {*said} - {"default/a3"}
         fill(filler)
         node.close()
         fill(filler)
         # A store that starts on a full disk, and without a disk tier, knows all words.
         node = Node(mounted / "kv")
-        assert await node.call("agents", "default", "default/", 99) == found
+        assert await node.client.agents("default", "default/", 99) == found
         filler.unlink()
-        assert (await node.speak("default/new", [1, 2, 3]))["kind"] == "opened"
+        assert (await node.speak("default/new", [1, 2, 3])).kind == "opened"
         await opened(node)
         node.close()
     finally:
@@ -311,15 +314,15 @@ def fill(path: Path) -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "LOCK_WAIT_S", 0.0)
-    monkeypatch.setattr(actor, "OPEN_RETRY_S", 0.05)
+    monkeypatch.setattr(disk, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(disk, "OPEN_RETRY_S", 0.05)
 
 
 async def opened(node: Node) -> None:
     async with asyncio.timeout(10):
-        while node.actor._disk is None:
+        while node.actor.services.memory.disk.store is None:
             await asyncio.sleep(0.01)
-    await node.call("stats")
+    await node.client.stats()
     await node.owned.idle()
 
 
@@ -333,17 +336,17 @@ async def test_a_disk_tier_that_could_not_be_opened_is_opened_later_and_what_was
     await before.speak(BOB, spoken(*his))
     await before.put(*hers)
     await before.put(*his)
-    before.actor._database.close()
+    before.actor.services.memory.database.close()
     node = Node(tmp_path / "kv")
-    assert "another process" in (await node.call("stats"))["disk_error"]
-    assert await node.call("disk_session") is None
-    assert await node.call("forget", ALICE)
-    await node.call("fork", BOB, "default/copy")
-    await node.call("forget", BOB)
+    assert "another process" in (await node.client.stats()).disk_error
+    assert await node.client.disk_session() is None
+    assert await node.client.forget(ALICE)
+    await node.client.fork(BOB, "default/copy")
+    await node.client.forget(BOB)
     await node.speak("default/new", [1, 2, 3])
     before.disk.close()
     await opened(node)
-    assert (await node.call("stats"))["disk_error"] == ""
+    assert (await node.client.stats()).disk_error == ""
     assert not any(node.on_disk(entry) for entry in hers)
     assert node.has(*his), "its copy stands on it"
     late = chain(1, first=80, owners=("default/new",))
@@ -354,8 +357,8 @@ async def test_a_disk_tier_that_could_not_be_opened_is_opened_later_and_what_was
 
 async def test_what_cannot_be_erased_for_long_is_erased_when_the_disk_is_tidied_up(tmp_path, soon, monkeypatch):
     monkeypatch.setattr(ownership, "ERASE_RETRY_S", 0.001)
-    monkeypatch.setattr(disk_calls, "SPACE_S", 0.02)
-    monkeypatch.setattr(disk_calls, "COMPACT_S", 0.05)
+    monkeypatch.setattr(disk, "SPACE_S", 0.02)
+    monkeypatch.setattr(disk, "COMPACT_S", 0.05)
     node = Node(tmp_path / "kv")
     entries = chain(1, owners=(ALICE,))
     await node.speak(ALICE, spoken(*entries))
@@ -368,7 +371,7 @@ async def test_what_cannot_be_erased_for_long_is_erased_when_the_disk_is_tidied_
         return forget(*arguments)
 
     monkeypatch.setattr(DiskStore, "forget", at_last)
-    await node.call("forget", ALICE)
+    await node.client.forget(ALICE)
     async with asyncio.timeout(10):
         while node.on_disk(entries[0]):
             await asyncio.sleep(0.02)

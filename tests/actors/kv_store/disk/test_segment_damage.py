@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from satchel.actors.kv_store.disk import segment_reader
-from satchel.actors.kv_store.disk.segment_reader import EntryReader, Failure, read_entries
+from satchel.actors.kv_store.disk.segment_reader import EntryReader, read_entries
 from satchel.actors.kv_store.disk.segments import model_folder
-from satchel.actors.protocol.entries import Location
+from satchel.actors.protocol.entries import Failure, Location
 from satchel.cluster.errors import DiskError, InvalidRecord
 from tests.worlds.kv_files import KEY, OTHER_MODEL, chain, file_of, places, same, tail, write_file
 

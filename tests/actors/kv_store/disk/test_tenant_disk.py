@@ -3,6 +3,7 @@ and nothing of anybody else's ever goes for that."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from satchel.actors.kv_store.agents.branches import ROW_BYTES, Content, Head
+from satchel.actors.kv_store.agents.branches import ROW_BYTES
 from satchel.actors.kv_store.agents.database import AgentDatabase
 from satchel.actors.kv_store.disk import index, segment_header
 from satchel.actors.kv_store.disk.quotas import Quotas
 from satchel.actors.kv_store.disk.tenant_files import TenantFiles
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.entries import NOBODY, crowd_tag, is_crowd, owner_tag, tenant_of_tag, tenant_tag
-from satchel.cluster.errors import DiskFull, QuotaExceeded, from_wire
+from satchel.actors.protocol.store_messages import Commit, Content, Head, PullKV
+from satchel.cluster.errors import DiskFull, QuotaExceeded
 from tests.worlds import kv_node
 from tests.worlds.kv_files import MODEL, ROOT, Bench, chain, tail
 from tests.worlds.kv_node import Node, spoken
@@ -356,15 +358,15 @@ def test_words_of_a_tenant_are_counted_as_they_are_also_where_writing_fails(take
 # The store's actor.
 
 
-async def refused(node: Node, method: str, *arguments: Any, **named: Any) -> None:
-    answer = await getattr(node.actor, method)(*arguments, **named)
-    assert isinstance(from_wire(answer["error"]), QuotaExceeded), answer
+async def refused(node: Node, method: str, *arguments: Any) -> None:
+    with pytest.raises(QuotaExceeded):
+        await getattr(node.client, method)(*arguments)
 
 
 async def say(node: Node, agent: str, tokens: list[int], limits: dict[str, int | None] | None = None) -> Any:
-    since = (await node.call("recall", agent, MODEL, {}, limits))["since"]
-    content = {"token_ids": b"\0\0\0\1" * len(tokens), "text": "x", "transcript": b"[1]"}
-    return await node.call("commit", agent, **content, messages=1, model=MODEL, since=since, limits=limits)
+    since = (await node.client.recall(agent, MODEL, {}, limits)).since
+    content = Content(b"\0\0\0\1" * len(tokens), "x", b"[1]")
+    return await node.client.commit(agent, Commit(MODEL, content, 1, since), limits)
 
 
 async def test_words_over_the_limit_are_refused_until_some_are_erased(node: Node):
@@ -372,13 +374,13 @@ async def test_words_over_the_limit_are_refused_until_some_are_erased(node: Node
     await say(node, "ann/a", [1] * 100, limits)
     await say(node, "bob/a", [1] * 100)
     kept = await say(node, "ann/b", [1] * 900, limits)
-    assert kept["kind"] == "opened", "one turn may end above it"
-    held = node.actor._agents.nbytes_of("ann")
+    assert kept.kind == "opened", "one turn may end above it"
+    held = node.actor.services.memory.agents.nbytes_of("ann")
     for restarted in (False, True):
         if restarted:
             node.close()
             node.__init__(node.folder)
-            assert node.actor._agents.nbytes_of("ann") == held
+            assert node.actor.services.memory.agents.nbytes_of("ann") == held
         for method, arguments in (
             ("recall", ("ann/a", MODEL, {}, limits)),
             ("recall", ("ann/new", MODEL, {}, limits)),
@@ -386,34 +388,34 @@ async def test_words_over_the_limit_are_refused_until_some_are_erased(node: Node
             ("fork", ("ann/a", "ann/c", limits)),
         ):
             await refused(node, method, *arguments)
-    assert len(await node.call("agents", "ann", "", 10)) == 2 and await node.call("info", "ann/a")
-    assert await node.call("transcript", "ann/b") == b"[1]"
-    assert (await node.call("recall", "ann/a", MODEL, {}))["branches"], "who adds no words is not refused"
-    assert (await node.call("begin", "ann/a", "move", b"", {}))["branch"]
-    await node.call("abandon", "ann/a", "move")
+    assert len(await node.client.agents("ann", "", 10)) == 2 and await node.client.info("ann/a")
+    assert await node.client.transcript("ann/b") == b"[1]"
+    assert (await node.client.recall("ann/a", MODEL, {})).branches, "who adds no words is not refused"
+    assert (await node.client.begin("ann/a", "move", b"", {})).branch
+    await node.client.abandon("ann/a", "move")
     await say(node, "bob/b", [1] * 2000, {"bob": None})
     await say(node, "default/b", [1] * 2000, {"default": None})
     await node.forget("ann/b")
     await say(node, "ann/a", [1] * 10, limits)
     await refused(node, "fork", "ann/a", "ann/c", {"ann": 1500})
-    assert [each["agent"] for each in await node.call("agents", "ann", "", 10)] == ["ann/a"]
-    assert await node.call("fork", "ann/a", "ann/c", {"ann": 3000})
+    assert [each.agent for each in await node.client.agents("ann", "", 10)] == ["ann/a"]
+    assert await node.client.fork("ann/a", "ann/c", {"ann": 3000})
     await say(node, "ann/b", [1] * 900, {"ann": None})
 
 
 async def test_of_turns_that_end_together_one_takes_the_words_over_the_limit(node: Node):
     limits: dict[str, int | None] = {"ann": 2000}
-    sinces = [(await node.call("recall", f"ann/{name}", MODEL, {}, limits))["since"] for name in "abcd"]
-    await node.call("begin", "ann/d", "turn", MODEL, {}, limits)
-    content = {"token_ids": bytes(4000), "text": "x", "transcript": b"[1]"}
-    more = {**content, "messages": 1, "model": MODEL, "limits": limits}
+    sinces = [(await node.client.recall(f"ann/{name}", MODEL, {}, limits)).since for name in "abcd"]
+    await node.client.begin("ann/d", "turn", MODEL, {}, limits)
+    commit = Commit(MODEL, Content(bytes(4000), "x", b"[1]"), 1, 0)
+    ends = [replace(commit, since=since) for since in sinces]
+    ends[-1] = replace(ends[-1], turn="turn")
     kinds = [
-        (await node.call("commit", f"ann/{name}", since=since, turn="turn" if name == "d" else "", **more))["kind"]
-        for name, since in zip("abcd", sinces, strict=True)
+        (await node.client.commit(f"ann/{name}", end, limits)).kind for name, end in zip("abcd", ends, strict=True)
     ]
     assert kinds == ["opened", "over quota", "over quota", "over quota"]
-    assert await node.call("begin", "ann/d", "next", MODEL, {}), "its turn is over"
-    assert not await node.call("agents", "ann", "ann/a", 10)
+    assert await node.client.begin("ann/d", "next", MODEL, {}), "its turn is over"
+    assert not await node.client.agents("ann", "ann/a", 10)
 
 
 async def test_kv_makes_room_for_words_and_words_never_for_kv(node: Node, tmp_path: Path):
@@ -426,27 +428,27 @@ async def test_kv_makes_room_for_words_and_words_never_for_kv(node: Node, tmp_pa
     block = size(Bench(tmp_path / "kv"), 3)
     limits: dict[str, int | None] = {"ann": words + 2 * block}
     await say(node, ANN, [1] * 768, limits)
-    assert await node.call("disk_commit", record, limits) == [entry.id for entry in entries]
-    await node.call("disk_touch", MODEL, [entry.id for entry in entries], ANN)
+    assert await node.client.disk_commit(record, limits) == [entry.id for entry in entries]
+    await node.client.disk_touch(MODEL, [entry.id for entry in entries], ANN)
     assert node.has(*entries, *his)
     await say(node, "ann/y", [1] * (words // 4 + 1500), limits)
-    assert not node.has(*entries) and node.has(*his) and await node.call("info", ANN)
-    assert node.disk.nbytes_of("ann") + node.actor._agents.nbytes_of("ann") <= limits["ann"]  # pyright: ignore
+    assert not node.has(*entries) and node.has(*his) and await node.client.info(ANN)
+    assert node.disk.nbytes_of("ann") + node.actor.services.memory.agents.nbytes_of("ann") <= limits["ann"]  # pyright: ignore
     late = await node.write(chain(3, first=50, owners=(ANN,)))
-    assert await node.call("disk_commit", late, {"ann": 1}) == [], "a limit below one turn keeps no KV"
-    assert (await node.call("info", ANN))["branches"] and (await node.call("info", "ann/y"))["branches"]
-    assert await node.call("disk_commit", await node.write(entries), {"ann": None}) == [entry.id for entry in entries]
+    assert await node.client.disk_commit(late, {"ann": 1}) == [], "a limit below one turn keeps no KV"
+    assert (await node.client.info(ANN)).branches and (await node.client.info("ann/y")).branches
+    assert await node.client.disk_commit(await node.write(entries), {"ann": None}) == [entry.id for entry in entries]
 
 
 async def test_a_limit_comes_with_the_first_request_after_a_start(node: Node, tmp_path: Path):
     entries = chain(2, owners=(ANN,))
     await node.speak(ANN, spoken(*entries))
-    assert await node.call("disk_commit", await node.write(entries), {"ann": 10**6})
+    assert await node.client.disk_commit(await node.write(entries), {"ann": 10**6})
     node = await node.restarted()
     try:
         more = chain(1, first=50, owners=(ANN,))
-        held = node.disk.nbytes_of("ann") + node.actor._agents.nbytes_of("ann")
-        await node.call("disk_commit", await node.write(more), {"ann": held})
+        held = node.disk.nbytes_of("ann") + node.actor.services.memory.agents.nbytes_of("ann")
+        await node.client.disk_commit(await node.write(more), {"ann": held})
         assert not node.has(*entries) and node.has(*more)
     finally:
         await node.owned.idle()
@@ -462,8 +464,8 @@ async def kv(world: Cluster, node: str, agent: str, first: int, limits: dict[str
     tokens = [token for entry in entries for token in entry.tokens]
     await world.speak(node, agent, f"from {first}", tokens, limits=limits)
     await world.put(node, entries)
-    await world.call(node, "disk_touch", MODEL, [entry.id for entry in entries], agent)
-    await world.stores[node]._copies.idle()
+    await world.at(node).disk_touch(MODEL, [entry.id for entry in entries], agent)
+    await world.stores[node].services.copies.idle()
     return entries
 
 
@@ -473,31 +475,34 @@ async def test_copies_count_where_they_are_and_are_never_refused(tmp_path: Path)
         both = await kv(world, "a", BOB, 1000, {"bob": None})
         many: dict[str, int | None] = {"ann": 10**6}
         entries = await kv(world, "a", ANN, 0, many)
-        b = world.stores["b"]
-        assert b._disk is not None and b._disk.nbytes_of("ann") > 0 and b._quotas.of(ANN) == many
-        words, held = b._agents.nbytes_of("ann"), b._disk.nbytes_of("ann")
-        assert words == world.stores["a"]._agents.nbytes_of("ann") and world.has("b", *entries)
+        agents, disk, quotas = world.agents("b"), world.disk("b"), world.stores["b"].services.memory.quotas
+        assert disk.nbytes_of("ann") > 0 and quotas.of(ANN) == many
+        words, held = agents.nbytes_of("ann"), disk.nbytes_of("ann")
+        assert words == world.agents("a").nbytes_of("ann") and world.has("b", *entries)
         few: dict[str, int | None] = {"ann": 2 * words + held - 100}
         await world.speak("a", "ann/y", "more", [1] * 768, limits=few)
-        assert b._disk.nbytes_of("ann") == 0 and world.has("b", *both), "its KV made room for the copy of its words"
+        assert disk.nbytes_of("ann") == 0 and world.has("b", *both), "its KV made room for the copy of its words"
         await world.speak("a", "ann/y", "even more", [2] * 768, limits=few)
         await world.speak("a", "ann/y", "much more", [3] * 1500, limits={"ann": None})
         assert world.said("b", "ann/y") == {"more", "even more", "much more"}
-        assert b._quotas.of(ANN) == {"ann": None}
-        assert b._agents.nbytes_of("ann") == world.stores["a"]._agents.nbytes_of("ann")
+        assert quotas.of(ANN) == {"ann": None}
+        assert agents.nbytes_of("ann") == world.agents("a").nbytes_of("ann")
 
 
 async def test_what_a_move_brings_counts_at_the_new_home(tmp_path: Path):
     async with cluster(tmp_path, replication=0) as world:
         limits: dict[str, int | None] = {"ann": 10**6}
         entries = await kv(world, "a", ANN, 0, limits)
-        held = [world.stores["a"]._agents.nbytes_of("ann"), world.stores["a"]._disk.nbytes_of("ann")]  # pyright: ignore
-        await world.call("a", "move", ANN, "b")
-        b = world.stores["b"]
-        assert b._disk is not None and world.has("b", *entries)
-        assert [b._agents.nbytes_of("ann"), b._disk.nbytes_of("ann")] == [held[0], pytest.approx(held[1], rel=0.2)]
+        held = [world.agents("a").nbytes_of("ann"), world.disk("a").nbytes_of("ann")]
+        await world.at("a").move(ANN, "b")
+        agents, disk = world.agents("b"), world.disk("b")
+        assert world.has("b", *entries)
+        assert [agents.nbytes_of("ann"), disk.nbytes_of("ann")] == [
+            held[0],
+            pytest.approx(held[1], rel=0.2),
+        ]
         await world.speak("b", ANN, "and now", [7] * 100, limits={"ann": held[0] + 2000})
-        assert b._disk.nbytes_of("ann") == 0 and len(world.said("b", ANN)) == 2
+        assert disk.nbytes_of("ann") == 0 and len(world.said("b", ANN)) == 2
 
 
 async def test_what_is_pulled_fits_the_limit_and_is_the_beginning(tmp_path: Path):
@@ -506,11 +511,11 @@ async def test_what_is_pulled_fits_the_limit_and_is_the_beginning(tmp_path: Path
         await world.speak("a", ANN, "long", [token for entry in entries for token in entry.tokens])
         for start in range(0, 40, 16):
             await world.put("a", entries[start : start + 16])
-        held = world.stores["a"]._disk.nbytes_of("ann")  # pyright: ignore[reportOptionalMemberAccess]
-        wanted = [MODEL, ROOT, [entry.id for entry in entries], []]
+        held = world.disk("a").nbytes_of("ann")
+        chain_ids = [entry.id for entry in entries]
         most = held * 3 // 4
-        await world.call("b", "pull", "a", wanted, ANN, 20.0, {"ann": most})
-        disk = world.stores["b"]._disk
-        assert disk is not None and 0 < disk.nbytes_of("ann") <= most
+        await world.at("b").pull(PullKV("a", MODEL, ROOT, chain_ids, [], ANN, 20.0, {"ann": most}))
+        disk = world.disk("b")
+        assert 0 < disk.nbytes_of("ann") <= most
         there = [where is not None for where in disk.locate(MODEL, [entry.id for entry in entries])]
         assert there == sorted(there, reverse=True) and there[0]

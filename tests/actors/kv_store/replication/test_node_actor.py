@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from satchel.actors.kv_store import actor, node_actor
-from satchel.actors.kv_store.agents.homes import LIFE, Place, Role
+from satchel.actors.kv_store import actor
+from satchel.actors.kv_store.agents.roles import LIFE, Place, Role
 from satchel.actors.kv_store.disk.io import DiskIO, Space
-from satchel.actors.kv_store.replication.peers import RayPeers, copy_nodes, head_to_wire
-from satchel.actors.protocol import handles
+from satchel.actors.kv_store.replication.peers import RayPeers, secondary_nodes
+from satchel.actors.kv_store.services import disk, reports
+from satchel.actors.protocol import calls
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.codec import decode
+from satchel.actors.protocol.store_messages import BranchMemory, Commit, CommitOutcome, Content, TakeIn, TakeSecondary
 from satchel.cluster.errors import (
     AgentBusy,
     AgentElsewhere,
@@ -31,7 +33,11 @@ X = "t/x"
 
 def copied(world: Cluster, agent: str, home: str) -> list[str]:
     """Where its copies belong."""
-    return copy_nodes(agent, [name for name in world.listed if name != home], world.config.replication)
+    return secondary_nodes(agent, [name for name in world.listed if name != home], world.config.replication)
+
+
+def sent_copies(world: Cluster) -> list[TakeSecondary]:
+    return [decode(TakeSecondary, asked) for _, _, method, asked in world.calls if method == "take_secondary"]
 
 
 @pytest.mark.parametrize(("count", "names"), [(0, "ab"), (1, "ab"), (2, "abcd"), (2, "ab"), (1, "a"), (3, "abc")])
@@ -42,11 +48,11 @@ async def test_a_turn_is_copied_before_its_commit_returns(tmp_path, count, names
         having = [name for name in names[1:] if world.said(name, X)]
         assert having == sorted(copied(world, X, "a")) and len(having) == min(count, len(names) - 1)
         for name in having:
-            assert world.place(name, X) == Place(1, Role.COPY)
+            assert world.place(name, X) == Place(1, Role.SECONDARY)
             with pytest.raises(AgentElsewhere):
-                await world.call(name, "recall", X, MODEL, {})
+                await world.at(name).recall(X, MODEL, {})
             with pytest.raises(AgentElsewhere):
-                await world.call(name, "begin", X, "turn", MODEL, {})
+                await world.at(name).begin(X, "turn", MODEL, {})
 
 
 async def test_only_what_changed_travels(tmp_path):
@@ -55,14 +61,14 @@ async def test_only_what_changed_travels(tmp_path):
             await world.speak("a", X, text)
         world.calls.clear()
         await world.speak("a", X, "and more", more=True)
-        ((_, _, method, (_, _, _, heads, contents, _)),) = world.calls
-        assert method == "take_copy" and len(heads) == 3 and len(contents) == 1
+        (sent,) = sent_copies(world)
+        assert len(world.calls) == 1 and len(sent.heads) == 3 and len(sent.contents) == 1
         assert world.said("b", X) == world.said("a", X) == {"one", "two", "and more"}
         # Here the copy lacks what came before: two calls, the second with everything.
-        world.stores["b"]._agents.forget(X, 0.0)
+        world.agents("b").forget(X, 0.0)
         world.calls.clear()
         await world.speak("a", X, "four")
-        assert [len(call[3][4]) for call in world.calls] == [1, 4]
+        assert [len(sent.contents) for sent in sent_copies(world)] == [1, 4] and len(world.calls) == 2
         assert world.said("b", X) == world.said("a", X)
 
 
@@ -70,9 +76,9 @@ async def test_an_earlier_copy_that_comes_late_changes_nothing(tmp_path):
     """A caller that gave up cannot take its call back."""
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "one")
-        old = next(call for call in world.calls if call[2] == "take_copy")
+        (old, *_) = sent_copies(world)
         await world.speak("a", X, "two", more=True)
-        assert await world.call("b", "take_copy", *old[3]) == []
+        assert await world.at("b").take_secondary(old) == []
         assert world.said("b", X) == {"two"}
 
 
@@ -87,37 +93,37 @@ async def test_a_node_that_is_cut_off_costs_a_turn_a_second_at_most_and_gets_its
     async with cluster(tmp_path, replication_wait="0.1s") as world:
         world.delay_s = 5.0
         began = time.monotonic()
-        assert (await world.speak("a", X, "hello"))["kind"] == "opened"
+        assert (await world.speak("a", X, "hello")).kind == "opened"
         assert time.monotonic() - began < 1.0
         world.delay_s = 0.0
         world.cut.add(frozenset("ab"))
         await world.speak("a", X, "again")
-        assert (await world.call("a", "stats"))["copies_failed_total"] == 2
-        await world.stores["a"].tend()
+        assert (await world.at("a").stats()).copies_failed_total == 2
+        await world.stores["a"].services.tending.tend()
         assert not world.said("b", X)
         world.cut.clear()
-        await world.stores["a"].tend()
+        await world.stores["a"].services.tending.tend()
         assert world.said("b", X) == {"hello", "again"}
-        assert (await world.call("a", "stats"))["copies_late"] == 0
+        assert (await world.at("a").stats()).copies_late == 0
 
 
 async def test_a_strict_turn_waits_for_its_copy_and_says_where_it_was_not_made_in_time(tmp_path):
     async with cluster(tmp_path, replication_wait="strict", timeouts={"replication_s": 3}) as world:
-        assert (await world.speak("a", X, "hello"))["copied"] is True
+        assert (await world.speak("a", X, "hello")).copied is True
         world.cut.add(frozenset("ab"))
         turn = asyncio.create_task(world.speak("a", X, "again"))
         await asyncio.sleep(1.2)
         assert not turn.done()
         world.cut.clear()
-        assert (await turn)["copied"] is True and world.said("b", X) == {"hello", "again"}
-        assert (await world.call("a", "stats"))["copies_failed_total"] == 0
+        assert (await turn).copied is True and world.said("b", X) == {"hello", "again"}
+        assert (await world.at("a").stats()).copies_failed_total == 0
         world.cut.add(frozenset("ab"))
         began = time.monotonic()
-        assert (await world.speak("a", X, "third"))["copied"] is False
+        assert (await world.speak("a", X, "third")).copied is False
         assert 2.5 < time.monotonic() - began < 4.0
-        assert (await world.call("a", "stats"))["copies_failed_total"] == 1
+        assert (await world.at("a").stats()).copies_failed_total == 1
         world.cut.clear()
-        await world.stores["a"].tend()
+        await world.stores["a"].services.tending.tend()
         assert world.said("b", X) == {"hello", "again", "third"}
 
 
@@ -125,44 +131,44 @@ async def test_a_node_that_should_be_there_and_is_not_has_no_copy(tmp_path):
     """By default its turns go on at once, and say so; where no further node was ever asked for, nothing is missing."""
     nodes = [{"name": "a"}, {"name": "b"}]
     async with cluster(tmp_path / "two", ["a"], nodes=nodes) as world:
-        assert (await world.speak("a", X, "hello"))["copied"] is False
+        assert (await world.speak("a", X, "hello")).copied is False
         world.start("b")
-        assert (await world.speak("a", X, "again"))["copied"] is True
+        assert (await world.speak("a", X, "again")).copied is True
     async with cluster(tmp_path / "strict", ["a"], nodes=nodes, replication_wait="strict") as world:
         turn = asyncio.create_task(world.speak("a", X, "hello"))
         await asyncio.sleep(0.3)
         assert not turn.done()
         world.start("b")
-        assert (await turn)["copied"] is True and world.said("b", X) == {"hello"}
+        assert (await turn).copied is True and world.said("b", X) == {"hello"}
     async with cluster(tmp_path / "one", ["a"], replication_wait="strict") as world:
-        assert (await world.speak("a", X, "hello"))["copied"] is True
+        assert (await world.speak("a", X, "hello")).copied is True
     async with cluster(tmp_path / "none", replication=0, nodes=nodes) as world:
-        assert (await world.speak("a", X, "hello"))["copied"] is True
+        assert (await world.speak("a", X, "hello")).copied is True
 
 
 async def test_a_node_whose_disk_tier_opens_late_serves_its_kv_then_and_tells_the_router(tmp_path, monkeypatch):
-    monkeypatch.setattr(actor, "LOCK_WAIT_S", 0.0)
-    monkeypatch.setattr(actor, "OPEN_RETRY_S", 0.05)
+    monkeypatch.setattr(disk, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(disk, "OPEN_RETRY_S", 0.05)
     async with cluster(tmp_path) as world:
         entries = chain(2, owners=(X,))
         await world.put("a", entries)
         before = world.stores["a"]
-        assert before._disk is not None and before._blocks is not None
-        before._database.close()
+        assert before.services.memory.disk.store is not None and before.services.fetching.blocks is not None
+        before.services.memory.database.close()
         store = world.start("a")
-        await world.call("a", "stats")
+        await world.at("a").stats()
         report = await world.report("a")
         assert "another process" in report.disk_error and report.disk_full and report.announced == []
-        await asyncio.to_thread(before._blocks.close)
-        before._disk.close()
+        await asyncio.to_thread(before.services.fetching.blocks.close)
+        before.services.memory.disk.store.close()
         async with asyncio.timeout(10):
-            while store._blocks is None:
+            while store.services.fetching.blocks is None:
                 await asyncio.sleep(0.01)
         report = await world.report("a", full=False)
         assert (report.disk_error, report.disk_full) == ("", False)
         assert set(report.announced) == {entry.id for entry in entries}
         assert (await world.report("a", full=False)).announced == []
-        assert (await world.call("a", "block_addresses")) != []
+        assert (await world.at("a").block_addresses()) != []
 
 
 async def test_copies_follow_where_nodes_come_and_go(tmp_path):
@@ -172,16 +178,16 @@ async def test_copies_follow_where_nodes_come_and_go(tmp_path):
             await world.speak("a", agent, "hello")
         await world.tend()
         world.start("c")
-        await world.stores["a"].tend()
+        await world.stores["a"].services.tending.tend()
         belong = {agent: copied(world, agent, "a") for agent in agents}
         assert {tuple(nodes) for nodes in belong.values()} == {("b",), ("c",)}, "both get some"
         assert all(world.said(nodes[0], agent) for agent, nodes in belong.items())
         await world.stop("b")
-        await world.stores["a"].tend()
+        await world.stores["a"].services.tending.tend()
         assert all(world.said("c", agent) for agent in agents)
         world.calls.clear()
-        await world.stores["a"].tend()
-        assert "take_copy" not in world.methods(), "and then it is quiet"
+        await world.stores["a"].services.tending.tend()
+        assert "take_secondary" not in world.methods(), "and then it is quiet"
 
 
 async def test_a_copy_that_has_to_make_room_is_none(tmp_path):
@@ -193,59 +199,59 @@ async def test_a_copy_that_has_to_make_room_is_none(tmp_path):
         await world.report("b")
         for number in range(4, 8):
             await world.speak("b", f"t/{number}", "y" * 500)
-        assert world.stores["b"]._agents.nbytes <= 15_000
+        assert world.agents("b").nbytes <= 15_000
         gone = [f"t/{number}" for number in range(8) if not world.said("b", f"t/{number}")]
         report = await world.report("b", full=False)
         assert gone and set(gone) <= set(report.agents_retracted)
         with pytest.raises(AgentNotFound):
-            await world.stores["b"]._succession.adopt("t/nobody", 1)
+            await world.stores["b"].services.succession.promote("t/nobody", 1)
         assert all("b" not in (place.copies if (place := world.places.where(agent)) else ()) for agent in gone)
 
 
 async def test_there_is_no_room_for_a_copy_of_more_than_a_node_may_keep(tmp_path):
     async with cluster(tmp_path, transcripts_bytes_max=60_000) as world:
         await world.speak("b", "t/own", "mine")
-        world.stores["b"]._agents._limits = type(world.stores["b"]._agents._limits)(bytes_max=3_000)
+        world.agents("b")._limits = type(world.agents("b")._limits)(bytes_max=3_000)
         await world.speak("a", X, "z" * 4_000)
         assert not world.said("b", X) and world.said("b", "t/own") == {"mine"}, "nothing has changed"
-        assert (await world.call("a", "stats"))["copies_failed_total"] == 1
+        assert (await world.at("a").stats()).copies_failed_total == 1
 
 
 async def test_a_move_leaves_one_home_and_a_copy(tmp_path):
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "one")
         await world.speak("a", X, "two")
-        moved = await world.call("a", "move", X, "b")
-        assert (moved["node"], moved["epoch"]) == ("b", 2)
+        moved = await world.at("a").move(X, "b")
+        assert (moved.node, moved.epoch) == ("b", 2)
         assert world.homes(X) == ["b"] and world.said("b", X) == {"one", "two"}
         with pytest.raises(AgentElsewhere):
-            await world.call("a", "recall", X, MODEL, {})
-        assert (await world.speak("b", X, "!", more=True))["kind"] == "replaced"
+            await world.at("a").recall(X, MODEL, {})
+        assert (await world.speak("b", X, "!", more=True)).kind == "replaced"
         assert world.said("a", X) == world.said("b", X)
-        assert (await world.call("b", "move", X, "a"))["epoch"] == 3
+        assert (await world.at("b").move(X, "a")).epoch == 3
         assert world.homes(X) == ["a"]
-        assert (await world.call("a", "move", X, "a"))["epoch"] == 3, "it is there already"
+        assert (await world.at("a").move(X, "a")).epoch == 3, "it is there already"
 
 
 async def test_a_move_is_refused_with_the_reason(tmp_path):
     async with cluster(tmp_path, timeouts={"turn_wait_s": 0.1}) as world:
         with pytest.raises(AgentNotFound):
-            await world.call("a", "move", X, "b")
+            await world.at("a").move(X, "b")
         await world.speak("a", X, "one")
         with pytest.raises(Unavailable, match="nowhere"):
-            await world.call("a", "move", X, "nowhere")
+            await world.at("a").move(X, "nowhere")
         with pytest.raises(AgentElsewhere):
-            await world.call("b", "move", X, "a")
-        await world.call("a", "begin", X, "turn", MODEL, {})
+            await world.at("b").move(X, "a")
+        await world.at("a").begin(X, "turn", MODEL, {})
         with pytest.raises(AgentBusy):
-            await world.call("a", "move", X, "b")
+            await world.at("a").move(X, "b")
         assert world.homes(X) == ["a"]
-        await world.call("a", "abandon", X, "turn")
-        await world.call("a", "move", X, "b")
+        await world.at("a").abandon(X, "turn")
+        await world.at("a").move(X, "b")
 
 
 @pytest.mark.parametrize("lost", ["call", "answer"])
-@pytest.mark.parametrize("method", ["take_copy", "fetch", "become_home", "take_in"])
+@pytest.mark.parametrize("method", ["take_secondary", "fetch", "promote_here", "take_in"])
 async def test_a_move_that_fails_at_any_step_loses_nothing_and_leaves_one_home(tmp_path, method, lost):
     async with cluster(tmp_path, replication=0) as world:
         await world.speak("a", X, "one")
@@ -259,29 +265,29 @@ async def test_a_move_that_fails_at_any_step_loses_nothing_and_leaves_one_home(t
         else:
             world.unanswered.add(("a", "b", method))
         try:
-            await world.call("a", "move", X, "b")
+            await world.at("a").move(X, "b")
         except Unavailable:
-            assert method in ("take_copy", "become_home")
+            assert method in ("take_secondary", "promote_here")
         world.fault = lambda caller, node, called: None
         world.unanswered.clear()
         await world.tend()
         (home,) = world.homes(X)
         assert world.said(home, X) == {"one"}
-        assert (await world.speak(home, X, "!", more=True))["kind"] == "replaced"
-        assert await world.call(home, "begin", X, "turn", MODEL, {}), "nobody has its turn"
+        assert (await world.speak(home, X, "!", more=True)).kind == "replaced"
+        assert await world.at(home).begin(X, "turn", MODEL, {}), "nobody has its turn"
 
 
 async def test_what_a_stateless_turn_says_during_a_move_moves_too(tmp_path, monkeypatch):
     async with cluster(tmp_path, replication=0) as world:
         await world.speak("a", X, "one")
-        become_home = world.stores["b"].become_home
+        promote_here = world.stores["b"].promote_here
 
-        async def after_a_turn(*arguments: Any) -> Any:
+        async def after_a_turn(asked: bytes) -> bytes:
             assert await world.speak("a", X, "two")
-            return await become_home(*arguments)
+            return await promote_here(asked)
 
-        monkeypatch.setattr(world.stores["b"], "become_home", after_a_turn)
-        await world.call("a", "move", X, "b")
+        monkeypatch.setattr(world.stores["b"], "promote_here", after_a_turn)
+        await world.at("a").move(X, "b")
         assert world.homes(X) == ["b"] and world.said("b", X) == {"one", "two"}
 
 
@@ -289,13 +295,13 @@ async def test_a_lost_home_is_replaced_by_its_copy_and_is_a_copy_when_it_comes_b
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "one")
         await world.stop("a")
-        epochs = await asyncio.gather(*(world.call("b", "adopt", X, 1) for _ in range(5)))
+        epochs = await asyncio.gather(*(world.at("b").promote(X, 1) for _ in range(5)))
         assert set(epochs) == {2}, "asked by many, adopted once"
         await world.speak("b", X, "!", more=True)
         back = world.start("a")
         assert sorted(world.homes(X)) == ["a", "b"]
-        await back.learn()
-        assert world.homes(X) == ["b"] and world.place("a", X).role is Role.COPY
+        await back.services.tending.learn()
+        assert world.homes(X) == ["b"] and world.place("a", X).role is Role.SECONDARY
         await world.speak("b", X, "?", more=True)
         assert world.said("a", X) == {"?"}
 
@@ -304,13 +310,13 @@ async def test_who_did_not_say_what_was_forgotten_is_asked_again(tmp_path):
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "one")
         await world.stop("a")
-        await world.call("b", "forget", X)
+        await world.at("b").forget(X)
         back = world.start("a")
         world.cut.add(frozenset("ab"))
-        await back.learn()
+        await back.services.tending.learn()
         assert world.said("a", X) == {"one"}, "nobody could tell"
         world.cut.clear()
-        await back.tend()
+        await back.services.tending.tend()
         assert not world.said("a", X)
 
 
@@ -318,14 +324,15 @@ async def test_no_turn_begins_at_a_node_that_has_not_asked_the_others_yet(tmp_pa
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "one")
         await world.stop("a")
-        await world.call("b", "adopt", X, 1)
+        await world.at("b").promote(X, 1)
         back = world.start("a")
-        back._introduced.clear()
-        asked = asyncio.create_task(back.recall(X, MODEL, {}))
+        back.services.tending.introduced.clear()
+        asked = asyncio.ensure_future(world.at("a").recall(X, MODEL, {}))
         await asyncio.sleep(0.05)
         assert not asked.done()
-        await back.learn()
-        assert (await asked)["error"]["kind"] == "AgentElsewhere"
+        await back.services.tending.learn()
+        with pytest.raises(AgentElsewhere):
+            await asked
 
 
 async def test_what_a_home_heard_that_was_cut_off_reaches_its_successor(tmp_path):
@@ -333,7 +340,7 @@ async def test_what_a_home_heard_that_was_cut_off_reaches_its_successor(tmp_path
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "begin")
         world.cut.add(frozenset("ab"))
-        await world.call("b", "adopt", X, 1)
+        await world.at("b").promote(X, 1)
         await world.speak("b", X, "there", more=True)
         await world.speak("a", X, "here", more=True)
         assert sorted(world.homes(X)) == ["a", "b"], "each is reached by others"
@@ -343,16 +350,16 @@ async def test_what_a_home_heard_that_was_cut_off_reaches_its_successor(tmp_path
         assert world.homes(X) == ["b"]
         assert world.said("b", X) == world.said("a", X) == {"here", "there"}
         await world.tend()
-        assert len(world.stores["b"]._agents.heads(X)) == 2, "handing over twice adds nothing"
+        assert len(world.agents("b").heads(X)) == 2, "handing over twice adds nothing"
 
 
 async def test_a_home_learns_with_its_next_turn_that_it_is_none_and_the_turn_is_kept(tmp_path):
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "begin")
         world.cut.add(frozenset("ab"))
-        await world.call("b", "adopt", X, 1)
+        await world.at("b").promote(X, 1)
         world.cut.clear()
-        assert (await world.speak("a", X, "here", more=True))["kind"] == "replaced"
+        assert (await world.speak("a", X, "here", more=True)).kind == "replaced"
         assert world.homes(X) == ["b"] and "here" in world.said("b", X)
 
 
@@ -361,21 +368,21 @@ async def test_a_turn_that_was_begun_at_a_former_home_is_over_when_it_is_home_ag
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "begin")
         world.cut.add(frozenset("ab"))
-        await world.call("b", "adopt", X, 1)
-        assert "error" not in await world.call("a", "begin", X, "late", MODEL, {})
+        await world.at("b").promote(X, 1)
+        assert await world.at("a").begin(X, "late", MODEL, {})
         world.cut.clear()
         await world.tend()
         assert world.homes(X) == ["b"]
-        await world.call("b", "move", X, "a")
+        await world.at("b").move(X, "a")
         assert world.homes(X) == ["a"]
-        await asyncio.wait_for(world.call("a", "begin", X, "next", MODEL, {}), 5)
+        await asyncio.wait_for(world.at("a").begin(X, "next", MODEL, {}), 5)
 
 
 async def test_a_copy_does_not_overwrite_a_former_home_before_that_has_handed_over(tmp_path):
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "begin")
         world.cut.add(frozenset("ab"))
-        await world.call("b", "adopt", X, 1)
+        await world.at("b").promote(X, 1)
         await world.speak("a", X, "here", more=True)
         world.cut.clear()
         await world.speak("b", X, "there", more=True)
@@ -392,7 +399,7 @@ async def test_who_adopts_takes_the_latest_copy_that_answers(tmp_path):
         await world.speak("a", X, "two", more=True)
         assert world.said("b", X) == {"one"} and world.said("c", X) == {"two"}
         await world.stop("a")
-        assert await world.call("b", "adopt", X, 1) == 2
+        assert await world.at("b").promote(X, 1) == 2
         assert world.said("b", X) == {"two"}
 
 
@@ -402,14 +409,14 @@ async def test_who_adopts_from_a_home_that_only_seemed_lost_gets_all_and_replace
         world.fault = lambda caller, node, method: lose(method)
 
         def lose(method: str) -> None:
-            if method == "take_copy" and lost:
+            if method == "take_secondary" and lost:
                 lost.pop()
                 raise Unavailable("lost")
 
         lost = [1]
         await world.speak("a", X, "two", more=True)
         assert world.said("b", X) == {"one"}
-        await world.call("b", "adopt", X, 1)
+        await world.at("b").promote(X, 1)
         await world.tend()
         assert world.homes(X) == ["b"] and world.said("b", X) == {"two"}
 
@@ -439,8 +446,8 @@ async def test_of_two_homes_of_one_epoch_copies_follow_the_one_that_stays(tmp_pa
         assert world.said("c", X) == {"there", "and there"}
         world.cut.clear()
         for name in ("b", "c", "b", "a", "b"):
-            await world.stores[name].learn()
-            await world.stores[name].tend()
+            await world.stores[name].services.tending.learn()
+            await world.stores[name].services.tending.tend()
         await world.tend()
         everything = {"here", "there", "and there"}
         assert world.homes(X) == ["a"] and all(world.said(name, X) == everything for name in "abc")
@@ -450,16 +457,14 @@ async def test_a_turn_at_a_former_home_is_refused_alone_and_not_given_back(tmp_p
     """Turns of several agents share a transaction: one that is refused takes no other with it."""
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "one")
-        await world.call("a", "move", X, "b")
+        await world.at("a").move(X, "b")
         (moved, kept) = await asyncio.gather(
-            world.call(
-                "a", "commit", X, token_ids=b"", text="", transcript=b"[]", messages=0, model=MODEL, since=1, turn="t"
-            ),
+            world.at("a").commit(X, Commit(MODEL, Content(b"", "", b"[]"), 0, 1, turn="t")),
             world.speak("a", "t/y", "two", turn="u"),
             return_exceptions=True,
         )
-        assert isinstance(moved, AgentElsewhere) and isinstance(kept, dict) and kept["kind"] == "opened"
-        assert world.stores["a"]._agents.turn_ends(X) is None
+        assert isinstance(moved, AgentElsewhere) and isinstance(kept, CommitOutcome) and kept.kind == "opened"
+        assert world.agents("a").turn_ends(X) is None
 
 
 async def test_a_turn_from_before_the_agent_was_forgotten_is_barred_wherever_it_ends(tmp_path):
@@ -467,13 +472,13 @@ async def test_a_turn_from_before_the_agent_was_forgotten_is_barred_wherever_it_
     async with cluster(tmp_path, replication=0) as world:
         for number in range(20):
             await world.speak("a", "t/y", str(number))
-        since = (await world.call("a", "recall", X, MODEL, {}))["since"]
-        assert since > world.stores["b"]._agents.sequence
+        since = (await world.at("a").recall(X, MODEL, {})).since
+        assert since > world.agents("b").sequence
         await world.speak("a", X, "secret")
-        await world.call("a", "forget", X)
+        await world.at("a").forget(X)
         await world.stop("a")
-        late = {"token_ids": b"", "text": "secret", "transcript": b"[]", "messages": 0, "model": MODEL, "since": since}
-        assert (await world.call("b", "commit", X, **late))["kind"] == "forgotten"
+        late = Commit(MODEL, Content(b"", "secret", b"[]"), 0, since)
+        assert (await world.at("b").commit(X, late)).kind == "forgotten"
         assert world.said("b", X) == set()
 
 
@@ -484,16 +489,16 @@ async def test_who_hears_later_of_a_burial_bars_the_same_turns(tmp_path, how):
         for number in range(20):
             await world.speak("a", "t/y", str(number))
         world.cut.add(frozenset("ab"))
-        since = (await world.call("a", "recall", X, MODEL, {}))["since"]
-        await world.call("a", "forget", X)
-        world.stores["a"]._unburied.clear()
+        since = (await world.at("a").recall(X, MODEL, {})).since
+        await world.at("a").forget(X)
+        world.stores["a"].services.tombstones._unburied.clear()
         world.cut.clear()
         if how == "buried":
-            await world.stores["b"].learn()
+            await world.stores["b"].services.tending.learn()
         else:
-            await world.stores["b"]._succession.settle_with(X)
-        assert world.place("b", X).role is Role.GONE
-        assert world.stores["b"]._agents.buried(X) > since
+            await world.stores["b"].services.succession.settle_with(X)
+        assert world.place("b", X).role is Role.FORGOTTEN
+        assert world.agents("b").buried(X) > since
 
 
 async def test_there_is_nothing_to_adopt_where_no_copy_is(tmp_path):
@@ -501,18 +506,18 @@ async def test_there_is_nothing_to_adopt_where_no_copy_is(tmp_path):
         await world.speak("a", X, "one")
         await world.stop("a")
         with pytest.raises(AgentNotFound):
-            await world.call("b", "adopt", X, 1)
+            await world.at("b").promote(X, 1)
 
 
 async def test_forgetting_reaches_all_nodes_and_a_later_life_is_above(tmp_path):
     async with cluster(tmp_path, "abc", replication=2) as world:
         await world.speak("a", X, "secret")
-        assert await world.call("a", "forget", X) is True
+        assert await world.at("a").forget(X) is True
         for name in "abc":
-            assert not world.said(name, X) and world.place(name, X) == Place(LIFE - 1, Role.GONE)
+            assert not world.said(name, X) and world.place(name, X) == Place(LIFE - 1, Role.FORGOTTEN)
             assert b"secret" not in b"".join(path.read_bytes() for path in (tmp_path / name).glob("agents*"))
         await world.speak("b", X, "anew")
-        assert world.homes(X) == ["b"] and world.place("b", X) == Place(LIFE, Role.HOME)
+        assert world.homes(X) == ["b"] and world.place("b", X) == Place(LIFE, Role.PRIMARY)
         assert world.said("a", X) == world.said("c", X) == {"anew"}
         for name in "abc":
             await world.report(name)
@@ -529,13 +534,13 @@ async def test_a_node_that_was_away_forgets_before_it_announces(tmp_path, again)
         third = ({"b", "c"} - {other}).pop()
         await world.speak(home, X, "secret")
         await world.stop(home)
-        await world.call(other, "adopt", X, 1)
-        await world.call(other, "forget", X)
+        await world.at(other).promote(X, 1)
+        await world.at(other).forget(X)
         if again:
             await world.speak(third, X, "anew")
         back = world.start(home)
         assert world.said(home, X) == {"secret"} | ({"anew"} if "anew" in world.said(home, X) else set())
-        await back.learn()
+        await back.services.tending.learn()
         report = await world.report(home)
         assert [entry for entry in report.agents if entry[2]] == []
         await world.tend()
@@ -548,36 +553,36 @@ async def test_a_burial_that_did_not_arrive_is_told_again(tmp_path):
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "secret")
         world.cut.add(frozenset("ab"))
-        await world.call("a", "forget", X)
+        await world.at("a").forget(X)
         assert world.said("b", X) == {"secret"}
         world.cut.clear()
-        await world.stores["a"].tend()
-        assert not world.said("b", X) and not world.stores["a"]._unburied
+        await world.stores["a"].services.tending.tend()
+        assert not world.said("b", X) and not world.stores["a"].services.tombstones._unburied
 
 
 async def test_a_copy_of_a_life_that_is_over_is_refused_and_cannot_be_adopted(tmp_path):
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "secret")
-        old = next(call for call in world.calls if call[2] == "take_copy")
-        await world.call("a", "forget", X)
+        (old, *_) = sent_copies(world)
+        await world.at("a").forget(X)
         with pytest.raises(StaleEpoch):
-            await world.call("b", "take_copy", *old[3])
+            await world.at("b").take_secondary(old)
         for name in "ab":
             with pytest.raises(AgentNotFound):
-                await world.call(name, "adopt", X, 1)
+                await world.at(name).promote(X, 1)
         assert not world.said("b", X)
 
 
 async def test_a_fork_has_its_copies_too(tmp_path):
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "one")
-        assert await world.call("a", "fork", X, "t/y") == 1
-        assert world.said("b", "t/y") == {"one"} and world.place("b", "t/y") == Place(1, Role.COPY)
+        assert await world.at("a").fork(X, "t/y") == 1
+        assert world.said("b", "t/y") == {"one"} and world.place("b", "t/y") == Place(1, Role.SECONDARY)
         with pytest.raises(AgentElsewhere):
-            await world.call("b", "fork", X, "t/z")
-        await world.call("a", "forget", "t/y")
-        assert await world.call("a", "fork", X, "t/y") == 1
-        assert world.place("a", "t/y") == Place(LIFE, Role.HOME) and world.said("b", "t/y") == {"one"}
+            await world.at("b").fork(X, "t/z")
+        await world.at("a").forget("t/y")
+        assert await world.at("a").fork(X, "t/y") == 1
+        assert world.place("a", "t/y") == Place(LIFE, Role.PRIMARY) and world.said("b", "t/y") == {"one"}
 
 
 async def test_reports_say_what_has_changed_and_full_ones_everything(tmp_path):
@@ -587,8 +592,8 @@ async def test_reports_say_what_has_changed_and_full_ones_everything(tmp_path):
         first = await world.report("a")
         assert sorted(first.agents) == [[X, 1, True], ["t/y", 1, True]]
         assert (await world.report("a", full=False)).agents == []
-        await world.call("a", "move", X, "b")
-        await world.call("a", "forget", "t/y")
+        await world.at("a").move(X, "b")
+        await world.at("a").forget("t/y")
         changed = await world.report("a", full=False)
         assert changed.agents == [[X, 1, False]] and changed.tombstones == [["t/y", LIFE - 1]]
         await world.report("b")
@@ -600,9 +605,9 @@ async def test_who_leaves_or_has_no_room_says_so(tmp_path, monkeypatch):
     async with cluster(tmp_path) as world:
         report = await world.report("a")
         assert not report.draining and not report.disk_full
-        await world.stores["a"].drain()
+        await world.at("a").drain()
         assert (await world.report("a")).draining and not (await world.report("b")).draining
-        room = Space(free=node_actor.ROOM_BYTES_MIN - 1, total=2**40)
+        room = Space(free=reports.ROOM_BYTES_MIN - 1, total=2**40)
         monkeypatch.setattr(DiskIO, "space", lambda io, folder: room)
         assert (await world.report("b")).disk_full
 
@@ -630,10 +635,11 @@ async def test_tokens_are_the_same_on_all_nodes(tmp_path):
     tokens = list(range(BLOCK_TOKENS + 3))
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "long", tokens)
-        await world.call("a", "move", X, "b")
-        (branch,) = (await world.call("b", "recall", X, MODEL, {}))["branches"]
-        (head,) = world.stores["a"]._agents.heads(X)
-        assert (branch["branch"], branch["epoch"], branch["tokens"]) == (head.branch, head.epoch, len(tokens))
+        await world.at("a").move(X, "b")
+        (branch,) = (await world.at("b").recall(X, MODEL, {})).branches
+        (head,) = world.agents("a").heads(X)
+        found = branch.head
+        assert (found.branch, found.epoch, found.tokens) == (head.branch, head.epoch, len(tokens))
 
 
 async def test_an_earlier_copy_changes_nothing_even_where_nothing_was_said_since(tmp_path):
@@ -641,13 +647,13 @@ async def test_an_earlier_copy_changes_nothing_even_where_nothing_was_said_since
     async with cluster(tmp_path) as world:
         await world.speak("a", X, "one")
         await world.speak("a", "t/y", "two")
-        (taken,) = world.stores["a"]._agents.heads("t/y")
-        sent = [call[3] for call in world.calls if call[2] == "take_copy" and call[3][0] == X]
-        heads = [head_to_wire(replace(taken, agent=X, branch=5, epoch=7))]
-        assert await world.call("a", "take_in", X, 1, heads, {5: [bytes(4), "old", b"[]"]}) == 1
-        await world.stores["a"].tend()
+        (taken,) = world.agents("a").heads("t/y")
+        sent = [copy for copy in sent_copies(world) if copy.agent == X]
+        head = replace(taken, agent=X, branch=5, epoch=7)
+        assert await world.at("a").take_in(TakeIn(X, 1, [BranchMemory(head, Content(bytes(4), "old", b"[]"))])) == 1
+        await world.stores["a"].services.tending.tend()
         assert world.said("b", X) == {"one", "old"}
-        assert await world.call("b", "take_copy", *sent[0]) == []
+        assert await world.at("b").take_secondary(sent[0]) == []
         assert world.said("b", X) == {"one", "old"}
 
 
@@ -658,7 +664,7 @@ async def test_a_node_that_was_gone_for_one_turn_only_gets_its_copy(tmp_path):
         world.listed.remove("b")
         await world.speak("a", X, "one")
         world.listed.append("b")
-        await world.stores["a"].tend()
+        await world.stores["a"].services.tending.tend()
         assert world.said("b", X) == {"one"}
 
 
@@ -669,25 +675,25 @@ async def test_who_does_not_answer_is_not_asked_again_by_an_old_list(monkeypatch
     def gone(name: str) -> None:
         raise ValueError(name)
 
-    monkeypatch.setattr(handles, "actor_handle", gone)
+    monkeypatch.setattr(calls, "actor_handle", gone)
     peers = RayPeers("a", USUAL)
     monkeypatch.setattr(peers, "_ask_router", lambda: there[-1])
     assert await peers.others() == ["b", "c"]
     there.append(["c"])
     assert await peers.others() == ["b", "c"], "a list is good for a while"
     with pytest.raises(Unavailable):
-        await peers.call("b", "standing", [X], timeout_s=1.0)
+        await peers.client("b").standing([X]).within(1.0)
     assert await peers.others() == ["c"]
 
 
 async def test_a_full_disk_is_written_down_when_it_begins_and_when_it_ends(tmp_path, monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
-    monkeypatch.setattr(node_actor, "note_incident", lambda home, kind, text: told.append(f"{kind}: {text}"))
+    monkeypatch.setattr(actor, "note_incident", lambda home, kind, text: told.append(f"{kind}: {text}"))
     async with cluster(tmp_path, "a") as world:
-        store = world.stores["a"]
-        monkeypatch.setattr(store, "_watchdog", object())
-        least = node_actor.ROOM_BYTES_MIN
+        reporting = world.stores["a"].services.reports
+        reporting.on_full = actor._note_room
+        least = reports.ROOM_BYTES_MIN
         for free_bytes in (2 * least, least - 1, 0, least, 2 * least - 1, 2 * least, 3 * least):
-            store._note_room(free_bytes)
+            reporting.note_room(free_bytes)
     full, room = told
     assert full.startswith("disk: the disk of ") and "is full" in full and "has room again" in room

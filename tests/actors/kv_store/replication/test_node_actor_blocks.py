@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 from satchel.actors.kv_store.transfer import node_blocks
 from satchel.actors.kv_store.transfer.pull_writer import PullWriter
 from satchel.actors.protocol.entries import Entry, owner_tag
 from satchel.actors.protocol.media_ids import NAME_WORDS, features_parent, words_of
+from satchel.actors.protocol.store_messages import PullKV, Tombstone
 from tests.worlds.kv_files import MODEL, ROOT, chain, tail
 from tests.worlds.store_nodes import Cluster, cluster
 
@@ -27,8 +29,8 @@ async def kept(world: Cluster, node: str, agent: str, first: int = 0, blocks: in
 
 async def used(world: Cluster, node: str, agent: str, entries: list[Any]) -> None:
     """What a replica says when it has written a turn's KV."""
-    await world.call(node, "disk_touch", MODEL, [entry.id for entry in entries[:-1]], agent)
-    await world.stores[node]._copies.idle()
+    await world.at(node).disk_touch(MODEL, [entry.id for entry in entries[:-1]], agent)
+    await world.stores[node].services.copies.idle()
 
 
 async def test_kv_follows_the_words_to_the_copy(tmp_path):
@@ -46,11 +48,11 @@ async def test_turns_while_kv_is_copied_are_followed_by_one_more_copying(tmp_pat
         entries = await kept(world, "a", X)
         world.delay_s = 0.05
         world.calls.clear()
-        world.stores["a"]._copies.blocks_later(X)
+        world.stores["a"].services.copies.blocks_later(X)
         await asyncio.sleep(0.02)
         for _ in range(50):
-            world.stores["a"]._copies.blocks_later(X)
-        await world.stores["a"]._copies.idle()
+            world.stores["a"].services.copies.blocks_later(X)
+        await world.stores["a"].services.copies.idle()
         assert world.methods().count("fetch") == 2 and world.has("b", *entries)
 
 
@@ -68,13 +70,13 @@ async def test_a_move_brings_the_kv_and_says_how_much(tmp_path, monkeypatch):
     monkeypatch.setattr(node_blocks, "LINK_BYTES_MIN", 1)
     async with cluster(tmp_path, replication=0) as world:
         entries = await kept(world, "a", X)
-        moved = await world.call("a", "move", X, "b")
+        moved = await world.at("a").move(X, "b")
         assert world.has("b", *entries)
-        assert moved["tokens"] == 512 and moved["blocks"] >= 2 and moved["bytes"] > 0
+        assert moved.tokens == 512 and moved.blocks >= 2 and moved.nbytes > 0
         assert (await world.report("b")).links.keys() == {"a"}
-        assert (await world.call("b", "stats"))["disk"]["blocks"] == 2
-        owners = world.stores["b"]._disk.owners()  # pyright: ignore[reportOptionalMemberAccess]
-        assert owner_tag(world.stores["b"]._disk.key, X) in owners  # pyright: ignore[reportOptionalMemberAccess]
+        assert (await world.at("b").stats()).disk["blocks"] == 2
+        owners = world.disk("b").owners()
+        assert owner_tag(world.disk("b").key, X) in owners
 
 
 async def test_features_of_pictures_go_where_the_words_go_and_are_forgotten_with_them(tmp_path):
@@ -88,13 +90,11 @@ async def test_features_of_pictures_go_where_the_words_go_and_are_forgotten_with
         await world.speak("a", Y, "else", [5, *words_of(b"o" * 32, 40)])
         for entry in (*features, other):
             await world.put("a", [entry])
-        await world.call("a", "move", X, "b")
+        await world.at("a").move(X, "b")
         assert world.has("b", *features) and not world.on_disk("b", other)
-        await world.call("b", "forget", X)
+        await world.at("b").forget(X)
         for node in "ab":
-            owned = world.stores[node]._owned
-            assert owned is not None
-            await owned.idle()
+            await world.owned(node).idle()
             assert not any(world.on_disk(node, entry) for entry in features), node
         await world.speak("b", X, "look again", tokens[: tokens.index(6)])
         for entry in features:
@@ -114,11 +114,9 @@ async def test_features_that_are_there_already_belong_to_the_agent_that_comes_to
         for node, agent in (("a", X), ("b", Y)):
             await world.speak(node, agent, "look", tokens)
             await world.put(node, [features(agent)])
-        await world.call("a", "move", X, "b")
-        await world.call("b", "forget", Y)
-        owned = world.stores["b"]._owned
-        assert owned is not None
-        await owned.idle()
+        await world.at("a").move(X, "b")
+        await world.at("b").forget(Y)
+        await world.owned("b").idle()
         assert world.has("b", features(X))
 
 
@@ -127,19 +125,19 @@ async def test_a_node_whose_disk_takes_nothing_gets_the_words_all_the_same(tmp_p
     async with cluster(tmp_path, replication=0, disk_bytes_max=1 << 20) as world:
         await kept(world, "a", X)
         store = world.stores["b"]
-        assert store._blocks is not None
-        await asyncio.to_thread(store._blocks.close)
-        moved = await world.call("a", "move", X, "b")
-        assert moved["blocks"] == 0 and world.homes(X) == ["b"]
+        assert store.services.fetching.blocks is not None
+        await asyncio.to_thread(store.services.fetching.blocks.close)
+        moved = await world.at("a").move(X, "b")
+        assert moved.blocks == 0 and world.homes(X) == ["b"]
 
 
 async def test_a_node_that_keeps_no_kv_can_be_a_home(tmp_path):
     async with cluster(tmp_path, replication=0) as world:
         await kept(world, "a", X)
-        world.stores["b"]._blocks, blocks = None, world.stores["b"]._blocks
-        moved = await world.call("a", "move", X, "b")
-        assert moved["bytes"] == 0 and world.homes(X) == ["b"]
-        world.stores["b"]._blocks = blocks
+        world.stores["b"].services.fetching.blocks, blocks = None, world.stores["b"].services.fetching.blocks
+        moved = await world.at("a").move(X, "b")
+        assert moved.nbytes == 0 and world.homes(X) == ["b"]
+        world.stores["b"].services.fetching.blocks = blocks
 
 
 async def test_forgetting_erases_the_kv_on_all_nodes(tmp_path):
@@ -150,11 +148,9 @@ async def test_forgetting_erases_the_kv_on_all_nodes(tmp_path):
         await used(world, "a", X, entries)
         for name in "bc":
             await world.put(name, [*entries, *others])
-        await world.call("a", "forget", X)
+        await world.at("a").forget(X)
         for name in "abc":
-            owned = world.stores[name]._owned
-            assert owned is not None
-            await owned.idle()
+            await world.owned(name).idle()
             assert not any(world.on_disk(name, entry) for entry in entries), name
             assert world.has(name, *others), name
 
@@ -164,12 +160,12 @@ async def test_a_node_that_was_away_erases_the_kv_when_it_is_back(tmp_path):
         entries = await kept(world, "a", X)
         await used(world, "a", X, entries)
         await world.stop("b")
-        await world.call("a", "forget", X)
+        await world.at("a").forget(X)
         back = world.start("b")
         assert world.on_disk("b", entries[0])
-        await back.learn()
-        assert back._owned is not None
-        await back._owned.idle()
+        await back.services.tending.learn()
+        assert back.services.memory.disk.owned is not None
+        await back.services.memory.disk.owned.idle()
         assert not any(world.on_disk("b", entry) for entry in entries)
 
 
@@ -186,39 +182,38 @@ async def test_what_is_still_coming_for_an_agent_that_is_forgotten_is_not_kept(t
             commit(self, record)
 
         monkeypatch.setattr(PullWriter, "_commit", slowly)
-        wanted = [MODEL, ROOT, [entry.id for entry in entries[:-1]], list(entries[-1].tokens)]
-        pulling = asyncio.create_task(world.stores["b"].pull("a", wanted, X, 20.0))
+        ids, rest = [entry.id for entry in entries[:-1]], list(entries[-1].tokens)
+        wanted = PullKV("a", MODEL, ROOT, ids, rest, X, 20.0)
+        pulling = asyncio.ensure_future(world.at("b").pull(wanted))
         await asyncio.to_thread(written.wait, 10.0)
-        await world.call("b", "bury", X, 5, 0)
-        owned = world.stores["b"]._owned
-        assert owned is not None
-        await owned.idle()
+        await world.at("b").bury(Tombstone(X, 5, 0))
+        await world.owned("b").idle()
         go_on.set()
         await pulling
         assert not world.has("b", entries[0])
-        again = await world.call("b", "pull", "a", wanted, X, 5.0)
-        assert again["tokens"] == 0 and not world.has("b", entries[0])
-        tag = owner_tag(world.stores["b"]._disk.key, X)  # pyright: ignore[reportOptionalMemberAccess]
-        assert tag not in world.stores["b"]._disk.owners()  # pyright: ignore[reportOptionalMemberAccess]
-        mine = await world.call("b", "pull", "a", wanted, Y, 5.0)
-        assert mine["tokens"] == 512, "others may have it"
+        again = await world.at("b").pull(replace(wanted, deadline_s=5.0))
+        assert again.tokens == 0 and not world.has("b", entries[0])
+        tag = owner_tag(world.disk("b").key, X)
+        assert tag not in world.disk("b").owners()
+        mine = await world.at("b").pull(replace(wanted, owner=Y, deadline_s=5.0))
+        assert mine.tokens == 512, "others may have it"
 
 
 async def test_pulls_of_a_forgotten_agent_end_at_once(tmp_path, monkeypatch):
     async with cluster(tmp_path, replication=0) as world:
         entries = await kept(world, "a", X)
         store = world.stores["b"]
-        assert store._blocks is not None and store._owned is not None
+        assert store.services.fetching.blocks is not None and store.services.memory.disk.owned is not None
         cancelled: list[str] = []
-        end = store._blocks._puller.cancel_owner
+        end = store.services.fetching.blocks._puller.cancel_owner
 
         def noted(owner: str, wait_s: float) -> bool:
             cancelled.append(owner)
             return end(owner, wait_s)
 
-        monkeypatch.setattr(store._blocks._puller, "cancel_owner", noted)
-        await world.call("b", "bury", X, 5, 0)
-        await store._owned.idle()
+        monkeypatch.setattr(store.services.fetching.blocks._puller, "cancel_owner", noted)
+        await world.at("b").bury(Tombstone(X, 5, 0))
+        await store.services.memory.disk.owned.idle()
         assert cancelled == [X] and entries
 
 
@@ -226,9 +221,9 @@ async def test_an_agent_that_lives_again_gets_what_it_says_now(tmp_path):
     """Its tombstone bars what it had, and not what it has."""
     async with cluster(tmp_path) as world:
         old = await kept(world, "a", X)
-        await world.call("a", "forget", X)
+        await world.at("a").forget(X)
         for name in "ab":
-            await world.stores[name]._owned.idle()  # pyright: ignore[reportOptionalMemberAccess]
+            await world.owned(name).idle()
         new = await kept(world, "a", X, first=40)
         await used(world, "a", X, new)
         assert world.has("a", *new) and world.has("b", *new)

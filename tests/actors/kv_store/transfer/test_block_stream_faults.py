@@ -457,6 +457,6 @@ def test_a_part_that_was_not_announced_or_comes_twice_is_refused():
         [("k", [0]), ("v", [0]), ("k", [0])],
         [("k", [1])],
     ):
-        entries = [pull_wire._Entry(what, bytes(1024), pull_wire._Kind(signature)), None]
+        entries = [pull_wire._IncomingEntry(what, bytes(1024), pull_wire._Kind(signature)), None]
         with pytest.raises(InvalidRecord):
             next(pull_wire._receive_parts([messages.Run(*run) for run in runs], entries, FrameSeal(bytes(32))))

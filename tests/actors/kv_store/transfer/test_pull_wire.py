@@ -17,7 +17,7 @@ from satchel.actors.kv_store.transfer.machine.link_auth import (
     Initiator,
     records,
 )
-from satchel.actors.kv_store.transfer.machine.pull_terms import Chunk, Connected, Outcome, Renewed
+from satchel.actors.kv_store.transfer.machine.pull_terms import Chunk, Connected, EntryOutcome, Renewed
 from satchel.actors.kv_store.transfer.machine.pull_wire import PullWire, Wanted
 from satchel.actors.protocol.entries import EntryDigest, Part, flat_bytes, pack_tokens, part_digest, tail_id
 from satchel.cluster.errors import InvalidRecord, LinkError, LinkGarbage
@@ -96,7 +96,7 @@ def test_what_was_asked_for_comes_whole():
     source.send(0, 1)
     assert source.events() == [] and not source.wire.received
     source.say(messages.pack_end([]))
-    assert source.events() == [Chunk(1, IDS[0], Outcome.GOOD), Chunk(1, IDS[1], Outcome.GOOD)]
+    assert source.events() == [Chunk(1, IDS[0], EntryOutcome.GOOD), Chunk(1, IDS[1], EntryOutcome.GOOD)]
     for block in BLOCKS:
         received = source.wire.received[block.id]
         assert all(np.array_equal(array, received.parts[name]) for name, array in block.parts.items())
@@ -137,7 +137,7 @@ def test_what_the_source_says_has_failed_is_gone_whatever_came_of_it(sent: bool)
     else:
         source.send(1, rows=[1])
     source.say(messages.pack_end([(0, "damaged here")]))
-    assert source.events() == [Chunk(1, IDS[0], Outcome.GONE, "damaged here"), Chunk(1, IDS[1], Outcome.GOOD)]
+    assert source.events() == [Chunk(1, IDS[0], EntryOutcome.GONE, "damaged here"), Chunk(1, IDS[1], EntryOutcome.GOOD)]
     assert list(source.wire.received) == [IDS[1]]
 
 
@@ -146,17 +146,17 @@ def test_what_does_not_come_is_gone_and_what_came_in_part_or_changed_is_bad():
     source.say(messages.pack_batch([SIGNATURE], [Coming(-1, b"", "evicted"), coming(1)]))
     source.say(messages.pack_parts([Run(PARTS[0].name, [1])]), bytes(PARTS[0].nbytes))
     source.say(messages.pack_end([]))
-    assert [event.outcome for event in source.events()] == [Outcome.GONE, Outcome.BAD]
+    assert [event.outcome for event in source.events()] == [EntryOutcome.GONE, EntryOutcome.BAD]
     source.wire.fetch((IDS[1],))
     source.say(messages.pack_batch([SIGNATURE], [coming(1)]))
     source.send(0)
     source.say(messages.pack_end([]))
-    assert [event.outcome for event in source.events()] == [Outcome.BAD], "of another block"
+    assert [event.outcome for event in source.events()] == [EntryOutcome.BAD], "of another block"
     source.wire.fetch((IDS[1],))
     source.say(messages.pack_batch([SIGNATURE], [coming(1, pack_tokens([1, 2]))]))
     source.send(1)
     source.say(messages.pack_end([]))
-    assert [event.outcome for event in source.events()] == [Outcome.GONE], "of other tokens"
+    assert [event.outcome for event in source.events()] == [EntryOutcome.GONE], "of other tokens"
     assert not source.wire.received
 
 

@@ -6,13 +6,15 @@ import pytest
 
 from satchel.actors.kv_store.transfer.machine.pull import Pull
 from satchel.actors.kv_store.transfer.machine.pull_terms import (
+    BytesArrived,
     Cancel,
     Chunk,
-    Close,
+    CloseConnection,
     Connect,
     Connected,
     Discard,
     Done,
+    EntryOutcome,
     Fetch,
     Find,
     Found,
@@ -21,8 +23,6 @@ from satchel.actors.kv_store.transfer.machine.pull_terms import (
     InstallFailed,
     Lost,
     Offer,
-    Outcome,
-    Progress,
     PullLimits,
     Recompute,
     Renew,
@@ -65,7 +65,7 @@ def found(connection: int, count: int, *, tails: int = 0, held: tuple[int, ...] 
 def chunks(machine: Pull, *numbers: int, connection: int = 1, now: float = 0.0) -> list:
     out = []
     for number in numbers:
-        out += machine.handle(Chunk(connection, name(number), Outcome.GOOD), now)
+        out += machine.handle(Chunk(connection, name(number), EntryOutcome.GOOD), now)
     return out
 
 
@@ -75,7 +75,7 @@ def test_two_batches_are_asked_for_and_what_came_is_installed_in_order():
     assert chunks(machine, 1) == []
     assert chunks(machine, 0, now=1.0) == [Fetch(1, names(4, 5))]
     assert chunks(machine, 2, 3, 4, now=1.0) == []
-    assert chunks(machine, 5, now=1.0) == [Close(1), Install(names(0, 1, 2, 3, 4, 5))]
+    assert chunks(machine, 5, now=1.0) == [CloseConnection(1), Install(names(0, 1, 2, 3, 4, 5))]
     assert machine.handle(Installed(names(0, 1, 2)), 2.0) == []
     assert machine.handle(Installed(names(3, 4, 5)), 2.0) == [Done(Stop.COMPLETE, 6, 6 * MB, "")]
 
@@ -90,12 +90,12 @@ def test_batches_grow_with_the_speed_of_the_link():
 
 def test_a_damaged_entry_is_asked_for_once_more_and_then_computed():
     machine, _ = begun(3)
-    assert machine.handle(Chunk(1, name(0), Outcome.BAD, "damaged"), 0.0) == []
+    assert machine.handle(Chunk(1, name(0), EntryOutcome.BAD, "damaged"), 0.0) == []
     assert chunks(machine, 1) == [Fetch(1, names(0))]
     assert chunks(machine, 2) == []
-    assert machine.handle(Chunk(1, name(0), Outcome.BAD, "damaged"), 0.0) == [
+    assert machine.handle(Chunk(1, name(0), EntryOutcome.BAD, "damaged"), 0.0) == [
         Discard(names(1, 2)),
-        Close(1),
+        CloseConnection(1),
         Recompute(0, "entry 0: damaged"),
         Done(Stop.DAMAGED, 0, 0, "entry 0: damaged"),
     ]
@@ -105,7 +105,7 @@ def test_a_damaged_tail_costs_only_itself():
     machine, out = begun(1, tails=2)
     assert out == [Fetch(1, names(0, 900)), Fetch(1, names(901))]
     chunks(machine, 0, 901)
-    machine.handle(Chunk(1, name(900), Outcome.GONE, "gone"), 0.0)
+    machine.handle(Chunk(1, name(900), EntryOutcome.GONE, "gone"), 0.0)
     assert machine.handle(Installed(names(0, 901)), 0.0) == [Done(Stop.MISSING, 2, 2 * MB, "entry 1: gone")]
     assert machine.items.here() == [name(0), name(901)]
 
@@ -114,20 +114,20 @@ def test_after_a_lost_connection_the_next_address_goes_on_where_it_ended():
     machine, _ = begun(6)
     chunks(machine, 0, 1)
     out = machine.handle(Lost(1, "broken"), 1.0)
-    assert out == [Close(1), Connect(2, 1), Install(names(0, 1))]
+    assert out == [CloseConnection(1), Connect(2, 1), Install(names(0, 1))]
     assert chunks(machine, 2) == [], "what the old connection still says is not heard"
     machine.handle(Connected(2), 1.0)
     assert machine.handle(found(2, 6, held=(3,)), 1.0) == [Fetch(2, names(2, 4, 5))]
     assert chunks(machine, 2, 4, 5) == [], "nor when it is asked for again"
-    assert chunks(machine, 2, 4, 5, connection=2, now=1.0)[0] == Close(2)
+    assert chunks(machine, 2, 4, 5, connection=2, now=1.0)[0] == CloseConnection(2)
 
 
 def test_an_address_without_a_peer_of_ours_is_not_tried_again():
     machine = Pull(LIMITS, 2, 100.0)
     machine.handle(Want(names(0)), 0.0)
-    assert machine.handle(Lost(1, "another key", refused=True), 0.0) == [Close(1), Connect(2, 1)]
+    assert machine.handle(Lost(1, "another key", refused=True), 0.0) == [CloseConnection(1), Connect(2, 1)]
     out = machine.handle(Lost(2, "another key", refused=True), 0.0)
-    assert out == [Close(2), Recompute(0, "another key"), Done(Stop.REFUSED, 0, 0, "another key")]
+    assert out == [CloseConnection(2), Recompute(0, "another key"), Done(Stop.REFUSED, 0, 0, "another key")]
 
 
 def test_retries_are_counted_and_wait_longer_each_time():
@@ -135,7 +135,7 @@ def test_retries_are_counted_and_wait_longer_each_time():
     now, waited = 0.0, []
     machine.handle(Want(names(0)), now)
     for number in range(1, 5):
-        assert machine.handle(Lost(number, "broken"), now) == [Close(number)]
+        assert machine.handle(Lost(number, "broken"), now) == [CloseConnection(number)]
         waited.append(machine.wakes_at() - now)
         now = machine.wakes_at()
         assert machine.handle(Tick(), now) == [Connect(number + 1, 0)]
@@ -157,9 +157,9 @@ def test_a_source_that_does_not_answer_is_left(event, at):
 def test_a_source_that_stops_sending_is_left_though_bytes_came_before():
     machine, _ = begun(6)
     assert machine.wakes_at() == 3.0
-    machine.handle(Progress(1), 2.0)
+    machine.handle(BytesArrived(1), 2.0)
     assert machine.handle(Tick(), 4.9) == []
-    assert Close(1) in machine.handle(Tick(), 5.0)
+    assert CloseConnection(1) in machine.handle(Tick(), 5.0)
 
 
 def test_the_lease_is_renewed_at_its_half_and_a_lost_one_ends_the_connection():
@@ -173,19 +173,19 @@ def test_the_lease_is_renewed_at_its_half_and_a_lost_one_ends_the_connection():
     machine.handle(Renewed(1, 10.0), 6.0)
     assert machine.wakes_at() == 10.0, "counted from the asking"
     assert machine.handle(Tick(), 10.0) == [Renew(1)]
-    assert machine.handle(Tick(), 15.0)[0] == Close(1)
+    assert machine.handle(Tick(), 15.0)[0] == CloseConnection(1)
 
 
 def test_what_comes_keeps_the_lease_though_a_renewal_is_not_answered():
     """A source that sends has not let go; its answer stands behind what it sends."""
     machine, _ = begun(6, lease_s=10.0)
     for now in (2.0, 4.0):
-        machine.handle(Progress(1), now)
+        machine.handle(BytesArrived(1), now)
     assert machine.handle(Tick(), 5.0) == [Renew(1)]
     for now in (7.0, 9.5, 12.0):
-        assert machine.handle(Progress(1), now) == []
+        assert machine.handle(BytesArrived(1), now) == []
     assert machine.handle(Tick(), 14.9) == [], "half a lease from what came last"
-    assert machine.handle(Progress(1), 14.9) == []
+    assert machine.handle(BytesArrived(1), 14.9) == []
     assert machine.handle(Tick(), 17.85) == []
 
 
@@ -212,7 +212,7 @@ def test_what_is_installed_stays_when_it_ends_early(event):
     machine.handle(Installed(names(0)), 1.0)
     out = machine.handle(event, 100.0)
     stop = Stop.CANCELLED if isinstance(event, Cancel) else Stop.DEADLINE
-    assert out[0] == Close(1) and isinstance(out[1], Recompute) and out[1].block == 1
+    assert out[0] == CloseConnection(1) and isinstance(out[1], Recompute) and out[1].block == 1
     assert isinstance(out[2], Done) and (out[2].stop, out[2].installed) == (stop, 1)
     assert machine.ended and machine.handle(Installed(names(1)), 101.0) == []
 
@@ -221,13 +221,13 @@ def test_a_full_disk_ends_it_at_once():
     machine, _ = begun(6, limits=PullLimits(install_entries_max=2, batch_bytes_min=MB, batch_bytes_max=MB))
     chunks(machine, 0, 1, 2)
     out = machine.handle(InstallFailed("full"), 1.0)
-    assert out == [Discard(names(2)), Close(1), Recompute(0, "full"), Done(Stop.DISK, 0, 0, "full")]
+    assert out == [Discard(names(2)), CloseConnection(1), Recompute(0, "full"), Done(Stop.DISK, 0, 0, "full")]
 
 
 def test_more_than_the_store_takes_is_not_fetched():
     machine, out = begun(6, limits=PullLimits(batch_bytes_max=8 * MB, total_bytes_max=3 * MB))
     assert out == [Fetch(1, names(0, 1, 2))]
-    assert chunks(machine, 0, 1, 2) == [Close(1), Install(names(0, 1, 2))]
+    assert chunks(machine, 0, 1, 2) == [CloseConnection(1), Install(names(0, 1, 2))]
     assert machine.handle(Installed(names(0, 1, 2)), 0.0)[-1] == Done(
         Stop.TOO_LARGE, 3, 3 * MB, "entry 3: there is no room for more"
     )
@@ -286,6 +286,6 @@ def test_tails_count_only_where_all_blocks_are_here():
     offers = tuple(Offer(name(number), MB) for number in range(2))
     machine.handle(Found(1, 30.0, offers, (Offer(name(900), MB, True),)), 0.0)
     chunks(machine, 0)
-    machine.handle(Chunk(1, name(1), Outcome.GONE, "gone"), 0.0)
+    machine.handle(Chunk(1, name(1), EntryOutcome.GONE, "gone"), 0.0)
     machine.handle(Installed(names(0)), 0.0)
     assert machine.ended and machine.items.here() == [name(0)]

@@ -142,7 +142,7 @@ def test_what_a_side_said_cannot_be_sent_back_to_it():
 def test_another_node_than_the_wanted_one_is_refused_though_it_has_the_key():
     initiator, acceptor = sides(peer="mac7")
     challenge = acceptor.challenge(body(initiator.hello()))
-    with pytest.raises(LinkRefused, match="mac0 answers where mac7"):
+    with pytest.raises(LinkRefused, match="mac0 answered instead of mac7"):
         initiator.answer(body(challenge))
 
 
@@ -230,7 +230,7 @@ def test_a_pull_with_another_key_or_for_another_node_gets_nothing(pair):
     other = pair.serve(node="mac9")
     result = pair.pull(wanted(entries), other.addresses)
     assert (result.stop, result.installed) == (Stop.REFUSED, 0)
-    assert "mac9 answers where mac0" in result.reason
+    assert "mac9 answered instead of mac0" in result.reason
     assert pair.target.lacks(*entries)
     while not other.counters.refused + pair.servers[0].counters.refused:
         time.sleep(0.01)

@@ -13,13 +13,15 @@ import pytest
 from satchel.actors.kv_store.disk.leases import Leases
 from satchel.actors.kv_store.transfer.machine.pull import Pull
 from satchel.actors.kv_store.transfer.machine.pull_terms import (
+    BytesArrived,
     Cancel,
     Chunk,
-    Close,
+    CloseConnection,
     Connect,
     Connected,
     Discard,
     Done,
+    EntryOutcome,
     Event,
     Fetch,
     Find,
@@ -29,8 +31,6 @@ from satchel.actors.kv_store.transfer.machine.pull_terms import (
     InstallFailed,
     Lost,
     Offer,
-    Outcome,
-    Progress,
     PullLimits,
     Recompute,
     Renew,
@@ -138,7 +138,7 @@ class World:
         assert wakes_at >= self.now or self.queue, "it wants to be woken in the past"
         if self.queue and self.queue[0][0] <= wakes_at:
             self.now, _, event = heapq.heappop(self.queue)
-            if isinstance(event, Chunk) and event.outcome is Outcome.GOOD and event.connection == self.connected:
+            if isinstance(event, Chunk) and event.outcome is EntryOutcome.GOOD and event.connection == self.connected:
                 self.memory[event.id] = "right"
             if self.rng.random() < self.trouble / 4:
                 self.later(self.rng.random(), event)
@@ -182,7 +182,7 @@ class World:
                     self.later(self.delay(), Lost(command.connection, "nobody there"))
             else:
                 self.later(self.delay(), Connected(command.connection))
-        elif isinstance(command, Close):
+        elif isinstance(command, CloseConnection):
             self.connected = None
             self.source.unpin(command.connection, self.now)
         elif isinstance(command, Install):
@@ -213,7 +213,7 @@ class World:
         else:
             for entry in command.ids:
                 if self.rng.random() < 0.5:
-                    self.later(wait_s, Progress(connection))
+                    self.later(wait_s, BytesArrived(connection))
                 self.later(wait_s, Chunk(connection, entry, self.outcome(entry), "by chance"))
 
     def offer(self, entry: bytes) -> Offer | None:
@@ -221,12 +221,12 @@ class World:
             return Offer(entry, 10, held=True)
         return Offer(entry, self.source.has[entry]) if entry in self.source.has else None
 
-    def outcome(self, entry: bytes) -> Outcome:
+    def outcome(self, entry: bytes) -> EntryOutcome:
         if entry not in self.source.has or (entry in self.rotten and self.rng.random() < 0.3):
             self.source.has.pop(entry, None)
-            return Outcome.GONE
+            return EntryOutcome.GONE
         bad = entry in self.rotten or self.rng.random() < self.trouble / 10
-        return Outcome.BAD if bad else Outcome.GOOD
+        return EntryOutcome.BAD if bad else EntryOutcome.GOOD
 
     def install(self, command: Install) -> None:
         for entry in command.ids:

@@ -22,12 +22,13 @@ import pytest
 from mlx_vlm.utils import load_model
 from PIL import Image
 
-from satchel.actors.kv_store.agents.branches import Content, Head
 from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
-from satchel.actors.model_files.processors import Layout, PictureProcessor
+from satchel.actors.model_files.processors import PictureProcessor, SpanLayout
 from satchel.actors.protocol.block_ids import root_id
+from satchel.actors.protocol.codec import encode
 from satchel.actors.protocol.media_ids import is_word, picture_hash
-from satchel.actors.protocol.messages import Media
+from satchel.actors.protocol.messages import MediaSpan
+from satchel.actors.protocol.store_messages import Addresses, Content, Head
 from satchel.actors.replica.execution import executor, models
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, RowPart, RowPictures
@@ -37,6 +38,7 @@ from satchel.api.media.prompt import Medium, place, with_words
 from satchel.api.media.sources import Picture
 from satchel.cluster.nodes import Node as ClusterNode
 from tests.worlds.bench import Bench
+from tests.worlds.direct import carried
 from tests.worlds.vision_families import FAMILIES, write_model
 
 from ..tiers.test_disk_tier import AGENT as ALICE
@@ -66,7 +68,7 @@ class Script:
     it; `shown` is what its pictures are of."""
 
     prompt: list[int]
-    media: list[Media]
+    media: list[MediaSpan]
     answer: list[int]
     given: list[int]
     shown: list[Medium]
@@ -84,7 +86,7 @@ class Script:
         return replace(self, prompt=[word, *self.prompt], media=media, given=[word, *self.given])
 
 
-def frames_in(one: Media) -> list[Image.Image]:
+def frames_in(one: MediaSpan) -> list[Image.Image]:
     return [Image.frombytes("RGB", (one.width, one.height), frame) for frame in one.pixels]
 
 
@@ -134,7 +136,7 @@ class Scene:
     def script(self, rng: random.Random, plan: Sequence[int]) -> Script:
         """Numbers of text tokens (negative: up to which place), between which are indexes of media."""
         prompt: list[int] = []
-        media: list[Media] = []
+        media: list[MediaSpan] = []
         for index, number in enumerate(plan):
             if index % 2 == 0:
                 prompt += [rng.randrange(3000) for _ in range(number if number >= 0 else -number - len(prompt))]
@@ -181,7 +183,7 @@ class Scene:
         return np.array(model.language_model(tokens, **made).logits[0].astype(mx.float32))
 
 
-def written(processor: PictureProcessor, medium: Medium) -> tuple[list[int], list[Media]]:
+def written(processor: PictureProcessor, medium: Medium) -> tuple[list[int], list[MediaSpan]]:
     """What stands for it in a prompt."""
     placed = place(processor, processor.video_placeholder if medium.video else processor.placeholder, [medium])
     tokens = processor._tokenizer.encode(placed.text, add_special_tokens=False)
@@ -211,7 +213,7 @@ def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
     for index, one in enumerate(script.media):
         words = script.prompt[one.start : one.start + len(one.tokens)]
         places = frozenset(at for at, word in enumerate(words) if is_word(word))
-        span = Layout(tuple(one.tokens), places, tuple(one.grid))
+        span = SpanLayout(tuple(one.tokens), places, tuple(one.grid))
         pictures.features[index] = vision.encode(span, [frames_in(one)], video=one.video)[0]
     beside = vision.inputs([RowPart(script.tokens, 0, pictures)], len(script.tokens))
     logits = loaded.model(mx.array([script.tokens]), cache=loaded.new_caches(), **beside)[0]
@@ -340,10 +342,10 @@ def fetch(scene: Scene, source: Node, target: Node) -> None:
         for name, node in (("mac0", source), ("mac1", target))
     )
 
-    async def call(*_: Any, timeout_s: float) -> Any:
-        return giver.addresses
+    async def where(method: str, asked: bytes, timeout_s: float) -> bytes:
+        return encode(Addresses(giver.addresses))
 
-    peers.call = call
+    peers.client = lambda node: carried(node, where)
     try:
         asyncio.run(taker.fetch(ALICE, branches, "mac0", 20.0))
     finally:
@@ -357,7 +359,7 @@ def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_p
     nodes = [Node(tmp_path / name) for name in ("first", "second")]
 
     def start(node: Node) -> tuple[Bench, Logits, DiskTier]:
-        disk = DiskTier(scene.loaded.spec, scene.loaded.model_id, node)
+        disk = DiskTier(scene.loaded.spec, scene.loaded.model_id, node.client)
         return *forced(disk=disk), disk
 
     def ask(bench: Bench, noted: Logits, rows: Sequence[int], agent: str, what: str) -> list[int]:

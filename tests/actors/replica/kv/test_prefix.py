@@ -9,7 +9,7 @@ import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.replica.kv import prefix
-from satchel.actors.replica.kv.prefix import KeptKV, PrefixCache, ReuseRule
+from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV, ReuseRule
 
 ROOT = root_id(b"m" * 32, "t")
 NBYTES = 100
@@ -20,9 +20,9 @@ def keep(cache: PrefixCache[str], tokens: list[int], window: int = 0) -> None:
     and of recurrent ones the state at the end."""
     ids = block_ids(ROOT, tokens)
 
-    def kept(start: int, stop: int, value: str) -> KeptKV[str]:
+    def kept(start: int, stop: int, value: str) -> PrefixKV[str]:
         window_from = min(stop - start, max(0, len(tokens) - window - start)) if window else 0
-        return KeptKV(value, NBYTES, window_from, snapshot=stop == len(tokens))
+        return PrefixKV(value, NBYTES, window_from, snapshot=stop == len(tokens))
 
     borders = [(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS) for index in range(len(ids))]
     new = [
@@ -65,7 +65,7 @@ def test_a_block_that_the_last_token_ends_is_found_by_its_tail():
         keep(cache, tokens)
         assert cache.peek(ROOT, ids, tokens) == reusable(cache, tokens) == (blocks - 1) * BLOCK_TOKENS
         start = (blocks - 1) * BLOCK_TOKENS
-        cache.put_tail(ROOT, ids[:-1], tokens[start:-1], KeptKV("end", NBYTES))
+        cache.put_tail(ROOT, ids[:-1], tokens[start:-1], PrefixKV("end", NBYTES))
         assert cache.peek(ROOT, ids, tokens) == reusable(cache, tokens) == len(tokens) - 1
         found = cache.take_tail(ids[-2] if blocks > 1 else ROOT, tokens[start:-1])
         assert found is not None and found.value == "end"
@@ -160,7 +160,7 @@ def test_of_what_was_used_the_end_goes_first():
     keep(cache, tokens)
     assert reusable(cache, [*tokens, 1]) == len(tokens)
     for start in (1000, 2000):
-        cache.put_tail(ROOT, [], [start], KeptKV("other", NBYTES))
+        cache.put_tail(ROOT, [], [start], PrefixKV("other", NBYTES))
     assert cache.block_ids() == block_ids(ROOT, tokens) and reusable(cache, [*tokens, 1]) == BLOCK_TOKENS
 
 
@@ -168,7 +168,7 @@ def test_of_too_many_continuations_of_one_block_the_first_goes(monkeypatch: pyte
     monkeypatch.setattr(prefix, "TAILS_PER_BLOCK", 3)
     cache: PrefixCache[str] = PrefixCache(10_000)
     for first in (50, 10, 40, 20, 30):
-        cache.put_tail(ROOT, [], [first], KeptKV("tail", NBYTES))
+        cache.put_tail(ROOT, [], [first], PrefixKV("tail", NBYTES))
         cache.check()
     assert [len(cache.ends(ROOT, [first])) for first in (50, 10, 40, 20, 30)] == [0, 0, 1, 1, 1]
 
@@ -179,11 +179,11 @@ def test_what_somebody_pinned_is_kept_however_large_it_is():
     ids = block_ids(ROOT, tokens)
     for pinned in (True, False):
         cache: PrefixCache[str] = PrefixCache(NBYTES)
-        cache.put_tail(ROOT, [], [7], KeptKV("small", NBYTES))
+        cache.put_tail(ROOT, [], [7], PrefixKV("small", NBYTES))
         if pinned:
             cache.pin("row", ROOT, ids, [tokens[BLOCK_TOKENS:]])
-        cache.put_blocks(ids, [(0, tokens[:BLOCK_TOKENS], KeptKV("large", NBYTES + 1))])
-        cache.put_tail(ROOT, ids, tokens[BLOCK_TOKENS:], KeptKV("large tail", NBYTES + 1))
+        cache.put_blocks(ids, [(0, tokens[:BLOCK_TOKENS], PrefixKV("large", NBYTES + 1))])
+        cache.put_tail(ROOT, ids, tokens[BLOCK_TOKENS:], PrefixKV("large tail", NBYTES + 1))
         cache.check()
         assert reusable(cache, [*tokens, 1]) == (len(tokens) if pinned else 0)
         assert reusable(cache, [7, 8]) == (0 if pinned else 1)
@@ -290,10 +290,10 @@ def test_a_copy_that_serves_where_the_first_does_not_takes_its_place():
     assert reusable(cache, [*tokens[:512], 7, 8]) == 0
     assert cache.lacks(ids[1], snapshot=True) and cache.lacks(ids[0], snapshot=False)
     full = [
-        (index, tokens[index * 256 : index * 256 + 256], KeptKV(f"new{index}", NBYTES, 0, True)) for index in (0, 1)
+        (index, tokens[index * 256 : index * 256 + 256], PrefixKV(f"new{index}", NBYTES, 0, True)) for index in (0, 1)
     ]
     cache.put_blocks(ids, full)
-    cache.put_blocks(ids, [(0, tokens[:256], KeptKV("late", NBYTES, 0, True))])
+    cache.put_blocks(ids, [(0, tokens[:256], PrefixKV("late", NBYTES, 0, True))])
     hit = cache.match(ROOT, ids, [*tokens[:512], 7, 8], 513)
     assert hit.blocks == ["new0", "new1"]
     assert not cache.lacks(ids[1], snapshot=True)
@@ -330,7 +330,7 @@ def test_a_short_conversation_is_dropped_without_what_others_said_after_the_same
     cache: PrefixCache[str] = PrefixCache(1000, ReuseRule())
     root = b"r" * 32
     for tokens in ([1, 2, 3], [1, 2, 9], [7]):
-        cache.put_tail(root, [], tokens, KeptKV("kv", 10))
+        cache.put_tail(root, [], tokens, PrefixKV("kv", 10))
     assert cache.ends(root, [1, 2, 3, 4]) == [(1, 2, 3)]
     assert cache.drop(root, [], [1, 2, 3, 4]) == 10
     assert cache.ends(root, [1, 2, 9]) == [(1, 2, 9)] and cache.ends(root, [7]) == [(7,)]

@@ -97,7 +97,7 @@ def test_what_is_computed_first_is_on_the_disk_though_others_need_its_room(loade
 
 def test_a_turn_is_written_however_large_it_is(loaded: LoadedModel, node: Node):
     """Also one that leaves more than may wait to be written."""
-    disk = DiskTier(loaded.spec, loaded.model_id, node, unwritten_bytes_max=blocks(loaded, 2))
+    disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
     bench = Bench(loaded, disk=disk)
     row = bench.run("row", prompt_of(2100), agent=AGENT, max_tokens=10)
     write_down(bench, disk)
@@ -110,7 +110,7 @@ def test_a_turn_is_written_however_large_it_is(loaded: LoadedModel, node: Node):
 def test_no_row_begins_while_more_waits_than_may(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
     """Rows that run go on, and all that they leave is written."""
     gate = Gate(node, monkeypatch)
-    disk = DiskTier(loaded.spec, loaded.model_id, node, unwritten_bytes_max=blocks(loaded, 2))
+    disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
     bench = Bench(loaded, disk=disk)
     bench.run("large", prompt_of(1500), agent=AGENT, max_tokens=1)
     bench.submit("next", prompt_of(300, seed=2), agent=AGENT, max_tokens=1)
@@ -128,7 +128,7 @@ def test_a_disk_that_hangs_holds_nobody_up_for_long(loaded: LoadedModel, node: N
     """What is more than may wait is not written then."""
     gate = Gate(node, monkeypatch)
     monkeypatch.setattr(disk_tier, "STALLED_S", 0.2)
-    disk = DiskTier(loaded.spec, loaded.model_id, node, unwritten_bytes_max=blocks(loaded, 2))
+    disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
     bench = Bench(loaded, disk=disk)
     bench.run("large", prompt_of(1500), agent=AGENT, max_tokens=1)
     bench.submit("next", prompt_of(1500, seed=2), agent=AGENT, max_tokens=1)

@@ -12,12 +12,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.kv_store.disk.segment_reader import Failure, read_header
+from satchel.actors.kv_store.disk.segment_reader import read_header
 from satchel.actors.kv_store.disk.segments import grouped, model_folder, write_segment
 from satchel.actors.kv_store.disk.shelf import DiskLimits
 from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, block_ids, root_id
-from satchel.actors.protocol.entries import Entry, Location
+from satchel.actors.protocol.codec import decode
+from satchel.actors.protocol.entries import Entry, Failure, Location
+from satchel.actors.protocol.store_messages import ReadDone
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv import sealing
@@ -340,13 +342,13 @@ def test_counters_say_what_was_damaged_what_is_gone_and_what_was_read(loaded: Lo
         else:
             path.unlink()
         other, disk = process(loaded, root)
-        told: list[list[Any]] = []
+        told: list[Failure] = []
         call = root.call
 
-        def listening(method: str, *arguments: Any, told=told, call=call) -> Any:
+        def listening(method: str, asked: bytes, told=told, call=call) -> bytes:
             if method == "disk_read":
-                told.append(arguments[-1])
-            return call(method, *arguments)
+                told += decode(ReadDone, asked).failures
+            return call(method, asked)
 
         root.call = listening  # type: ignore[method-assign]
         got = other.run("again", prompt, agent=AGENT)
@@ -358,7 +360,7 @@ def test_counters_say_what_was_damaged_what_is_gone_and_what_was_read(loaded: Lo
         if damaged:
             # The store is told of that block and of no other.
             reason = f"part {header.parts[-1].name} is not as it was written"
-            assert [failure[1] for failures in told for failure in failures] == [reason]
+            assert [failure.reason for failure in told] == [reason]
         other.drain()
         root.store.close()
 

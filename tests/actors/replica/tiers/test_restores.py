@@ -125,7 +125,7 @@ def test_a_store_that_starts_anew_is_asked_again(loaded: LoadedModel, node: Node
 
 def test_the_engine_waits_for_no_store(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
     """A turn is taken on while another thread asks a store that hangs how to reach the disk."""
-    disk, entered, go = DiskTier(loaded.spec, loaded.model_id, node), threading.Event(), threading.Event()
+    disk, entered, go = DiskTier(loaded.spec, loaded.model_id, node.client), threading.Event(), threading.Event()
 
     def hung(method: str, *_: Any) -> Any:
         entered.set()
@@ -162,7 +162,7 @@ def test_what_fails_is_no_progress(loaded: LoadedModel, node: Node, monkeypatch:
         raise Unavailable("the store does not answer")
 
     monkeypatch.setattr(node, "call", failing)
-    disk = DiskTier(loaded.spec, loaded.model_id, node, 1000)
+    disk = DiskTier(loaded.spec, loaded.model_id, node.client, 1000)
     for _ in range(100):
         turn = WriteJob(AGENT, [], [], [Written(b"p" * 32, [1, 2], {"x": mx.zeros((100,))})])
         if disk.accepts(turn):
@@ -236,11 +236,11 @@ def test_pictures_that_kv_was_to_stand_for_are_read_back_where_it_does_not_come(
     loaded, folder = seeing
     place = Node(tmp_path)
     prompt, media = asked(folder, "indigo")
-    bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, place)))
+    bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, place.client)))
     bench.run("cold", prompt, media=media, agent=AGENT)
     write_down(bench, disk)
     place.restart()
-    disk = DiskTier(loaded.spec, loaded.model_id, place)
+    disk = DiskTier(loaded.spec, loaded.model_id, place.client)
     monkeypatch.setattr(disk, "load", lambda *_: None)
     bench = Bench(loaded, disk=disk)
     spared = [replace(one, pixels=[]) for one in media]

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
+from satchel.actors.protocol.codec import decode, encode
+from satchel.actors.protocol.store_messages import CommitSegment, EntryIds
 from satchel.actors.replica.execution.models import LoadedModel
-from satchel.actors.replica.kv.prefix import KeptKV, PrefixCache
+from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV
 from satchel.actors.replica.kv.shares import MemoryShares
 from satchel.actors.replica.tiers import disk_tier
 from tests.worlds.bench import Bench
@@ -33,8 +35,8 @@ def keep(cache: PrefixCache[str], tenant: str, tokens: list[int], nbytes: int = 
     """As the engine keeps a row that has ended."""
     ids = block_ids(root_of(tenant), tokens)
     cut = [(index, tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]) for index in range(len(ids))]
-    cache.put_blocks(ids, [(index, part, KeptKV("block", nbytes)) for index, part in cut], tenant)
-    cache.put_tail(root_of(tenant), ids, tokens[len(ids) * BLOCK_TOKENS :], KeptKV("tail", nbytes), tenant)
+    cache.put_blocks(ids, [(index, part, PrefixKV("block", nbytes)) for index, part in cut], tenant)
+    cache.put_tail(root_of(tenant), ids, tokens[len(ids) * BLOCK_TOKENS :], PrefixKV("tail", nbytes), tenant)
 
 
 def found(cache: PrefixCache[str], tenant: str, tokens: list[int]) -> int:
@@ -274,11 +276,11 @@ def test_what_follows_a_block_that_the_tenant_may_not_have_is_not_written(
     asked: list[Any] = []
     call = node.call
 
-    def refusing(method: str, *arguments: Any) -> Any:
+    def refusing(method: str, data: bytes) -> bytes:
         if method != "disk_commit":
-            return call(method, *arguments)
-        asked.append(arguments[1])
-        return call(method, *arguments) if len(asked) == 1 else []
+            return call(method, data)
+        asked.append(decode(CommitSegment, data).limits)
+        return call(method, data) if len(asked) == 1 else encode(EntryIds([]))
 
     monkeypatch.setattr(node, "call", refusing)
     bench, disk = process(loaded, node)

@@ -11,20 +11,39 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from satchel.actors.protocol import calls
+from satchel.actors.protocol.codec import decode, encode, encode_error
 from satchel.actors.protocol.messages import (
     AgentKeys,
     AgentMoved,
     AgentPlace,
+    Count,
     NodeName,
     NodeReport,
     NodeReports,
     Places,
-    decode,
-    encode,
 )
-from satchel.api.ray_backend import homes as agent_homes
+from satchel.actors.protocol.store_messages import (
+    AgentBranches,
+    AgentKey,
+    AgentPage,
+    AgentTo,
+    BranchMemory,
+    Commit,
+    CommitOutcome,
+    CommitTurn,
+    Content,
+    Fork,
+    Head,
+    ListAgents,
+    Moved,
+    PrimaryEpoch,
+    Promote,
+    Recall,
+    Recalled,
+)
+from satchel.api.ray_backend import locator as agent_locator
 from satchel.api.ray_backend import store as ray_store
-from satchel.api.ray_backend.homes import KNOWN_MAX, AgentHomes
+from satchel.api.ray_backend.locator import KNOWN_MAX, AgentLocator
 from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import (
@@ -62,7 +81,7 @@ class Actors:
         self.homes: dict[str, tuple[str, int]] = {}
         self.copies: dict[str, list[str]] = {}
         self.elsewhere: set[tuple[str, str]] = set()
-        self.asked: list[tuple[str, str, tuple[Any, ...]]] = []
+        self.asked: list[tuple[str, str, Any]] = []
         self.routed = 0
         self.delay_s = 0.0
 
@@ -110,44 +129,84 @@ class StoreHandle:
         self._actors, self._node = actors, node
 
     def __getattr__(self, method: str) -> Method:
-        return Method(lambda *arguments, **named: self._answer(method, arguments, named))
+        return Method(lambda asked: self._answer(method, asked))
 
-    async def _answer(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    async def _answer(self, method: str, asked: bytes) -> bytes:
         actors, node = self._actors, self._node
-        actors.asked.append((node, method, arguments))
+        message = decode(ASKED[method], asked)
+        actors.asked.append((node, method, message))
         await asyncio.sleep(actors.delay_s)
         if node in actors.silent or (node in actors.ended and not actors.tells):
             await asyncio.Event().wait()
         if node in actors.ended | actors.restarting:
             raise ActorUnavailableError("the connection broke", None)
         try:
-            return {"result": self._result(method, *arguments)}
+            return encode(self._result(method, message))
         except SatchelError as error:
-            return {"error": error.to_wire()}
+            return encode_error(error)
 
-    def _result(self, method: str, *arguments: Any) -> Any:
-        actors, node, agent = self._actors, self._node, arguments[0]
-        if method == "adopt":
-            if node not in actors.copies.get(agent, []):
-                raise AgentNotFound("there is no copy here")
-            actors.homes[agent] = node, arguments[1] + 1
-            return arguments[1] + 1
+    def _result(self, method: str, asked: Any) -> Any:
+        """What names the node where it can."""
+        actors, node = self._actors, self._node
         if method == "agents":
-            _, after, limit = arguments
             found = sorted({*actors.homes} | {*actors.copies})
             here = [each for each in found if node == actors.homes.get(each, ("",))[0] or node in actors.copies[each]]
-            return [
-                {"agent": each, "place": [actors.homes[each][1], node == actors.homes[each][0]], "node": node}
+            told = [
+                AgentBranches(each, None, [head_at(node, each)], actors.homes[each][1], node == actors.homes[each][0])
                 for each in here
-                if each > after
-            ][:limit]
+            ]
+            return AgentPage([each for each in told if each.agent > asked.after][: asked.limit])
+        agent = asked.source if method == "fork" else asked.agent
+        if method == "promote":
+            if node not in actors.copies.get(agent, []):
+                raise AgentNotFound("there is no copy here")
+            actors.homes[agent] = node, asked.above + 1
+            return PrimaryEpoch(asked.above + 1)
         if (node, agent) in actors.elsewhere:
             raise AgentElsewhere("it has moved")
         if method == "move":
-            return {"node": arguments[1], "epoch": actors.homes[agent][1] + 1}
-        if method == "failing":
+            return Moved(asked.to, actors.homes[agent][1] + 1)
+        if method == "disk_kept":
             raise Unavailable("the disk is full")
-        return node
+        if method == "commit":
+            return CommitOutcome(node)
+        if method == "fork":
+            return Count(ord(node))
+        if method == "info":
+            return AgentBranches(agent, None, [head_at(node, agent)], 1, True)
+        return Recalled(0, [BranchMemory(head_at(node, agent), None)], False)
+
+
+ASKED = {
+    "promote": Promote,
+    "agents": ListAgents,
+    "commit": CommitTurn,
+    "disk_kept": AgentKey,
+    "fork": Fork,
+    "info": AgentKey,
+    "move": AgentTo,
+    "recall": Recall,
+}
+
+
+def head_at(node: str, agent: str) -> Head:
+    """A branch whose model is called as the node that answers."""
+    return Head(agent, 1, 1, node.encode(), b"", 1, False, 1, 1, 1, 0.0, 0.0)
+
+
+def recall(store: Any) -> Any:
+    return store.recall(X, b"", {})
+
+
+async def recalled(store: RayStore, agent: str = X) -> str:
+    """The node that answers."""
+    (branch,) = (await store.recall(agent, b"", {})).branches
+    return branch.head.model.decode()
+
+
+async def committed(store: RayStore, agent: str = X) -> str:
+    """The node that answers."""
+    return (await store.commit(agent, Commit(b"", Content(b"", "", b"[]"), 0, 0))).kind
 
 
 TIMING = Timing(nodes_s=0.01, answer_s=0.2, report_s=0.02)
@@ -156,15 +215,14 @@ TIMING = Timing(nodes_s=0.01, answer_s=0.2, report_s=0.02)
 @pytest.fixture(name="actors")
 def played(monkeypatch: pytest.MonkeyPatch) -> Actors:
     actors = Actors()
-    monkeypatch.setattr(agent_homes, "actor_handle", actors.handle)
     monkeypatch.setattr(calls, "actor_handle", actors.handle)
-    monkeypatch.setattr(agent_homes, "has_ended", actors.has_ended)
-    monkeypatch.setattr(agent_homes, "FIRST_LOOK_S", 0.02)
+    monkeypatch.setattr(agent_locator, "has_ended", actors.has_ended)
+    monkeypatch.setattr(agent_locator, "FIRST_LOOK_S", 0.02)
     return actors
 
 
-def homes() -> AgentHomes:
-    return AgentHomes(replace(parse_config({"models": [{"name": "x", "source": "x"}]}), timing=TIMING))
+def homes() -> AgentLocator:
+    return AgentLocator(replace(parse_config({"models": [{"name": "x", "source": "x"}]}), timing=TIMING))
 
 
 async def test_agents_that_nobody_knows_go_to_the_same_node_for_everybody(actors):
@@ -201,7 +259,7 @@ async def test_a_lost_home_is_adopted_once_whoever_asks_at_the_same_time(actors)
     actors.delay_s = 0.05
     found = homes()
     assert set(await asyncio.gather(*(found.locate(X) for _ in range(20)))) == {"b"}
-    assert [call for call in actors.asked if call[1] == "adopt"] == [("b", "adopt", (X, 3))]
+    assert [call for call in actors.asked if call[1] == "promote"] == [("b", "promote", Promote(X, 3))]
 
 
 async def test_one_who_gives_up_does_not_end_the_adoption_for_the_others(actors):
@@ -223,10 +281,10 @@ async def test_a_copy_that_cannot_adopt_is_followed_by_the_next(actors):
     actors.elsewhere.clear()
     original = StoreHandle._result
 
-    def refuse(self: StoreHandle, method: str, *arguments: Any) -> Any:
-        if (self._node, method) == ("b", "adopt"):
+    def refuse(self: StoreHandle, method: str, asked: Any) -> Any:
+        if (self._node, method) == ("b", "promote"):
             raise Unavailable("it starts again")
-        return original(self, method, *arguments)
+        return original(self, method, asked)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreHandle, "_result", refuse)
@@ -247,7 +305,7 @@ async def test_who_asks_a_node_that_dies_is_told_soon(actors):
     actors.homes[X] = "a", 1
     found = homes()
     actors.delay_s = 30.0
-    asking = asyncio.create_task(found.ask("a", "recall", X))
+    asking = asyncio.create_task(found.ask("a", recall))
     await asyncio.sleep(0.05)
     actors.silent.add("a")
     began = time.monotonic()
@@ -262,9 +320,9 @@ async def test_a_store_that_lives_and_never_answers_is_not_waited_for_for_ever(a
     found._answer_s = 0.1
     began = time.monotonic()
     with pytest.raises(Unavailable):
-        await found.ask("a", "info", X)
+        await found.ask("a", lambda store: store.info(X))
     with pytest.raises(Unavailable):
-        await found.ask("a", "info", X, timeout_s=0.05)
+        await found.ask("a", lambda store: store.info(X), timeout_s=0.05)
     assert time.monotonic() - began < 1.0
 
 
@@ -293,18 +351,18 @@ async def test_the_list_of_nodes_outlives_the_router(actors):
 async def test_an_agent_that_has_moved_is_followed(actors):
     actors.homes[X] = "a", 1
     store = RayStore(homes(), TIMING)
-    assert await store.call("recall", X) == "a"
+    assert await recalled(store, X) == "a"
     actors.elsewhere.add(("a", X))
     actors.homes[X] = "b", 2
-    assert await store.call("recall", X) == "b"
-    assert await store.call("recall", X) == "b"
+    assert await recalled(store, X) == "b"
+    assert await recalled(store, X) == "b"
 
 
 async def test_the_router_may_hear_of_a_move_a_moment_later(actors):
     actors.homes[X] = "a", 1
     actors.elsewhere.add(("a", X))
     store = RayStore(homes(), TIMING)
-    asking = asyncio.create_task(store.call("recall", X))
+    asking = asyncio.create_task(recalled(store, X))
     await asyncio.sleep(0.03)
     actors.homes[X] = "b", 2
     assert await asking == "b"
@@ -314,16 +372,16 @@ async def test_an_agent_that_is_nowhere_to_be_found_is_an_error_after_a_few_trie
     actors.homes[X] = "a", 1
     actors.elsewhere.add(("a", X))
     with pytest.raises(AgentElsewhere):
-        await RayStore(homes(), TIMING).call("recall", X)
+        await recalled(RayStore(homes(), TIMING), X)
     assert len(actors.asked) == ray_store.MOVES_MAX
 
 
 async def test_a_home_that_dies_is_replaced_while_it_is_asked(actors):
     actors.homes[X], actors.copies[X] = ("a", 1), ["c"]
     store = RayStore(homes(), TIMING)
-    await store.call("recall", X)
+    await recalled(store, X)
     actors.silent.add("a")
-    assert await store.call("commit", X) == "c"
+    assert await committed(store, X) == "c"
 
 
 @pytest.mark.parametrize("tells", [False, True])
@@ -333,26 +391,26 @@ async def test_a_node_that_was_killed_is_replaced_at_once(actors, tells):
     for agent in agents:
         actors.homes[agent], actors.copies[agent] = ("a", 1), ["c"]
     store = RayStore(homes(), TIMING)
-    await asyncio.gather(*(store.call("recall", agent) for agent in agents))
+    await asyncio.gather(*(recalled(store, agent) for agent in agents))
     actors.ended.add("a")
     actors.tells = tells
     async with asyncio.timeout(10):
-        assert set(await asyncio.gather(*(store.call("commit", agent) for agent in agents))) == {"c"}
+        assert set(await asyncio.gather(*(committed(store, agent) for agent in agents))) == {"c"}
     assert set(actors.lost) == {"a"} and len(actors.lost) <= 2
-    adopted = [call for call in actors.asked if call[1] == "adopt"]
-    assert sorted(adopted) == sorted(("c", "adopt", (agent, 1)) for agent in agents)
+    adopted = [call for call in actors.asked if call[1] == "promote"]
+    assert sorted(adopted, key=str) == sorted((("c", "promote", Promote(agent, 1)) for agent in agents), key=str)
 
 
 async def test_a_store_that_restarts_alone_keeps_its_agents(actors):
     actors.homes[X], actors.copies[X] = ("a", 1), ["c"]
     store = RayStore(homes(), TIMING)
-    await store.call("recall", X)
+    await recalled(store, X)
     actors.restarting.add("a")
     with pytest.raises(Unavailable):
-        await store.call("recall", X)
+        await recalled(store, X)
     actors.restarting.clear()
-    assert await store.call("recall", X) == "a"
-    assert not actors.lost and "adopt" not in [method for _, method, _ in actors.asked]
+    assert await recalled(store, X) == "a"
+    assert not actors.lost and "promote" not in [method for _, method, _ in actors.asked]
 
 
 async def test_while_the_router_learns_nobody_is_taken_for_new_or_lost(actors):
@@ -362,7 +420,7 @@ async def test_while_the_router_learns_nobody_is_taken_for_new_or_lost(actors):
         await found.locate(X)
     assert refusal.value.retry_after_s
     with pytest.raises(Unavailable):
-        await RayStore(found, TIMING).call("fork", "t/y", X)
+        await RayStore(found, TIMING).fork("t/y", X)
     assert await found.places([X]) == {} and not found.known(X)
     actors.unheard, actors.homes[X] = [], ("b", 4)
     assert await found.locate(X) == "b"
@@ -371,7 +429,7 @@ async def test_while_the_router_learns_nobody_is_taken_for_new_or_lost(actors):
 async def test_a_store_that_lives_and_fails_is_not_asked_again(actors):
     actors.homes[X] = "a", 1
     with pytest.raises(Unavailable, match="full"):
-        await RayStore(homes(), TIMING).call("failing", X)
+        await RayStore(homes(), TIMING).disk_kept(X)
     assert len(actors.asked) == 1
 
 
@@ -380,8 +438,8 @@ async def test_a_fork_is_where_its_original_is_and_never_over_another_agent(acto
     found = homes()
     store = RayStore(found, TIMING)
     with pytest.raises(AgentExists):
-        await store.call("fork", X, "t/y")
-    assert await store.call("fork", X, "t/z") == "b" and found.known("t/z") == "b"
+        await store.fork(X, "t/y")
+    assert await store.fork(X, "t/z") == ord("b") and found.known("t/z") == "b"
 
 
 async def test_a_list_has_every_agent_once_as_its_home_has_it(actors):
@@ -389,45 +447,45 @@ async def test_a_list_has_every_agent_once_as_its_home_has_it(actors):
         actors.homes[f"t/{number}"] = "abc"[number % 3], 1
         actors.copies[f"t/{number}"] = ["abc"[(number + 1) % 3]]
     store = RayStore(homes(), TIMING)
-    listed = await store.call("agents", "t", "t/2", 5)
-    assert [each["agent"] for each in listed] == [f"t/{number}" for number in range(3, 8)]
-    assert all(each["node"] == actors.homes[each["agent"]][0] for each in listed)
+    listed = await store.agents("t", "t/2", 5)
+    assert [each.agent for each in listed] == [f"t/{number}" for number in range(3, 8)]
+    assert all(each.branches[0].model.decode() == actors.homes[each.agent][0] for each in listed)
 
 
 async def test_a_move_is_asked_of_the_home_and_the_router_told_at_once(actors):
     actors.homes[X] = "a", 1
     found = homes()
     store = RayStore(found, TIMING)
-    assert await store.move(X, "b") == {"node": "b", "epoch": 2}
+    assert await store.move(X, "b") == Moved("b", 2)
     assert [call[:2] for call in actors.asked] == [("a", "info"), ("a", "move")]
     assert found.known(X) == "b" and actors.homes[X] == ("b", 2)
     with pytest.raises(AgentNotFound):
         await store.where("t/nobody")
-    assert (await store.where(X))["home"] == "b"
+    assert (await store.where(X)).home == "b"
     assert await store.places([X, "t/nobody"]) == {X: await store.where(X)}
     with pytest.raises(InvalidRequest, match="nowhere"):
         await store.move(X, "nowhere")
     actors.unlisted.add("a")
     await asyncio.sleep(0.02)
-    assert (await store.move(X, "a"))["epoch"] == 3, "whether one that is silent has come back the home knows best"
+    assert (await store.move(X, "a")).epoch == 3, "whether one that is silent has come back the home knows best"
 
 
 async def test_a_lone_store_that_reports_no_more_is_not_waited_for(actors, monkeypatch: pytest.MonkeyPatch):
     """Its process is stopped, or its disk hangs. The first one waits a while, as for a slow disk; others do not."""
-    monkeypatch.setattr(agent_homes, "SILENT_READS", 5)
+    monkeypatch.setattr(agent_locator, "SILENT_READS", 5)
     actors.names = ["local"]
     actors.silent.add("local")
     found = homes()
     found.note(X, "local")
     with pytest.raises(Unavailable, match="does not answer now"):
         async with asyncio.timeout(10):
-            await found.ask("local", "commit", X)
+            await found.ask("local", lambda store: store.disk_kept(X))
     reads = found._silent_reads["local"]
     with pytest.raises(Unavailable, match="does not answer now"):
-        await found.ask("local", "recall", X)
+        await found.ask("local", recall)
     assert found._silent_reads["local"] <= reads + 2
     actors.silent.clear()
-    assert await found.ask("local", "recall", X) == "local"
+    assert (await found.ask("local", recall)).branches[0].head.model == b"local"
     await asyncio.sleep(0.02)
     await found.nodes()
     assert not found._silent_reads

@@ -11,20 +11,21 @@ from pathlib import Path
 import pytest
 
 from satchel.actors.kv_store.agents.agents import Agents
-from satchel.actors.kv_store.agents.branches import AgentLimits, Commit, Content, Head
+from satchel.actors.kv_store.agents.branches import AgentLimits
 from satchel.actors.kv_store.agents.database import NAME, SCHEMA_VERSION, AgentDatabase
-from satchel.actors.kv_store.agents.homes import (
+from satchel.actors.kv_store.agents.roles import (
     LIFE,
     NOWHERE,
-    Homes,
     Memory,
     Place,
     Role,
-    buried_up_to,
+    RoleTable,
     life_end,
     newest,
     outranks,
+    tombstone_epoch,
 )
+from satchel.actors.protocol.store_messages import Commit, Content, Head
 from satchel.cluster.errors import AgentElsewhere, AgentNotFound, StaleEpoch, Unavailable
 
 X = "t/x"
@@ -37,24 +38,24 @@ class Node:
     def __init__(self, folder: Path | None = None) -> None:
         self.database = AgentDatabase(folder)
         self.agents = Agents(self.database, AgentLimits(), lambda agent, model: b"")
-        self.homes = Homes(self.database, self.agents.end_turn)
+        self.roles = RoleTable(self.database, self.agents.end_turn)
 
     def speak(self, text: str, agent: str = X) -> Head:
         commit = Commit(MODEL, content(text), 1, self.agents.sequence)
         outcome = self.agents.commit(agent, commit, 0.0, 0.0)
         assert outcome.kept
-        self.homes.settle(agent)
+        self.roles.settle(agent)
         return next(head for head in self.agents.heads(agent) if head.branch == outcome.branch)
 
     def forget(self, agent: str = X) -> None:
         with self.database.transaction():
             self.agents.bury(agent, 0.0)
-            self.homes.bury(agent, 0)
+            self.roles.bury(agent, 0)
 
     def copy(self, memory: Memory, *, send: bool = True) -> list[int]:
         heads = [head for head, _ in memory.branches]
         contents = {head.branch: found for head, found in memory.branches} if send else {}
-        return self.homes.take_copy(memory.agent, memory.epoch, heads, contents)
+        return self.roles.take_secondary(memory.agent, memory.epoch, heads, contents)
 
     def said(self, agent: str = X) -> list[str]:
         return sorted(found.text for head in self.agents.heads(agent) if (found := self.agents.content(head)))
@@ -66,36 +67,36 @@ def content(text: str) -> Content:
 
 def test_an_agent_is_at_home_where_it_first_spoke_and_nowhere_else():
     node = Node()
-    assert node.homes.place(X) == NOWHERE and node.homes.claims([X]) == []
-    node.homes.check(X)
+    assert node.roles.place(X) == NOWHERE and node.roles.claims([X]) == []
+    node.roles.check(X)
     node.speak("one")
-    assert node.homes.place(X) == Place(1, Role.HOME) and node.homes.every() == [X]
+    assert node.roles.place(X) == Place(1, Role.PRIMARY) and node.roles.every() == [X]
 
 
 def test_a_copy_is_no_home_until_it_is_adopted():
     home, copy = Node(), Node()
     home.speak("one")
-    assert copy.copy(home.homes.memory(X)) == []
-    assert copy.homes.place(X) == Place(1, Role.COPY) and copy.said() == ["one"]
+    assert copy.copy(home.roles.memory(X)) == []
+    assert copy.roles.place(X) == Place(1, Role.SECONDARY) and copy.said() == ["one"]
     with pytest.raises(AgentElsewhere):
-        copy.homes.check(X)
-    assert copy.homes.adopt(X, 1) == copy.homes.adopt(X, 1) == Place(2, Role.HOME), "asked twice it happens once"
-    copy.homes.check(X)
-    assert copy.homes.adopt(X, 7) == Place(8, Role.HOME), "above what anybody has heard of"
+        copy.roles.check(X)
+    assert copy.roles.promote(X, 1) == copy.roles.promote(X, 1) == Place(2, Role.PRIMARY), "asked twice it happens once"
+    copy.roles.check(X)
+    assert copy.roles.promote(X, 7) == Place(8, Role.PRIMARY), "above what anybody has heard of"
     with pytest.raises(AgentNotFound):
-        Node().homes.adopt(X, 1)
+        Node().roles.promote(X, 1)
 
 
 def test_contents_that_are_missing_are_asked_for_and_nothing_changes_meanwhile():
     home, copy = Node(), Node()
     first = home.speak("one")
-    assert copy.copy(home.homes.memory(X), send=False) == [first.branch]
-    assert copy.homes.place(X) == NOWHERE and copy.said() == []
-    copy.copy(home.homes.memory(X))
-    assert copy.copy(home.homes.memory(X), send=False) == [], "what is there needs not come again"
+    assert copy.copy(home.roles.memory(X), send=False) == [first.branch]
+    assert copy.roles.place(X) == NOWHERE and copy.said() == []
+    copy.copy(home.roles.memory(X))
+    assert copy.copy(home.roles.memory(X), send=False) == [], "what is there needs not come again"
     home.agents.forget(X, 0.0)
     home.speak("two")
-    copy.copy(home.homes.memory(X))
+    copy.copy(home.roles.memory(X))
     assert copy.said() == ["two"], "what the home dropped goes"
 
 
@@ -103,11 +104,11 @@ def test_no_copy_replaces_a_later_state():
     """A later home's, this node's own, or a life's that is over."""
     home, node = Node(), Node()
     home.speak("old")
-    old = home.homes.memory(X)
+    old = home.roles.memory(X)
     home.speak("new")
-    node.copy(home.homes.memory(X))
+    node.copy(home.roles.memory(X))
     assert node.copy(old) == [] and node.said() == ["new", "old"], "sent earlier, it came later"
-    node.homes.adopt(X, 1)
+    node.roles.promote(X, 1)
     for epoch in (1, 2):
         with pytest.raises(StaleEpoch):
             node.copy(replace(old, epoch=epoch))
@@ -124,20 +125,22 @@ def test_a_copy_of_a_later_home_is_taken_whatever_numbers_it_has():
     former, later, node = Node(), Node(), Node()
     former.agents.witness([replace(former.speak("x", "t/other"), epoch=1000)])
     former.speak("of the former")
-    node.copy(former.homes.memory(X))
+    node.copy(former.roles.memory(X))
     later.speak("of the later")
-    later.homes.adopt(X, 1)
-    memory = later.homes.memory(X)
+    later.roles.promote(X, 1)
+    memory = later.roles.memory(X)
     assert newest(head for head, _ in memory.branches) < newest(node.agents.heads(X))
-    assert node.copy(memory) == [] and node.said() == ["of the later"] and node.homes.place(X) == Place(2, Role.COPY)
+    assert (
+        node.copy(memory) == [] and node.said() == ["of the later"] and node.roles.place(X) == Place(2, Role.SECONDARY)
+    )
 
 
 def test_who_had_the_turn_at_a_home_that_another_one_replaced_has_it_no_more():
     """Nobody would give it back: the agent would be busy until its lease is over."""
     for replace_it, ends in (
-        (lambda node: node.homes.demote(X, 2), True),
-        (lambda node: node.homes.adopt(X, 5), True),
-        (lambda node: node.homes.adopt(X, 0), False),
+        (lambda node: node.roles.demote(X, 2), True),
+        (lambda node: node.roles.promote(X, 5), True),
+        (lambda node: node.roles.promote(X, 0), False),
     ):
         node = Node()
         node.speak("one")
@@ -145,29 +148,29 @@ def test_who_had_the_turn_at_a_home_that_another_one_replaced_has_it_no_more():
         replace_it(node)
         assert (node.agents.turn_ends(X) is None) == ends
     copy = Node()
-    copy.copy(node.homes.memory(X))
+    copy.copy(node.roles.memory(X))
     copy.agents.begin(X, "turn", 0.0, 60.0)
-    copy.homes.adopt(X, 0)
+    copy.roles.promote(X, 0)
     assert copy.agents.turn_ends(X) is None
 
 
 def test_a_home_that_is_replaced_becomes_a_copy_once_its_words_are_handed_over():
     home, other = Node(), Node()
     one = home.speak("one")
-    other.copy(home.homes.memory(X))
-    other.homes.adopt(X, 1)
+    other.copy(home.roles.memory(X))
+    other.roles.promote(X, 1)
     home.speak("two")
-    assert not home.homes.demote(X, 2, frozenset({(one.branch, one.epoch)})), "it has spoken since"
-    lacking = other.homes.lacking(home.homes.memory(X))
+    assert not home.roles.demote(X, 2, frozenset({(one.branch, one.epoch)})), "it has spoken since"
+    lacking = other.roles.lacking(home.roles.memory(X))
     assert [found.text for _, found in lacking] == ["two"]
     other.agents.take_in(X, lacking, 0.0)
-    assert other.said() == ["one", "two"] and other.homes.lacking(home.homes.memory(X)) == []
+    assert other.said() == ["one", "two"] and other.roles.lacking(home.roles.memory(X)) == []
     handed = frozenset((head.branch, head.epoch) for head in home.agents.heads(X))
-    assert home.homes.demote(X, 2, handed) and home.homes.place(X) == Place(1, Role.COPY)
-    assert home.homes.demote(X, 2), "it is none any more"
-    assert not other.homes.demote(X, 1), "a lower epoch says nothing"
+    assert home.roles.demote(X, 2, handed) and home.roles.place(X) == Place(1, Role.SECONDARY)
+    assert home.roles.demote(X, 2), "it is none any more"
+    assert not other.roles.demote(X, 1), "a lower epoch says nothing"
     with pytest.raises(AgentElsewhere):
-        home.homes.lacking(other.homes.memory(X))
+        home.roles.lacking(other.roles.memory(X))
 
 
 def test_what_goes_on_with_a_branch_has_it_already():
@@ -177,9 +180,9 @@ def test_what_goes_on_with_a_branch_has_it_already():
     longer = Commit(MODEL, content("hello you"), 1, home.agents.sequence, head.branch, head.epoch)
     home.agents.commit(X, longer, 0.0, 0.0)
     for text, lacks in (("hello", False), ("hello you", False), ("hello me", True), ("hello you too", True)):
-        assert bool(home.homes.lacking(Memory(X, 1, [(head, content(text))]))) == lacks
-    assert home.homes.lacking(Memory(X, 1, [(replace(head, model=b"o" * 32), content("hello"))]))
-    assert home.homes.lacking(Memory(X, 1, [(head, replace(content(""), messages=b"[1]"))])), "no tokens are no proof"
+        assert bool(home.roles.lacking(Memory(X, 1, [(head, content(text))]))) == lacks
+    assert home.roles.lacking(Memory(X, 1, [(replace(head, model=b"o" * 32), content("hello"))]))
+    assert home.roles.lacking(Memory(X, 1, [(head, replace(content(""), messages=b"[1]"))])), "no tokens are no proof"
 
 
 def test_branches_that_are_taken_in_keep_apart_from_those_that_are_there():
@@ -196,42 +199,42 @@ def test_branches_that_are_taken_in_keep_apart_from_those_that_are_there():
 def test_a_life_that_is_over_ends_every_home_of_it_and_the_next_is_above():
     home = Node()
     home.speak("one")
-    home.homes.adopt(X, 5)
+    home.roles.promote(X, 5)
     home.forget()
-    assert home.homes.place(X) == Place(LIFE - 1, Role.GONE) and buried_up_to(home.homes.place(X)) == LIFE - 1
+    assert home.roles.place(X) == Place(LIFE - 1, Role.FORGOTTEN) and tombstone_epoch(home.roles.place(X)) == LIFE - 1
     with pytest.raises(AgentNotFound):
-        home.homes.adopt(X, LIFE + 3)
+        home.roles.promote(X, LIFE + 3)
     home.speak("two")
-    assert home.homes.place(X) == Place(LIFE, Role.HOME) and buried_up_to(home.homes.place(X)) == LIFE - 1
-    assert home.homes.lacking(Memory(X, LIFE - 1, [(home.agents.heads(X)[0], content("one"))])) == []
+    assert home.roles.place(X) == Place(LIFE, Role.PRIMARY) and tombstone_epoch(home.roles.place(X)) == LIFE - 1
+    assert home.roles.lacking(Memory(X, LIFE - 1, [(home.agents.heads(X)[0], content("one"))])) == []
     home.forget()
-    assert home.homes.place(X).epoch == 2 * LIFE - 1
+    assert home.roles.place(X).epoch == 2 * LIFE - 1
     with pytest.raises(AgentNotFound):
-        Node().homes.memory(X)
+        Node().roles.memory(X)
 
 
 def test_a_copy_of_a_life_that_is_over_is_not_adopted():
     """Somebody knows of a later life, so the agent was forgotten since: what it said before must not come back."""
     home, copy = Node(), Node()
     home.speak("one")
-    copy.copy(home.homes.memory(X))
+    copy.copy(home.roles.memory(X))
     for above in (LIFE, 2 * LIFE + 3):
         with pytest.raises(AgentNotFound):
-            copy.homes.adopt(X, above)
-    assert copy.homes.place(X) == Place(1, Role.COPY)
-    assert copy.homes.adopt(X, 3) == Place(4, Role.HOME), "of its own life it is"
+            copy.roles.promote(X, above)
+    assert copy.roles.place(X) == Place(1, Role.SECONDARY)
+    assert copy.roles.promote(X, 3) == Place(4, Role.PRIMARY), "of its own life it is"
 
 
 def test_what_was_buried_elsewhere_is_news_only_where_it_changes_something():
     node = Node()
-    assert node.homes.to_bury([(X, LIFE - 1)]) == [(X, LIFE - 1)], "KV may be here"
+    assert node.roles.to_bury([(X, LIFE - 1)]) == [(X, LIFE - 1)], "KV may be here"
     node.speak("one")
-    assert node.homes.to_bury([(X, LIFE - 1)]) and not node.homes.to_bury([(X, 0)])
+    assert node.roles.to_bury([(X, LIFE - 1)]) and not node.roles.to_bury([(X, 0)])
     node.forget()
-    assert not node.homes.to_bury([(X, LIFE - 1)])
+    assert not node.roles.to_bury([(X, LIFE - 1)])
     node.speak("two")
-    assert not node.homes.to_bury([(X, LIFE - 1)]) and node.homes.to_bury([(X, life_end(LIFE))])
-    assert buried_up_to(NOWHERE) == -1
+    assert not node.roles.to_bury([(X, LIFE - 1)]) and node.roles.to_bury([(X, life_end(LIFE))])
+    assert tombstone_epoch(NOWHERE) == -1
 
 
 def test_of_two_homes_exactly_one_is_right():
@@ -245,10 +248,10 @@ def test_of_two_homes_exactly_one_is_right():
 def test_a_copy_whose_memory_had_to_make_room_claims_nothing():
     home, copy = Node(), Node()
     home.speak("one")
-    copy.copy(home.homes.memory(X))
+    copy.copy(home.roles.memory(X))
     copy.database.erase(X)
-    assert copy.homes.claims([X]) == [] and copy.homes.every() == [X]
-    assert copy.copy(home.homes.memory(X)) == [] and copy.homes.claims([X])
+    assert copy.roles.claims([X]) == [] and copy.roles.every() == [X]
+    assert copy.copy(home.roles.memory(X)) == [] and copy.roles.claims([X])
 
 
 def test_numbers_of_two_nodes_never_meet():
@@ -266,19 +269,19 @@ def test_places_last_and_one_that_was_tampered_with_is_a_copy_to_be_adopted(tmp_
     node = Node(tmp_path)
     for agent in (X, "t/y"):
         node.speak("one", agent)
-        node.homes.adopt(agent, 4)
+        node.roles.promote(agent, 4)
     node.database.close()
     with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as raw:
         raw.execute("UPDATE homes SET epoch = 99 WHERE agent = ?", (X,))
     again = Node(tmp_path)
-    assert again.homes.place("t/y") == Place(5, Role.HOME)
-    assert again.homes.place(X) == Place(0, Role.COPY) and again.database.damaged_total
+    assert again.roles.place("t/y") == Place(5, Role.PRIMARY)
+    assert again.roles.place(X) == Place(0, Role.SECONDARY) and again.database.damaged_total
     with pytest.raises(AgentElsewhere):
-        again.homes.check(X)
-    assert again.homes.adopt(X, 5) == Place(6, Role.HOME)
+        again.roles.check(X)
+    assert again.roles.promote(X, 5) == Place(6, Role.PRIMARY)
     for epoch, role, mac in (("text", 1, b""), (1, 9, b""), (1, 1, None), (2**70 // 2**8, None, b"x")):
         again.database._db.execute("UPDATE homes SET epoch=?, role=?, mac=? WHERE agent=?", (epoch, role, mac, X))
-        assert again.homes.place(X) == Place(0, Role.COPY)
+        assert again.roles.place(X) == Place(0, Role.SECONDARY)
     again.database.close()
 
 
@@ -297,7 +300,7 @@ def test_a_file_of_the_first_schema_is_taken_over(tmp_path):
         raw.execute("PRAGMA user_version = 1")
     again = Node(tmp_path)
     assert again.said() == ["one", "two"] and again.said("t/y") == ["three"]
-    assert again.homes.place(X) == Place(1, Role.HOME) and again.agents.sequence >= max(head.epoch for head in heads)
+    assert again.roles.place(X) == Place(1, Role.PRIMARY) and again.agents.sequence >= max(head.epoch for head in heads)
     assert again.database._one("PRAGMA user_version") == SCHEMA_VERSION and again.database.set_aside_total == 0
     with again.database.transaction():
         again.database.put(replace(heads[0], agent="t/z"), content("of another node"))
@@ -308,12 +311,12 @@ def test_a_file_of_the_first_schema_is_taken_over(tmp_path):
 
 
 def test_all_agents_are_heard_of_in_pages(monkeypatch):
-    monkeypatch.setattr("satchel.actors.kv_store.agents.homes._PAGE", 3)
+    monkeypatch.setattr("satchel.actors.kv_store.agents.roles._PAGE", 3)
     node = Node()
     agents = sorted(f"t/{number}" for number in range(10))
     for agent in agents[:7]:
         node.speak("x", agent)
     for agent in agents[5:]:
         node.forget(agent)
-    assert node.homes.every() == agents
-    assert [place.role for _, place in node.homes.claims(agents)] == [Role.HOME] * 5 + [Role.GONE] * 5
+    assert node.roles.every() == agents
+    assert [place.role for _, place in node.roles.claims(agents)] == [Role.PRIMARY] * 5 + [Role.FORGOTTEN] * 5

@@ -16,18 +16,22 @@ import ray
 from cachetools import LRUCache
 from ray.exceptions import RayError
 
-from ...actors.kv_store.replication.peers import copy_nodes
+from ...actors.kv_store.replication.peers import secondary_nodes
+from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import RouterClient
-from ...actors.protocol.handles import actor_handle, store_actor_name
 from ...actors.protocol.messages import AgentPlace
+from ...actors.protocol.store_client import StoreClient
 from ...cluster.config import Config
-from ...cluster.errors import SatchelError, Unavailable, from_wire
+from ...cluster.errors import ActorSilent, NoAnswer, SatchelError, Unavailable
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Question = Callable[[StoreClient], Call[T]]
+"""What is asked of whichever store it turns out to be."""
 
 KNOWN_MAX = 10_000
 SILENT_READS = 20
@@ -42,7 +46,7 @@ CONNECT_S = 0.5
 """How long Ray may take to say where its part of a node listens, and that one to take a connection."""
 
 
-class AgentHomes:
+class AgentLocator:
     """A cache of the router's places, for one event loop: a store that is no home says so (`AgentElsewhere`), which
     corrects it."""
 
@@ -54,8 +58,8 @@ class AgentHomes:
         self._nodes = {self._head: True}
         self._read_at = -timing.nodes_s
         self._silent_reads: dict[str, int] = {}
-        self._stores: dict[str, Any] = {}
-        self._adoptions: dict[str, asyncio.Task[str]] = {}
+        self._stores: dict[str, StoreClient] = {}
+        self._promotions: dict[str, asyncio.Task[str]] = {}
         self._checks: dict[str, asyncio.Task[bool]] = {}
         # A turn may wait that long for the one before it, and a move for KV.
         self._answer_s = config.timeouts.turn_wait_s + timing.store_answer_s
@@ -128,21 +132,21 @@ class AgentHomes:
             return node
         place = await self.where(agent)
         if place is None:
-            node = copy_nodes(agent, await self.alive(), 1)[0]
+            node = secondary_nodes(agent, await self.alive(), 1)[0]
         elif place.alive:
             node = place.home
         elif place.copies:
-            node = await _shared(self._adoptions, agent, lambda: self._adopt(agent, place))
+            node = await _shared(self._promotions, agent, lambda: self._promote(agent, place))
         else:
             lost = place.home or "a node that has left"
             raise Unavailable(f"the memory of agent {agent.partition('/')[2]!r} is on {lost}, which does not answer")
         self.note(agent, node)
         return node
 
-    async def _adopt(self, agent: str, place: AgentPlace) -> str:
+    async def _promote(self, agent: str, place: AgentPlace) -> str:
         for node in place.copies:
             try:
-                epoch = await self.ask(node, "adopt", agent, place.epoch, timeout_s=self._timing.answer_s)
+                epoch = await self.ask(node, lambda store: store.promote(agent, place.epoch), self._timing.answer_s)
             except SatchelError as error:
                 logger.warning("node %s cannot take over agent %s: %s", node, agent, error.message)
                 continue
@@ -177,42 +181,34 @@ class AgentHomes:
         found = await self._router.places(agents).within(self._timing.brief_answer_s)
         return {place.agent: place for place in found.places}
 
-    async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float | None = None, **named: Any) -> Any:
+    async def ask(self, node: str, question: Question[T], timeout_s: float | None = None) -> T:
         """What the store of a node answers.
 
         Raises:
             SatchelError: what it raised; `Unavailable` where it has died, its node is lost, or the time is up.
         """
+        timeout_s = self._answer_s if timeout_s is None else timeout_s
+        store = self._stores.get(node)
+        if store is None:
+            store = self._stores[node] = StoreClient(node, self._timing)
         try:
-            handle = self._stores.get(node)
-            if handle is None:
-                handle = self._stores[node] = await asyncio.to_thread(actor_handle, store_actor_name(node))
-            call = getattr(handle, method)
-            # What a turn leaves may be a megabyte to write down.
-            sent = (
-                await asyncio.to_thread(call.remote, *arguments, **named)
-                if method == "commit"
-                else call.remote(*arguments, **named)
-            )
-            answer = await self._while_alive(node, sent, timeout_s)
-        except (RayError, ValueError, TimeoutError) as error:
+            return await self._while_alive(node, question(store).within(timeout_s), timeout_s)
+        except (NoAnswer, TimeoutError) as error:
             self._stores.pop(node, None)
-            if not isinstance(error, TimeoutError):
+            if not isinstance(error, ActorSilent | TimeoutError):
                 await self.check(node)
             message = f"the store of agents' memory on {node} does not answer now"
             raise Unavailable(message, retry_after_s=2.0) from error
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer["result"]
 
-    async def _while_alive(self, node: str, sent: Any, timeout_s: float | None) -> Any:
+    async def _while_alive(self, node: str, call: Call[T], timeout_s: float) -> T:
         """The answer. Ray takes 14 s to notice that a machine is gone, the router 5.
 
         Raises:
+            NoAnswer: as the call has it.
             TimeoutError: the node is lost, or the time is up.
         """
-        answer = asyncio.ensure_future(sent)
-        ends = time.monotonic() + (self._answer_s if timeout_s is None else timeout_s)
+        answer = asyncio.ensure_future(call)
+        ends = time.monotonic() + timeout_s
         look_s = FIRST_LOOK_S
         try:
             while True:

@@ -24,13 +24,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ...cluster.errors import SatchelError, Unavailable
-from ...cluster.timing import USUAL
-from ..protocol.entries import EntryRecord, SegmentRecord, owner_tag
-from .agents.agents import Agents
-from .agents.claims import Branch, Census, Claims
-from .disk.placement import Placed
-from .disk.store import DiskStore
+from ....cluster.errors import SatchelError, Unavailable
+from ....cluster.timing import USUAL
+from ...protocol.entries import EntryRecord, SegmentRecord, owner_tag
+from ..agents.agents import Agents
+from ..agents.claims import Branch, Census, Claims
+from ..disk.placement import SegmentPlacement
+from ..disk.store import DiskStore
 
 logger = logging.getLogger(__name__)
 
@@ -326,8 +326,8 @@ class OwnedKeeper:
     def __init__(self, store: DiskStore, owned: Ownership, loop: asyncio.AbstractEventLoop) -> None:
         self._store, self._owned, self._loop = store, owned, loop
 
-    def commit(self, record: SegmentRecord) -> Placed:
-        async def work() -> Placed:
+    def commit(self, record: SegmentRecord) -> SegmentPlacement:
+        async def work() -> SegmentPlacement:
             without = await self._owned.unclaimed(record.entries)
             heirs = await self._owned.inherited(record.entries)
             return await asyncio.to_thread(self._store.commit, record, without, heirs)

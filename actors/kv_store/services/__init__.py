@@ -1,0 +1,1 @@
+"""What a store does, one idea in each file: a turn, an agent's words, KV on the disk, copies, moves."""

@@ -1,0 +1,301 @@
+"""The node's KV on disk: opened as soon as it can be, kept tidy, and what replicas do with it. Their bytes go past it,
+by files."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ....cluster.errors import SatchelError
+from ....cluster.timing import Timing
+from ...protocol.block_ids import BLOCK_TOKENS
+from ...protocol.entries import TOKEN_BYTES, Location, SegmentRecord, unpack_tokens
+from ...protocol.store_messages import DiskSession, FindKV, FoundKV, FoundTail, Limits, ReadDone
+from ..agents.claims import Branch, Claims
+from ..disk.quotas import Quotas, tenant_of
+from ..disk.shelf import DiskLimits
+from ..disk.store import DiskStore
+from .ownership import Ask, Ownership
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOCK_WAIT_S = 10.0
+"""How long a dying predecessor may still hold the folder of KV."""
+
+OPEN_RETRY_S, OPEN_RETRY_S_MAX = 0.5, 15.0
+"""How soon a disk tier that could not be opened is tried again: every time later, and this late at most."""
+
+COMPACT_S = 20.0
+SPACE_S = 2.0
+"""How often it is looked what is free of the device, which others fill too."""
+
+COPIED_MAX = 10_000
+"""How many copies of agents may wait for a disk tier."""
+
+
+class NodeDisk:
+    """For one event loop.
+
+    Args:
+        folder: where KV is kept; None for a node that keeps none.
+        limits: of that folder.
+        ask: calls its argument in the thread that may use `Agents`.
+        quotas: what tenants may have.
+
+    Attributes:
+        session: of this process, for those who write.
+        store: None as long as it cannot be opened: agents' words are kept all the same.
+        owned: who may have what in it; None without it.
+        error: why there is none, "" where there is.
+        on_opened: called where the store was opened later.
+        on_touched: called with an agent's key where its KV has changed.
+    """
+
+    def __init__(self, folder: Path | None, limits: DiskLimits, ask: Ask, quotas: Quotas, timing: Timing) -> None:
+        self._timing = timing
+        self.session = f"s{uuid.uuid4().hex}"
+        self.store: DiskStore | None = None
+        self.owned: Ownership | None = None
+        self.error = ""
+        self.on_opened: Callable[[], object] = lambda: None
+        self.on_touched: Callable[[str], object] = lambda agent: None
+        self.threads = ThreadPoolExecutor(2, "disk")
+        self._folder, self._limits, self._ask, self._quotas = folder, limits, ask, quotas
+        self._tending: asyncio.Task[None] | None = None
+        # Agents that were copied while no KV was kept on disk.
+        self._copied: dict[tuple[str, str], None] = {}
+        if (found := self._open(LOCK_WAIT_S)) is not None:
+            self.take(found)
+
+    def take(self, store: DiskStore) -> None:
+        """Answer for the store from now on."""
+        self.store, self.owned = store, Ownership(store, self._ask, self._timing.claim_wait_s)
+
+    def _open(self, lock_wait_s: float) -> DiskStore | None:
+        folder = self._folder
+        if folder is None:
+            return None
+        try:
+            store = DiskStore(folder, session=self.session, limits=self._limits, lock_wait_s=lock_wait_s)
+        except SatchelError as error:
+            if error.message != self.error:
+                logger.error("no KV is kept on disk: %s", error.message)
+            self.error = error.message
+            return None
+        self.error = ""
+        try:
+            # Before agents' words are opened, which may want some of it.
+            store.keep_reserve()
+        except SatchelError as error:
+            logger.warning("KV gives nothing of the disk back: %s", error.message)
+        # Where KV lay before it shared its key with agents' memory; nobody can read it any more.
+        shutil.rmtree(folder / "blocks", ignore_errors=True)
+        return store
+
+    # Looked after.
+
+    async def ready(self) -> None:
+        """Know who was forgotten. Cheap after the first call."""
+        self.tend()
+        if self.owned is not None:
+            await self.owned.ready()
+
+    def tend(self) -> None:
+        """Have the store looked after, and opened where it is not. Cheap after the first call."""
+        if self._tending is None and (self._folder is not None or self.store is not None):
+            self._tending = asyncio.create_task(self._open_and_tend())
+
+    async def _open_and_tend(self) -> None:
+        wait_s = OPEN_RETRY_S
+        while self.store is None:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, OPEN_RETRY_S_MAX)
+            found = await asyncio.to_thread(self._open, 0.0)
+            if found is not None:
+                logger.warning("KV is kept on disk from now on")
+                self.take(found)
+                self.on_opened()
+        assert self.owned is not None
+        copied, self._copied = self._copied, {}
+        with suppress(SatchelError):
+            # At once: what was forgotten meanwhile goes now, but for what copies stand on.
+            await asyncio.gather(self.owned.ready(), *(self.owned.copied(*pair) for pair in copied))
+        await self._keep_tidy(self.store, self.owned)
+
+    async def _keep_tidy(self, store: DiskStore, owned: Ownership) -> None:
+        """Keep the store tidy and within what the device has left, as long as this task lives."""
+        loop = asyncio.get_running_loop()
+        compacted_at = loop.time()
+        while True:
+            await asyncio.sleep(SPACE_S)
+            try:
+                await self.in_thread(store.keep_reserve)
+                if loop.time() - compacted_at >= COMPACT_S:
+                    compacted_at = loop.time()
+                    await self.in_thread(store.compact)
+                    owned.again()
+            except SatchelError as error:
+                # A full disk, for one; the next round tries again.
+                logger.warning("tidying the disk up: %s", error.message)
+
+    def make_room(self) -> None:
+        """KV makes room for agents' words on a full disk. Not for the event loop."""
+        if self.store is not None:
+            try:
+                self.store.make_room()
+            except SatchelError as error:
+                logger.warning("KV makes no room: %s", error.message)
+
+    async def make_room_for(self, agent: str) -> None:
+        """KV of the agent's tenant has the room that its words leave. Nothing to do for one that never had a limit."""
+        tenant = tenant_of(agent)
+        if self.store is None or not self._quotas.knows(tenant):
+            return
+        try:
+            await self.in_thread(self.store.limit, tenant, self._quotas.kv_bytes_max(tenant))
+        except SatchelError as error:
+            logger.warning("KV of %s stays beyond its limit for now: %s", tenant, error.message)
+
+    async def limit(self, limits: Limits | None) -> None:
+        """These count before more KV comes."""
+        self._quotas.note(limits)
+        for tenant in limits or ():
+            await self.make_room_for(f"{tenant}/")
+
+    # What happens to agents.
+
+    def committed(self, agent: str) -> None:
+        """A turn of the agent has been committed: KV that waits for its branch may look again."""
+        if self.owned is not None:
+            self.owned.committed(agent)
+
+    def forgotten(self, agent: str) -> None:
+        """The agent's tombstone has been written: its KV goes."""
+        if self.owned is not None:
+            self.owned.forgotten(agent)
+
+    async def copied(self, source: str, target: str) -> None:
+        """`target` has all that `source` has said, and so the KV that stands for it."""
+        if self.owned is None:
+            if len(self._copied) < COPIED_MAX:
+                self._copied[source, target] = None
+            return
+        try:
+            await self.owned.copied(source, target)
+        except SatchelError as error:
+            logger.warning("agent %s computes anew what %s has on disk: %s", target, source, error.message)
+
+    # For replicas of the node; None where there is no store.
+
+    def describe(self) -> DiskSession | None:
+        """What a writer or reader must know."""
+        self.tend()
+        store = self.store
+        return None if store is None else DiskSession(str(store.root), self.session, store.epoch)
+
+    async def commit(self, segment: SegmentRecord, limits: Limits | None = None) -> list[bytes] | None:
+        """Make a written segment count; as `StoreClient.disk_commit`."""
+        await self.limit(limits)
+
+        async def work(store: DiskStore, owned: Ownership) -> list[bytes]:
+            without = await owned.unclaimed(segment.entries)
+            heirs = await owned.inherited(segment.entries)
+            placed = await self.in_thread(store.commit, segment, without, heirs)
+            gone = set(placed.retracted)
+            return [entry for entry in (*placed.kept, *placed.dropped) if entry not in gone]
+
+        return await self._fenced(work)
+
+    async def touch(self, model: bytes, chain: list[bytes], owner: str) -> list[bytes] | None:
+        """Note that a chain was used. Returns the ids of it that are not there."""
+
+        async def work(store: DiskStore, owned: Ownership) -> list[bytes]:
+            await self._touch(store, owned, chain, owner, wait=True)
+            return await self.in_thread(_missing, store, model, chain)
+
+        missing = await self._fenced(work)
+        if owner:
+            heirs = self.owned.heirs_of(owner) if self.owned is not None else []
+            for agent in (owner, *heirs):
+                self.on_touched(agent)
+        return missing
+
+    async def find(self, wanted: FindKV) -> FoundKV | None:
+        """What is there of a prompt, pinned for a reader."""
+
+        def work(store: DiskStore) -> FoundKV:
+            blocks: list[Location] = []
+            for location in store.locate(wanted.model, wanted.chain):
+                if location is None:
+                    break
+                blocks.append(location)
+            start = len(blocks) * BLOCK_TOKENS * TOKEN_BYTES
+            rest = unpack_tokens(wanted.tokens[start : start + BLOCK_TOKENS * TOKEN_BYTES])
+            parent = blocks[-1].id if blocks else wanted.parent
+            tails = store.tails(wanted.model, parent, rest, wanted.tails_max)
+            pin = store.pin([*blocks, *(tail.location for tail in tails)], self._timing.block_lease_s)
+            return FoundKV(blocks, [FoundTail(tail.location, tail.tokens) for tail in tails], pin.lease)
+
+        return None if self.store is None else await self.in_thread(work, self.store)
+
+    async def read(self, done: ReadDone) -> None:
+        """A reader has done."""
+
+        def give_back(store: DiskStore) -> None:
+            store.unpin(done.lease)
+            if done.failures:
+                store.report(done.failures)
+
+        async def work(store: DiskStore, owned: Ownership) -> None:
+            await self.in_thread(give_back, store)
+            # The turn that reads has only begun, so nothing is about to say more of its owner.
+            await self._touch(store, owned, done.chain, done.owner, wait=False)
+
+        await self._fenced(work)
+
+    async def _touch(
+        self, store: DiskStore, owned: Ownership, chain: Sequence[bytes], owner: str, *, wait: bool
+    ) -> None:
+        """Note the use of a chain, of which its user owns what he may."""
+        theirs = await owned.ownable(chain, owner, wait=wait)
+        if len(theirs) < len(chain):
+            await self.in_thread(store.touch, chain, "")
+        await self.in_thread(store.touch, theirs, owner)
+
+    async def _fenced(self, work: Callable[[DiskStore, Ownership], Coroutine[Any, Any, T]]) -> T | None:
+        """Do what may let an owner have something; None where there is no store."""
+        if self.store is None or self.owned is None:
+            return None
+        return await self.owned.fenced(work(self.store, self.owned))
+
+    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What `work` returns, called in a thread for what waits for the disk."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *arguments)
+
+
+def kept_on(store: DiskStore, branches: Iterable[Branch]) -> int:
+    """How many entries, blocks and tails, `store` has of these branches."""
+    found: set[bytes] = set()
+    for branch in branches:
+        claims = Claims([branch])
+        found.update(where.id for where in store.locate(branch.model, [*claims.blocks]) if where is not None)
+        for parent, packed in claims.rests():
+            rest = unpack_tokens(packed)
+            for tail in store.tails(branch.model, parent, rest):
+                # Of another's tail that only begins alike, nothing here is this agent's.
+                if tail.tokens == min(len(tail.location.tokens) // 4, len(rest)):
+                    found.add(tail.location.id)
+    return len(found)
+
+
+def _missing(store: DiskStore, model: bytes, chain: list[bytes]) -> list[bytes]:
+    return [block for block, location in zip(chain, store.locate(model, chain), strict=True) if location is None]

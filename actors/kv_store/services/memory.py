@@ -1,0 +1,75 @@
+"""What a node has by itself: agents' words and their KV, and who may use how much of both."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....cluster.config import Config
+from ....cluster.keys import OWNER
+from ....cluster.timing import Timing
+from ...protocol.block_ids import is_shared, root_id, scope_of
+from ..agents.agents import Agents
+from ..agents.branches import AgentLimits
+from ..agents.database import AgentDatabase
+from ..agents.roles import RoleTable
+from ..disk.quotas import Quotas
+from ..disk.shelf import DiskLimits
+from .disk import NodeDisk
+from .work import Work
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """What one node has: agents' words in a database, KV on the disk, and who may use how much of both."""
+
+    database: AgentDatabase
+    agents: Agents
+    roles: RoleTable
+    quotas: Quotas
+    disk: NodeDisk
+    work: Work
+    timing: Timing
+
+
+def open_memory(config: Config, folder: Path | None) -> NodeMemory:
+    """
+    Args:
+        folder: where all is kept; None keeps words in memory, for as long as this process lives, and no KV.
+
+    Raises:
+        ClusterError: the folder cannot be used, or belongs to a newer version.
+    """
+    quotas = Quotas(lambda tenant: agents.nbytes_of(tenant), OWNER)
+    limits = DiskLimits(
+        bytes_max=config.disk_bytes_max,
+        reserve_bytes=config.disk_reserve_bytes,
+        lease_s_max=config.timing.block_lease_s,
+    )
+    disk = NodeDisk(folder, limits, lambda ask: work.in_order(lambda: ask(agents)), quotas, config.timing)
+    database = AgentDatabase(folder)
+
+    def root_of(agent: str, model: bytes) -> bytes:
+        tenant, _, name = agent.partition("/")
+        # A scope of one request is shared with nobody, so no later turn finds its blocks.
+        scope = scope_of(config.share, tenant, name, "")
+        return root_id(model, scope) if is_shared(scope) else b""
+
+    agents = Agents(
+        database,
+        AgentLimits(branches_max=config.branches_max, bytes_max=config.transcripts_bytes_max),
+        root_of,
+        # A million changes a second behind the clock, however often the file begins anew.
+        start=int(time.time()) << 20,
+        on_let_go=_say_let_go,
+    )
+    work = Work(database, ready=disk.ready, make_room=disk.make_room)
+    return NodeMemory(database, agents, RoleTable(database, agents.end_turn), quotas, disk, work, config.timing)
+
+
+def _say_let_go(agent: str) -> None:
+    logger.warning("what agent %s said is let go: others need the room (transcripts_bytes_max)", agent)

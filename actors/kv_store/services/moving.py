@@ -1,0 +1,98 @@
+"""An agent gets another home, between two of its turns."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+from ....cluster.errors import SatchelError, Unavailable
+from ...protocol.store_messages import Fetched, Moved
+from ..agents.roles import Memory
+from ..replication.copies import Secondaries
+from ..replication.peers import Peers
+from ..replication.succession import Succession
+from .memory import NodeMemory
+from .turns import Turns
+
+logger = logging.getLogger(__name__)
+
+
+class Moving:
+    """
+    Args:
+        node: this one.
+        changed: told of an agent that may live elsewhere now.
+
+    Attributes:
+        moves, moved_bytes: agents that went to other nodes, and the KV that went with them.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        memory: NodeMemory,
+        turns: Turns,
+        copies: Secondaries,
+        succession: Succession,
+        peers: Peers,
+        *,
+        changed: Callable[[str], object],
+    ) -> None:
+        self._timing = memory.timing
+        self._node, self._work, self._roles, self._turns = node, memory.work, memory.roles, turns
+        self._copies, self._succession, self._peers = copies, succession, peers
+        self._changed = changed
+        self.moves = self.moved_bytes = 0
+
+    async def move(self, agent: str, to: str) -> Moved:
+        """Hand the agent over to another node.
+
+        Raises:
+            AgentNotFound, AgentBusy, AgentElsewhere: it cannot be moved from here.
+            Unavailable: no such node is there now.
+        """
+        started = time.monotonic()
+
+        def memory() -> Memory:
+            self._roles.check(agent)
+            return self._roles.memory(agent)
+
+        epoch = (await self._work.in_order(memory)).epoch
+        if to == self._node:
+            return Moved(to, epoch)
+        if to not in await self._peers.others():
+            raise Unavailable(f"node {to!r} does not answer yet, or is not there", retry_after_s=self._timing.peers_s)
+        # What can go while it talks goes first, so that the turn is held for a moment only.
+        await self._copies.send(agent, to, self._timing.answer_s)
+        before = await self._fetched(agent, to, self._timing.fetch_s)
+        turn = f"move-{uuid.uuid4().hex}"
+        await self._turns.begin(agent, turn, b"", {})
+        try:
+            sent = await self._copies.send(agent, to, self._timing.answer_s)
+            then = await self._fetched(agent, to, self._timing.hold_s) if before is not None else None
+            # From here on it may be the home, whatever is heard of it: if it does not give way, this node asks.
+            self._succession.doubt(agent)
+            above = await self._peers.client(to).promote_here(agent, sent.epoch)
+            # Turns that nobody takes may have ended meanwhile.
+            await self._succession.step_down(agent, to, above, sent)
+        finally:
+            await self._turns.abandon(agent, turn)
+            self._changed(agent)
+        before = before or Fetched()
+        then = then or replace(before, blocks=0, nbytes=0)
+        nbytes = before.nbytes + then.nbytes
+        self.moves += 1
+        self.moved_bytes += nbytes
+        seconds = time.monotonic() - started
+        return Moved(to, above, then.tokens, before.blocks + then.blocks, nbytes, seconds)
+
+    async def _fetched(self, agent: str, to: str, within_s: float) -> Fetched | None:
+        """Have another node fetch the agent's KV. None where it cannot: then that is computed again there."""
+        try:
+            return await self._peers.client(to).fetch(agent, self._node, within_s)
+        except SatchelError as error:
+            logger.warning("node %s does not get the KV of agent %s: %s", to, agent, error.message)
+            return None

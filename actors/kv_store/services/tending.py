@@ -1,0 +1,85 @@
+"""What a store does now and then: hear what happened on the other nodes, and try again what failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from ....cluster.timing import Timing
+from ..replication.copies import Secondaries
+from ..replication.succession import Succession
+from .tombstones import Tombstones
+
+logger = logging.getLogger(__name__)
+
+TEND_S = 5.0
+"""How often what failed is tried again."""
+
+LEARN_S = 60.0
+"""How often other nodes are asked what happened there."""
+
+
+class Tending:
+    """Made on the event loop that it lives on.
+
+    Attributes:
+        introduced: set as soon as turns may begin here.
+    """
+
+    def __init__(self, succession: Succession, copies: Secondaries, tombstones: Tombstones, timing: Timing) -> None:
+        self._timing = timing
+        self._succession, self._copies, self._tombstones = succession, copies, tombstones
+        self._loop = asyncio.get_running_loop()
+        self.introduced = asyncio.Event()
+
+    async def ready(self) -> None:
+        """No turn begins at a home that may be none any more, as long as that can be asked."""
+        if not self.introduced.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.introduced.wait(), self._timing.learn_s)
+            self.introduced.set()
+
+    async def learn(self) -> None:
+        """Hear from the other nodes what was forgotten there and who lives elsewhere now; then turns may begin here."""
+        try:
+            async with asyncio.timeout(self._timing.learn_s):
+                await self._succession.learn()
+        except TimeoutError:
+            logger.warning("the other nodes take too long to say what happened there")
+        finally:
+            self.introduced.set()
+
+    def introduce(self) -> None:
+        """On the reporter's thread: what was forgotten elsewhere is known before anything is announced."""
+        ends = time.monotonic() + self._timing.introduce_s
+        while True:
+            asyncio.run_coroutine_threadsafe(self.learn(), self._loop).result(2 * self._timing.learn_s)
+            if self._succession.heard or time.monotonic() > ends:
+                return
+            time.sleep(self._timing.report_s)
+
+    async def tend(self) -> None:
+        """Try again what failed: copies, burials, handing over."""
+        await self._succession.resolve()
+        await self._copies.catch_up()
+        await self._tombstones.again()
+
+    async def run(self) -> None:
+        """`tend` and `learn` for ever."""
+        learned_at = time.monotonic()
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._succession.awake.wait(), TEND_S)
+            self._succession.awake.clear()
+            try:
+                await self.tend()
+                if time.monotonic() - learned_at > LEARN_S:
+                    learned_at = time.monotonic()
+                    await self.learn()
+            except Exception as error:
+                # The next round tries again; what it is about would not be tended at all otherwise.
+                logger.exception("what failed before fails again: %s", type(error).__name__)
+            # Not more often, whatever wakes it.
+            await asyncio.sleep(0.1)
