@@ -14,7 +14,7 @@
     │   ├── SlowReader              408  the answer was read too slowly
     │   ├── AgentBusy               409
     │   ├── AgentExists             409
-    │   ├── PictureLost             409  of a stored transcript; neither its KV nor its features are left
+    │   ├── PictureLost             409  of a stored transcript; neither its KV nor its embeddings are left
     │   ├── RequestTooLarge         413
     │   ├── UnsupportedMediaType    415
     │   ├── RateLimited             429  more than the key's limits allow

@@ -120,12 +120,12 @@ class KVStoreActor:
     @answers(Recall)
     async def recall(self, asked: Recall) -> Recalled:
         await self.services.tending.ready()
-        return await self.services.conversations.recall(asked.agent, asked.words, asked.known, asked.limits)
+        return await self.services.conversations.recall(asked.agent, asked.files_id, asked.known, asked.limits)
 
     @answers(Begin)
     async def begin(self, asked: Begin) -> Begun:
         await self.services.tending.ready()
-        return await self.services.turns.begin(asked.agent, asked.turn, asked.words, asked.known, asked.limits)
+        return await self.services.turns.begin(asked.agent, asked.turn, asked.files_id, asked.known, asked.limits)
 
     @answers(TurnName)
     async def renew(self, which: TurnName) -> Flag:

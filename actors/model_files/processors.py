@@ -136,9 +136,9 @@ class PictureProcessor:
         ids = {config.get(name) for name in _TOKEN_NAMES} | {getattr(processor, name, None) for name in _TOKEN_NAMES}
         return cls(processor, frozenset(token for token in ids if isinstance(token, int)))
 
-    def token_of(self, word: int) -> int:
+    def token_of(self, media_token: int) -> int:
         """The model's token in the place of a word."""
-        return self.video_token if is_of_video(word) else self.token
+        return self.video_token if is_of_video(media_token) else self.token
 
     def layout(self, width: int, height: int) -> PictureLayout:
         """What a picture of this size is in a prompt. For a size that is new a picture is processed: milliseconds, or a

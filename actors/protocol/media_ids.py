@@ -1,12 +1,12 @@
 """What stands for a picture in memory: its hash, its key, and the ids in place of its tokens. Pure.
 
 All pictures of one size have the same tokens in a prompt. So wherever tokens decide what is the same (block ids, tails,
-what an agent remembers) each token that stands for a picture is a *word* instead: 29 bits of its key, above all token
-ids. Two prompts are alike where their words are, and nothing else has to know of pictures. Words are turned back into
-tokens where a model is given them.
+an agent's memory) each token that stands for a picture is replaced by a *media token id*: 29 bits of the picture's key,
+above all token ids of a model. Two prompts are alike if these ids are, and nothing else has to know of pictures. The
+model itself is given its own tokens (`processors.token_of`).
 
-What an encoder made of a picture, its *features*, is named by the picture's first words. So tokens alone tell which
-features go with them.
+A picture's *image embeddings*, the output of its encoder, are named by its first media token ids. So token ids alone
+tell which embeddings go with them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from itertools import pairwise
 from .block_ids import digest
 from .entries import tail_id
 
-FIRST_WORD = 1 << 31
-"""From here on an id is a word."""
+FIRST_MEDIA_TOKEN = 1 << 31
+"""The least media token id."""
 
 _OF_VIDEO = 1 << 30
 _FIRST = 1 << 29
-"""Marks the first word of each picture: two may follow each other with nothing between."""
+"""Marks the first id of each picture: two may follow each other with nothing between."""
 
 _BITS = _FIRST - 1
 
-NAME_WORDS = 8
-"""As many of a picture's words, if it has so many, are the name of its features."""
+NAME_TOKENS = 8
+"""So many of a picture's media token ids, or all if it has fewer, name its image embeddings."""
 
 Name = tuple[int, ...]
 
@@ -55,52 +55,53 @@ def media_key(pictures: Sequence[bytes], processing: bytes = b"") -> bytes:
     return digest(b"satchel.media.1", processing, *pictures)
 
 
-def words_of(key: bytes, count: int, *, video: bool = False) -> list[int]:
+def media_tokens(key: bytes, count: int, *, video: bool = False) -> list[int]:
     """The ids in place of the `count` tokens that stand for the media with this key, which are a video's or not."""
-    kind = FIRST_WORD | (_OF_VIDEO if video else 0)
-    words = [kind | (word & _BITS) for word in struct.unpack(f"<{count}I", hashlib.shake_256(key).digest(4 * count))]
-    return [words[0] | _FIRST, *words[1:]] if words else []
+    kind = FIRST_MEDIA_TOKEN | (_OF_VIDEO if video else 0)
+    ids = [kind | (token & _BITS) for token in struct.unpack(f"<{count}I", hashlib.shake_256(key).digest(4 * count))]
+    return [ids[0] | _FIRST, *ids[1:]] if ids else []
 
 
-def is_word(token: int) -> bool:
-    return token >= FIRST_WORD
+def is_media_token(token: int) -> bool:
+    return token >= FIRST_MEDIA_TOKEN
 
 
-def is_of_video(word: int) -> bool:
-    return bool(word & _OF_VIDEO)
+def is_of_video(token: int) -> bool:
+    return bool(token & _OF_VIDEO)
 
 
-def words_in(tokens: Iterable[int]) -> list[int]:
-    """The words among `tokens`, in order."""
-    return [token for token in tokens if token >= FIRST_WORD]
+def media_tokens_in(tokens: Iterable[int]) -> list[int]:
+    """Returns the media token ids in `tokens`, in order."""
+    return [token for token in tokens if token >= FIRST_MEDIA_TOKEN]
 
 
 def names_in(tokens: Iterable[int]) -> Iterator[Name]:
-    """The names of the features of all pictures in `tokens`, in order."""
-    words = words_in(tokens)
-    firsts = [place for place, word in enumerate(words) if word & _FIRST]
-    for place, end in pairwise([*firsts, len(words)]):
-        yield tuple(words[place : min(end, place + NAME_WORDS)])
+    """Yields the names of the image embeddings of all pictures in `tokens`, in order."""
+    ids = media_tokens_in(tokens)
+    firsts = [place for place, token in enumerate(ids) if token & _FIRST]
+    for place, end in pairwise([*firsts, len(ids)]):
+        yield tuple(ids[place : min(end, place + NAME_TOKENS)])
 
 
 def name_at(prompt: Sequence[int], start: int, count: int) -> Name:
-    """The name of the features of the picture whose `count` tokens, some of them words, begin at `start`."""
+    """Returns the name of the image embeddings of the picture whose `count` tokens begin at `start`. Some of these are
+    media token ids."""
     return next(names_in(prompt[start : start + count]))
 
 
-def features_parent(root: bytes, name: Name) -> bytes:
-    """What the features of this name follow on the disk, where they are kept as a tail: of a model and for whom, as
-    `root` says. One name has one parent, so that they are found without looking at others."""
+def embeddings_parent(root: bytes, name: Name) -> bytes:
+    """Returns the parent id of image embeddings on disk, where they are kept as a tail. `root` says of which model and
+    for whom they are. One name has one parent, so they are found without looking at others."""
     return digest(b"satchel.features.1", root, struct.pack(f"<{len(name)}I", *name))
 
 
-def features_id(root: bytes, name: Name) -> bytes:
-    """What features are known by, in memory and on the disk."""
-    return tail_id(features_parent(root, name), name)
+def embeddings_id(root: bytes, name: Name) -> bytes:
+    """Returns the id of image embeddings in memory and on disk."""
+    return tail_id(embeddings_parent(root, name), name)
 
 
-def features_needed(
+def embeddings_needed(
     root: bytes, prompt: Sequence[int], spans: Iterable[tuple[int, int]]
 ) -> list[tuple[bytes, int, int]]:
-    """(id, where it ends in the prompt, its tokens) of the features of pictures; `spans` are (start, count) of each."""
-    return [(features_id(root, name_at(prompt, start, count)), start + count, count) for start, count in spans]
+    """Returns (id of the embeddings, end in the prompt, tokens) of each picture; `spans` are (start, count) of each."""
+    return [(embeddings_id(root, name_at(prompt, start, count)), start + count, count) for start, count in spans]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 12
+VERSION = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,7 +509,7 @@ class KVSelection:
     root: bytes
     block_ids: list[bytes]
     first: bytes
-    features: list[bytes] = field(default_factory=list)
+    embeddings: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class StoreClient:
     # Turns.
 
     def recall(
-        self, agent: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+        self, agent: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Call[Recalled]:
         """What a stateless turn begins with.
 
@@ -95,11 +95,11 @@ class StoreClient:
         Raises:
             QuotaExceeded: it may add none.
         """
-        message, read = Recall(agent, words, dict(known), dict(limits or {})), partial(decode, Recalled)
+        message, read = Recall(agent, files_id, dict(known), dict(limits or {})), partial(decode, Recalled)
         return self.actor.call(lambda store: store.recall.remote(encode(message)), read, self._patient_s)
 
     def begin(
-        self, agent: str, turn: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+        self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Call[Begun]:
         """Take the agent's turn, in the order of asking.
 
@@ -107,7 +107,7 @@ class StoreClient:
             AgentBusy: another turn has it for too long.
             QuotaExceeded: the tenant may add no words.
         """
-        message, read = Begin(agent, turn, words, dict(known), dict(limits or {})), partial(decode, Begun)
+        message, read = Begin(agent, turn, files_id, dict(known), dict(limits or {})), partial(decode, Begun)
         return self.actor.call(lambda store: store.begin.remote(encode(message)), read, self._patient_s)
 
     def renew(self, agent: str, turn: str) -> Call[bool]:

@@ -41,7 +41,7 @@ class Head:
     files: bytes = b""
 
     @property
-    def words(self) -> bytes:
+    def files_id(self) -> bytes:
         """What its token ids belong to: they mean the same for every model that has it."""
         return self.files or self.model
 
@@ -104,7 +104,7 @@ class Recall:
     that need no content; `limits` the tenant's, where the turn is to add words."""
 
     agent: str
-    words: bytes
+    files_id: bytes
     known: dict[int, int]
     limits: Limits = field(default_factory=dict)
 
@@ -124,7 +124,7 @@ class Begin:
 
     agent: str
     turn: str
-    words: bytes
+    files_id: bytes
     known: dict[int, int]
     limits: Limits = field(default_factory=dict)
 

@@ -50,7 +50,7 @@ from .consumers import Consumers
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .execution.vision import Features
+    from .execution.vision import ImageEmbeddings
     from .tiers.disk_tier import DiskTier
 
 logger = logging.getLogger(__name__)
@@ -180,9 +180,9 @@ class ReplicaActor:
             prefix_hits_total=counters.prefix_hits,
             prefix_misses_total=counters.prefix_misses,
             failed_checks_total=engine.failed_checks,
-            vision_cache_hits_total=engine.pictures.features.hits,
-            vision_encodes_total=engine.pictures.features.encodes,
-            vision_bytes=engine.pictures.features.nbytes,
+            vision_cache_hits_total=engine.pictures.embeddings.hits,
+            vision_encodes_total=engine.pictures.embeddings.encodes,
+            vision_bytes=engine.pictures.embeddings.nbytes,
             **self._disk_stats(),
         )
 
@@ -216,7 +216,7 @@ class ReplicaActor:
         if request.request_id in rows:
             raise Unavailable(f"request {request.request_id} has not left yet")
         rows.add(request.request_id)
-        known, features = await self._look_up(request)
+        known, embeddings = await self._look_up(request)
         if request.request_id not in rows:
             raise Unavailable(f"request {request.request_id} was taken out")
         answer: asyncio.Future[SatchelError | None] = loop.create_future()
@@ -224,7 +224,7 @@ class ReplicaActor:
         def reply(refusal: SatchelError | None) -> None:
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(refusal))
 
-        self._engine.submit(request, reply, known, features)
+        self._engine.submit(request, reply, known, embeddings)
         refusal = await answer
         if refusal is not None:
             rows.discard(request.request_id)
@@ -236,7 +236,7 @@ class ReplicaActor:
         updates = await self._known().next_frame(asked.consumer, asked.number)
         return None if updates is None else Frame(updates)
 
-    async def _look_up(self, request: GenerateRequest) -> tuple[int, dict[int, Features]]:
+    async def _look_up(self, request: GenerateRequest) -> tuple[int, dict[int, ImageEmbeddings]]:
         """As `Engine.look_up`, without blocking the event loop."""
         if self._disk is None or self._engine is None or not (request.agent or request.block_ids):
             return 0, {}
@@ -266,8 +266,8 @@ class ReplicaActor:
         tokens = unpack_tokens(kept.first)
 
         def drop(engine: Engine) -> int:
-            features = engine.pictures.features
-            return engine.prefixes.drop(kept.root, kept.block_ids, tokens) + features.drop(kept.features)
+            embeddings = engine.pictures.embeddings
+            return engine.prefixes.drop(kept.root, kept.block_ids, tokens) + embeddings.drop(kept.embeddings)
 
         return await self._on_engine(drop)
 
@@ -290,7 +290,7 @@ class ReplicaActor:
         def clear(engine: Engine) -> int:
             held = engine.prefixes.nbytes
             engine.prefixes.clear()
-            return held + engine.pictures.features.clear()
+            return held + engine.pictures.embeddings.clear()
 
         return await self._on_engine(clear)
 

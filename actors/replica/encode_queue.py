@@ -22,13 +22,13 @@ from PIL import Image
 
 from ...cluster.errors import InvalidRequest, PictureLost, SatchelError
 from ..model_files.processors import SpanLayout
-from ..protocol.media_ids import features_id, is_word, name_at
+from ..protocol.media_ids import embeddings_id, is_media_token, name_at
 from ..protocol.messages import GenerateRequest, MediaSpan
-from .execution.vision import Features, RowPictures, Vision
+from .execution.vision import ImageEmbeddings, RowPictures, Vision
 from .scheduling.fairness import FairShares
 from .scheduling.scheduler import ScheduledRow
-from .tiers.feature_cache import FeatureCache
-from .tiers.feature_tier import FeatureTier
+from .tiers.embedding_cache import EmbeddingCache
+from .tiers.embedding_tier import EmbeddingTier
 from .tiers.memory import Sequence
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ SLOWER_WEIGHT = 0.3
 
 def _id(request: GenerateRequest, index: int) -> bytes:
     media = request.media[index]
-    return features_id(request.root_id, name_at(request.prompt, media.start, len(media.tokens)))
+    return embeddings_id(request.root_id, name_at(request.prompt, media.start, len(media.tokens)))
 
 
 def _kind(media: MediaSpan) -> tuple[object, ...]:
@@ -49,7 +49,7 @@ def _kind(media: MediaSpan) -> tuple[object, ...]:
 
 
 _Picture = tuple[Sequence, int]
-_Made = tuple[list[Features], float]
+_Made = tuple[list[ImageEmbeddings], float]
 _Job = tuple[Future[_Made], Callable[[], _Made]]
 
 
@@ -98,9 +98,9 @@ class PictureQueue:
     """
 
     def __init__(
-        self, vision: Vision | None, bytes_max: int, disk: FeatureTier | None, wake: Callable[[], None]
+        self, vision: Vision | None, bytes_max: int, disk: EmbeddingTier | None, wake: Callable[[], None]
     ) -> None:
-        self.features = FeatureCache(bytes_max)
+        self.embeddings = EmbeddingCache(bytes_max)
         self.encode_token_s = 0.0
         self._vision, self._disk, self._wake = vision, disk, wake
         self._jobs: SimpleQueue[_Job] | None = None
@@ -110,7 +110,7 @@ class PictureQueue:
         self._share_s = 0.0
         self._shares = FairShares()
         # By row the image embeddings that it needs until it is prefilled.
-        self._holding: dict[str, dict[int, Features]] = {}
+        self._holding: dict[str, dict[int, ImageEmbeddings]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -132,7 +132,7 @@ class PictureQueue:
             return InvalidRequest("the pictures' places are not in the prompt", param="messages")
         return None
 
-    def begin(self, sequence: Sequence, row: ScheduledRow, known: int, restored: Mapping[int, Features]) -> bool:
+    def begin(self, sequence: Sequence, row: ScheduledRow, known: int, restored: Mapping[int, ImageEmbeddings]) -> bool:
         """Accepts a row with its pictures.
 
         Args:
@@ -158,11 +158,11 @@ class PictureQueue:
             if media[index].pixels or index in restored:
                 continue
             picture = _id(sequence.request, index)
-            if picture not in self.features and self._with_pixels(picture) is None:
+            if picture not in self.embeddings and self._with_pixels(picture) is None:
                 raise PictureLost(LOST)
-        self._holding[sequence.id] = pictures.features
+        self._holding[sequence.id] = pictures.embeddings
         # The other pictures' KV is known, which is all that is needed of them.
-        self.features.hits += len(media) - len(missing)
+        self.embeddings.hits += len(media) - len(missing)
         for index in restored.keys() & set(missing):
             self._reuse(sequence, index, restored[index])
         named = {index: _id(sequence.request, index) for index in missing if not self._has(sequence, index)}
@@ -217,12 +217,12 @@ class PictureQueue:
 
     def _is_full(self) -> bool:
         """Whether to wait until rows that have all their embeddings are prefilled: they hold too much memory."""
-        ready = any(features and name not in self._waiting for name, features in self._holding.items())
+        ready = any(embeddings and name not in self._waiting for name, embeddings in self._holding.items())
         return ready and self._is_crowded()
 
     def _is_crowded(self) -> bool:
-        held = {id(one): one.nbytes for features in self._holding.values() for one in features.values()}
-        return sum(held.values()) >= self.features.bytes_max
+        held = {id(one): one.nbytes for embeddings in self._holding.values() for one in embeddings.values()}
+        return sum(held.values()) >= self.embeddings.bytes_max
 
     def _begin(self, sequence: Sequence, index: int) -> None:
         if not sequence.request.media[index].pixels:
@@ -252,7 +252,7 @@ class PictureQueue:
         for other, at, picture in ((row.sequence, *item) for row in rows for item in row.missing.items()):
             if len(company) == most:
                 break
-            if _kind(other.request.media[at]) == kind and not self._has(other, at) and picture not in self.features:
+            if _kind(other.request.media[at]) == kind and not self._has(other, at) and picture not in self.embeddings:
                 company.setdefault(picture, (other, at))
         return list(company.values())[: 1 << (len(company).bit_length() - 1)]
 
@@ -262,9 +262,9 @@ class PictureQueue:
             # Also if a row is gone: others may ask for the same picture.
             self._all_encoded(encoding)
             # The cache may be too small to keep them for other rows that wait.
-            for (of, at), features in zip(encoding.pictures, encoding.made.result()[0], strict=True):
+            for (of, at), embeddings in zip(encoding.pictures, encoding.made.result()[0], strict=True):
                 for other, place in self._lacking(_id(of.request, at)):
-                    self._reuse(other, place, features)
+                    self._reuse(other, place, embeddings)
             return
         if len(encoding.pictures) > 1:
             logger.warning("%d pictures could not be encoded together: %s", len(encoding.pictures), error)
@@ -292,10 +292,10 @@ class PictureQueue:
             self._shares.leave(waiting.row)
         return waiting is not None
 
-    def drop_features(self, sequence: Sequence) -> None:
+    def drop_embeddings(self, sequence: Sequence) -> None:
         """Releases the row's image embeddings after its prefill; a preempted row gets them again."""
         if sequence.pictures is not None:
-            sequence.pictures.features.clear()
+            sequence.pictures.embeddings.clear()
 
     def require(self, sequence: Sequence, start: int, stop: int) -> None:
         """Makes sure that the row has the image embeddings for tokens [start, stop). They may be missing because KV
@@ -314,7 +314,7 @@ class PictureQueue:
                     self._all_encoded(encoding)
             if self._has(sequence, index) or self._find(sequence, index, _id(sequence.request, index)):
                 continue
-            loaded: dict[int, Features] = {}
+            loaded: dict[int, ImageEmbeddings] = {}
             if not sequence.request.media[index].pixels and self._disk is not None:
                 # Not read back before, because its KV was expected to be known.
                 loaded = self._disk.load(sequence.request, [index])
@@ -325,8 +325,8 @@ class PictureQueue:
 
     def encode(self, sequence: Sequence, index: int) -> None:
         """Encodes a picture of a row on the engine's thread, blocking all rows."""
-        (features,), seconds = self._work([(sequence, index)])()
-        self._encoded(sequence, index, features, seconds)
+        (embeddings,), seconds = self._work([(sequence, index)])()
+        self._encoded(sequence, index, embeddings, seconds)
 
     def _work(self, pictures: list[_Picture]) -> Callable[[], _Made]:
         """Returns a function that encodes pictures of one layout, on any thread.
@@ -335,11 +335,11 @@ class PictureQueue:
             PictureLost: the pixels of the first one are missing.
         """
         sequence, index = pictures[0]
-        vision, media, words = self._vision, sequence.request.media[index], sequence.request.prompt
+        vision, media, prompt = self._vision, sequence.request.media[index], sequence.request.prompt
         assert vision is not None
         if not media.pixels:
             raise PictureLost(LOST)
-        places = frozenset(at for at in range(len(media.tokens)) if is_word(words[media.start + at]))
+        places = frozenset(at for at in range(len(media.tokens)) if is_media_token(prompt[media.start + at]))
         span = SpanLayout(tuple(media.tokens), places, tuple(media.grid))
 
         every = [of.request.media[at].pixels for of, at in pictures]
@@ -347,30 +347,30 @@ class PictureQueue:
         def encode() -> _Made:
             started = time.perf_counter()
             shown = [[Image.frombytes("RGB", (media.width, media.height), each) for each in frames] for frames in every]
-            features = vision.encode(span, shown, video=media.video)
-            return features, time.perf_counter() - started
+            embeddings = vision.encode(span, shown, video=media.video)
+            return embeddings, time.perf_counter() - started
 
         return encode
 
     def _all_encoded(self, encoding: _Encoding) -> None:
-        features, seconds = encoding.made.result()
+        embeddings, seconds = encoding.made.result()
         self._share_s += seconds / max(1, len(self._waiting))
-        for (sequence, index), one in zip(encoding.pictures, features, strict=True):
+        for (sequence, index), one in zip(encoding.pictures, embeddings, strict=True):
             if (waiting := self._waiting.get(sequence.id)) is not None:
-                waiting.had_s += seconds / len(features)
-                self._shares.charge(waiting.row, round(seconds / len(features) * 1e6))
-            self._encoded(sequence, index, one, seconds / len(features))
+                waiting.had_s += seconds / len(embeddings)
+                self._shares.charge(waiting.row, round(seconds / len(embeddings) * 1e6))
+            self._encoded(sequence, index, one, seconds / len(embeddings))
 
-    def _encoded(self, sequence: Sequence, index: int, features: Features, seconds: float) -> None:
+    def _encoded(self, sequence: Sequence, index: int, embeddings: ImageEmbeddings, seconds: float) -> None:
         self._note_time(seconds / len(sequence.request.media[index].tokens))
-        self.features.encodes += 1
-        self._keep(sequence, index, features)
+        self.embeddings.encodes += 1
+        self._keep(sequence, index, embeddings)
 
     def _note_time(self, token_s: float) -> None:
         slower = 0.0 < self.encode_token_s < token_s
         self.encode_token_s += (SLOWER_WEIGHT if slower else 1.0) * (token_s - self.encode_token_s)
 
-    def read_back(self, request: GenerateRequest, hot_tokens: int) -> dict[int, Features]:
+    def read_back(self, request: GenerateRequest, hot_tokens: int) -> dict[int, ImageEmbeddings]:
         """Reads image embeddings of a request's pictures beyond its first `hot_tokens` tokens from disk, by the
         pictures' indexes. Blocks; for any thread."""
         if self._disk is None:
@@ -378,29 +378,29 @@ class PictureQueue:
         lacking = [
             index
             for index, media in enumerate(request.media)
-            if media.start + len(media.tokens) > hot_tokens and _id(request, index) not in self.features
+            if media.start + len(media.tokens) > hot_tokens and _id(request, index) not in self.embeddings
         ]
         return self._disk.load(request, lacking) if lacking else {}
 
-    def _keep(self, sequence: Sequence, index: int, features: Features) -> None:
+    def _keep(self, sequence: Sequence, index: int, embeddings: ImageEmbeddings) -> None:
         assert sequence.pictures is not None
-        self.features.put(_id(sequence.request, index), features)
-        sequence.pictures.features[index] = features
+        self.embeddings.put(_id(sequence.request, index), embeddings)
+        sequence.pictures.embeddings[index] = embeddings
         if self._disk is not None:
-            self._disk.offer(sequence.request, sequence.request.media[index], features)
+            self._disk.offer(sequence.request, sequence.request.media[index], embeddings)
 
     @staticmethod
     def _has(sequence: Sequence, index: int) -> bool:
         assert sequence.pictures is not None
-        return index in sequence.pictures.features
+        return index in sequence.pictures.embeddings
 
     def _find(self, sequence: Sequence, index: int, picture: bytes) -> bool:
-        features = self.features.get(picture)
-        if features is None:
+        embeddings = self.embeddings.get(picture)
+        if embeddings is None:
             return False
-        self._reuse(sequence, index, features)
+        self._reuse(sequence, index, embeddings)
         return True
 
-    def _reuse(self, sequence: Sequence, index: int, features: Features) -> None:
-        self.features.hits += 1
-        self._keep(sequence, index, features)
+    def _reuse(self, sequence: Sequence, index: int, embeddings: ImageEmbeddings) -> None:
+        self.embeddings.hits += 1
+        self._keep(sequence, index, embeddings)

@@ -21,13 +21,13 @@ from .delivery import Delivery, Outbox
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.models import LoadedModel
-from .execution.vision import Features
+from .execution.vision import ImageEmbeddings
 from .intake import Abort, Command, IdleCheck, Inbox, Intake, ReadBack, RunOnEngine, Submit, limits_of
 from .prefill import PrefillLoop
 from .scheduling.prefill_budget import PrefillPace
 from .scheduling.scheduler import Scheduler
 from .tiers.disk_tier import DiskTier, Prompt
-from .tiers.feature_tier import FeatureTier
+from .tiers.embedding_tier import EmbeddingTier
 from .tiers.keeping import Keeping
 from .tiers.memory import RowMemory
 from .tiers.restores import Restores
@@ -64,7 +64,7 @@ class Engine:
         self.pictures = pictures = PictureQueue(
             loaded.vision,
             scheduling.vision_bytes_max,
-            FeatureTier(disk) if disk is not None else None,
+            EmbeddingTier(disk) if disk is not None else None,
             self._inbox.wake,
         )
         self.restores = Restores(
@@ -86,7 +86,7 @@ class Engine:
 
     # Called from any thread.
 
-    def look_up(self, request: GenerateRequest) -> tuple[int, dict[int, Features]]:
+    def look_up(self, request: GenerateRequest) -> tuple[int, dict[int, ImageEmbeddings]]:
         """Looks a prompt up in memory and on disk before `submit`, and pulls its blocks from another node if the
         request says so. Blocks.
 
@@ -111,7 +111,7 @@ class Engine:
         request: GenerateRequest,
         reply: Callable[[SatchelError | None], None],
         known: int = 0,
-        features: dict[int, Features] | None = None,
+        embeddings: dict[int, ImageEmbeddings] | None = None,
     ) -> None:
         """Queues a request. `reply` gets None if it is accepted, else the refusal; it is called on the engine's thread.
 
@@ -119,7 +119,7 @@ class Engine:
             known: about how many of the prompt's first tokens have KV in memory or on disk.
             features: image embeddings read back from disk, by the pictures' indexes.
         """
-        self._inbox.put(Submit(request, reply, known, features or {}))
+        self._inbox.put(Submit(request, reply, known, embeddings or {}))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Aborts requests before the next step. Unknown ids are ignored."""
@@ -141,10 +141,10 @@ class Engine:
         Args:
             whole: return all ids in memory instead of the added ones.
         """
-        (blocks, gone), (features, lost) = self.prefixes.drain_events(), self.pictures.features.changes.take()
+        (blocks, gone), (embeddings, lost) = self.prefixes.drain_events(), self.pictures.embeddings.changes.take()
         if whole:
-            blocks, features = self.prefixes.block_ids(), self.pictures.features.ids()
-        return [*blocks, *features], [*gone, *lost]
+            blocks, embeddings = self.prefixes.block_ids(), self.pictures.embeddings.ids()
+        return [*blocks, *embeddings], [*gone, *lost]
 
     @property
     def waiting(self) -> int:

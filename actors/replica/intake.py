@@ -26,7 +26,7 @@ from .delivery import Delivery
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.models import LoadedModel
-from .execution.vision import Features
+from .execution.vision import ImageEmbeddings
 from .kv.caches import ModelCacheSpec
 from .scheduling.scheduler import Limits, ScheduledRow, Scheduler
 from .tiers.memory import Restored, RowMemory, Sequence
@@ -46,7 +46,7 @@ class Submit:
     request: GenerateRequest
     reply: Callable[[SatchelError | None], None]
     known: int = 0
-    features: dict[int, Features] = field(default_factory=dict)
+    embeddings: dict[int, ImageEmbeddings] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Intake:
             pictured = known
             if request.media and not prefixes.is_plain:
                 pictured = prefixes.reusable_tokens(request.root_id, sequence.ids, tokens)
-            ready = self._pictures.begin(sequence, row, pictured, submitted.features)
+            ready = self._pictures.begin(sequence, row, pictured, submitted.embeddings)
         except (SatchelError, ValueError, IndexError, RuntimeError) as error:
             self._pictures.leave(request.request_id)
             if isinstance(error, SatchelError):

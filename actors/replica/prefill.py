@@ -155,7 +155,7 @@ class PrefillLoop:
 
     def _start_decoding(self, sequence: Sequence) -> None:
         request = sequence.request
-        self._pictures.drop_features(sequence)
+        self._pictures.drop_embeddings(sequence)
         if not request.sampling.max_tokens:
             self._delivery.finish(sequence, RowUpdate(sequence.id, [], "length"))
             return

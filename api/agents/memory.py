@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from cachetools import LRUCache
 
-from ...actors.protocol.media_ids import words_in
+from ...actors.protocol.media_ids import media_tokens_in
 from ...actors.protocol.store_messages import BranchMemory, Commit, CommitOutcome, Content, Head, Limits, Moved
 from ...cluster.errors import (
     AgentBusy,
@@ -66,12 +66,12 @@ class KnownLine:
     turns: int
     line: IndexedLine
     history: History
-    words: Sequence[int] = ()
+    media_tokens: Sequence[int] = ()
     """The media token ids of its images; `line` has the model's own ids in their place."""
 
     @property
     def nbytes(self) -> int:
-        return _TOKEN_BYTES * (len(self.line.tokens) + len(self.words)) + 2 * len(self.line.data) + 512
+        return _TOKEN_BYTES * (len(self.line.tokens) + len(self.media_tokens)) + 2 * len(self.line.data) + 512
 
 
 class _Lines:
@@ -149,7 +149,7 @@ class AgentMemory:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def turn(
-        self, agent: str, words_id: bytes, text: TextModel, *, continues: bool, limits: Limits | None = None
+        self, agent: str, files_id: bytes, text: TextModel, *, continues: bool, limits: Limits | None = None
     ) -> Turn:
         """Returns a turn of the agent (its key) that has not begun yet.
 
@@ -159,7 +159,7 @@ class AgentMemory:
             continues: whether it is appended to the stored transcript.
             limits: the tenant's limit on a node's disk.
         """
-        return Turn(self, agent, words_id, text, continues, limits)
+        return Turn(self, agent, files_id, text, continues, limits)
 
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         # A new context, because Ray cancels calls that inherit a request's context together with the request.
@@ -193,7 +193,7 @@ class Turn:
         self,
         memory: AgentMemory,
         agent: str,
-        words_id: bytes,
+        files_id: bytes,
         text: TextModel,
         continues: bool,
         limits: Limits | None = None,
@@ -204,7 +204,7 @@ class Turn:
         self.messages: list[Message] = []
         self.remembered = Remembered()
         self._memory = memory
-        self._words_id = words_id
+        self._files_id = files_id
         self._text = text
         self._limits = limits
         self._name = uuid.uuid4().hex if continues else ""
@@ -228,7 +228,7 @@ class Turn:
             async with asyncio.timeout(self._memory.timing.brief_answer_s):
                 known = self._known()
                 epochs = {line.branch: line.epoch for line in known.values()}
-                recalled = await self._memory.store.recall(self.agent, self._words_id, epochs, self._limits)
+                recalled = await self._memory.store.recall(self.agent, self._files_id, epochs, self._limits)
         except QuotaExceeded:
             raise
         except (SatchelError, TimeoutError) as error:
@@ -245,7 +245,7 @@ class Turn:
         epochs = {line.branch: line.epoch for line in known.values()}
         store = self._memory.store
         begun = await self._insist(
-            lambda: store.begin(self.agent, self._name, self._words_id, epochs, self._limits),
+            lambda: store.begin(self.agent, self._name, self._files_id, epochs, self._limits),
         )
         self._since = begun.since
         self.remembered = Remembered(let_go=begun.let_go)
@@ -258,7 +258,7 @@ class Turn:
         await self._learn([begun.branch], known, all_of_them=False)
 
     def _known(self) -> dict[int, KnownLine]:
-        return self._memory.lines.get((self.agent, self._words_id))
+        return self._memory.lines.get((self.agent, self._files_id))
 
     async def _insist(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The answer; a store that gives none may be starting again."""
@@ -288,7 +288,7 @@ class Turn:
                 self.lines.append(line)
         if all_of_them:
             known = {}
-        self._memory.lines.set((self.agent, self._words_id), known | {line.branch: line for line in self.lines})
+        self._memory.lines.set((self.agent, self._files_id), known | {line.branch: line for line in self.lines})
 
     async def _renew(self) -> None:
         while True:
@@ -359,14 +359,14 @@ class Turn:
             turns=turns,
             injected=kept.injected,
             turn=self._name,
-            files=self._words_id,
+            files=self._files_id,
         )
         # Where the answer to a first try was lost with the store's process, a second one opens a branch of its own.
         # Where a stateless turn was kept and the answer lost, it opens another branch, which does no harm.
         outcome = await self._insist(lambda: self._memory.store.commit(self.agent, commit, self._limits))
         if outcome.kept:
-            new = KnownLine(outcome.branch, outcome.epoch, turns, line, history, words_in(kept.tokens))
-            self._memory.lines.set((self.agent, self._words_id), self._known() | {new.branch: new})
+            new = KnownLine(outcome.branch, outcome.epoch, turns, line, history, media_tokens_in(kept.tokens))
+            self._memory.lines.set((self.agent, self._files_id), self._known() | {new.branch: new})
         return outcome
 
     def _base(self, kept: CommittedTurn) -> tuple[int, int, int] | None:
@@ -416,7 +416,7 @@ def _known_line(head: Head, content: Content, text: TextModel) -> KnownLine:
         index_line(StoredBranch(content.text, text.plain(tokens)), text),
         History(json.loads(content.messages)),
     )
-    return KnownLine(head.branch, head.epoch, head.turns, line, history, words_in(tokens))
+    return KnownLine(head.branch, head.epoch, head.turns, line, history, media_tokens_in(tokens))
 
 
 def _refusal(agent: str, outcome: str) -> AgentBusy:

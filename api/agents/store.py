@@ -26,11 +26,11 @@ class Store(Protocol):
     """
 
     async def recall(
-        self, agent: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+        self, agent: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Recalled: ...
 
     async def begin(
-        self, agent: str, turn: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+        self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Begun: ...
 
     async def renew(self, agent: str, turn: str) -> bool: ...

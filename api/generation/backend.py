@@ -16,26 +16,21 @@ from ...actors.protocol.messages import GenerateRequest, ReplicaStats, RowUpdate
 @dataclass(frozen=True)
 class ServedModel:
     """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
-    `memory` says in words which layers keep what, and how.
+    `memory` tells a reader which layers keep what, and how.
 
-    `files_id` is the same for all its replicas, `model_id` one replica's: those of nodes that compute differently have
-    others.
+    `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
+    that compute differently have others.
     """
 
     name: str
     model_id: bytes
+    files_id: bytes
     folder: str
     context_tokens: int
     vocabulary_size: int
     created: int
     memory: str = ""
-    files_id: bytes = b""
     trust_remote_code: bool = False
-
-    @property
-    def words_id(self) -> bytes:
-        """What agents' words belong to: the files, by which token ids have their meaning."""
-        return self.files_id or self.model_id
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...actors.model_files.processors import PictureProcessor
-from ...actors.protocol.media_ids import is_word
+from ...actors.protocol.media_ids import is_media_token
 from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER
-from ..media.prompt import Medium, media_said, place, with_references, with_words
+from ..media.prompt import Medium, media_said, place, with_media_tokens, with_references
 from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
 from ..text.model import TextModel
 from ..text.spelling import common_length
@@ -114,7 +114,7 @@ class Past:
 
     messages: Sequence[Message] = ()
     lines: Sequence[StoredBranch] = ()
-    words: Sequence[Sequence[int]] = ()
+    media_tokens: Sequence[Sequence[int]] = ()
 
 
 def agent_key(agent: str, tenant: str = OWNER) -> str:
@@ -205,9 +205,9 @@ def prepare_chat(
     _check_length(prompt, model, "messages")
     spans: list[MediaSpan] = []
     if pictures is not None and placed is not None:
-        prompt, spans = with_words(pictures, prompt, placed)
-        if continuation is not None and continuation.line is not None and past.words:
-            continuation = _seen_alike(continuation, prompt, past.words[continuation.line])
+        prompt, spans = with_media_tokens(pictures, prompt, placed)
+        if continuation is not None and continuation.line is not None and past.media_tokens:
+            continuation = _seen_alike(continuation, prompt, past.media_tokens[continuation.line])
     said = openai_form(with_references(messages, shown))
     return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, said, continuation, spans, shown)
 
@@ -218,11 +218,11 @@ def _checked(messages: Any, media: Sequence[Medium], pictures: PictureProcessor 
     return check_messages(messages, iter([[one.part for one in medium.shown(pictures)] for medium in media]))
 
 
-def _seen_alike(continuation: Continuation, prompt: list[int], words: Sequence[int]) -> Continuation:
+def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Sequence[int]) -> Continuation:
     """How the prompt continues the line if its pictures count too: another picture is another conversation."""
-    places = [place for place, token in enumerate(prompt) if is_word(token)]
-    same = common_length([prompt[place] for place in places], list(words))
-    if same == len(words):
+    places = [place for place, token in enumerate(prompt) if is_media_token(token)]
+    same = common_length([prompt[place] for place in places], list(media_tokens))
+    if same == len(media_tokens):
         return continuation
     kept = continuation.kept_tokens if same == len(places) else min(continuation.kept_tokens, places[same])
     return replace(continuation, match=Match.DIVERGE, kept_tokens=kept, reason=PICTURES_CHANGED)

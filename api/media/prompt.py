@@ -18,7 +18,7 @@ from cachetools import LRUCache
 from PIL import Image
 
 from ...actors.model_files.processors import PictureProcessor, SpanLayout
-from ...actors.protocol.media_ids import media_key, words_of
+from ...actors.protocol.media_ids import media_key, media_tokens
 from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import InvalidRequest
 from .sources import Picture
@@ -113,7 +113,7 @@ def _refusing(medium: str) -> Iterator[None]:
         raise InvalidRequest(f"messages: the model's processor takes no {medium}", param="messages") from error
 
 
-def with_words(
+def with_media_tokens(
     processor: PictureProcessor, tokens: Sequence[int], placed: MediaPrompt
 ) -> tuple[list[int], list[MediaSpan]]:
     """Returns the prompt with media token ids in place of its image tokens, and the position of each medium.
@@ -125,9 +125,9 @@ def with_words(
     for span in placed.spans:
         at = _find(tokens, span.layout.tokens, at)
         key = media_key([frame.hash for frame in span.frames], b"%dx%d" % span.size if span.video else b"")
-        words = iter(words_of(key, len(span.layout.places), video=span.video))
+        ids = iter(media_tokens(key, len(span.layout.places), video=span.video))
         for index in sorted(span.layout.places):
-            prompt[at + index] = next(words)
+            prompt[at + index] = next(ids)
         media.append(
             MediaSpan(
                 start=at,

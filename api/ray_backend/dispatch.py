@@ -24,7 +24,7 @@ from ...actors.protocol import registry
 from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import ReplicaClient, RouterClient
-from ...actors.protocol.media_ids import features_needed
+from ...actors.protocol.media_ids import embeddings_needed
 from ...actors.protocol.messages import (
     Chain,
     Decision,
@@ -339,7 +339,7 @@ def _seen_nodes() -> SeenNodes:
 def _pictures_of(request: GenerateRequest) -> list[tuple[bytes, int, int, bool]]:
     """As `RouteRequest.pictures`."""
     spans = [(one.start, len(one.tokens)) for one in request.media]
-    needed = features_needed(request.root_id, request.prompt, spans)
+    needed = embeddings_needed(request.root_id, request.prompt, spans)
     return [(*each, bool(one.pixels)) for each, one in zip(needed, request.media, strict=True)]
 
 

@@ -51,14 +51,14 @@ class RayStore:
         self._locator, self._timing = locator, timing
 
     async def recall(
-        self, agent: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+        self, agent: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Recalled:
-        return await self._at_primary(agent, lambda store: store.recall(agent, words, known, limits))
+        return await self._at_primary(agent, lambda store: store.recall(agent, files_id, known, limits))
 
     async def begin(
-        self, agent: str, turn: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+        self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Begun:
-        return await self._at_primary(agent, lambda store: store.begin(agent, turn, words, known, limits))
+        return await self._at_primary(agent, lambda store: store.begin(agent, turn, files_id, known, limits))
 
     async def renew(self, agent: str, turn: str) -> bool:
         return await self._at_primary(agent, lambda store: store.renew(agent, turn))
@@ -150,7 +150,7 @@ class RayStore:
         return sum(await _answers([holder.release(branch.kept) for holder in await self._holders(branch.model)]))
 
     async def held(self, branch: BranchKV) -> int:
-        kept = replace(branch.kept, features=[])
+        kept = replace(branch.kept, embeddings=[])
         return max(await _answers([holder.held(kept) for holder in await self._holders(branch.model)]), default=0)
 
     async def clear(self) -> int:

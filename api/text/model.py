@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ...actors.model_files.end_tokens import read_end_tokens
 from ...actors.model_files.foreign_code import own_code_only
 from ...actors.model_files.processors import PictureProcessor, sees
-from ...actors.protocol.media_ids import is_word
+from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -242,9 +242,9 @@ class TextModel:
 
     def plain(self, tokens: Sequence[int]) -> Sequence[int]:
         """`tokens` with the model's own in the place of words (see `protocol.media_ids`)."""
-        if self.pictures is None or not any(map(is_word, tokens)):
+        if self.pictures is None or not any(map(is_media_token, tokens)):
             return tokens
-        return array("I", [self.pictures.token_of(token) if is_word(token) else token for token in tokens])
+        return array("I", [self.pictures.token_of(token) if is_media_token(token) else token for token in tokens])
 
     def ends_in_thought(self, prompt: str) -> bool:
         """Returns whether `prompt` ends inside an open reasoning block, so that the answer begins with reasoning."""

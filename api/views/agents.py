@@ -121,7 +121,7 @@ async def _release(store: Store, branches: list[BranchKV]) -> int:
 
 
 async def _names(backend: Backend) -> dict[bytes, str]:
-    return {model.words_id: model.name for model in await backend.models()}
+    return {model.files_id: model.name for model in await backend.models()}
 
 
 def _view(described: AgentBranches, names: dict[bytes, str]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _branch_view(head: Head, names: dict[bytes, str]) -> dict[str, Any]:
     return {
         "branch": head.branch,
         "epoch": head.epoch,
-        "model": names.get(head.words, head.words.hex()),
+        "model": names.get(head.files_id, head.files_id.hex()),
         "tokens": head.tokens,
         "blocks": head.tokens // BLOCK_TOKENS,
         "messages": head.messages,

@@ -112,7 +112,7 @@ class Generator:
         Raises:
             ModelLoadError: its tokenizer does not load.
         """
-        key = (model.folder, model.words_id)
+        key = (model.folder, model.files_id)
         task = self._texts.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             trusted = model.trust_remote_code
@@ -120,7 +120,7 @@ class Generator:
             task = asyncio.create_task(loading)
             self._texts[key] = task
             # Drop those of models that are no longer served.
-            served = {key, *((other.folder, other.words_id) for other in await self.backend.models())}
+            served = {key, *((other.folder, other.files_id) for other in await self.backend.models())}
             self._texts = {known: text for known, text in self._texts.items() if known in served}
         # Shielded: a cancelled request must not end the loading for the others.
         return await asyncio.shield(task)
@@ -206,11 +206,13 @@ class Generator:
         turn, past = None, None
         if agent and self.memory is not None:
             turn = self.memory.turn(
-                agent, model.words_id, text, continues=request.agent_continue, limits=request.caller.disk_limits
+                agent, model.files_id, text, continues=request.agent_continue, limits=request.caller.disk_limits
             )
             turns.append(turn)
             await turn.open()
-            past = Past(turn.messages, [known.line for known in turn.lines], [known.words for known in turn.lines])
+            past = Past(
+                turn.messages, [known.line for known in turn.lines], [known.media_tokens for known in turn.lines]
+            )
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)

@@ -152,13 +152,13 @@ def entries(start: Start, sides: Sequence[int], talk: TalkOptions, say: Callable
         # Before anything is on the disk, from where it would come back.
         memory = {side: _in_memory(server, side, talk) for side in sides}
         for side in sides:
-            tokens, features, kv = memory[side]
+            tokens, embeddings, kv = memory[side]
             features_on_disk, kv_on_disk = _on_disk(server, side, talk)
             part.rows.append(
                 {
                     "picture": f"{side} x {side}",
                     "tokens of the prompt": tokens,
-                    "features, kB": features / 1e3,
+                    "features, kB": embeddings / 1e3,
                     "KV, kB": kv / 1e3,
                     "features on disk, kB": features_on_disk / 1e3,
                     "KV on disk, kB": kv_on_disk / 1e3,

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from satchel.actors.protocol.media_ids import picture_hash
-from satchel.api.media.prompt import Medium, place, with_words
+from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture
 from satchel.api.text.model import load_text_model
 
@@ -154,4 +154,4 @@ class Sight(desk.Desk):
             if (pixels := frame.tobytes())
         ]
         placed = place(self.text.pictures, rendered, [Medium(shown, video)])
-        return with_words(self.text.pictures, self.text.encode(placed.text), placed)
+        return with_media_tokens(self.text.pictures, self.text.encode(placed.text), placed)

@@ -62,8 +62,8 @@ def config() -> Config:
 def backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
     size = len(text.encode("")) + 512
     served = [
-        ServedModel("satchel/tiny", b"1" * 32, str(folders["added"]), CONTEXT_TOKENS, size, 1_700_000_000),
-        ServedModel("other", b"2" * 32, str(folders["none"]), CONTEXT_TOKENS, size, 1_700_000_001),
+        ServedModel("satchel/tiny", b"1" * 32, b"1" * 32, str(folders["added"]), CONTEXT_TOKENS, size, 1_700_000_000),
+        ServedModel("other", b"2" * 32, b"2" * 32, str(folders["none"]), CONTEXT_TOKENS, size, 1_700_000_001),
     ]
     return FakeBackend(text, served)
 
@@ -73,7 +73,9 @@ def thinker(request: pytest.FixtureRequest, backend: FakeBackend, thinking_folde
     """The backend with a default model that knows reasoning, its markers plain or special tokens."""
     folder = thinking_folders[request.param]
     backend.text = load_text_model(folder)
-    backend.served[0] = ServedModel("satchel/tiny", b"3" * 32, str(folder), CONTEXT_TOKENS, 512, 1_700_000_000)
+    backend.served[0] = ServedModel(
+        "satchel/tiny", b"3" * 32, b"3" * 32, str(folder), CONTEXT_TOKENS, 512, 1_700_000_000
+    )
     return backend
 
 

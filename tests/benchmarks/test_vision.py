@@ -195,14 +195,14 @@ def test_a_random_model_is_shown_pictures_and_videos(tmp_path: Path) -> None:
     image = scenery.circle(256, 1)
     for _ in range(2):
         costs = sight.look([image], "What is it?", video=False)
-        assert sight.engine.pictures.features.encodes == 1
+        assert sight.engine.pictures.embeddings.encodes == 1
         assert sight.engine.counters.cached_tokens == costs.tokens - 1
         # One for 32 x 32 pixels, and one before and behind.
         assert costs.seen == 8 * 8 + 2 < costs.tokens
         assert min(costs.encode_s, costs.prefill_s, costs.step_s) > 0
     film = scenery.film_frames(64, 8, 2)
     assert sight.look(film, "How does it move?", video=True).seen > 0
-    assert sight.engine.pictures.features.encodes == 4, "two frames at a time"
+    assert sight.engine.pictures.embeddings.encodes == 4, "two frames at a time"
 
 
 def test_options_are_checked_and_results_of_models_stand_side_by_side() -> None:

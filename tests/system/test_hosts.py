@@ -152,8 +152,9 @@ def test_an_agent_moves_and_outlives_its_host_in_the_middle_of_an_answer(world: 
 
     text = talk.stream(alice, NUMBERS, kill, max_tokens=400)
     assert text == undisturbed.text, "one stream, nothing twice and nothing missing"
-    place = talk.where(alice)
-    assert place["home"] == "mac0" and place["alive"]
+    # The view of places follows the stores' reports.
+    wait_until(lambda: talk.where(alice)["home"] == "mac0", 20)
+    assert talk.where(alice)["alive"]
     said = talk.ask(alice, "What is the code of Ben?")
     assert CODES["Ben"] in said.text and said.node == "mac0"
     assert said.prompt - said.cached < 30, "the answer is remembered whole"

@@ -113,9 +113,9 @@ class Bench:
             disk_bytes_max=on_disk,
         )
         # On another thread than the engine's, as in a replica.
-        known, features = _reader.submit(self.engine.look_up, request).result()
+        known, embeddings = _reader.submit(self.engine.look_up, request).result()
         refuse = lambda error: self.refused.update({name: error}) if error else None  # noqa: E731
-        self.engine.submit(request, refuse, known, features)
+        self.engine.submit(request, refuse, known, embeddings)
 
     def turn(self) -> bool:
         busy = self.engine.step()

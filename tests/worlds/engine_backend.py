@@ -92,7 +92,17 @@ class EngineBackend:
     async def models(self) -> list[ServedModel]:
         loaded = self.engine.loaded
         size, tokens = loaded.vocabulary_size, loaded.context_tokens
-        return [ServedModel("satchel/recall", loaded.model_id, str(loaded.folder), tokens, size, 1_700_000_000)]
+        return [
+            ServedModel(
+                "satchel/recall",
+                loaded.model_id,
+                loaded.identity.files_id,
+                str(loaded.folder),
+                tokens,
+                size,
+                1_700_000_000,
+            )
+        ]
 
     async def nodes(self) -> list[NodeState]:
         return []
@@ -117,9 +127,9 @@ class EngineBackend:
         request = replace(request, consumer="test", reusable=is_shared(scope))
         request = await called(request, model.model_id, scope)
         generation = self._rows[request.request_id] = EngineGeneration(self, request)
-        known, features = await asyncio.to_thread(self.engine.look_up, request)
+        known, embeddings = await asyncio.to_thread(self.engine.look_up, request)
         accepted: Future[SatchelError | None] = Future()
-        self.engine.submit(request, accepted.set_result, known, features)
+        self.engine.submit(request, accepted.set_result, known, embeddings)
         if (refusal := await asyncio.wrap_future(accepted)) is not None:
             raise refusal
         return generation

@@ -68,7 +68,7 @@ class LocalStore:
 
     async def release(self, branch: BranchKV) -> int:
         kept = branch.kept
-        self.released.append((branch.model, kept.root, kept.block_ids, kept.first, kept.features))
+        self.released.append((branch.model, kept.root, kept.block_ids, kept.first, kept.embeddings))
         return 1000 * len(kept.block_ids)
 
     async def held(self, branch: BranchKV) -> int:

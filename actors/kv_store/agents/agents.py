@@ -87,7 +87,7 @@ class Agents:
         return self._storage.nbytes_of(tenant)
 
     def recall(
-        self, agent: str, words: bytes, known: Mapping[int, int]
+        self, agent: str, files_id: bytes, known: Mapping[int, int]
     ) -> tuple[int, list[tuple[Head, Content | None]]]:
         """Begins a stateless turn.
 
@@ -103,7 +103,7 @@ class Agents:
         if not heads:
             self._seen[agent] = None
         for head in heads:
-            if head.words != words:
+            if head.files_id != files_id:
                 continue
             if known.get(head.branch) == head.epoch:
                 branches.append((head, None))

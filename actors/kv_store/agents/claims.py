@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import TOKEN_BYTES, EntryRecord, owner_tag, pack_tokens
-from ...protocol.media_ids import Name, features_id, features_parent, names_in
+from ...protocol.media_ids import Name, embeddings_id, embeddings_parent, names_in
 
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
@@ -46,13 +46,13 @@ class Claims:
                 places = {parent: number * _BLOCK_BYTES for number, parent in enumerate([root, *ids])}
                 self._places.append((places, tokens))
                 for name in dict.fromkeys(names_in(numbers)):
-                    self._places.append(({features_parent(root, name): 0}, pack_tokens(name)))
+                    self._places.append(({embeddings_parent(root, name): 0}, pack_tokens(name)))
                     self._pictures.append((root, name))
 
     @property
-    def features(self) -> list[bytes]:
+    def embeddings(self) -> list[bytes]:
         """The ids of its image embeddings."""
-        return [features_id(root, name) for root, name in self._pictures]
+        return [embeddings_id(root, name) for root, name in self._pictures]
 
     def holds(self, entry: EntryRecord) -> bool:
         """Returns whether the agent claims the entry."""

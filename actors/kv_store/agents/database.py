@@ -18,7 +18,8 @@ import secrets
 import sqlite3
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ....cluster.errors import ClusterError, DiskError, HomeInUse, MemoryFull, S
 from ...protocol.entries import KEY_BYTES
 from ...protocol.store_messages import Content, Head
 from ..disk.folder import says_full
+from ..disk.io import DiskIO
 from ..disk.segments import read_key
 from .branches import ROW_BYTES
 from .roles import Place, Role
@@ -44,14 +46,13 @@ _SEQUENCE_MAX = 2**61
 _BYTES = f"LENGTH(tokens) + LENGTH(text) + LENGTH(messages) + {ROW_BYTES}"
 
 _ONE = "agent = ? AND branch = ?"
-
 _CHANGED = "INSERT INTO agents VALUES (?, ?) ON CONFLICT (agent) DO UPDATE SET changed = MAX(changed, excluded.changed)"
 
+_EMPTY_LOG = "PRAGMA wal_checkpoint(TRUNCATE)"
 _OUTER = "BEGIN IMMEDIATE", "COMMIT", ("ROLLBACK",)
 _INNER = "SAVEPOINT inner", "RELEASE inner", ("ROLLBACK TO inner", "RELEASE inner")
 
 Connect = Callable[..., sqlite3.Connection]
-
 
 _ID_BYTES = 32
 """The column `model` holds the model's id, followed by the id of its files if that is known."""
@@ -89,6 +90,11 @@ _FROM_1 = [
 
 _FROM_2 = [_STATEMENTS[-1]]
 """Migrates schema 2, which did not record evicted agents."""
+
+
+# One process keeps the file, so SQLite needs no shared memory, and a second process gets SQLITE_BUSY.
+_SETTINGS = ["locking_mode = EXCLUSIVE", "cell_size_check = ON", "trusted_schema = OFF", "journal_mode = WAL"]
+_SETTINGS += ["synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON", "secure_delete = ON"]
 
 
 class AgentDatabase:
@@ -204,7 +210,11 @@ class AgentDatabase:
     def heads(self, agent: str) -> list[Head]:
         with self._guard():
             rows = self._db.execute(f"{HEADS} WHERE b.agent = ?", (agent,)).fetchall()
-        return [head for row in rows if (head := self._verified(row)) is not None]
+        heads = [head for row in rows if (head := read_head(row, self._key)) is not None]
+        if len(heads) < len(rows):
+            self.damaged_total += len(rows) - len(heads)
+            logger.error("branches of agent %s do not verify: they are left out", agent)
+        return heads
 
     def content(self, head: Head) -> Content | None:
         key = (head.agent, head.branch, head.epoch)
@@ -275,23 +285,14 @@ class AgentDatabase:
 
     def bury(self, agent: str, sequence: int, at: float) -> None:
         with self._guard():
-            mac = mac_of(self._key, b"tombstone", agent.encode(), struct.pack("<qd", sequence, at))
+            mac = self._mac(b"tombstone", agent, "<qd", sequence, at)
             self._db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?, ?, ?)", (agent, sequence, at, mac))
             self._db.execute("DELETE FROM let_go WHERE agent = ?", (agent,))
 
     def buried(self, agent: str) -> int:
         with self._guard():
             row = self._db.execute("SELECT sequence, at, mac FROM tombstones WHERE agent = ?", (agent,)).fetchone()
-        if row is None:
-            return 0
-        try:
-            expected = mac_of(self._key, b"tombstone", agent.encode(), struct.pack("<qd", row[0], row[1]))
-            if hmac.compare_digest(expected, row[2]):
-                return row[0]
-        except (TypeError, struct.error):
-            pass
-        self.damaged_total += 1
-        return 0
+        return row[0] if row is not None and self._signed(row[2], b"tombstone", agent, "<qd", row[0], row[1]) else 0
 
     def tombstones(self) -> list[str]:
         with self._guard():
@@ -311,7 +312,7 @@ class AgentDatabase:
 
     def set_place(self, agent: str, place: Place) -> None:
         with self._guard():
-            mac = mac_of(self._key, b"home", agent.encode(), struct.pack("<qq", *place))
+            mac = self._mac(b"home", agent, "<qq", *place)
             self._db.execute("INSERT OR REPLACE INTO homes VALUES (?, ?, ?, ?)", (agent, *place, mac))
 
     def heard_of(self, after: str, limit: int) -> list[str]:
@@ -320,15 +321,21 @@ class AgentDatabase:
             return [agent for (agent,) in self._db.execute(query, (after, limit))]
 
     def _place(self, agent: str, epoch: int, role: int, mac: bytes) -> Place:
-        try:
-            expected = mac_of(self._key, b"home", agent.encode(), struct.pack("<qq", epoch, role))
-            if hmac.compare_digest(expected, mac):
-                return Place(epoch, Role(role))
-        except (TypeError, ValueError, struct.error):
-            pass
-        self.damaged_total += 1
+        if self._signed(mac, b"home", agent, "<qq", epoch, role):
+            return Place(epoch, Role(role))
         logger.error("the place of agent %s does not verify: this node must be promoted again", agent)
         return Place(0, Role.SECONDARY)
+
+    def _signed(self, mac: bytes, tag: bytes, agent: str, layout: str, *values: float) -> bool:
+        """Returns whether a row's MAC verifies, and counts it as damaged if not."""
+        with contextlib.suppress(TypeError, struct.error):
+            if hmac.compare_digest(self._mac(tag, agent, layout, *values), mac):
+                return True
+        self.damaged_total += 1
+        return False
+
+    def _mac(self, tag: bytes, agent: str, layout: str, *values: float) -> bytes:
+        return mac_of(self._key, tag, agent.encode(), struct.pack(layout, *values))
 
     # Maintenance and internals.
 
@@ -338,7 +345,7 @@ class AgentDatabase:
         if self._folder is None:
             return
         with self._guard():
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._db.execute(_EMPTY_LOG)
         for path in self._folder.glob("agents.damaged-*"):
             path.unlink(missing_ok=True)
 
@@ -346,7 +353,7 @@ class AgentDatabase:
         """Truncates the write-ahead log, if that is possible now."""
         if self._folder is not None:
             with contextlib.suppress(sqlite3.Error):
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._db.execute(_EMPTY_LOG)
 
     def _remember(self, key: tuple[str, int, int], content: Content) -> None:
         # A rolled back epoch may stay in the cache: it is never looked up.
@@ -358,13 +365,6 @@ class AgentDatabase:
     def _one(self, query: str, *values: Any) -> Any:
         row = self._db.execute(query, values).fetchone()
         return row[0] if row else None
-
-    def _verified(self, row: tuple[Any, ...]) -> Head | None:
-        head = read_head(row, self._key)
-        if head is None:
-            self.damaged_total += 1
-            logger.error("a branch of agent %s does not verify: it is left out", row[0])
-        return head
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
@@ -420,13 +420,13 @@ class AgentDatabase:
             # Created here, because SQLite would make it readable for others. SQLite's other files copy its mode.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             path.chmod(0o600)
-            sync_folder(path.parent)
+            DiskIO().sync_folder(path.parent)
         db = self._connect(path or ":memory:", timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
         try:
             prepare(db)
             try:
                 # Data erased just before the last process died may still be in the log.
-                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                db.execute(_EMPTY_LOG)
             except sqlite3.Error as error:
                 if not says_full(error):
                     raise
@@ -443,22 +443,11 @@ class AgentDatabase:
 
 
 def _free_name(folder: Path, stem: str) -> Path:
-    number = 1
-    while (folder / f"{stem}-{number}").exists():
-        number += 1
-    return folder / f"{stem}-{number}"
+    return next(path for number in count(1) if not (path := folder / f"{stem}-{number}").exists())
 
 
 def _size(content: Content) -> int:
     return len(content.tokens) + len(content.text) + len(content.messages) + ROW_BYTES
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def salvage(path: Path, key: bytes) -> Iterator[tuple[Head, Content]]:
@@ -492,11 +481,9 @@ def read_content(db: sqlite3.Connection, head: Head, key: bytes) -> Content | No
         return None
     tokens, text, messages, digest, mac = row
     try:
-        if not hmac.compare_digest(mac_of(key, *head_fields(head, digest)), mac):
-            return None
-        if content_digest(tokens, text, messages) != digest:
-            return None
-        return Content(tokens, text.decode(), messages)
+        verified = hmac.compare_digest(mac_of(key, *head_fields(head, digest)), mac)
+        same = verified and content_digest(tokens, text, messages) == digest
+        return Content(tokens, text.decode(), messages) if same else None
     except (TypeError, AttributeError, UnicodeDecodeError):
         return None
 
@@ -533,15 +520,14 @@ def head_fields(head: Head, digest: bytes) -> tuple[bytes, ...]:
 
 def mac_of(key: bytes, *fields: bytes) -> bytes:
     """Returns a MAC over the fields. Lengths are included, so two different rows never give the same input."""
-    hasher = hmac.new(key, b"satchel.agents.1", hashlib.sha256)
-    for field in fields:
-        hasher.update(len(field).to_bytes(8, "big"))
-        hasher.update(field)
-    return hasher.digest()
+    return _digest(hmac.new(key, b"satchel.agents.1", hashlib.sha256), fields)
 
 
 def content_digest(*parts: bytes) -> bytes:
-    hasher = hashlib.sha256()
+    return _digest(hashlib.sha256(), parts)
+
+
+def _digest(hasher: Any, parts: Iterable[bytes]) -> bytes:
     for part in parts:
         hasher.update(len(part).to_bytes(8, "big"))
         hasher.update(part)
@@ -578,15 +564,8 @@ def prepare(db: sqlite3.Connection) -> None:
         sqlite3.Error: the file cannot be used, or is damaged (`is_damage`).
     """
     db.text_factory = lambda data: data.decode("utf-8", "replace")
-    # One process keeps the file, so SQLite needs no shared memory, and a second process gets SQLITE_BUSY.
-    db.execute("PRAGMA locking_mode = EXCLUSIVE")
-    db.execute("PRAGMA cell_size_check = ON")
-    db.execute("PRAGMA trusted_schema = OFF")
-    db.execute("PRAGMA journal_mode = WAL").fetchone()
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA fullfsync = ON")
-    db.execute("PRAGMA checkpoint_fullfsync = ON")
-    db.execute("PRAGMA secure_delete = ON").fetchone()
+    for setting in _SETTINGS:
+        db.execute(f"PRAGMA {setting}").fetchone()
     db.execute("BEGIN IMMEDIATE")
     try:
         version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -595,14 +574,10 @@ def prepare(db: sqlite3.Connection) -> None:
         if version == 0:
             if db.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0]:
                 raise _Damaged("tables without a version")
-            for statement in _STATEMENTS:
-                db.execute(statement)
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            _upgrade(db, _STATEMENTS)
         else:
             if version < SCHEMA_VERSION:
-                for statement in [*(_FROM_1 if version == 1 else ()), *_FROM_2]:
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                _upgrade(db, [*(_FROM_1 if version == 1 else ()), *_FROM_2])
             # SQLite would accept a damaged table name.
             statements = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")]
             if sorted(statements) != sorted(_STATEMENTS):
@@ -617,3 +592,9 @@ def prepare(db: sqlite3.Connection) -> None:
         if db.in_transaction:
             db.execute("ROLLBACK")
         raise
+
+
+def _upgrade(db: sqlite3.Connection, statements: Iterable[str]) -> None:
+    for statement in statements:
+        db.execute(statement)
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -238,7 +238,7 @@ class RoleTable:
         return [
             (head, content)
             for head, content in memory.branches
-            if not any(own.words == head.words and _goes_on(owned, content) for own, owned in mine)
+            if not any(own.files_id == head.files_id and _goes_on(owned, content) for own, owned in mine)
         ]
 
     def bury(self, agent: str, epoch: int) -> int:

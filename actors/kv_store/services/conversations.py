@@ -41,7 +41,7 @@ class Conversations:
         self._kept, self._forgotten = kept, forgotten
 
     async def recall(
-        self, agent: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+        self, agent: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Recalled:
         """What a stateless turn begins with.
 
@@ -55,7 +55,7 @@ class Conversations:
             self._roles.check(agent)
             if limits:
                 self._quotas.check(agent)
-            since, found = self._agents.recall(agent, words, known)
+            since, found = self._agents.recall(agent, files_id, known)
             return Recalled(since, [BranchMemory(*branch) for branch in found], self._agents.let_go(agent))
 
         return await self._work.answer(work)
@@ -99,7 +99,7 @@ class Conversations:
             size = BLOCK_TOKENS * TOKEN_BYTES
             stood = ((each, Claims([each])) for each in shared)
             return [
-                BranchKV(at.model, KVSelection(at.root, [*on.blocks], at.tokens[:size], on.features))
+                BranchKV(at.model, KVSelection(at.root, [*on.blocks], at.tokens[:size], on.embeddings))
                 for at, on in stood
             ]
 

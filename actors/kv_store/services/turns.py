@@ -60,7 +60,7 @@ class Turns:
         self._lines: dict[str, deque[_Waiting]] = {}
 
     async def begin(
-        self, agent: str, turn: str, words: bytes, known: Mapping[int, int], limits: Limits | None = None
+        self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Begun:
         """Take the agent's turn, in the order of asking.
 
@@ -80,7 +80,7 @@ class Turns:
             while not waiting.gone:
                 if line[0] is waiting:
                     begun = await self._work.answer(
-                        lambda: self._begin(agent, turn, words, known, adds=bool(limits)),
+                        lambda: self._begin(agent, turn, files_id, known, adds=bool(limits)),
                     )
                     if begun is not None:
                         return begun
@@ -98,7 +98,7 @@ class Turns:
             line.remove(waiting)
             self.wake(agent)
 
-    def _begin(self, agent: str, turn: str, words: bytes, known: Mapping[int, int], *, adds: bool) -> Begun | None:
+    def _begin(self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], *, adds: bool) -> Begun | None:
         self._roles.check(agent)
         if adds:
             self._quotas.check(agent)
@@ -110,7 +110,7 @@ class Turns:
         if main is None:
             return Begun(since, None, let_go)
         head, content = main
-        if head.words == words and known.get(head.branch) != head.epoch:
+        if head.files_id == files_id and known.get(head.branch) != head.epoch:
             return Begun(since, BranchMemory(head, content), let_go)
         return Begun(since, BranchMemory(head, None), let_go, content.messages)
 

@@ -13,7 +13,7 @@ from ....cluster.nodes import Node
 from ....cluster.timing import USUAL, Timing
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
-from ...protocol.media_ids import features_parent, names_in
+from ...protocol.media_ids import embeddings_parent, names_in
 from ...protocol.store_messages import Content, Fetched, Head
 from ..disk.store import DiskStore
 from ..replication.peers import Peers
@@ -121,7 +121,7 @@ class NodeBlocks:
             rest = tokens[len(chain) * BLOCK_TOKENS :]
             chains.append(Wanted(head.model, head.root, tuple(chain), tokens, rest))
             for name in names_in(tokens):
-                wanted = Wanted(head.model, features_parent(head.root, name), (), None, name, tails_max=1)
+                wanted = Wanted(head.model, embeddings_parent(head.root, name), (), None, name, tails_max=1)
                 embeddings[wanted.root] = wanted
         ids = [tail_id(wanted.root, wanted.rest) for wanted in embeddings.values()]
         local = [

@@ -49,7 +49,7 @@ SPARE_BYTES_MAX = 1 << 30
 
 
 @dataclass(frozen=True)
-class Features:
+class ImageEmbeddings:
     """A picture's image embeddings: the language part's inputs for the picture's span.
 
     Attributes:
@@ -58,7 +58,7 @@ class Features:
             picture; empty for most models.
     """
 
-    embeddings: mx.array
+    inputs: mx.array
     levels: tuple[mx.array, ...] = ()
 
     @property
@@ -67,7 +67,7 @@ class Features:
 
     def arrays(self) -> list[mx.array]:
         """Returns the embeddings and all levels, each `(tokens, dim)`."""
-        return [self.embeddings, *self.levels]
+        return [self.inputs, *self.levels]
 
 
 @dataclass
@@ -82,7 +82,7 @@ class RowPictures:
     """
 
     spans: list[tuple[int, int]] = field(default_factory=list)
-    features: dict[int, Features] = field(default_factory=dict)
+    embeddings: dict[int, ImageEmbeddings] = field(default_factory=dict)
     positions: np.ndarray | None = None
     shift: int = 0
 
@@ -187,7 +187,7 @@ class Vision:
         self._placed = lru_cache(PLACES_KEPT)(self._place)
         self._evaluate_modules()
 
-    def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[Features]:
+    def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[ImageEmbeddings]:
         """Encodes pictures of one layout and size, in one call if the model then gives each the same as alone.
 
         May run on any thread while the language part runs on another, but only once at a time.
@@ -230,7 +230,7 @@ class Vision:
             )
         )
 
-    def _encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], video: bool) -> list[Features]:
+    def _encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], video: bool) -> list[ImageEmbeddings]:
         spare = mx.get_cache_memory()
         ids = mx.array([list(span.tokens) * len(shown)])
         made_of = [self._processor.inputs(frames, video=video) for frames in shown]
@@ -243,22 +243,22 @@ class Vision:
         places = mx.array(sorted(span.places))
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
-        features: list[Features] = []
-        for index, embeddings in enumerate(every):
+        embeddings: list[ImageEmbeddings] = []
+        for index, inputs in enumerate(every):
             levels = []
             for level in seen:
-                whole = mx.zeros(embeddings.shape, dtype=level[index].dtype)
+                whole = mx.zeros(inputs.shape, dtype=level[index].dtype)
                 whole[places] = level[index]
                 levels.append(whole)
             # A copy, because a view would keep the embeddings of all pictures alive.
-            features.append(Features(copied(embeddings) if len(shown) > 1 else embeddings, tuple(levels)))
-        mx.eval([array for one in features for array in one.arrays()])
+            embeddings.append(ImageEmbeddings(copied(inputs) if len(shown) > 1 else inputs, tuple(levels)))
+        mx.eval([array for one in embeddings for array in one.arrays()])
         self._evaluate_modules()
         if mx.get_cache_memory() - spare > SPARE_BYTES_MAX:
             mx.clear_cache()
-        return features
+        return embeddings
 
-    def example(self, side: int) -> tuple[SpanLayout, Features]:
+    def example(self, side: int) -> tuple[SpanLayout, ImageEmbeddings]:
         """Encodes a black square of `side` pixels; returns its layout and image embeddings.
 
         Raises:
@@ -321,9 +321,9 @@ class Vision:
         seen = np.zeros((len(parts), width), bool)
         levels: list[list[mx.array]] = []
         for row, spans in enumerate(touched):
-            for begin, end, features, first in spans:
+            for begin, end, embeddings, first in spans:
                 seen[row, begin:end] = True
-                for level, array in enumerate(features.levels):
+                for level, array in enumerate(embeddings.levels):
                     if level == len(levels):
                         levels.append([])
                     levels[level].append(array[first : first + end - begin])
@@ -340,7 +340,7 @@ class Vision:
         places = [length + (row.shift if row else 0) for length, row in zip(lengths, rows, strict=True)]
         return {"position_ids": mx.array(np.tile(np.array(places, np.int32)[None, :, None], (self._axes, 1, 1)))}
 
-    def _touched(self, part: RowPart) -> list[tuple[int, int, Features, int]]:
+    def _touched(self, part: RowPart) -> list[tuple[int, int, ImageEmbeddings, int]]:
         """Returns for every picture in the part its begin and end there, its features, and the index in these of the
         token at the begin."""
         assert part.pictures is not None
@@ -348,16 +348,16 @@ class Vision:
         for index in part.pictures.touched(part.start, stop):
             first, count = part.pictures.spans[index]
             begin, end = max(first, part.start), min(first + count, stop)
-            spans.append((begin - part.start, end - part.start, part.pictures.features[index], begin - first))
+            spans.append((begin - part.start, end - part.start, part.pictures.embeddings[index], begin - first))
         return spans
 
-    def _embedded(self, part: RowPart, spans: list[tuple[int, int, Features, int]], width: int) -> mx.array:
+    def _embedded(self, part: RowPart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int) -> mx.array:
         """Returns a row's input embeddings, `(width, dim)` in the model's dtype."""
         tokens = [*part.tokens, *[0] * (width - len(part.tokens))]
         plain = self._model.get_input_embeddings(mx.array([tokens]), None).inputs_embeds[0]
         pieces, done = [], 0
-        for begin, end, features, first in spans:
-            pieces += [plain[done:begin], features.embeddings[first : first + end - begin].astype(plain.dtype)]
+        for begin, end, embeddings, first in spans:
+            pieces += [plain[done:begin], embeddings.inputs[first : first + end - begin].astype(plain.dtype)]
             done = end
         return mx.concatenate([*pieces, plain[done:]])
 

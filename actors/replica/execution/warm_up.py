@@ -82,8 +82,8 @@ def warm_up(loaded: LoadedModel, budget_s: float, clock: Callable[[], float] = t
 
 def _see(loaded: LoadedModel, vision: Vision) -> None:
     """Runs a picture from its pixels to a first token."""
-    span, features = vision.example(PICTURE_SIDE)
-    pictures, tokens = RowPictures([(0, len(span.tokens))], {0: features}), list(span.tokens)
+    span, embeddings = vision.example(PICTURE_SIDE)
+    pictures, tokens = RowPictures([(0, len(span.tokens))], {0: embeddings}), list(span.tokens)
     vision.set_positions(pictures, tokens, [(span.grid, False)])
     executor = BatchExecutor(loaded)
     executor.open("", [], None, 0, pictures)

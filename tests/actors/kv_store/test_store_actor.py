@@ -147,7 +147,7 @@ async def test_blocks_are_those_that_replicas_know_the_agents_tokens_by():
     (branch,) = await store.client.blocks("t/x")
     model, root, ids, first = branch.model, branch.kept.root, branch.kept.block_ids, branch.kept.first
     assert (model, root, ids) == (MODEL, root_id(MODEL, "tenant:t"), block_ids(root, range(600)))
-    assert list(unpack_tokens(first)) == list(range(256)) and branch.kept.features == []
+    assert list(unpack_tokens(first)) == list(range(256)) and branch.kept.embeddings == []
     assert (await store.client.blocks("t/nobody")) == []
 
 

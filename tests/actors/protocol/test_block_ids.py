@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, block_ids, root_id, scope_of
-from satchel.actors.protocol.media_ids import words_of
+from satchel.actors.protocol.media_ids import media_tokens
 
 TOKENS = list(range(3 * BLOCK_TOKENS + 17))
 ROOT = root_id(b"m" * 32, "tenant:a")
@@ -34,7 +34,7 @@ def test_model_scope_and_pictures_are_part_of_the_identity():
     assert len(roots) == 4
     assert len({block_id(root, block) for root in roots}) == 4
     keys = [b"x" * 32, b"y" * 32]
-    shown = [[*block[:216], *words_of(one, 20), *words_of(two, 20)] for one in keys for two in keys]
+    shown = [[*block[:216], *media_tokens(one, 20), *media_tokens(two, 20)] for one in keys for two in keys]
     assert len({block_id(ROOT, tokens) for tokens in shown}) == 4, "their order too"
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from satchel.actors.kv_store.agents.claims import Branch, Claims
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.protocol.block_ids import root_id
-from satchel.actors.protocol.media_ids import media_key, picture_hash, words_of
+from satchel.actors.protocol.media_ids import media_key, media_tokens, picture_hash
 from satchel.actors.protocol.messages import MediaSpan
 from satchel.actors.replica.execution import models, warm_up
 from satchel.actors.replica.execution.models import LoadedModel
@@ -77,7 +77,7 @@ def asked(folder: Path, colour: str) -> tuple[list[int], list[MediaSpan]]:
     image = Image.new("RGB", (64, 64), colour)
     span = PictureProcessor.load(folder).layout(*image.size).span
     key = media_key([picture_hash(*image.size, image.tobytes())])
-    words = iter(words_of(key, len(span.places)))
+    words = iter(media_tokens(key, len(span.places)))
     shown = [next(words) if at in span.places else token for at, token in enumerate(span.tokens)]
     media = MediaSpan(len(TEXT), list(span.tokens), key, list(span.grid), *image.size, [image.tobytes()])
     return [*TEXT, *shown, 7, 8], [media]
@@ -106,7 +106,7 @@ def test_rows_go_on_while_a_picture_is_encoded(seeing: tuple[LoadedModel, Path],
     bench.drain()
     assert gate.calls == 2 and set(gate.threads) == {"encoder"}
     assert bench.rows["red"].tokens == bench.rows["red again"].tokens != bench.rows["blue"].tokens
-    assert (bench.engine.pictures.features.encodes, bench.engine.pictures.features.hits) == (2, 1)
+    assert (bench.engine.pictures.embeddings.encodes, bench.engine.pictures.embeddings.hits) == (2, 1)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_pictures_of_one_layout_are_encoded_together(seeing: tuple[LoadedModel, 
         prompt, media = prompts[name]
         bench.submit(name, prompt, media=media, priority=priority)
     bench.drain()
-    assert gate.shown == [2, 2, 1] and bench.engine.pictures.features.encodes == 5
+    assert gate.shown == [2, 2, 1] and bench.engine.pictures.embeddings.encodes == 5
     assert {name: row.tokens for name, row in bench.rows.items()} == alone
 
 
@@ -173,7 +173,7 @@ def test_what_is_encoded_for_a_row_that_has_left_is_kept(seeing: tuple[LoadedMod
     bench.turn()
     assert bench.rows["one"].finish == "abort"
     gate.opened.set()
-    turn_until(bench, lambda: bench.engine.pictures.features.encodes)
+    turn_until(bench, lambda: bench.engine.pictures.embeddings.encodes)
     bench.submit("two", prompt, media=media)
     bench.drain()
     assert bench.rows["two"].finish == "length" and gate.calls == 1
@@ -236,7 +236,7 @@ def test_a_row_whose_pixels_were_not_sent_is_taken_only_where_they_are_not_neede
     spared = [replace(one, pixels=[]) for one in media]
     bench.submit("too early", prompt, media=spared)
     bench.drain()
-    assert isinstance(bench.refused["too early"], PictureLost) and bench.engine.pictures.features.hits == 0
+    assert isinstance(bench.refused["too early"], PictureLost) and bench.engine.pictures.embeddings.hits == 0
     assert not bench.engine.prefixes.holders and not bench.engine.active
     whole = bench.run("whole", prompt, media=media)
     assert bench.run("spared", prompt, media=spared).tokens == whole.tokens
@@ -325,11 +325,11 @@ def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: 
     gate.opened.set()
     prompt, media = asked(seeing[1], "black")
     bench.run("one", prompt, media=media)
-    (known,) = bench.engine.pictures.features.ids()
+    (known,) = bench.engine.pictures.embeddings.ids()
     come, gone = bench.engine.changes(whole=False)
     assert known in come and not gone and known in bench.engine.changes(whole=True)[0]
     assert bench.engine.pictures.encode_token_s > 0
-    assert bench.engine.pictures.features.clear() > 0
+    assert bench.engine.pictures.embeddings.clear() > 0
     assert bench.engine.changes(whole=False) == ([], [known])
 
 
@@ -341,14 +341,14 @@ def test_an_agent_s_pictures_are_let_go_by_the_tokens_that_it_is_remembered_by(
     prompts = [asked(seeing[1], colour) for colour in ("navy", "teal")]
     for name, (prompt, media) in zip(("one", "other"), prompts, strict=True):
         bench.run(name, prompt, media=media)
-    features = bench.engine.pictures.features
-    theirs, others = features.ids()
+    embeddings = bench.engine.pictures.embeddings
+    theirs, others = embeddings.ids()
     root = root_id(seeing[0].model_id, "tenant:test")
     claims = Claims([Branch(seeing[0].model_id, root, array("I", prompts[0][0]).tobytes())])
-    assert claims.features == [theirs]
-    held = features.nbytes
-    assert 0 < features.drop([theirs, bytes(32)]) == held - features.nbytes
-    assert features.ids() == [others] and bench.engine.changes(whole=False)[1] == [theirs]
+    assert claims.embeddings == [theirs]
+    held = embeddings.nbytes
+    assert 0 < embeddings.drop([theirs, bytes(32)]) == held - embeddings.nbytes
+    assert embeddings.ids() == [others] and bench.engine.changes(whole=False)[1] == [theirs]
 
 
 def test_features_come_back_from_the_disk_in_any_precision(seeing: tuple[LoadedModel, Path], tmp_path: Path):
@@ -368,7 +368,7 @@ def test_features_come_back_from_the_disk_in_any_precision(seeing: tuple[LoadedM
         moved = [replace(one, start=one.start + 1, pixels=[]) for one in media]
         for name in ("once", "twice"):
             assert bench.run(name, [5, *prompt], media=moved, agent=AGENT).finish == "length"
-        assert bench.engine.pictures.features.encodes == 0
+        assert bench.engine.pictures.embeddings.encodes == 0
     finally:
         node.store.close()
 
@@ -388,7 +388,7 @@ def test_a_row_has_what_was_read_back_for_it_however_little_is_kept(
         bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)))
         bench.run("cold", prompt, media=media, agent=AGENT)
         write_down(bench, disk)
-        room = bench.engine.pictures.features.nbytes * 2 // 3
+        room = bench.engine.pictures.embeddings.nbytes * 2 // 3
         node.restart()
         bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node.client), vision_bytes_max=room)
         moved = [replace(one, start=one.start + 1, pixels=[]) for one in media]
@@ -422,7 +422,7 @@ def test_pictures_before_what_a_window_can_reuse_are_read_back_too(tmp_path: Pat
             bench.submit(name, other, media=[replace(media[0], pixels=pixels)], agent=AGENT)
             bench.drain()
             assert not bench.refused and bench.rows[name].finish == "length"
-            assert bench.engine.pictures.features.encodes == 0
+            assert bench.engine.pictures.embeddings.encodes == 0
     finally:
         node.store.close()
 

@@ -72,7 +72,7 @@ async def test_an_engine_that_stands_still_makes_the_replica_not_ready(
 ):
     monkeypatch.setattr(replica._watchdog, "is_slow", lambda part: part == "engine")
     monkeypatch.setattr(replica._engine, "counters", Counters(), raising=False)
-    numbers = MagicMock(running=0, blocks=0, nbytes=0, features=MagicMock(hits=0, encodes=0, nbytes=0))
+    numbers = MagicMock(running=0, blocks=0, nbytes=0, embeddings=MagicMock(hits=0, encodes=0, nbytes=0))
     for name in ("scheduler", "prefixes", "pictures"):
         monkeypatch.setattr(replica._engine, name, numbers, raising=False)
     for name in ("waiting", "failed_checks"):

@@ -204,7 +204,7 @@ def api_tokens(backend: Any, model: str) -> list[int]:
 async def test_special_tool_markers_are_seen_and_never_shown(api, backend, folders, texts):
     text = texts["special"]
     backend.served[0] = type(backend.served[0])(
-        "satchel/tiny", b"3" * 32, str(folders["special"]), 1000, 512, 1_700_000_000
+        "satchel/tiny", b"3" * 32, b"3" * 32, str(folders["special"]), 1000, 512, 1_700_000_000
     )
     backend.play(RowUpdate("r", text.encode("Well. " + CALL), finish="stop", cached_tokens=0))
     choice = (await api.chat(tools=[WEATHER])).json()["choices"][0]

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from satchel.actors.model_files.processors import PictureLayout, PictureProcessor
-from satchel.actors.protocol.media_ids import FIRST_WORD, picture_hash, words_in
+from satchel.actors.protocol.media_ids import FIRST_MEDIA_TOKEN, media_tokens_in, picture_hash
 from satchel.actors.protocol.messages import MediaSpan
 from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.requests import ChatRequest
@@ -49,8 +49,8 @@ def seeing(folder: Path) -> TextModel:
 @pytest.fixture
 def backend(folder: Path, seeing: TextModel, folders: dict[str, Path]) -> FakeBackend:
     served = [
-        ServedModel("satchel/tiny", b"5" * 32, str(folder), 4000, 4000, 1_700_000_000),
-        ServedModel("other", b"2" * 32, str(folders["none"]), 1000, 1000, 1_700_000_001),
+        ServedModel("satchel/tiny", b"5" * 32, b"5" * 32, str(folder), 4000, 4000, 1_700_000_000),
+        ServedModel("other", b"2" * 32, b"2" * 32, str(folders["none"]), 1000, 1000, 1_700_000_001),
     ]
     return FakeBackend(seeing, served)
 
@@ -103,13 +103,13 @@ async def test_a_picture_has_words_in_the_prompt_and_its_pixels_beside_it(
     assert (media.width, media.height, media.video) == (120, 90, False)
     assert media.pixels == [image.tobytes()]
     assert seeing.pictures is not None
-    words = words_in(prompt)
-    assert words == words_in(prompt[media.start : media.start + len(media.tokens)])
+    words = media_tokens_in(prompt)
+    assert words == media_tokens_in(prompt[media.start : media.start + len(media.tokens)])
     assert (
         len(words)
         == media.tokens.count(seeing.pictures.token)
         == len(set(words))
-        == answer.json()["usage"]["prompt_tokens"] - sum(token < FIRST_WORD for token in prompt)
+        == answer.json()["usage"]["prompt_tokens"] - sum(token < FIRST_MEDIA_TOKEN for token in prompt)
     )
     text = seeing.decode(seeing.plain(prompt))
     assert text.count("<|image_pad|>") == len(words) and "Look: <|vision_start|>" in text
@@ -129,7 +129,7 @@ async def test_the_same_picture_is_the_same_however_it_is_written(
     assert (await ask(client, shown(other))).status_code == 200
     changed = sent(backend)[0]
     assert changed != prompts[0] and len(changed) == len(prompts[0])
-    assert not set(words_in(changed)) & set(words_in(prompts[0]))
+    assert not set(media_tokens_in(changed)) & set(media_tokens_in(prompts[0]))
 
 
 async def test_the_order_of_pictures_matters(client: httpx.AsyncClient, backend: FakeBackend) -> None:
@@ -137,7 +137,7 @@ async def test_the_order_of_pictures_matters(client: httpx.AsyncClient, backend:
     prompts = []
     for pair in ((red, blue), (blue, red)):
         assert (await ask(client, shown(*pair, "Which is first?"))).status_code == 200
-        prompts.append(words_in(sent(backend)[0]))
+        prompts.append(media_tokens_in(sent(backend)[0]))
     half = len(prompts[0]) // 2
     assert prompts[0] == prompts[1][half:] + prompts[1][:half] != prompts[1]
 

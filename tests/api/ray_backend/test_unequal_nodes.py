@@ -40,7 +40,7 @@ async def endpoint(backend, config) -> AsyncIterator[Remembering]:
 
 async def stands(endpoint: Remembering, *replicas: list[bytes]) -> list[Any]:
     found = [(branch.model, branch.kept) for branch in await endpoint.store.blocks("default/ann", list(replicas))]
-    return [(model, kept.root, kept.block_ids, kept.first, kept.features) for model, kept in found]
+    return [(model, kept.root, kept.block_ids, kept.first, kept.embeddings) for model, kept in found]
 
 
 async def test_a_conversation_goes_on_where_another_id_computes_it(endpoint, backend):

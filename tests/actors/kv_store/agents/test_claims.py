@@ -21,7 +21,7 @@ def tail_of(tokens: list[int], parent: bytes = BLOCKS[1]) -> EntryRecord:
 def test_what_is_shared_with_nobody_is_claimed_by_nobody():
     """A branch without a root has blocks of its own request, which no later turn finds again."""
     alone = Claims([Branch(MODEL, b"", pack_tokens(TOKENS))])
-    assert not (alone.blocks or alone.parents() or alone.rests() or alone.features)
+    assert not (alone.blocks or alone.parents() or alone.rests() or alone.embeddings)
     assert not alone.continues(b"", pack_tokens(TOKENS[:7]))
     both = Claims([Branch(MODEL, b"", pack_tokens(TOKENS)), Branch(MODEL, ROOT, pack_tokens(TOKENS))])
     assert list(both.blocks) == BLOCKS and both.parents() == {ROOT, *BLOCKS}

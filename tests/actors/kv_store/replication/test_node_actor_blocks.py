@@ -10,7 +10,7 @@ from typing import Any
 from satchel.actors.kv_store.transfer import node_blocks
 from satchel.actors.kv_store.transfer.pull_writer import PullWriter
 from satchel.actors.protocol.entries import Entry, owner_tag
-from satchel.actors.protocol.media_ids import NAME_WORDS, features_parent, words_of
+from satchel.actors.protocol.media_ids import NAME_TOKENS, embeddings_parent, media_tokens
 from satchel.actors.protocol.store_messages import PullKV, Tombstone
 from tests.worlds.kv_files import MODEL, ROOT, chain, tail
 from tests.worlds.store_nodes import Cluster, cluster
@@ -81,43 +81,45 @@ async def test_a_move_brings_the_kv_and_says_how_much(tmp_path, monkeypatch):
 
 async def test_features_of_pictures_go_where_the_words_go_and_are_forgotten_with_them(tmp_path):
     """Those of both pictures, and what another agent's look alike is not touched."""
-    name, second = tuple(words_of(b"k" * 32, NAME_WORDS)), tuple(words_of(b"s" * 32, 3))
-    tokens = [5, *words_of(b"k" * 32, 40), 6, *second, 7]
-    features = [tail(list(each), 50, features_parent(ROOT, each), owners=(X,)) for each in (name, second)]
-    other = tail([*words_of(b"o" * 32, NAME_WORDS)], 51, features_parent(ROOT, name), owners=(Y,))
+    name, second = tuple(media_tokens(b"k" * 32, NAME_TOKENS)), tuple(media_tokens(b"s" * 32, 3))
+    tokens = [5, *media_tokens(b"k" * 32, 40), 6, *second, 7]
+    embeddings = [tail(list(each), 50, embeddings_parent(ROOT, each), owners=(X,)) for each in (name, second)]
+    other = tail([*media_tokens(b"o" * 32, NAME_TOKENS)], 51, embeddings_parent(ROOT, name), owners=(Y,))
     async with cluster(tmp_path, replication=0) as world:
         await world.speak("a", X, "look", tokens)
-        await world.speak("a", Y, "else", [5, *words_of(b"o" * 32, 40)])
-        for entry in (*features, other):
+        await world.speak("a", Y, "else", [5, *media_tokens(b"o" * 32, 40)])
+        for entry in (*embeddings, other):
             await world.put("a", [entry])
         await world.at("a").move(X, "b")
-        assert world.has("b", *features) and not world.on_disk("b", other)
+        assert world.has("b", *embeddings) and not world.on_disk("b", other)
         await world.at("b").forget(X)
         for node in "ab":
             await world.owned(node).idle()
-            assert not any(world.on_disk(node, entry) for entry in features), node
+            assert not any(world.on_disk(node, entry) for entry in embeddings), node
         await world.speak("b", X, "look again", tokens[: tokens.index(6)])
-        for entry in features:
+        for entry in embeddings:
             await world.put("b", [entry])
-        assert world.has("b", features[0]) and not world.has("b", features[1]), "what it sees again is its own again"
+        assert world.has("b", embeddings[0]) and not world.has("b", embeddings[1]), (
+            "what it sees again is its own again"
+        )
 
 
 async def test_features_that_are_there_already_belong_to_the_agent_that_comes_too(tmp_path):
     """Else they would be erased with the one who was there first."""
-    name = tuple(words_of(b"k" * 32, NAME_WORDS))
-    tokens = [5, *words_of(b"k" * 32, 40), 6]
+    name = tuple(media_tokens(b"k" * 32, NAME_TOKENS))
+    tokens = [5, *media_tokens(b"k" * 32, 40), 6]
 
-    def features(owner: str) -> Entry:
-        return tail(list(name), 50, features_parent(ROOT, name), owners=(owner,))
+    def embeddings(owner: str) -> Entry:
+        return tail(list(name), 50, embeddings_parent(ROOT, name), owners=(owner,))
 
     async with cluster(tmp_path, replication=0) as world:
         for node, agent in (("a", X), ("b", Y)):
             await world.speak(node, agent, "look", tokens)
-            await world.put(node, [features(agent)])
+            await world.put(node, [embeddings(agent)])
         await world.at("a").move(X, "b")
         await world.at("b").forget(Y)
         await world.owned("b").idle()
-        assert world.has("b", features(X))
+        assert world.has("b", embeddings(X))
 
 
 async def test_a_node_whose_disk_takes_nothing_gets_the_words_all_the_same(tmp_path):

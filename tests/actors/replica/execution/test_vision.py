@@ -26,7 +26,7 @@ from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
 from satchel.actors.model_files.processors import PictureProcessor, SpanLayout
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.codec import encode
-from satchel.actors.protocol.media_ids import is_word, picture_hash
+from satchel.actors.protocol.media_ids import is_media_token, picture_hash
 from satchel.actors.protocol.messages import MediaSpan
 from satchel.actors.protocol.store_messages import Addresses, Content, Head
 from satchel.actors.replica.execution import executor, models
@@ -34,7 +34,7 @@ from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, RowPart, RowPictures
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.tiers.disk_tier import DiskTier
-from satchel.api.media.prompt import Medium, place, with_words
+from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture
 from satchel.cluster.nodes import Node as ClusterNode
 from tests.worlds.bench import Bench
@@ -187,7 +187,7 @@ def written(processor: PictureProcessor, medium: Medium) -> tuple[list[int], lis
     """What stands for it in a prompt."""
     placed = place(processor, processor.video_placeholder if medium.video else processor.placeholder, [medium])
     tokens = processor._tokenizer.encode(placed.text, add_special_tokens=False)
-    return with_words(processor, tokens, placed)
+    return with_media_tokens(processor, tokens, placed)
 
 
 def noisy(noise: np.random.Generator, width: int, height: int) -> Picture:
@@ -212,9 +212,9 @@ def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
     vision.set_positions(pictures, script.given, [(one.grid, one.video) for one in script.media])
     for index, one in enumerate(script.media):
         words = script.prompt[one.start : one.start + len(one.tokens)]
-        places = frozenset(at for at, word in enumerate(words) if is_word(word))
+        places = frozenset(at for at, word in enumerate(words) if is_media_token(word))
         span = SpanLayout(tuple(one.tokens), places, tuple(one.grid))
-        pictures.features[index] = vision.encode(span, [frames_in(one)], video=one.video)[0]
+        pictures.embeddings[index] = vision.encode(span, [frames_in(one)], video=one.video)[0]
     beside = vision.inputs([RowPart(script.tokens, 0, pictures)], len(script.tokens))
     logits = loaded.model(mx.array([script.tokens]), cache=loaded.new_caches(), **beside)[0]
     return np.array(logits.astype(mx.float32))
@@ -323,7 +323,7 @@ def test_pictures_alone_in_company_cached_and_in_chunks(scene: Scene, forced: Ma
             bench.drain()
             compare(noted, scene.expected, scene.rows, f"{round_name}, chunks of {chunk}")
         # Every picture is encoded once however many rows have it, and of clips what their frames have in common.
-        assert bench.engine.pictures.features.encodes == scene.encodes
+        assert bench.engine.pictures.embeddings.encodes == scene.encodes
         for row in scene.rows:
             assert bench.rows[f"cached{row}"].cached == len(scene.scripts[row].prompt) - 1
 
@@ -375,7 +375,7 @@ def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_p
         assert max(ask(bench, noted, scene.again, ALICE, "cold")) == 0
         # Nobody's KV stays, so that there is none of these words on the disk.
         assert max(ask(bench, noted, scene.reworded, "", "seen by an agent")) <= 1
-        assert bench.engine.pictures.features.encodes == scene.encodes
+        assert bench.engine.pictures.embeddings.encodes == scene.encodes
         write_down(bench, disk)
         fetch(scene, *nodes)
         for node, where in zip(nodes, ("restored", "moved"), strict=True):
@@ -384,7 +384,7 @@ def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_p
             known = ask(bench, noted, scene.again, "default/bob", f"{where}, with KV")
             assert known == [len(scene.scripts[row].prompt) - 1 for row in scene.again]
             assert max(ask(bench, noted, scene.reworded, "default/bob", f"{where}, features alone")) <= 1
-            assert bench.engine.pictures.features.encodes == disk.counters.corrupt_blocks == 0
+            assert bench.engine.pictures.embeddings.encodes == disk.counters.corrupt_blocks == 0
             write_down(bench, disk)
     finally:
         for node in nodes:

@@ -65,7 +65,7 @@ def test_every_picture_gets_its_own_answer(tmp_path: Path, monkeypatch: pytest.M
             found = noted.pop((row, 0))
             off, from_twin = (np.abs(found - cold[other]).max() for other in (row, row ^ 1))
             assert off <= TOLERANCE * np.abs(found).max() and 2 * off < from_twin, f"{what}: row {row}"
-    assert bench.engine.pictures.features.encodes == PICTURES
+    assert bench.engine.pictures.embeddings.encodes == PICTURES
     # Of so many continuations of one beginning the KV of some is kept.
     whole = sum(bench.rows[f"warm{row}"].cached == len(script.prompt) - 1 for row, script in scripts.items())
     assert PICTURES // 10 < whole < PICTURES

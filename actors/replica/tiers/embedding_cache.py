@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from ...kv_store.disk.placement import Changes
-from ..execution.vision import Features
+from ..execution.vision import ImageEmbeddings
 
 
-class FeatureCache:
+class EmbeddingCache:
     """An LRU cache of image embeddings by `features_id`.
 
     Attributes:
@@ -22,28 +22,28 @@ class FeatureCache:
         self.nbytes = 0
         self.hits = self.encodes = 0
         self.changes = Changes()
-        self._features: OrderedDict[bytes, Features] = OrderedDict()
+        self._embeddings: OrderedDict[bytes, ImageEmbeddings] = OrderedDict()
 
     def __contains__(self, entry: bytes) -> bool:
-        return entry in self._features
+        return entry in self._embeddings
 
     def ids(self) -> list[bytes]:
         """Returns all ids, the least recently used first."""
-        return list(self._features)
+        return list(self._embeddings)
 
-    def get(self, entry: bytes) -> Features | None:
+    def get(self, entry: bytes) -> ImageEmbeddings | None:
         """Returns image embeddings and marks them as used; None if they are not cached."""
-        features = self._features.get(entry)
-        if features is not None:
-            self._features.move_to_end(entry)
-        return features
+        embeddings = self._embeddings.get(entry)
+        if embeddings is not None:
+            self._embeddings.move_to_end(entry)
+        return embeddings
 
-    def put(self, entry: bytes, features: Features) -> None:
+    def put(self, entry: bytes, embeddings: ImageEmbeddings) -> None:
         """Caches image embeddings, unless they are cached already or larger than the cache."""
-        if entry in self._features or features.nbytes > self.bytes_max:
+        if entry in self._embeddings or embeddings.nbytes > self.bytes_max:
             return
-        self._features[entry] = features
-        self.nbytes += features.nbytes
+        self._embeddings[entry] = embeddings
+        self.nbytes += embeddings.nbytes
         self.changes.note([entry], [])
         self._shrink(self.bytes_max)
 
@@ -55,14 +55,14 @@ class FeatureCache:
         """Drops entries; unknown ones are ignored. Returns the freed bytes."""
         before = self.nbytes
         for entry in entries:
-            if entry in self._features:
+            if entry in self._embeddings:
                 self._remove(entry)
         return before - self.nbytes
 
     def _shrink(self, bytes_max: int) -> None:
         while self.nbytes > bytes_max:
-            self._remove(next(iter(self._features)))
+            self._remove(next(iter(self._embeddings)))
 
     def _remove(self, entry: bytes) -> None:
-        self.nbytes -= self._features.pop(entry).nbytes
+        self.nbytes -= self._embeddings.pop(entry).nbytes
         self.changes.note([], [entry])
