@@ -257,6 +257,7 @@ class IdleCheck:
         self._counted = True
         try:
             self._scheduler.check()
+            self._executor.check()
             if self._scheduler.running or self._scheduler.waiting:
                 raise AssertionError(f"{self._scheduler.running + self._scheduler.waiting} rows belong to no request")
             for _ in self._memory.recount():

@@ -9,6 +9,7 @@ from ..protocol.messages import RowUpdate
 from .delivery import Delivery
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
+from .kv.caches import PooledBlock
 from .scheduling.prefill_budget import PrefillPace
 from .scheduling.scheduler import PrefillChunk, Scheduler
 from .tiers.keeping import Keeping
@@ -94,6 +95,7 @@ class PrefillLoop:
         if restored is not None:
             self._keeping.put_back(sequence, restored)
         hit = self._memory.find(sequence, row.prompt)
+        assert not isinstance(hit.tail, PooledBlock), "a tail is no whole block"
         slabs = self._memory.slabs(hit, restored)
         self._executor.open(request_id, slabs, hit.tail, hit.tail_tokens, sequence.pictures)
         reused = hit.tokens

@@ -8,15 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import mlx.core as mx
-
 from satchel.actors.kv_store.disk.segments import grouped, write_segment
 from satchel.actors.kv_store.disk.shelf import DiskLimits
 from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
 from satchel.actors.protocol.entries import Entry, Failure, Location, unpack_tokens
 from satchel.actors.replica.kv.caches import Slab
-from satchel.actors.replica.kv.prefix import PrefixKV
 from satchel.actors.replica.tiers.disk_tier import read_slabs
 from satchel.actors.replica.tiers.memory import kept_of
 from satchel.actors.replica.tiers.slab_codec import to_parts
@@ -53,9 +50,8 @@ def write_prefix(desk: Desk, prompt: list[int], store: DiskStore) -> list[bytes]
     ids, spec = block_ids(desk.root, prompt), desk.loaded.spec
     # As a row finds it: its last token is computed.
     hit = desk.engine.prefixes.match(desk.root, ids, prompt, len(prompt) - 1)
-    mx.eval([array for slab in [*hit.blocks, *([hit.tail] if hit.tail else [])] for array in slab.arrays()])
     entries: list[Entry] = []
-    for index, slab in enumerate(hit.blocks):
+    for index, slab in enumerate(map(desk.engine.executor.copied, hit.blocks)):
         tokens = prompt[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
         parent = ids[index - 1] if index else desk.root
         entries.append(_entry(ids[index], parent, tokens, slab, to_parts(spec, slab)))
@@ -63,7 +59,8 @@ def write_prefix(desk: Desk, prompt: list[int], store: DiskStore) -> list[bytes]
         parent = ids[len(hit.blocks) - 1] if hit.blocks else desk.root
         start = len(hit.blocks) * BLOCK_TOKENS
         tokens = prompt[start : start + hit.tail.tokens]
-        entries.append(Entry.of_tail(parent, tokens, to_parts(spec, hit.tail), window_from=hit.tail.window_from))
+        tail = desk.engine.executor.copied(hit.tail)
+        entries.append(Entry.of_tail(parent, tokens, to_parts(spec, tail), window_from=tail.window_from))
     for group in grouped(entries):
         written = {"session": SESSION, "epoch": store.epoch, "now_s": time.time()}
         store.commit(write_segment(store.root, store.key, desk.loaded.model_id, group, **written))
@@ -75,26 +72,25 @@ def _entry(block: bytes, parent: bytes, tokens: list[int], slab: Slab, parts: di
 
 
 def restore_prefix(desk: Desk, store: DiskStore, entry_ids: Sequence[bytes]) -> None:
-    """Bring entries from the disk into the engine's prefix cache: looked up, read, verified, made arrays.
-
-    This is the whole way from the disk, but for the joining of blocks: the row does that when it is opened.
-    """
+    """Brings entries from the disk into the engine's memory, as a replica does: looked up, read, verified, put into the
+    pool."""
     found = store.locate(desk.loaded.model_id, list(entry_ids))
     locations: list[Location] = [location for location in found if location is not None]
-    blocks: list[tuple[int, Sequence[int], PrefixKV[Slab]]] = []
-    chain: list[bytes] = []
     slabs, _ = read_slabs(desk.loaded.spec, store.root, store.key, locations)
-    for location, slab in zip(locations, slabs, strict=True):
-        if isinstance(slab, Failure):
-            raise RuntimeError(slab.reason)
-        tokens = unpack_tokens(location.tokens)
-        if location.tail:
-            desk.engine.prefixes.put_blocks(chain, blocks)
-            desk.engine.prefixes.put_tail(desk.root, chain, tokens, kept_of(slab))
-        else:
-            blocks.append((len(chain), tokens, kept_of(slab)))
-            chain.append(location.id)
+    good = [slab for slab in slabs if not isinstance(slab, Failure)]
+    if len(good) < len(slabs):
+        raise RuntimeError("an entry is damaged")
+    whole = [at for at, location in enumerate(locations) if not location.tail]
+    chain = [locations[at].id for at in whole]
+    pieces = desk.engine.executor.adopt([good[at] for at in whole])
+    blocks = [
+        (number, unpack_tokens(locations[at].tokens), kept_of(piece))
+        for number, (at, piece) in enumerate(zip(whole, pieces, strict=True))
+    ]
     desk.engine.prefixes.put_blocks(chain, blocks)
+    for location, slab in zip(locations, good, strict=True):
+        if location.tail:
+            desk.engine.prefixes.put_tail(desk.root, chain, unpack_tokens(location.tokens), kept_of(slab))
 
 
 def first_token(

@@ -15,7 +15,6 @@ from satchel.actors.protocol.entries import Entry, Failure
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv import sealing
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, Slab
-from satchel.actors.replica.kv.sealed_cache import SealedKVCache
 from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.tiers.disk_tier import read_slabs
 from satchel.actors.replica.tiers.slab_codec import to_parts
@@ -68,7 +67,7 @@ def restoring(tokens: int, rounds: int, work: Path, budget: Budget, say: Say) ->
         )
     part.notes.append(f"Sealed in memory, written and synced in {wrote_s:.2f} s ({nbytes / 1e9 / wrote_s:.2f} GB/s).")
     part.notes.append(
-        "Restoring verifies every part's digest, makes arrays of each block, and joins the blocks of each layer."
+        "Restoring verifies every part's digest, makes arrays of each block, and writes them into the pool."
     )
     return part
 
@@ -103,9 +102,11 @@ def _restore(store: DiskStore, ids: list[bytes]) -> None:
     spec = _spec()
     locations = [location for location in store.locate(MODEL, ids) if location is not None]
     assert len(locations) == len(ids)
-    slabs, run = read_slabs(spec, store.root, store.key, locations, joins=True)
+    slabs, _ = read_slabs(spec, store.root, store.key, locations, joins=True)
     good = [slab for slab in slabs if not isinstance(slab, Failure)]
     assert len(good) == len(slabs), "every part is as it was written"
-    caches = [SealedKVCache(POLICIES["q4"]) for _ in range(LAYERS)]
-    kv_cache.restore(spec, caches, good if run is None else [run], None, 0)
-    mx.eval([cache.state for cache in caches])
+    pool = kv_cache.new_pool(spec)
+    assert pool is not None
+    caches = kv_cache.new_caches(spec, [None] * LAYERS, pool, in_place=True)
+    kv_cache.restore(spec, caches, kv_cache.into_pool(pool, good), None, 0)
+    mx.eval(pool.arrays())

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv.sealed_cache import SealedKVCache
+from satchel.actors.replica.kv.paged_cache import Batch, PagedKVCache
+from satchel.actors.replica.kv.pool import BlockPool
 from satchel.actors.replica.kv.sealing import POLICIES, sealed_token_bytes, value_group
 
 from ..parts import ResultTable
@@ -70,11 +71,11 @@ def _row(shape: KVShape, policy: str, sealed: float, full: int, formula: int) ->
 
 
 def _counted(shape: KVShape, name: str) -> float:
-    """Bytes a token of the sealed blocks that a cache holds, after checking that its tail is what it should be."""
-    cache = SealedKVCache(POLICIES[name])
+    """Returns the bytes a token of the blocks in the pool that a row of one layer fills."""
+    pool = BlockPool([[0]])
+    cache = PagedKVCache(0, POLICIES[name], batch=Batch.of_rows(pool, 1))
     tokens = 4 * BLOCK_TOKENS + 76
     keys = mx.random.normal((1, shape.kv_heads, tokens, shape.dim)).astype(mx.float16)
     cache.update_and_fetch(keys, keys)
     mx.eval(cache.state)
-    tail = 76 * shape.kv_heads * shape.dim * 2 * 2
-    return shape.layers * (cache.nbytes - tail) / (tokens - 76)
+    return shape.layers * pool.groups[0].slot_bytes / BLOCK_TOKENS

@@ -126,6 +126,7 @@ class Bench:
             self.engine._take_commands()
         self.engine.scheduler.check()
         self.engine.prefixes.check()
+        self.engine.executor.check()
         return busy
 
     def drain(self) -> None:

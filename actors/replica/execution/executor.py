@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling, TokenLogprobs
 from ..kv import caches as kv_cache
-from ..kv.caches import Slab
+from ..kv.caches import PooledBlock, Slab
 from ..kv.device import on_gpu
 from ..kv.row_view import RowView, Stacks
 from .sampling import BatchSampler, Draw
@@ -136,7 +137,7 @@ class BatchExecutor:
     def open(
         self,
         row_id: str,
-        blocks: Sequence[Slab],
+        blocks: Sequence[Slab | PooledBlock],
         tail: Slab | None,
         tail_tokens: int,
         pictures: RowPictures | None = None,
@@ -149,7 +150,7 @@ class BatchExecutor:
         """
         caches = self._loaded.new_caches()
         kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
-        length = sum(slab.tokens for slab in blocks) + tail_tokens
+        length = sum(block.tokens for block in blocks) + tail_tokens
         self._prefilling[row_id] = _Prefilling(row_id, length, caches, pictures=pictures)
 
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
@@ -160,6 +161,7 @@ class BatchExecutor:
                 row whose caches were being changed fails again.
         """
         rows = [(self._prefilling[row_id], tokens) for row_id, tokens in work]
+        self._settle()
         while self.batched_prefill and rows:
             # A power of two, for few different shapes: devices compile kernels for every new one.
             count = 1 << (len(rows).bit_length() - 1) if self._is_dense(rows) else 1
@@ -260,10 +262,13 @@ class BatchExecutor:
         vision, extra = self._loaded.vision, {}
         if vision is not None:
             extra = vision.steps([row.length for row in self._rows], [row.pictures for row in self._rows])
+        seals = any(row.length % BLOCK_TOKENS == BLOCK_TOKENS - 1 for row in self._rows)
+        if seals:
+            self._settle()
         logits = self._model(inputs[:, None], cache=self._caches, **extra)[:, -1, :]
         draw = self._sampler(logits)
         self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
-        mx.async_eval(self._inputs, *draw.arrays())
+        mx.async_eval(self._inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
         drawn = {} if before is None else _read(*before)
         ready = [
@@ -279,6 +284,19 @@ class BatchExecutor:
             mx.clear_cache()
         return ready
 
+    def check(self) -> None:
+        """Checks the pool: see `BlockPool.check`."""
+        if self._loaded.pool is not None:
+            self._loaded.pool.check()
+
+    def _settle(self) -> None:
+        """Waits for the step in flight before blocks are written: MLX would copy arrays that it still reads."""
+        if self._loaded.pool is not None:
+            mx.synchronize()
+
+    def _pool_arrays(self) -> list[mx.array]:
+        return [] if self._loaded.pool is None else self._loaded.pool.arrays()
+
     def holds(self, row_id: str) -> bool:
         """Whether the row has usable KV."""
         decodes = row_id not in self._leaving and any(row.row_id == row_id for row in self._rows)
@@ -293,8 +311,8 @@ class BatchExecutor:
             return self._joining[row_id].row.length
         return self._rows[self._index(row_id)].length
 
-    def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab]:
-        """Copies a row's KV for token spans [start, stop); the row may be in any state. See `RowView.slab`."""
+    def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab | PooledBlock]:
+        """Returns a row's KV for spans [start, stop) of its tokens: blocks in the pool as they are, else copies."""
         spec, length = self._loaded.spec, self.length(row_id)
         # Stacks copy all rows of a span and stay until the next step, so they are for a few spans only.
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
@@ -307,9 +325,27 @@ class BatchExecutor:
         else:
             batch = single.together
             view = RowView(spec, batch.caches, batch.rows[row_id], length, batch.stacks if stacks else None)
-        slabs = [view.slab(start, stop) for start, stop in spans]
-        kv_cache.evaluate(slabs)
-        return slabs
+        cuts = [view.cut(start, stop) for start, stop in spans]
+        kv_cache.evaluate(cuts)
+        return cuts
+
+    def adopt(self, slabs: Sequence[Slab]) -> list[Slab | PooledBlock]:
+        """Blocks that come from the disk, put into the pool if there is one."""
+        if self._loaded.pool is None:
+            return list(slabs)
+        self._settle()
+        blocks = kv_cache.into_pool(self._loaded.pool, slabs)
+        mx.async_eval(self._pool_arrays())
+        return [*blocks]
+
+    def copied(self, kept: Slab | PooledBlock) -> Slab:
+        """A block as the disk takes it; its arrays are being computed."""
+        if isinstance(kept, Slab):
+            return kept
+        assert self._loaded.pool is not None
+        slab = kv_cache.out_of_pool(self._loaded.spec, self._loaded.pool, kept)
+        kv_cache.evaluate([slab])
+        return slab
 
     def leave(self, row_ids: Sequence[str]) -> None:
         """Removes rows; unknown ids are ignored."""

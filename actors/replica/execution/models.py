@@ -31,11 +31,12 @@ from ...model_files.source import (
     resolve_adapter,
 )
 from ...model_files.weights import WeightFile, bytes_in_memory, read_weight_file
+from ...protocol.block_ids import BLOCK_TOKENS
 from ..kv import attention
-from ..kv.caches import ModelCacheSpec, new_caches, read_spec
+from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_gpu
-from ..kv.kernels import measured_choice
-from ..kv.sealed_cache import Choose
+from ..kv.paged_cache import PagedKVCache
+from ..kv.pool import BlockPool
 from ..kv.sealing import POLICIES
 from . import vision
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
@@ -48,6 +49,10 @@ FULL_PRECISION = "fp16"
 
 logger = logging.getLogger(__name__)
 
+IN_PLACE_TOLERANCE, IN_PLACE_TOLERANCE_16 = 1e-4, 3e-2
+"""How far logits may differ, of their scale, if blocks are read in place instead of dequantized; in float32 and in 16
+bits. A mask or a bias that is left out shows as much more."""
+
 _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _GIB = 2**30
 _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, ImportError, RuntimeError, OSError)
@@ -56,9 +61,9 @@ _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Imp
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as `prepare_weights` returns
-    it; `direct` says if a decode step multiplies sealed codes directly, None for never; `vision` encodes pictures, None
-    for a text model."""
+    """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
+    `pool` has the sealed blocks of all its rows, None if nothing is sealed; `in_place` says whether decode steps read
+    them there; `vision` encodes pictures, None for a model of text."""
 
     model: Any
     folder: Path
@@ -69,7 +74,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     dtype: str
     weights: str
-    direct: Choose | None = None
+    pool: BlockPool | None = None
+    in_place: bool = False
     vision: Vision | None = None
 
     @property
@@ -83,8 +89,8 @@ class LoadedModel:
         return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
 
     def new_caches(self) -> list[Any]:
-        """Returns empty caches for one row, one per layer."""
-        return new_caches(self.spec, make_prompt_cache(self.model), self.direct)
+        """Empty caches for one row, one a layer."""
+        return new_caches(self.spec, make_prompt_cache(self.model), self.pool, in_place=self.in_place)
 
 
 def load(
@@ -151,10 +157,9 @@ def load(
         spec = read_spec(caches, 2, POLICIES.get(kv))
     except _LOAD_ERRORS as error:
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
-    direct = None
-    if spec.policy is not None:
-        if attention.install(whole) and numerics == "fast":
-            direct = _measured_choice(spec, caches, config, logits.dtype, kernels)
+    pool, in_place = new_pool(spec), False
+    if pool is not None:
+        in_place = attention.install(whole) and numerics == "fast" and _attends_in_place(model, spec)
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     used = str(logits.dtype).removeprefix("mlx.core.")
@@ -180,7 +185,8 @@ def load(
         eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
         dtype=used,
         weights=kept,
-        direct=direct,
+        pool=pool,
+        in_place=in_place,
         vision=seen,
     )
     budget_s = default_budget_s() if warm_up_s is None else warm_up_s
@@ -198,15 +204,19 @@ def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bo
         return None
 
 
-def _measured_choice(
-    spec: ModelCacheSpec, caches: Sequence[Any], config: dict[str, Any], dtype: mx.Dtype, kernels: Path | None
-) -> Choose | None:
-    """Returns the measured choice for the model's first layer with KV."""
-    cache: Any = next(cache for layer, cache in zip(spec.layers, caches, strict=True) if layer.sealed)
-    kv_heads, key_dim, value_dim = cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3]
-    heads = config.get("num_attention_heads") or config.get("text_config", {}).get("num_attention_heads") or kv_heads
-    assert spec.policy is not None
-    return measured_choice(kernels, (int(heads), kv_heads, key_dim, value_dim), spec.policy, dtype)
+def _attends_in_place(model: Any, spec: ModelCacheSpec) -> bool:
+    """Whether all sealed layers come by `attention.py` in a decode step and give there what they give with dequantized
+    blocks: a model may compute attention by itself, or with more than a mask."""
+    tokens, logits, reached = mx.array([[number % 2 for number in range(BLOCK_TOKENS + 2)]]), [], False
+    for in_place in (False, True):
+        caches = new_caches(spec, make_prompt_cache(model), new_pool(spec), in_place=in_place)
+        mx.eval(model(tokens, cache=caches), [cache.state for cache in caches])
+        logits.append(model(mx.array([[0]]), cache=caches)[0, -1])
+        reached = all(cache.view is None for cache in caches if isinstance(cache, PagedKVCache))
+    wanted, got = logits
+    tolerance = IN_PLACE_TOLERANCE if wanted.dtype == mx.float32 else IN_PLACE_TOLERANCE_16
+    error = mx.abs(wanted.astype(mx.float32) - got.astype(mx.float32)).max()
+    return reached and bool(error <= tolerance * mx.abs(wanted).max())
 
 
 def _weight_files(folder: Path) -> list[WeightFile]:

@@ -3,8 +3,9 @@
 Models import `scaled_dot_product_attention` by name, so `install` rebinds that name in the modules of a loaded model. A
 model that never calls it computes with the dequantized arrays, with the same result.
 
-A decode step reads every sealed block of every row. It can multiply the codes directly, or dequantize them for MLX's
-fused kernel; which is faster depends on device, batch and length.
+A decode step reads every sealed block of every row, and no two rows have the same number of them. So the blocks of all
+rows are one flat list: each block gives a partial softmax over its 256 tokens, and a row's partial results, with those
+of its open block, are added up. Nothing is padded to the longest row or masked, and no block is dequantized.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from .device import on_gpu
-from .sealed_cache import SealedKVCache, View
+from .paged_cache import DecodeView, PagedKVCache
 from .sealing import KEY_GROUP, SealPolicy, value_group
 
 NAME = "scaled_dot_product_attention"
 
 
 def install(model: Any) -> bool:
-    """Lets the model's layers attend to sealed blocks directly if their caches say so.
+    """Let the model's layers attend to blocks in the pool, where their caches say so.
 
     Returns:
         Whether any of its modules calls MLX's attention by that name.
@@ -46,53 +46,62 @@ class _Attend:
     def __call__(
         self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any = None, *rest: Any, **named: Any
     ) -> mx.array:
-        """Returns `(rows, heads, N, value_dim)` in the queries' dtype. Arguments as mlx-lm's function has them: queries
-        `(rows, heads, N, key_dim)`, keys and values as `SealedKVCache.update_and_fetch` returns them."""
-        view, direct = (cache.view, cache.shared.direct) if isinstance(cache, SealedKVCache) else (None, None)
-        if (
-            view is not None
-            and direct is not None
-            and not rest
-            and keys is view.plain_keys
-            and queries.shape[2] == 1
-            and named.get("sinks") is None
-            and direct(queries.shape[0], view.sealed.tokens)
-        ):
-            return attend(queries, view, cache.policy, named["scale"], named.get("mask"))
-        return self._plain(queries, keys, values, cache, *rest, **named)
+        view = cache.view if isinstance(cache, PagedKVCache) else None
+        if view is None or keys is not view.keys:
+            return self._plain(queries, keys, values, cache, *rest, **named)
+        # Taken: whoever looks afterwards sees that the layer came by here.
+        cache.view = None
+        return attend(queries, view, cache.policy, named["scale"], named.get("sinks"))
 
 
-def attend(queries: mx.array, view: View, policy: SealPolicy, scale: float, mask: mx.array | None) -> mx.array:
-    """Attends with one query per row to codes and tail.
+def attend(
+    queries: mx.array, view: DecodeView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
+) -> mx.array:
+    """One query a row against its own blocks and open block.
 
     Args:
-        queries: `(rows, heads, 1, key_dim)` in the model's dtype.
-        mask: `(rows, 1, 1, columns) bool`, True for columns to see; None to see all.
+        queries: (rows, heads, 1, key_dim).
+        sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
 
     Returns:
-        `(rows, heads, 1, value_dim)` in the queries' dtype.
+        (rows, heads, 1, value_dim), in the dtype of the queries.
     """
     rows, heads, _, dim = queries.shape
-    kv_heads, sealed = view.keys.shape[1], view.sealed
-    dtype, value_dim = queries.dtype, view.values.shape[3]
+    kv_heads, value_dim, dtype = view.keys.shape[1], view.values.shape[3], queries.dtype
     grouped = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, dim)
-    keys = (sealed.key_codes, sealed.key_scales.astype(dtype), sealed.key_biases.astype(dtype))
-    before = _multiply(grouped, keys, KEY_GROUP, policy.key_bits)
-    scores = mx.concatenate([before, grouped @ view.keys.swapaxes(2, 3)], axis=3)
-    if mask is not None:
-        scores = mx.where(mask, scores, mx.finfo(dtype).min)
-    weights = mx.softmax(scores, axis=-1, precise=True)
-    tokens = sealed.tokens
-    values = (sealed.value_codes, sealed.value_scales.astype(dtype), sealed.value_biases.astype(dtype))
-    out = _multiply(weights[..., :tokens], values, value_group(value_dim), policy.value_bits)
-    out = out[..., :value_dim] + weights[..., tokens:] @ view.values
-    return out.reshape(rows, heads, 1, value_dim)
+    keys = (view.pool.key_codes, view.pool.key_scales, view.pool.key_biases)
+    scores = _multiply(grouped[view.rows], keys, view.slots, KEY_GROUP, policy.key_bits).astype(mx.float32)
+    opened = (grouped @ view.keys.swapaxes(2, 3)).astype(mx.float32)
+    least = mx.finfo(mx.float32).min
+    if view.behind is not None:
+        scores = mx.where(view.behind, least, scores)
+    if view.seen is not None:
+        opened = mx.where(view.seen, opened, least)
+    # The largest score of every row, in its blocks and its open block; of the latter, its newest token always counts.
+    most = opened.max(axis=-1).at[view.rows].maximum(scores.max(axis=-1))
+    if sinks is not None:
+        most = mx.maximum(most, sinks.reshape(kv_heads, -1).astype(mx.float32))
+    before, inside = mx.exp(scores - most[view.rows][..., None]), mx.exp(opened - most[..., None])
+    total = inside.sum(axis=-1).at[view.rows].add(before.sum(axis=-1))
+    if sinks is not None:
+        total = total + mx.exp(sinks.reshape(kv_heads, -1).astype(mx.float32) - most)
+    values = (view.pool.value_codes, view.pool.value_scales, view.pool.value_biases)
+    parts = _multiply(before.astype(dtype), values, view.slots, value_group(value_dim), policy.value_bits)
+    parts = parts[..., :value_dim].astype(mx.float32)
+    out = (inside.astype(dtype) @ view.values).astype(mx.float32).at[view.rows].add(parts)
+    return (out / total[..., None]).astype(dtype).reshape(rows, heads, 1, value_dim)
 
 
-def _multiply(left: mx.array, right: tuple[mx.array, mx.array, mx.array], group: int, bits: int) -> mx.array:
-    """Returns `left` `(rows, kv_heads, M, K)` times the quantized matrices `right` (codes, scales, biases) of K x N,
-    `(rows, kv_heads, M, N)` in the dtype of `left`."""
-    if on_gpu():
-        # CUDA cannot multiply slices, and fails only at evaluation.
-        right = (mx.contiguous(right[0]), mx.contiguous(right[1]), mx.contiguous(right[2]))
-    return mx.quantized_matmul(left, *right, transpose=False, group_size=group, bits=bits)
+def _multiply(
+    left: mx.array, right: tuple[mx.array, mx.array, mx.array], slots: mx.array, group: int, bits: int
+) -> mx.array:
+    """`left[i]` times the block in `slots[i]`: (n, kv_heads, group, k) by (slots, kv_heads, k, columns) quantized.
+
+    The blocks' codes are gathered, which costs less than a tenth of the product on a CPU: `mx.gather_qmm` would read
+    them in place, but needs scales in the dtype of `left`, and so would convert those of the whole pool in every step.
+    """
+    codes, scales, biases = (array[slots] for array in right)
+    dtype = left.dtype
+    return mx.quantized_matmul(
+        left, codes, scales.astype(dtype), biases.astype(dtype), transpose=False, group_size=group, bits=bits
+    )

@@ -2,8 +2,8 @@
 
 `ModelCacheSpec` is read from a model's own caches; nothing else knows architectures. Three kinds of layers are kept
 for reuse. A *full* layer has KV for every token, a *window* layer for the last ones, and a *recurrent* layer has one
-state for all tokens so far; a copy of it is a *snapshot*. With a sealing policy full and window layers keep whole
-blocks sealed and the open block in full precision; without one everything is in full precision.
+state that stands for all tokens so far; a copy of it is a *snapshot*. Under a sealing policy full and window layers
+have whole blocks sealed, in the pool, and the open one in full precision, else everything in full precision.
 
 Shapes: keys of one layer are `(rows, kv_heads, tokens, key_dim)`, values `(rows, kv_heads, tokens, value_dim)`, in the
 model's dtype; a row's own caches and slabs have one row. `sealing.py` gives the shapes of sealed blocks.
@@ -20,9 +20,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from . import sealing
+from .paged_cache import Batch, PagedKVCache, first_block
+from .pool import BlockPool, BlockTable, Slot
 from .prefix import ReuseRule
-from .sealed_cache import Choose, SealedKVCache, Shared
 from .sealing import Sealed, SealPolicy, sealed_token_bytes
 
 SNAPSHOT_TOKENS_MAX = 4096
@@ -149,19 +149,44 @@ def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = No
     return ModelCacheSpec(layers, max(1, per_token), per_row, policy)
 
 
-def new_caches(spec: ModelCacheSpec, own: Sequence[Any], direct: Choose | None) -> list[Any]:
-    """Returns empty caches for one row, in place of the model's `own`.
+def new_pool(spec: ModelCacheSpec) -> BlockPool | None:
+    """An empty pool for the model's sealed layers; None where none is sealed."""
+    return None if spec.policy is None else BlockPool(spec.alike)
+
+
+def new_caches(spec: ModelCacheSpec, own: Sequence[Any], pool: BlockPool | None, *, in_place: bool) -> list[Any]:
+    """Empty caches for one row, where the model would take its `own`.
 
     Args:
-        direct: see `Choose`; None if decode steps always dequantize.
+        in_place: as `Batch` has it.
     """
-    if spec.policy is None:
+    if spec.policy is None or pool is None:
         return list(own)
-    shared = Shared(direct)
+    batch = Batch.of_rows(pool, 1, in_place=in_place)
     return [
-        SealedKVCache(spec.policy, layer.window, shared=shared) if layer.sealed else cache
-        for layer, cache in zip(spec.layers, own, strict=True)
+        PagedKVCache(index, spec.policy, layer.window, batch=batch) if layer.sealed else cache
+        for index, (layer, cache) in enumerate(zip(spec.layers, own, strict=True))
     ]
+
+
+@dataclass(frozen=True)
+class PooledBlock:
+    """A sealed block of all layers, in the pool.
+
+    Attributes:
+        slots: by group of the pool; None for window layers that have left it behind.
+        states: as in `Slab`.
+    """
+
+    slots: tuple[Slot | None, ...]
+    nbytes: int
+    window_from: int = 0
+    states: list[list[mx.array]] | None = None
+    tokens: int = BLOCK_TOKENS
+
+    def arrays(self) -> list[mx.array]:
+        """Those that are its own."""
+        return [array for state in self.states or () for array in state]
 
 
 LayerKV = Sealed | tuple[mx.array, mx.array]
@@ -239,30 +264,56 @@ def _row_of(entry: Any, row: int) -> Any:
     return Sealed(*arrays) if isinstance(entry, Sealed) else tuple(arrays)
 
 
-def restore(spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], tail: Slab | None, used: int) -> None:
-    """Fills a row's empty `caches` with whole slabs and the first `used` tokens of a tail, which the spec's rule must
-    allow.
+def restore(
+    spec: ModelCacheSpec, caches: Sequence[Any], blocks: Sequence[Slab | PooledBlock], tail: Slab | None, used: int
+) -> None:
+    """Fill empty `caches` with whole blocks and the first `used` tokens of a tail, which the spec's rule allows.
 
-    Layers that share an array in every slab are joined together: a GPU takes as long for one as for all.
+    Blocks in the pool are taken as they are. Of others, layers that every slab has together are joined together: a GPU
+    takes as long for one as for all.
     """
-    total = sum(slab.tokens for slab in slabs) + used
+    total = sum(block.tokens for block in blocks) + used
     if total == 0:
         return
     tail = tail if used else None
-    states = iter((tail or slabs[-1]).states or [])
+    states = (tail or blocks[-1]).states or []
+    if spec.policy is not None:
+        _restore_pooled(spec, caches, blocks, tail, total)
+    else:
+        _restore_slabs(spec, caches, [block for block in blocks if isinstance(block, Slab)], tail, used)
+    recurrent = (cache for layer, cache in zip(spec.layers, caches, strict=True) if layer.kind is LayerKind.RECURRENT)
+    for cache, state in zip(recurrent, states, strict=False):
+        cache.cache = list(state)
+
+
+def _restore_pooled(
+    spec: ModelCacheSpec, caches: Sequence[Any], blocks: Sequence[Slab | PooledBlock], tail: Slab | None, total: int
+) -> None:
+    batch = batch_of(caches)
+    assert batch is not None
+    for number, group in enumerate(batch.pool.groups):
+        first = first_block(total, spec.layers[group.layers[0]].window)
+        held = [block.slots[number] for block in blocks[first:] if isinstance(block, PooledBlock)]
+        slots = [slot for slot in held if slot is not None]
+        assert first + len(slots) == len(blocks), "the rule promised this layer's KV"
+        batch.tables[0][number] = BlockTable(slots, first)
+    for index, cache in enumerate(caches):
+        if isinstance(cache, PagedKVCache):
+            entry = tail.layers[index] if tail is not None else None
+            used = total % BLOCK_TOKENS
+            cache.restore((entry[0][:, :, :used], entry[1][:, :, :used]) if entry is not None else None, total)
+
+
+def _restore_slabs(
+    spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], tail: Slab | None, used: int
+) -> None:
+    total = sum(slab.tokens for slab in slabs) + used
     for layers in _together(spec, slabs, tail):
         layer = spec.layers[layers[0]]
         if layer.kind is LayerKind.RECURRENT:
-            caches[layers[0]].cache = list(next(states))
-            continue
-        held = _with_layers(slabs, layers)
-        if layer.sealed:
-            # A window's blocks are separate slabs, because runs join only full layers.
-            first = max(0, total - layer.window + 1) // BLOCK_TOKENS if layer.window else 0
-            _restore_sealed([caches[index] for index in layers], layers, held[first:], tail, total)
             continue
         wanted = min(total, layer.window) if layer.window else total
-        pair = _last_tokens(layers, held, tail, used, wanted)
+        pair = _last_tokens(layers, _with_layers(slabs, layers), tail, used, wanted)
         for place, index in enumerate(layers):
             keys, values = _row_of(pair, place)
             more = (0, layer.window, keys.shape[2]) if layer.window else ()
@@ -289,17 +340,6 @@ def _with_layers(slabs: Sequence[Slab], layers: Layers) -> list[Slab]:
     return held
 
 
-def _restore_sealed(
-    caches: Sequence[SealedKVCache], layers: Layers, blocks: Sequence[Slab], tail: Slab | None, total: int
-) -> None:
-    used, entry = total % BLOCK_TOKENS, tail and tail.entry(layers)
-    opened = (entry[0][:, :, :used], entry[1][:, :, :used]) if entry is not None else None
-    parts: Any = [block.entry(layers) for block in blocks]
-    sealed = sealing.join_tokens(parts) if parts else None
-    for place, cache in enumerate(caches):
-        cache.restore(_row_of(sealed, place), _row_of(opened, place), total)
-
-
 def _last_tokens(
     layers: Layers, slabs: Sequence[Slab], tail: Slab | None, used: int, wanted: int
 ) -> tuple[mx.array, mx.array]:
@@ -323,39 +363,86 @@ def _last_tokens(
     return mx.concatenate([keys for keys, _ in parts], axis=2), mx.concatenate([values for _, values in parts], axis=2)
 
 
+def batch_of(caches: Sequence[Any]) -> Batch | None:
+    """What the sealed layers have in common; None where none is sealed."""
+    return next((cache.batch for cache in caches if isinstance(cache, PagedKVCache)), None)
+
+
 def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """Merges rows' caches (one per layer) into the caches of one batch, in order."""
-    direct = next((cache.shared.direct for cache in rows[0] if isinstance(cache, SealedKVCache)), None)
-    shared = Shared(direct)
+    """Rows' caches (one a layer) as the caches of one batch, in order. The sources are not to be used any more."""
+    batches = [batch for caches in rows if (batch := batch_of(caches)) is not None]
+    merged = None
+    if batches:
+        tables = [table for batch in batches for table in batch.tables]
+        merged = Batch(batches[0].pool, tables, in_place=batches[0].in_place)
     return [
-        SealedKVCache.merge(caches, shared) if isinstance(caches[0], SealedKVCache) else caches[0].merge(list(caches))
+        PagedKVCache.merge(caches, merged)
+        if merged is not None and isinstance(caches[0], PagedKVCache)
+        else caches[0].merge(list(caches))
         for caches in zip(*rows, strict=True)
     ]
 
 
 def extend(batch: Sequence[Any], other: Sequence[Any]) -> None:
-    """Appends the rows of another batch."""
+    """Append the rows of another batch."""
+    ours, theirs = batch_of(batch), batch_of(other)
+    if ours is not None and theirs is not None:
+        ours.extend(theirs)
     for cache, more in zip(batch, other, strict=True):
         cache.extend(more)
 
 
 def keep(batch: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keeps only these rows, in this order."""
+    """Keep only these rows."""
+    if (pooled := batch_of(batch)) is not None:
+        pooled.keep(rows)
     indices = mx.array(list(rows))
     for cache in batch:
-        cache.filter(rows if isinstance(cache, SealedKVCache) else indices)
+        cache.filter(rows if isinstance(cache, PagedKVCache) else indices)
 
 
 def extract(batch: Sequence[Any], row: int) -> list[Any]:
-    """Returns copies of a row's caches."""
-    caches = [cache.extract(row) for cache in batch]
-    shared = Shared()
-    for cache, source in zip(caches, batch, strict=True):
-        if isinstance(cache, SealedKVCache):
-            shared.direct, cache.shared = source.shared.direct, shared
-    return caches
+    """A row's own caches."""
+    pooled = batch_of(batch)
+    own = None
+    if pooled is not None:
+        own = Batch(pooled.pool, [[table.fork() for table in pooled.tables[row]]], in_place=pooled.in_place)
+    return [
+        cache.extract(row, own) if own is not None and isinstance(cache, PagedKVCache) else cache.extract(row)
+        for cache in batch
+    ]
 
 
-def evaluate(slabs: Sequence[Slab]) -> None:
-    """Launches the computation of the slabs' copies, so that they do not keep their sources alive."""
-    mx.async_eval([array for slab in slabs for array in slab.arrays()])
+def into_pool(pool: BlockPool, slabs: Sequence[Slab]) -> list[PooledBlock]:
+    """Put sealed blocks, as they come from the disk, into slots."""
+    taken: list[list[Slot | None]] = [[None] * len(slabs) for _ in pool.groups]
+    for number, group in enumerate(pool.groups):
+        here = [at for at, slab in enumerate(slabs) if slab.layers[group.layers[0]] is not None]
+        if not here:
+            continue
+        slots = group.take(len(here))
+        numbers = mx.array([slot.number for slot in slots], mx.uint32)
+        for place, layer in enumerate(group.layers):
+            parts: Any = [slabs[at].layers[layer] for at in here]
+            group.write(place, numbers, Sealed(*(mx.concatenate(list(same)) for same in zip(*parts, strict=True))))
+        for at, slot in zip(here, slots, strict=True):
+            taken[number][at] = slot
+    return [
+        PooledBlock(slots, slab.nbytes, slab.window_from, slab.states)
+        for slots, slab in zip(zip(*taken, strict=True), slabs, strict=True)
+    ]
+
+
+def out_of_pool(spec: ModelCacheSpec, pool: BlockPool, block: PooledBlock) -> Slab:
+    """A copy of a block as the disk takes it, not evaluated."""
+    layers: list[LayerKV | None] = [None] * len(spec.layers)
+    for group, slot in zip(pool.groups, block.slots, strict=True):
+        for place, layer in enumerate(group.layers if slot is not None else ()):
+            assert slot is not None
+            layers[layer] = group.block(place, slot)
+    return Slab(layers, block.tokens, block.window_from, block.states)
+
+
+def evaluate(cuts: Sequence[Slab | PooledBlock]) -> None:
+    """Begin computing the copies, so that they do not hold on to what they were cut from."""
+    mx.async_eval([array for cut in cuts for array in cut.arrays()])

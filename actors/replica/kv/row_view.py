@@ -1,4 +1,4 @@
-"""Copies slabs out of caches: the KV of some of a row's tokens in all layers, in few operations."""
+"""Cutting a row's KV out of caches: sealed blocks as they lie in the pool, anything else copied in few operations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from . import sealing
-from .caches import LayerKind, LayerKV, Layers, ModelCacheSpec, Slab
-from .sealed_cache import SealedKVCache
-from .sealing import Sealed
+from .caches import LayerKind, LayerKV, Layers, ModelCacheSpec, PooledBlock, Slab, batch_of
+from .paged_cache import PagedKVCache
+from .pool import Slot
 
 STACK_BYTES_MAX = 256 * 2**20
 """The most that is copied of all rows of a batch to cut out one."""
@@ -74,10 +74,11 @@ class RowView:
         self._spec = spec
         self._length = length
         self._rows = slice(row or 0, (row or 0) + 1)
+        self._batch = batch_of(caches)
         self._stacks = stacks
         self._states: list[list[mx.array]] = []
-        # Per layer a sealed cache, or keys and values (of this row or of all) and the position of their first column.
-        self._layers: list[SealedKVCache | tuple[mx.array, mx.array, int] | None] = []
+        # Per layer: a sealed cache, or keys and values, of this row or of all, and the position of their first token.
+        self._layers: list[PagedKVCache | tuple[mx.array, mx.array, int] | None] = []
         padding: int | None = 0 if row is None else None
         for layer, cache in zip(spec.layers, caches, strict=True):
             if layer.kind is LayerKind.RECURRENT:
@@ -95,23 +96,43 @@ class RowView:
                     padding = int(cache.left_padding[row].item())
                 self._layers.append((cache.keys, cache.values, -padding))
 
-    def slab(self, start: int, stop: int) -> Slab:
-        """Returns a lazy copy of the tokens [start, stop), with a snapshot if they end where the row does.
+    def cut(self, start: int, stop: int) -> Slab | PooledBlock:
+        """The tokens [start, stop). They have a snapshot if they end where the row does.
 
         If layers are sealed, the span must be one whole block, or a part of the open block from its begin.
         """
+        if self._batch is not None and stop - start == BLOCK_TOKENS:
+            return self._block(start // BLOCK_TOKENS, stop)
+        return self._slab(start, stop)
+
+    def _block(self, number: int, stop: int) -> PooledBlock:
+        assert self._batch is not None
+        slots: list[Slot | None] = []
+        nbytes = 0
+        for group, table in zip(self._batch.pool.groups, self._batch.tables[self._rows.start], strict=True):
+            held = table.first <= number
+            slots.append(table.slots[number - table.first] if held else None)
+            nbytes += group.slot_bytes if held else 0
+        states = self._snapshot(stop)
+        nbytes += sum(array.nbytes for state in states or () for array in state)
+        return PooledBlock(tuple(slots), nbytes, 0 if None not in slots else BLOCK_TOKENS, states)
+
+    def _snapshot(self, stop: int) -> list[list[mx.array]] | None:
+        """Copies of the recurrent layers' states, where they are those after token `stop`."""
+        if not self._states or stop != self._length:
+            return None
+        return [[sealing.copied(array) for array in state] for state in self._states]
+
+    def _slab(self, start: int, stop: int) -> Slab:
+        """A copy, not evaluated."""
         window_from = 0
         for layer, held in zip(self._spec.layers, self._layers, strict=True):
             if layer.window and isinstance(held, tuple):
                 window_from = max(window_from, min(stop, held[2]) - start)
         columns_of: dict[int, Columns] = {}
         for index, (layer, held) in enumerate(zip(self._spec.layers, self._layers, strict=True)):
-            if isinstance(held, SealedKVCache):
-                columns = self._columns(held, self._rows, start, stop)
-                if columns is None:
-                    window_from = stop - start
-                else:
-                    columns_of[index] = columns
+            if isinstance(held, PagedKVCache):
+                columns_of[index] = self._tail(held, self._rows, start, stop)
                 continue
             first = start + window_from if layer.window else start
             if held is None or first >= stop:
@@ -120,17 +141,12 @@ class RowView:
             rows = slice(0, 1) if layer.window else self._rows
             span = (rows, slice(None), slice(first - origin, stop - origin))
             columns_of[index] = (keys[span], values[span])
-        states = None
-        if self._states and stop == self._length:
-            states = [[sealing.copied(array) for array in state] for state in self._states]
-        return Slab.of(len(self._layers), self._copies(columns_of, start, stop), stop - start, window_from, states)
+        copies = self._copies(columns_of, start, stop)
+        return Slab.of(len(self._layers), copies, stop - start, window_from, self._snapshot(stop))
 
-    def _columns(self, cache: SealedKVCache, rows: slice, start: int, stop: int) -> Columns | None:
-        """Returns views of a sealed layer's whole block or open tail; None if the window dropped the block."""
-        block = start // BLOCK_TOKENS
-        if stop - start == BLOCK_TOKENS:
-            return cache.blocks(rows, block, block + 1)
-        assert start % BLOCK_TOKENS == 0 and block == self._length // BLOCK_TOKENS, "only the open block can be cut"
+    def _tail(self, cache: PagedKVCache, rows: slice, start: int, stop: int) -> Columns:
+        whole = self._length // BLOCK_TOKENS * BLOCK_TOKENS
+        assert start == whole, "only the open block can be cut"
         return cache.tail(rows, stop - start)
 
     def _copies(self, columns_of: dict[int, Columns], start: int, stop: int) -> dict[Layers, LayerKV]:
@@ -143,8 +159,7 @@ class RowView:
         entries: dict[Layers, LayerKV] = {}
         for layers in alike.values():
             copies = self._stack(layers, start, stop) or _stacked([columns_of[index] for index in layers])
-            sealed = isinstance(columns_of[layers[0]], Sealed)
-            entries[tuple(layers)] = Sealed(*copies) if sealed else (copies[0], copies[1])
+            entries[tuple(layers)] = (copies[0], copies[1])
         return entries
 
     def _stack(self, layers: Sequence[int], start: int, stop: int) -> list[mx.array] | None:
@@ -154,11 +169,9 @@ class RowView:
         whole: list[Columns] = []
         for index in layers:
             held = self._layers[index]
-            if not isinstance(held, SealedKVCache) or len(held.lengths) == 1:
+            if not isinstance(held, PagedKVCache) or len(held.lengths) == 1:
                 return None
-            columns = self._columns(held, slice(None), start, stop)
-            assert columns is not None
-            whole.append(columns)
+            whole.append(self._tail(held, slice(None), start, stop))
         if len(whole) * sum(array.nbytes for array in whole[0]) > STACK_BYTES_MAX:
             return None
         return self._stacks.row((start, stop, *layers), whole, self._rows.start)

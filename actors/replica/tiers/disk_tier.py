@@ -471,6 +471,7 @@ class DiskTier:
         owners = (job.owner,)
         # After a failed attempt some blocks may be on disk already.
         for item in [item for item in job.unsaved if item.id is None or item.id not in self.saved]:
+            assert isinstance(item.kept.value, Slab), "blocks in the pool are copied before they are handed over"
             parts: dict[str, np.ndarray] = slab_codec.to_parts(self._spec, item.kept.value)
             more: dict[str, Any] = {"window_from": item.kept.window_from, "snapshot": item.kept.snapshot}
             if item.id is None:

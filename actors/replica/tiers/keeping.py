@@ -127,6 +127,7 @@ class Keeping:
         noted, self._noted = self._noted, []
         for job in noted:
             assert self._disk is not None
+            job.unsaved = [self._memory.copied(item) for item in job.unsaved]
             self._disk.write(job)
 
     def _disk_of(self, sequence: Sequence) -> DiskTier | None:

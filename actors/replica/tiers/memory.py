@@ -5,17 +5,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
 from ...protocol.messages import GenerateRequest
 from ..execution.executor import BatchExecutor
 from ..execution.vision import RowPictures
-from ..kv.caches import BlockRun, ModelCacheSpec, Slab
+from ..kv.caches import BlockRun, ModelCacheSpec, PooledBlock, Slab
 from ..kv.prefix import Hit, PrefixCache, PrefixKV, covers
 
-Found = tuple[Tokens[int], PrefixKV[Slab]]
+Piece = Slab | PooledBlock
+
+Found = tuple[Tokens[int], PrefixKV[Piece]]
 """Tokens and their KV."""
 
 
@@ -44,7 +46,7 @@ class Sequence:
     tail: Found | None = None
     prompt_tail: Unsaved | None = None
     prompt_end: Unsaved | None = None
-    snapshots: dict[bytes, PrefixKV[Slab]] = field(default_factory=dict)
+    snapshots: dict[bytes, PrefixKV[Piece]] = field(default_factory=dict)
     pictures: RowPictures | None = None
 
     @property
@@ -90,7 +92,7 @@ class Unsaved:
     id: bytes | None
     parent: bytes
     tokens: Tokens[int]
-    kept: PrefixKV[Slab]
+    kept: PrefixKV[Piece]
 
 
 class RowMemory:
@@ -102,7 +104,7 @@ class RowMemory:
     """
 
     def __init__(self, spec: ModelCacheSpec, executor: BatchExecutor, bytes_max: int, *, writes: bool = False) -> None:
-        self.prefixes: PrefixCache[Slab] = PrefixCache(bytes_max, spec.rule)
+        self.prefixes: PrefixCache[Piece] = PrefixCache(bytes_max, spec.rule)
         self._spec = spec
         self._executor = executor
         self._bytes_max = bytes_max
@@ -148,8 +150,8 @@ class RowMemory:
             sequence.ids = block_ids(root, sequence.tokens)
         return self.prefixes.peek(root, sequence.ids, sequence.tokens)
 
-    def find(self, sequence: Sequence, tokens_max: int) -> Hit[Slab]:
-        """Finds the reusable prefix of the row, of at most `tokens_max` tokens."""
+    def find(self, sequence: Sequence, tokens_max: int) -> Hit[Piece]:
+        """What is known of the first `tokens_max` tokens."""
         if not self._spec.reusable:
             return Hit()
         try:
@@ -160,8 +162,8 @@ class RowMemory:
         return hit
 
     @staticmethod
-    def slabs(hit: Hit[Slab], restored: Restored | None) -> list[Slab]:
-        """Returns the slabs to open a row with: the hit's blocks, with those read back as one run joined."""
+    def slabs(hit: Hit[Piece], restored: Restored | None) -> list[Piece]:
+        """What to open a row with: the hit's blocks, joined as far as they have been read back so."""
         if restored is None or restored.run is None:
             return list(hit.blocks)
         first, run = restored.first, restored.run
@@ -176,11 +178,25 @@ class RowMemory:
         # The chain before the tails, even if memory had every block.
         chain = sequence.ids[: restored.first + len(restored.blocks)]
         self.prefixes.pin(sequence.id, root, chain, [tokens for tokens, _ in restored.tails])
-        blocks = [(restored.first + index, *block) for index, block in enumerate(restored.blocks)]
+        blocks = [(restored.first + index, *found) for index, found in enumerate(self._adopted(restored.blocks))]
         tenant = sequence.request.tenant
         self.prefixes.put_blocks(chain, blocks, tenant)
         for tokens, kept in restored.tails:
             self.prefixes.put_tail(root, chain, tokens, kept, tenant)
+
+    def _adopted(self, blocks: list[Found]) -> list[Found]:
+        """Blocks from the disk as rows take them."""
+        slabs = [kept.value for _, kept in blocks if isinstance(kept.value, Slab)]
+        if len(slabs) < len(blocks):
+            return blocks
+        return [
+            (tokens, PrefixKV(piece, kept.nbytes, kept.window_from, kept.snapshot))
+            for (tokens, kept), piece in zip(blocks, self._executor.adopt(slabs), strict=True)
+        ]
+
+    def copied(self, item: Unsaved) -> Unsaved:
+        """The same with KV that the disk can take, which is being computed."""
+        return replace(item, kept=replace(item.kept, value=self._executor.copied(item.kept.value)))
 
     def recount(self) -> Iterator[None]:
         """Checks all tables while there is no row, step by step; nothing may change between the steps.
@@ -395,6 +411,6 @@ class RowMemory:
         self.keep_tail(sequence, computed)
 
 
-def kept_of(slab: Slab) -> PrefixKV[Slab]:
-    """Wraps a slab for the prefix cache."""
+def kept_of(slab: Piece) -> PrefixKV[Piece]:
+    """A piece as the prefix cache takes it."""
     return PrefixKV(slab, slab.nbytes, slab.window_from, slab.states is not None)

@@ -47,8 +47,8 @@ class SlabReader:
     """Builds the slabs of entries from their parts, which may come in any order.
 
     Every slab has memory of its own, so that each can be freed alone. On a GPU like layers share an array, so that rows
-    are opened faster. On a CPU the blocks of full layers are joined as the parts come: numpy does that in a quarter of
-    MLX's time, while the bytes are in the processor's caches.
+    are opened faster. On a CPU the unsealed blocks of full layers are joined as the parts come: numpy does that in a
+    quarter of MLX's time, while the bytes are in the processor's caches. Sealed blocks go into the pool.
 
     Args:
         count: number of entries.
@@ -60,7 +60,8 @@ class SlabReader:
         self._spec = spec
         self._parts: list[dict[str, mx.array]] = [{} for _ in range(count)]
         self._stacks: list[dict[Layers, dict[str, _Stack]]] = [{} for _ in range(count)]
-        self._joined: dict[str, mx.array] | None = {} if joins and count > 1 and not stacked else None
+        pays = joins and count > 1 and not stacked and spec.policy is None
+        self._joined: dict[str, mx.array] | None = {} if pays else None
         self._full = {str(index) for index, layer in enumerate(spec.layers) if layer.kind is LayerKind.FULL}
         several = [layers for layers in spec.alike if stacked and len(layers) > 1]
         self._places = {str(index): (layers, place) for layers in several for place, index in enumerate(layers)}

@@ -64,7 +64,7 @@ def alone(loaded: LoadedModel, prompt: Sequence[int], steps: int) -> tuple[list[
     names = prefill(executor, [prompt])
     join(executor, names, [prompt])
     drawn = decode(executor, steps)["0"]
-    return drawn, [bytes_of(slab) for slab in executor.cut("0", spans_of(executor.length("0")))]
+    return drawn, [bytes_of(executor.copied(piece)) for piece in executor.cut("0", spans_of(executor.length("0")))]
 
 
 def spans_of(length: int) -> list[tuple[int, int]]:
@@ -140,7 +140,7 @@ def test_what_is_cut_is_the_row_s_own_to_the_last_byte(
     executor.leave(names[::2])
     decode(executor, 3)
     for name in names:
-        assert [bytes_of(slab) for slab in slabs[name]] == expected[int(name)][1], name
+        assert [bytes_of(executor.copied(piece)) for piece in slabs[name]] == expected[int(name)][1], name
 
 
 def test_rows_are_cut_anew_after_every_step(loaded: LoadedModel):
@@ -149,10 +149,10 @@ def test_rows_are_cut_anew_after_every_step(loaded: LoadedModel):
     names = prefill(executor, prompts)
     join(executor, names, prompts)
     decode(executor, 3)
-    before = bytes_of(executor.cut("1", [(0, 240)])[0])
+    before = bytes_of(executor.copied(executor.cut("1", [(0, 240)])[0]))
     executor.leave(["0"])
     decode(executor, 1)
-    assert bytes_of(executor.cut("1", [(0, 240)])[0]) == before
+    assert bytes_of(executor.copied(executor.cut("1", [(0, 240)])[0])) == before
 
 
 def test_a_slab_keeps_no_other_row_alive(loaded: LoadedModel):
@@ -203,3 +203,28 @@ def test_a_warm_up_that_fails_is_over_and_fails_nothing(loaded: LoadedModel, mon
 def test_a_round_of_the_warm_up_meets_all_that_a_turn_does(loaded: LoadedModel):
     warm_up._round(loaded, 2)
     assert warm_up.default_budget_s() == 0.0 or mx.default_device().type == mx.DeviceType.gpu
+
+
+def test_a_block_is_written_into_the_pool_without_a_copy_of_it(loaded: LoadedModel):
+    """Whatever step is in flight: in decode steps that fill blocks, in prefill beside them, and from disk."""
+    executor, prompts = executor_of(loaded), prompts_of([250, 253, 300])
+    assert loaded.pool is not None
+    (group,) = loaded.pool.groups
+    spare = group.take(30_000)
+    names = prefill(executor, prompts)
+    join(executor, names, prompts)
+    decode(executor, 2)
+    largest = max(array.nbytes for array in group.arrays())
+    del spare
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    decode(executor, 10)
+    executor.open("more", [], None, 0)
+    executor.prefill([("more", prompts_of([700])[0])])
+    blocks = executor.cut("more", [(0, BLOCK_TOKENS)])
+    decode(executor, 1)
+    executor.adopt([executor.copied(block) for block in blocks])
+    decode(executor, 1)
+    mx.synchronize()
+    assert mx.get_peak_memory() - before < largest / 2, "an array of the pool was copied"

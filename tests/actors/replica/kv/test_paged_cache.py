@@ -7,8 +7,10 @@ is. Rows that go through caches in any other way must equal it within rounding, 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,12 +18,34 @@ import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import attention, sealing
-from satchel.actors.replica.kv.sealed_cache import SealedKVCache, Shared, mask_of, step_of
+from satchel.actors.replica.kv import caches as kv_cache
+from satchel.actors.replica.kv.paged_cache import Batch, PagedKVCache, first_block, mask_of, step_of
+from satchel.actors.replica.kv.pool import BlockPool, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES, SealPolicy
 
 KV_HEADS, HEADS = 2, 4
 TOLERANCE = 2e-6
 Q4 = POLICIES["q4"]
+
+POOLS: defaultdict[tuple[Any, ...], BlockPool] = defaultdict(lambda: BlockPool([[0], [1, 2]]))
+"""By the policy and the sizes of keys and values."""
+
+
+@pytest.fixture(autouse=True)
+def pool_adds_up() -> Iterator[None]:
+    """After every test each slot is free or held, once."""
+    yield
+    for pool in POOLS.values():
+        pool.check()
+
+
+def new_cache(policy: SealPolicy = Q4, window: int = 0, dims: tuple[int, int] = (64, 64)) -> PagedKVCache:
+    return PagedKVCache(0, policy, window, batch=Batch.of_rows(POOLS[policy.name, *dims], 1))
+
+
+def merged(caches: Sequence[PagedKVCache]) -> PagedKVCache:
+    return kv_cache.merge([[cache] for cache in caches])[0]
+
 
 Row = tuple[mx.array, mx.array, mx.array]
 """Queries, keys and values of one row, (1, heads, tokens, dim)."""
@@ -37,7 +61,7 @@ def make_row(seed: int, tokens: int, key_dim: int = 64, value_dim: int = 64) -> 
     return arrays[0], arrays[1], arrays[2]
 
 
-def attend(cache: SealedKVCache, rows: Sequence[Row], starts: Sequence[int], count: int) -> mx.array:
+def attend(cache: PagedKVCache, rows: Sequence[Row], starts: Sequence[int], count: int) -> mx.array:
     """One call of a model's layer: (rows, heads, count, value_dim)."""
     parts = []
     for which in range(3):
@@ -55,8 +79,8 @@ def attend(cache: SealedKVCache, rows: Sequence[Row], starts: Sequence[int], cou
 
 def run_alone(
     row: Row, chunks: Iterator[int], policy: SealPolicy = Q4, window: int = 0
-) -> tuple[np.ndarray, SealedKVCache]:
-    cache, done, outs = SealedKVCache(policy, window), 0, []
+) -> tuple[np.ndarray, PagedKVCache]:
+    cache, done, outs = new_cache(policy, window, (row[1].shape[3], row[2].shape[3])), 0, []
     while done < row[0].shape[2]:
         count = min(next(chunks), row[0].shape[2] - done)
         outs.append(attend(cache, [row], [done], count))
@@ -95,9 +119,17 @@ def expected(row: Row, policy: SealPolicy = Q4, window: int = 0) -> np.ndarray:
     return out[None]
 
 
-def sealed_bytes(cache: SealedKVCache, row: int = 0) -> list[bytes]:
-    blocks = cache.blocks(row, cache.first[row], cache.lengths[row] // BLOCK_TOKENS)
-    return [] if blocks is None else [np.array(array).tobytes() for array in blocks]
+def held(cache: PagedKVCache, row: int = 0) -> tuple[int, list[int]]:
+    """The first block that the row's next token can see, and the slots from that one on."""
+    table, first = cache.batch.tables[row][0], first_block(cache.lengths[row], cache.window)
+    return first, table.numbers(first, cache.lengths[row] // BLOCK_TOKENS)
+
+
+def sealed_bytes(cache: PagedKVCache, row: int = 0) -> list[bytes]:
+    _, slots = held(cache, row)
+    if not slots:
+        return []
+    return [np.array(array).tobytes() for array in cache.batch.pool.groups[0].gather(0, mx.array([slots], mx.uint32))]
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
@@ -133,7 +165,7 @@ def test_chunks_do_not_matter(window: int):
         assert np.abs(out - want).max() <= TOLERANCE * np.abs(want).max(), name
         if window == 0:
             assert np.array_equal(out, whole), name
-        assert other.first == cache.first
+        assert held(other)[0] == held(cache)[0]
         assert sealed_bytes(other) == sealed_bytes(cache), name
 
 
@@ -146,7 +178,7 @@ def test_company_does_not_matter(window: int, seed: int):
     rows = {name: make_row(name, length) for name, length in enumerate(lengths)}
     alone = {name: run_alone(row, chunks_of(200, 1), window=window) for name, row in rows.items()}
     outs: dict[int, list[np.ndarray]] = {name: [] for name in rows}
-    waiting, batch, names = list(rows), SealedKVCache(Q4, window, lengths=[]), list[int]()
+    waiting, batch, names = list(rows), new_cache(Q4, window), list[int]()
     rng.shuffle(waiting)
 
     def done(name: int) -> int:
@@ -155,7 +187,7 @@ def test_company_does_not_matter(window: int, seed: int):
     while waiting or names:
         joining = [waiting.pop() for _ in range(min(len(waiting), rng.choice([0, 1, 3])))]
         if joining:
-            fresh = SealedKVCache.merge([SealedKVCache(Q4, window) for _ in joining])
+            fresh = merged([new_cache(Q4, window) for _ in joining])
             counts = [rng.randint(max(1, lengths[name] - 300), lengths[name]) for name in joining]
             fresh.prepare(lengths=counts, right_padding=[max(counts) - count for count in counts])
             out = np.array(attend(fresh, [rows[name] for name in joining], [0] * len(joining), max(counts)))
@@ -163,21 +195,21 @@ def test_company_does_not_matter(window: int, seed: int):
             for index, (name, count) in enumerate(zip(joining, counts, strict=True)):
                 outs[name].append(out[index : index + 1, :, :count])
             if names:
-                batch.extend(fresh)
+                kv_cache.extend([batch], [fresh])
             else:
                 batch = fresh
             names += joining
         for _ in range(rng.choice([1, 5, 300])):
             stay = [index for index, name in enumerate(names) if done(name) < lengths[name]]
             for index in set(range(len(names))) - set(stay):
-                single = batch.extract(index)
+                (single,) = kv_cache.extract([batch], index)
                 assert single.lengths == [lengths[names[index]]]
                 assert sealed_bytes(single) == sealed_bytes(alone[names[index]][1])
                 opened = lengths[names[index]] % 256
                 for left, right in zip(single.tail(0, opened), alone[names[index]][1].tail(0, opened), strict=True):
                     assert np.array_equal(np.array(left), np.array(right))
             if len(stay) < len(names):
-                batch.filter(stay)
+                kv_cache.keep([batch], stay)
                 names = [names[index] for index in stay]
             if not names:
                 break
@@ -193,16 +225,54 @@ def test_company_does_not_matter(window: int, seed: int):
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_attending_to_codes_equals_attending_to_dequantized_blocks(policy: SealPolicy, dim: int):
-    rows = [make_row(seed, tokens + 1, dim, dim) for seed, tokens in enumerate([300, 256, 700])]
-    cache = SealedKVCache.merge([run_alone(r, chunks_of(1000), policy)[1] for r in map(short, rows)])
+@pytest.mark.parametrize("window", [0, 100, 300, 513])
+def test_a_decode_step_reads_each_rows_own_blocks_where_they_lie(policy: SealPolicy, dim: int, window: int):
+    """Rows without a block, with a full open one, with many; as the law says, and within rounding as the row alone."""
+    lengths = [300, 256, 700, 5, 1535, 512]
+    rows = [make_row(seed, tokens + 1, dim, dim) for seed, tokens in enumerate(lengths)]
+    alone = [in_place(run_alone(short(row), chunks_of(1000), policy, window)[1], [row]) for row in rows]
+    caches = [run_alone(short(row), chunks_of(1000), policy, window)[1] for row in rows]
+    together = in_place(merged(caches), rows)
+    for index, row in enumerate(rows):
+        want = expected(row, policy, window)[:, :, -1:]
+        assert np.abs(together[index] - want[0]).max() <= 2 * TOLERANCE * np.abs(want).max(), lengths[index]
+        assert np.abs(together[index] - alone[index][0]).max() <= TOLERANCE * np.abs(want).max(), lengths[index]
+
+
+def in_place(cache: PagedKVCache, rows: Sequence[Row]) -> np.ndarray:
+    """The last token of every row, as a decode step that reads the pool."""
+    cache.batch.in_place = True
     queries, keys, values = (mx.concatenate([row[i][:, :, -1:] for row in rows]) for i in range(3))
-    mask = cache.make_mask(1)
-    plain_keys, plain_values = cache.update_and_fetch(keys, values)
-    want = mx.fast.scaled_dot_product_attention(queries, plain_keys, plain_values, scale=dim**-0.5, mask=mask)
+    mask, scale = cache.make_mask(1, window_size=cache.window or None), queries.shape[3] ** -0.5
+    keys, values = cache.update_and_fetch(keys, values)
+    if cache.view is None:
+        # None of these rows sees a sealed block.
+        return np.array(mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask))
+    return np.array(attention.attend(queries, cache.view, cache.policy, scale))
+
+
+def test_sinks_take_their_share_of_the_softmax():
+    row = make_row(1, 601)
+    cache = run_alone(short(row), chunks_of(1000))[1]
+    cache.batch.in_place = True
+    cache.update_and_fetch(row[1][:, :, -1:], row[2][:, :, -1:])
     assert cache.view is not None
-    got = attention.attend(queries, cache.view, policy, dim**-0.5, mask)
-    assert np.abs(np.array(got) - np.array(want)).max() <= 1e-5 * np.abs(np.array(want)).max()
+    sinks = mx.array([-1.0, 0.5, 3.0, 8.0])
+    queries = row[0][:, :, -1:]
+    plain = np.array(attention.attend(queries, cache.view, Q4, 0.125))
+    got = np.array(attention.attend(queries, cache.view, Q4, 0.125, sinks))
+    scores = scores_of(row, 0.125)
+    share = np.exp(scores).sum(axis=-1) / (np.exp(scores).sum(axis=-1) + np.exp(np.array(sinks)))
+    assert np.allclose(got[0, :, 0], plain[0, :, 0] * share[:, None], rtol=1e-4)
+
+
+def scores_of(row: Row, scale: float) -> np.ndarray:
+    """Of the last query: (heads, tokens)."""
+    whole = (row[1].shape[2] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    sealed = sealing.seal(row[1][:, :, :whole], row[2][:, :, :whole], Q4)
+    keys, _ = sealing.unseal(sealed, Q4, row[2].shape[3], mx.float32)
+    keys = np.repeat(np.array(mx.concatenate([keys, row[1][:, :, whole:]], axis=2))[0], HEADS // KV_HEADS, axis=0)
+    return np.einsum("htd,hd->ht", keys, np.array(row[0])[0, :, -1]) * scale
 
 
 def short(row: Row) -> Row:
@@ -218,7 +288,7 @@ def test_rows_that_fill_a_block_at_the_same_step_are_sealed_each_for_itself():
         run_alone((r[0][:, :, :start], r[1][:, :, :start], r[2][:, :, :start]), chunks_of(400))[1]
         for r, start in zip(rows, starts, strict=True)
     ]
-    batch = SealedKVCache.merge(prefilled)
+    batch = merged(prefilled)
     for step in range(20):
         out = np.array(attend(batch, rows, [start + step for start in starts], 1))
         for index, (want, start) in enumerate(zip(alone, starts, strict=True)):
@@ -232,10 +302,8 @@ def test_a_window_keeps_the_blocks_that_a_later_query_sees_and_no_others(window:
         seen = range(max(0, length + 1 - window), length)
         whole = length // BLOCK_TOKENS
         dropped = [block for block in range(whole) if not {*seen} & {*range(block * 256, block * 256 + 256)}]
-        assert cache.first == [len(dropped)], length
-        assert len(sealed_bytes(cache)) == (0 if whole == len(dropped) else 6)
-        held = 0 if cache._sealed is None else cache._sealed.tokens // BLOCK_TOKENS
-        assert held == whole - len(dropped), "and their memory is free"
+        first, slots = held(cache)
+        assert (first, len(slots)) == (len(dropped), whole - len(dropped)), length
 
 
 @pytest.mark.parametrize("window", [0, 300])
@@ -246,8 +314,8 @@ def test_padding_sees_what_its_rows_last_token_sees(window: int):
         lengths = [rng.choice([0, 100, 255, 256, 300, 700]) for _ in range(rng.choice([1, 2, 4]))]
         new = [rng.choice([1, 30, 156, 256, 257]) for _ in lengths]
         count = max(new) + rng.choice([0, 7, 64])
-        first = [max(0, length - window + 1) // BLOCK_TOKENS if window else 0 for length in lengths]
-        mask = mask_of(step_of(lengths, first, new, count), lengths, first, count, window)
+        step = step_of(lengths, window, new, count)
+        mask = mask_of(step, lengths, step.first, count, window)
         if mask is None:
             continue
         seen = np.array(mx.broadcast_to(mask, (len(lengths), 1, count, mask.shape[3])))[:, 0]
@@ -278,8 +346,8 @@ def test_sealed_blocks_take_what_the_formula_says():
 
 
 def test_layers_share_what_they_have_in_common():
-    shared = Shared()
-    caches = [SealedKVCache(Q4, lengths=[3, 300], shared=shared) for _ in range(2)]
+    batch = Batch.of_rows(BlockPool([[0], [1, 2]]), 2)
+    caches = [PagedKVCache(layer, Q4, lengths=[3, 300], batch=batch) for layer in (1, 2)]
     assert caches[0].offset is caches[1].offset
     assert caches[0].make_mask(1) is caches[1].make_mask(1)
 
@@ -288,7 +356,7 @@ def test_one_padded_row_is_a_batch_like_any_other():
     """Its columns are rounded up, so that a device meets few numbers of them; what it computes is not changed."""
     row = make_row(6, 275)
     want, other = run_alone(row, chunks_of(275))
-    cache, done = SealedKVCache.merge([SealedKVCache(Q4)]), 0
+    cache, done = merged([new_cache()]), 0
     for count in (10, 64, 200, 1):
         cache.prepare(lengths=[count], right_padding=[-count % 64])
         part = (row[0][:, :, : done + count], row[1][:, :, : done + count], row[2][:, :, : done + count])
@@ -297,6 +365,54 @@ def test_one_padded_row_is_a_batch_like_any_other():
         assert np.array_equal(out, want[:, :, done : done + count]), count
         done += count
     assert sealed_bytes(cache) == sealed_bytes(other)
+
+
+def test_layers_that_are_alike_share_slots_and_a_fork_copies_none():
+    pool = BlockPool([[0, 1]])
+    batch = Batch.of_rows(pool, 1)
+    caches = [PagedKVCache(layer, Q4, batch=batch) for layer in (0, 1)]
+    row = make_row(5, 600)
+    for cache in caches:
+        attend(cache, [row], [0], 600)
+    assert pool.groups[0].taken == 2
+    other = kv_cache.extract(caches, 0)
+    assert pool.groups[0].taken == 2
+    del caches, cache, batch
+    assert pool.groups[0].taken == 2 and len(sealed_bytes(other[0])) == 6
+    del other
+    assert pool.groups[0].taken == 0
+    pool.check()
+
+
+def test_a_pool_that_grows_keeps_what_it_has():
+    pool = BlockPool([[0]])
+    caches = []
+    for seed in range(12):
+        cache = PagedKVCache(0, Q4, batch=Batch.of_rows(pool, 1))
+        attend(cache, [make_row(seed, 700)], [0], 700)
+        caches.append(cache)
+    assert pool.groups[0].capacity > 16 and pool.counts()["slots_free"] == pool.groups[0].capacity - 24
+    for seed in (0, 5, 11):
+        row = make_row(seed, 700)
+        fresh = sealing.seal(row[1][:, :, :512], row[2][:, :, :512], Q4)
+        assert sealed_bytes(caches[seed]) == [np.array(array).tobytes() for array in fresh]
+
+
+def test_writing_a_slot_copies_no_others():
+    """Of a large pool that would take as long as computing."""
+    pool = BlockPool([[0]])
+    group = pool.groups[0]
+    slots = group.take(2000)
+    row = make_row(1, 256)
+    block = slots_of(sealing.seal(row[1], row[2], Q4), 1)
+    group.write(0, mx.array([slots[0].number], mx.uint32), block)
+    mx.eval(group.arrays())
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    group.write(0, mx.array([slots[1].number], mx.uint32), block)
+    mx.eval(group.arrays())
+    assert mx.get_peak_memory() - before < group.nbytes / 10
 
 
 def test_a_copy_keeps_every_bit_and_what_is_put_changes_no_other_array():

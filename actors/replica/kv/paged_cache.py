@@ -1,0 +1,471 @@
+"""A paged cache of sealed blocks and an open tail, for one row or a batch; stands in for mlx-lm's caches in any model.
+
+The position law: a query attends to the full blocks before its own block as sealed, and inside its own block to keys
+and values in full precision. So what a row computes depends on its tokens alone, not on chunks or company.
+
+Sealed blocks lie in the pool (`pool.py`), and a row's block tables say where. The open blocks of a layer are arrays of
+the batch: column c of row r is position 256 * (lengths[r] // 256) + c.
+
+A prefill chunk gets its rows' blocks dequantized, then the open ones, as plain arrays, and `make_mask` says which of
+them a query may see. A decode step of a model whose attention goes through `attention.py` gets the open ones alone, and
+`view` says where the blocks are: they are read in place, each row's own and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ...protocol.block_ids import BLOCK_TOKENS
+from . import sealing
+from .pool import BlockPool, BlockTable, slots_of
+from .sealing import Sealed, SealPolicy
+
+COLUMNS = 64
+"""Of a batch with padding: a device prepares itself for every new number of them."""
+
+
+class Batch:
+    """What all layers of a batch have in common: the block tables of its rows, and what the layers compute alike in a
+    step, kept until the rows' lengths change.
+
+    Args:
+        tables: of every row, one a group of the pool.
+        in_place: whether decode steps read blocks in the pool; else they are dequantized as in prefill.
+    """
+
+    def __init__(self, pool: BlockPool, tables: Sequence[Sequence[BlockTable]], *, in_place: bool = False) -> None:
+        self.pool = pool
+        self.tables = [list(row) for row in tables]
+        self.in_place = in_place
+        self._lengths: list[int] | None = None
+        self._ragged: list[int] | None = None
+        self._kept: dict[Any, Any] = {}
+
+    @classmethod
+    def of_rows(cls, pool: BlockPool, rows: int, *, in_place: bool = False) -> Batch:
+        """Empty rows."""
+        return cls(pool, [[BlockTable([]) for _ in pool.groups] for _ in range(rows)], in_place=in_place)
+
+    def get(self, lengths: list[int], ragged: list[int] | None, what: Any, make: Callable[[], Any]) -> Any:
+        """What a layer before has made of these lengths, or else `make` does. A list of lengths is never changed in
+        place, so that one that is the same need not be compared."""
+        if (lengths is not self._lengths and lengths != self._lengths) or ragged != self._ragged:
+            self._lengths, self._ragged, self._kept = lengths, ragged, {}
+        if what not in self._kept:
+            self._kept[what] = make()
+        return self._kept[what]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self.tables = [self.tables[row] for row in rows]
+        self._lengths, self._kept = None, {}
+
+    def extend(self, other: Batch) -> None:
+        """Append another batch's rows."""
+        self.tables += other.tables
+        self._lengths, self._kept = None, {}
+
+
+@dataclass(frozen=True)
+class DecodeView:
+    """What a decode step's attention reads in one layer.
+
+    Attributes:
+        keys, values: (rows, kv_heads, columns, dim), the open blocks; also what the model was given.
+        seen: (rows, 1, 1, columns) bool, which of the columns count; None for all.
+        pool: the layer's slots.
+        slots: (n,) uint32, the sealed blocks of all rows, row after row.
+        rows: (n,) uint32, whose they are.
+        counts: how many of them each row has.
+        behind: (n, 1, 1, 256) bool, which of their tokens are behind the window; None for none.
+    """
+
+    keys: mx.array
+    values: mx.array
+    seen: mx.array | None
+    pool: Sealed
+    slots: mx.array
+    rows: mx.array
+    counts: list[int]
+    behind: mx.array | None
+
+
+class PagedKVCache:
+    """The KV of one layer for one row or several.
+
+    Args:
+        layer: its number in the model, which says where in the pool its blocks are.
+        window: how many of the last tokens a query attends to; 0 for all.
+        lengths: tokens of every row.
+        batch: with the other layers.
+
+    Attributes:
+        view: of the last `update_and_fetch`; None where attention takes what that returned.
+    """
+
+    def __init__(
+        self, layer: int, policy: SealPolicy, window: int = 0, *, lengths: Sequence[int] = (0,), batch: Batch
+    ) -> None:
+        self.layer = layer
+        self.policy = policy
+        self.window = window
+        self.lengths = list(lengths)
+        self.batch = batch
+        self.view: DecodeView | None = None
+        self._group, self._place = batch.pool.of(layer)
+        self._number = batch.pool.groups.index(self._group)
+        self._keys: mx.array | None = None
+        self._values: mx.array | None = None
+        self._ragged: list[int] | None = None
+
+    # What a model calls.
+
+    @property
+    def offset(self) -> Any:
+        """The position of every row's next token."""
+        if len(self.lengths) == 1:
+            return self.lengths[0]
+        return self._once("offset", lambda: on_device(self.lengths))
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        """(rows, 1, N, columns) bool, true where a query may look; None where every query may look everywhere."""
+        step = self._step(N)
+        if self._reads_in_place(N, step):
+            return None
+        what = ("mask", self._number, N, window_size)
+        return self._once(what, lambda: mask_of(step, self.lengths, step.first, N, window_size or 0))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append (rows, kv_heads, N, dim) keys and values; returns those that attention is to be given."""
+        count = keys.shape[2]
+        step = self._step(count)
+        in_place = self._reads_in_place(count, step)
+        index = self._table(step) if step.used and not in_place else None
+        flat = self._flat(step) if in_place else None
+        # What it refers to could not be changed in place.
+        self.view = None
+        if self._keys is None or self._values is None:
+            self._keys = keys[:, :, :0]
+            self._values = values[:, :, :0]
+        if count == 1:
+            self._append_step(keys, values, step.opened)
+        elif not any(step.opened):
+            self._keys, self._values = keys[:, :, : step.columns], values[:, :, : step.columns]
+        elif self._ragged is None and len(self.lengths) == 1:
+            self._keys = mx.concatenate([self._keys[:, :, : step.opened[0]], keys], axis=2)
+            self._values = mx.concatenate([self._values[:, :, : step.opened[0]], values], axis=2)
+        else:
+            self._append_ragged(keys, values, step)
+        open_keys, open_values = self._keys[:, :, : step.columns], self._values[:, :, : step.columns]
+        self._seal_full(step)
+        if flat is not None:
+            seen = self._once("seen", lambda: _seen(step, self.window))
+            self.view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), *flat)
+            return open_keys, open_values
+        if index is not None:
+            sealed = self._group.gather(self._place, index)
+            before_keys, before_values = sealing.unseal(sealed, self.policy, values.shape[3], keys.dtype)
+            return (
+                mx.concatenate([before_keys, open_keys], axis=2),
+                mx.concatenate([before_values, open_values], axis=2),
+            )
+        return open_keys, open_values
+
+    # What the executor calls.
+
+    def prepare(self, *, lengths: Sequence[int], right_padding: Sequence[int]) -> None:
+        """The next call brings this many tokens of every row, and padding after them."""
+        self._ragged = list(lengths)
+
+    def finalize(self) -> None:
+        """The padding is over."""
+        self._ragged = None
+
+    @property
+    def state(self) -> list[mx.array]:
+        """What is to be evaluated after a call."""
+        arrays = [] if self._keys is None or self._values is None else [self._keys, self._values]
+        return [*arrays, *self._group.layer(self._place)] if self._group.is_written(self._place) else arrays
+
+    @property
+    def nbytes(self) -> int:
+        """Of the open blocks."""
+        return 0 if self._keys is None or self._values is None else self._keys.nbytes + self._values.nbytes
+
+    def tail(self, rows: int | slice, count: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of the first `count` tokens of the rows' open blocks, as views."""
+        span = slice(rows, rows + 1) if isinstance(rows, int) else rows
+        assert self._keys is not None and self._values is not None
+        assert count <= max(length % BLOCK_TOKENS for length in self.lengths[span])
+        return self._keys[span, :, :count], self._values[span, :, :count]
+
+    def restore(self, tail: tuple[mx.array, mx.array] | None, length: int) -> None:
+        """Fill an empty cache of one row, whose block tables have been filled, with its open tail."""
+        self.lengths = [length]
+        self._keys, self._values = tail if tail is not None else (None, None)
+
+    def extract(self, row: int, batch: Batch) -> PagedKVCache:
+        """The row as a cache of its own in `batch`, with a copy of its open block."""
+        cache = PagedKVCache(self.layer, self.policy, self.window, lengths=[self.lengths[row]], batch=batch)
+        if self._keys is not None:
+            keys, values = self.tail(row, self.lengths[row] % BLOCK_TOKENS)
+            cache._keys, cache._values = sealing.copied(keys), sealing.copied(values)
+        return cache
+
+    def filter(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order. The batch keeps their tables."""
+        self.lengths = [self.lengths[row] for row in rows]
+        if self._keys is not None and self._values is not None:
+            indices = mx.array(list(rows), dtype=mx.uint32)
+            self._keys, self._values = self._keys[indices], self._values[indices]
+
+    @staticmethod
+    def merge(caches: Sequence[PagedKVCache], batch: Batch) -> PagedKVCache:
+        """Rows' open blocks as one, in a batch that has their tables."""
+        first = caches[0]
+        lengths = [length for cache in caches for length in cache.lengths]
+        merged = PagedKVCache(first.layer, first.policy, first.window, lengths=lengths, batch=batch)
+        if any(cache._keys is not None for cache in caches):
+            rows = [len(cache.lengths) for cache in caches]
+            merged._keys = sealing.rows_joined([cache._keys for cache in caches], rows, axis=2)
+            merged._values = sealing.rows_joined([cache._values for cache in caches], rows, axis=2)
+        return merged
+
+    def extend(self, other: PagedKVCache) -> None:
+        """Append the rows of another batch's cache. The batch appends their tables."""
+        merged = PagedKVCache.merge([self, other], self.batch)
+        self.lengths, self._keys, self._values = merged.lengths, merged._keys, merged._values
+
+    # Inside.
+
+    def _once(self, what: Any, make: Callable[[], Any]) -> Any:
+        return self.batch.get(self.lengths, self._ragged, what, make)
+
+    def _step(self, count: int) -> Step:
+        width = count if self._ragged else None
+        return self._once(
+            ("step", self.window, count), lambda: step_of(self.lengths, self.window, self._new(count), width)
+        )
+
+    def _reads_in_place(self, count: int, step: Step) -> bool:
+        return count == 1 and step.used > 0 and self.batch.in_place and self._ragged is None
+
+    def _new(self, count: int) -> list[int]:
+        return self._ragged or [count] * len(self.lengths)
+
+    def _tables(self) -> list[BlockTable]:
+        return [row[self._number] for row in self.batch.tables]
+
+    def _table(self, step: Step) -> mx.array:
+        """(rows, step.used) uint32, slots; those of rows that have fewer are any."""
+
+        def make() -> mx.array:
+            self._reach(step)
+            found = []
+            for table, first in zip(self._tables(), step.first, strict=True):
+                numbers = table.numbers(first, first + step.used)
+                found.append(numbers + [0] * (step.used - len(numbers)))
+            return mx.array(found, dtype=mx.uint32)
+
+        return self._once(("table", self._number), make)
+
+    def _flat(self, step: Step) -> tuple[mx.array, mx.array, list[int], mx.array | None]:
+        """As `DecodeView` has `slots`, `rows`, `counts` and `behind`."""
+
+        def make() -> tuple[mx.array, mx.array, list[int], mx.array | None]:
+            tables = zip(self._tables(), step.first, self.lengths, strict=True)
+            numbers = [table.numbers(first, length // BLOCK_TOKENS) for table, first, length in tables]
+            slots = [number for row in numbers for number in row]
+            rows = [row for row, those in enumerate(numbers) for _ in those]
+            behind = None
+            if self.window:
+                starts = [
+                    (first + at) * BLOCK_TOKENS
+                    for those, first in zip(numbers, step.first, strict=True)
+                    for at in range(len(those))
+                ]
+                ends = mx.array(
+                    [self.lengths[row] - self.window - start for row, start in zip(rows, starts, strict=True)]
+                )
+                behind = mx.arange(BLOCK_TOKENS) <= ends[:, None, None, None]
+            return (
+                mx.array(slots, mx.uint32) + 0,
+                mx.array(rows, mx.uint32) + 0,
+                [len(those) for those in numbers],
+                behind,
+            )
+
+        return self._once(("flat", self._number), make)
+
+    def _reach(self, step: Step) -> None:
+        """Have slots for the blocks that the step fills, and let go of those that none of its queries sees."""
+        for table, first, after in zip(self._tables(), step.first, step.after, strict=True):
+            table.drop(first)
+            table.reach(after // BLOCK_TOKENS, self._group)
+
+    def _append_step(self, keys: mx.array, values: mx.array, opened: list[int]) -> None:
+        """One token a row, each at its own place in the tail."""
+        self._reserve(BLOCK_TOKENS)
+        assert self._keys is not None and self._values is not None
+        place = opened[0]
+        if opened.count(place) == len(opened):
+            span = (slice(None), slice(None), slice(place, place + 1))
+            self._keys, self._values = sealing.put(self._keys, span, keys), sealing.put(self._values, span, values)
+            return
+        places = self._once("places", lambda: on_device(opened)[:, None, None, None])
+        self._keys = mx.put_along_axis(self._keys, places, keys, axis=2)
+        self._values = mx.put_along_axis(self._values, places, values, axis=2)
+
+    def _append_ragged(self, keys: mx.array, values: mx.array, step: Step) -> None:
+        """Several tokens a row, of different numbers and at different places."""
+        before = max(step.opened)
+
+        def make() -> mx.array:
+            places = mx.arange(step.columns)[None]
+            starts = mx.array(step.opened)[:, None]
+            last = before + keys.shape[2] - 1
+            return mx.where(places < starts, places, mx.minimum(before + places - starts, last))[:, None, :, None]
+
+        places = self._once("gather", make)
+        assert self._keys is not None and self._values is not None
+        self._keys = mx.take_along_axis(mx.concatenate([self._keys[:, :, :before], keys], axis=2), places, axis=2)
+        self._values = mx.take_along_axis(mx.concatenate([self._values[:, :, :before], values], axis=2), places, axis=2)
+
+    def _reserve(self, columns: int) -> None:
+        assert self._keys is not None and self._values is not None
+        more = columns - self._keys.shape[2]
+        if more > 0:
+            widths = [(0, 0), (0, 0), (0, more), (0, 0)]
+            self._keys, self._values = mx.pad(self._keys, widths), mx.pad(self._values, widths)
+
+    def _seal_full(self, step: Step) -> None:
+        """Count the new tokens, and seal the blocks that are full now."""
+        assert self._keys is not None and self._values is not None
+        before, self.lengths = self.lengths, step.after
+        most = max(step.full, default=0)
+        if not most:
+            return
+        stop = most * BLOCK_TOKENS
+        rows = [row for row, full in enumerate(step.full) if full]
+        keys, values = self._keys, self._values
+        if len(rows) < len(step.full):
+            which = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else mx.array(rows)
+            keys, values = keys[which], values[which]
+        # All rows in one go: a device takes as long for an operation on one row as on all.
+        fresh = slots_of(sealing.seal(keys[:, :, :stop], values[:, :, :stop], self.policy), most)
+        # Of rows that fill fewer blocks, the others are no blocks.
+        real = [index * most + block for index, row in enumerate(rows) for block in range(step.full[row])]
+        if len(real) < len(rows) * most:
+            which = mx.array(real, mx.uint32)
+            fresh = Sealed(*(array[which] for array in fresh))
+        self._group.write(self._place, self._fresh_slots(step, before, rows), fresh)
+        if step.rest is not None:
+            self._keys = mx.take_along_axis(self._keys, step.rest, axis=2)
+            self._values = mx.take_along_axis(self._values, step.rest, axis=2)
+        elif self._keys.shape[2] > BLOCK_TOKENS:
+            # A copy: the whole chunk would stay alive with it.
+            self._keys = sealing.copied(self._keys[:, :, stop:])
+            self._values = sealing.copied(self._values[:, :, stop:])
+
+    def _fresh_slots(self, step: Step, before: list[int], rows: Sequence[int]) -> mx.array:
+        def make() -> mx.array:
+            self._reach(step)
+            tables = self._tables()
+            starts = [before[row] // BLOCK_TOKENS for row in rows]
+            found = [
+                tables[row].numbers(start, start + step.full[row]) for row, start in zip(rows, starts, strict=True)
+            ]
+            return mx.array([number for numbers in found for number in numbers], mx.uint32)
+
+        return self.batch.get(before, self._ragged, ("fresh", self._number), make)
+
+
+def on_device(numbers: list[int]) -> mx.array:
+    """What every layer will read: made by the device, which would go to the host's memory for it each time."""
+    return mx.array(numbers) + 0
+
+
+def _seen(step: Step, window: int) -> mx.array | None:
+    """As `DecodeView.seen`."""
+    if len(set(step.opened)) == 1 and not window:
+        return None
+    opened, columns = mx.array(step.opened)[:, None, None, None], mx.arange(step.columns)
+    seen = columns <= opened
+    return seen & (columns > opened - window) if window else seen
+
+
+def first_block(length: int, window: int) -> int:
+    """The first block that the token after `length` tokens can see."""
+    return min(max(0, length - window + 1), length) // BLOCK_TOKENS if window else 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """The numbers of one call.
+
+    Attributes:
+        opened: tokens in every row's open block before.
+        after: the rows' lengths after.
+        first: the first block of every row that its queries can see.
+        full: blocks that every row fills.
+        used: sealed blocks that the longest row's queries see.
+        columns: of the tail with the new tokens.
+        rest: (rows, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one row.
+    """
+
+    opened: list[int]
+    after: list[int]
+    first: list[int]
+    full: list[int]
+    used: int
+    columns: int
+    rest: mx.array | None
+
+
+def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None) -> Step:
+    """The numbers of a call; where rows are padded to a `width`, as many columns as a multiple of `COLUMNS`."""
+    opened = [length % BLOCK_TOKENS for length in lengths]
+    ends = [o + more for o, more in zip(opened, new, strict=True)]
+    full = [end // BLOCK_TOKENS for end in ends]
+    after = [length + more for length, more in zip(lengths, new, strict=True)]
+    first = [first_block(length, window) for length in lengths]
+    last = [max(0, (length - 1) // BLOCK_TOKENS - dropped) for length, dropped in zip(after, first, strict=True)]
+    columns = max(ends, default=0)
+    if width is not None:
+        columns = -(-columns // COLUMNS) * COLUMNS
+        columns = columns if any(opened) else min(columns, width)
+    rest = None
+    if any(full) and max(new) > 1 and len(new) > 1:
+        places = mx.array(full)[:, None] * BLOCK_TOKENS + mx.arange(BLOCK_TOKENS)
+        rest = mx.minimum(places, columns - 1)[:, None, :, None]
+    return Step(opened, after, first, full, max(last, default=0), columns, rest)
+
+
+def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window: int) -> mx.array | None:
+    """(rows, 1, count, columns) bool, true where a query may look; None where every query may look everywhere.
+
+    Args:
+        count: queries of every row, of which those after its `new` are padding.
+        window: how many of the last tokens a query attends to; 0 for all.
+    """
+    alike = len(set(lengths)) == 1 and len(set(first)) == 1
+    if count == 1 and alike and not (window and first[0] * BLOCK_TOKENS <= lengths[0] - window):
+        return None
+    before, after = mx.array(lengths)[:, None], mx.array(step.after)[:, None]
+    # A query in the padding sees what the row's last one sees: with nothing to see it would be no number.
+    queries = mx.minimum(before + mx.arange(count)[None], after - 1)[:, None, :, None]
+    blocks = queries // BLOCK_TOKENS * BLOCK_TOKENS
+    inside = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None] + mx.arange(step.columns)
+    columns, seen = inside, (inside >= blocks) & (inside <= queries)
+    if step.used:
+        starts = mx.array([dropped * BLOCK_TOKENS for dropped in first])[:, None, None, None]
+        sealed = starts + mx.arange(step.used * BLOCK_TOKENS)
+        columns = mx.concatenate([sealed, inside], axis=3)
+        seen = mx.concatenate([sealed < blocks, seen], axis=3)
+    if window:
+        seen = seen & (columns > queries - window)
+    return seen

@@ -1,0 +1,233 @@
+"""The block pool: where a replica's sealed blocks lie, once each, whoever reads them.
+
+Layers that are alike form a *group*. A group has one array of slots for every kind of array of every layer, and a slot
+is one sealed block of all layers of the group, in the bytes that the disk and the wire carry. A running row reads its
+slots through a block table; kept prefixes, restores and other rows hold the same slots. A slot is free when nobody
+holds its `Slot` object any more, so joining, leaving and forking copy no sealed KV.
+
+Arrays of one layer, for S slots (`sealing.py` says what they mean):
+
+    keys      codes (S, kv_heads, key_dim, 256 * bits / 32), uint32    scales, biases (S, kv_heads, key_dim, 4)
+    values    codes (S, kv_heads, 256, padded * bits / 32), uint32     scales, biases (S, kv_heads, 256, padded / group)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .sealing import TOKEN_AXES, Sealed, copied
+
+GROW_MIN, GROW_FRACTION = 16, 0.25
+"""A group that is full grows by this many slots at least, and by this part of what it has."""
+
+
+class Slot:
+    """A place in the pool. It is free again when the last reference to this object goes, on whatever thread."""
+
+    __slots__ = ("__weakref__", "_freed", "number")
+
+    def __init__(self, number: int, freed: deque[int]) -> None:
+        self.number = number
+        self._freed = freed
+
+    def __del__(self) -> None:
+        self._freed.append(self.number)
+
+
+class SlotGroup:
+    """The slots of layers that are alike.
+
+    Attributes:
+        layers: their numbers in the model.
+        slot_bytes: what a slot takes, of all of them; 0 before the first is written.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self.capacity = 0
+        self.slot_bytes = 0
+        self._arrays: list[list[mx.array] | None] = [None] * len(self.layers)
+        self._free: deque[int] = deque()
+        self._taken: weakref.WeakSet[Slot] = weakref.WeakSet()
+
+    @property
+    def taken(self) -> int:
+        """How many slots somebody holds."""
+        return self.capacity - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """What the group's arrays take, free slots included."""
+        return sum(array.nbytes for arrays in self._arrays for array in arrays or ())
+
+    def take(self, count: int) -> list[Slot]:
+        """Slots that nobody holds; the group grows if there are too few."""
+        missing = count - len(self._free)
+        if missing > 0:
+            self._grow(max(missing, GROW_MIN, int(self.capacity * GROW_FRACTION)))
+        slots = [Slot(self._free.popleft(), self._free) for _ in range(count)]
+        self._taken.update(slots)
+        return slots
+
+    def is_written(self, place: int) -> bool:
+        """Whether the group's layer number `place` has had a block."""
+        return self._arrays[place] is not None
+
+    def layer(self, place: int) -> Sealed:
+        """All slots of the group's layer number `place`, as the module's shapes say."""
+        arrays = self._arrays[place]
+        assert arrays is not None, "somebody holds a slot that was never written"
+        return Sealed(*arrays)
+
+    def write(self, place: int, slots: mx.array, blocks: Sealed) -> None:
+        """Put blocks of a layer into slots.
+
+        Args:
+            slots: (n,) uint32, their numbers.
+            blocks: n of them, in the module's shapes.
+        """
+        arrays = self._arrays[place]
+        if arrays is None:
+            arrays = [mx.zeros((self.capacity, *array.shape[1:]), dtype=array.dtype) for array in blocks]
+            self._arrays[place] = arrays
+            self.slot_bytes += blocks.nbytes // blocks.key_codes.shape[0]
+        for array, new in zip(arrays, blocks, strict=True):
+            # In place, as nobody else refers to what the array was.
+            array[slots] = new
+
+    def gather(self, place: int, table: mx.array) -> Sealed:
+        """Blocks of a layer in rows, copied.
+
+        Args:
+            table: (rows, blocks) uint32, slot numbers.
+
+        Returns:
+            Them as `sealing.py` has rows of blocks.
+        """
+        rows, blocks = table.shape
+        pool = self.layer(place)
+        return Sealed(
+            *(
+                _joined(array[table.reshape(-1)], rows, blocks, axis)
+                for array, axis in zip(pool, TOKEN_AXES, strict=True)
+            )
+        )
+
+    def block(self, place: int, slot: Slot) -> Sealed:
+        """Returns a copy of one block of a layer, with a first axis of 1. No view: while one lived, a write would copy
+        the whole array."""
+        return Sealed(*(copied(array[slot.number : slot.number + 1]) for array in self.layer(place)))
+
+    def _grow(self, more: int) -> None:
+        for arrays in filter(None, self._arrays):
+            for kind in range(len(arrays)):
+                shape, dtype = arrays[kind].shape[1:], arrays[kind].dtype
+                arrays[kind] = mx.concatenate([arrays[kind], mx.zeros((more, *shape), dtype=dtype)])
+                # One at a time, so that little is held twice.
+                mx.eval(arrays[kind])
+        self._free.extend(range(self.capacity, self.capacity + more))
+        self.capacity += more
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that the group computes with."""
+        return [array for arrays in self._arrays for array in arrays or ()]
+
+    def check(self) -> None:
+        """Every slot is free or held, and only once.
+
+        Raises:
+            AssertionError: something does not add up.
+        """
+        held = Counter(slot.number for slot in list(self._taken))
+        free = Counter(list(self._free))
+        # A slot whose last reference is just going on another thread may be in both.
+        if held | free != Counter(range(self.capacity)):
+            raise AssertionError(f"{self.capacity} slots, of which {len(held)} are held and {len(free)} free")
+
+
+def _joined(array: mx.array, rows: int, blocks: int, axis: int) -> mx.array:
+    """(rows * blocks, heads, a, b) -> (rows, heads, a, b), blocks after each other along `axis`; a copy."""
+    _, heads, a, b = array.shape
+    split = array.reshape(rows, blocks, heads, a, b)
+    if axis == 2:
+        return split.transpose(0, 2, 1, 3, 4).reshape(rows, heads, blocks * a, b)
+    return split.transpose(0, 2, 3, 1, 4).reshape(rows, heads, a, blocks * b)
+
+
+def slots_of(sealed: Sealed, blocks: int) -> Sealed:
+    """Rows of blocks as slots, row after row: the inverse of `SlotGroup.gather`.
+
+    Args:
+        sealed: (rows, heads, ...), `blocks` blocks of each row.
+    """
+    found = []
+    for array, axis in zip(sealed, TOKEN_AXES, strict=True):
+        rows, heads, a, b = array.shape
+        if axis == 2:
+            split = array.reshape(rows, heads, blocks, a // blocks, b).transpose(0, 2, 1, 3, 4)
+        else:
+            split = array.reshape(rows, heads, a, blocks, b // blocks).transpose(0, 3, 1, 2, 4)
+        found.append(split.reshape(rows * blocks, *split.shape[2:]))
+    return Sealed(*found)
+
+
+class BlockPool:
+    """All groups of a model's sealed layers."""
+
+    def __init__(self, groups: Iterable[Sequence[int]]) -> None:
+        self.groups = tuple(SlotGroup(layers) for layers in groups)
+        self._of = {layer: (group, place) for group in self.groups for place, layer in enumerate(group.layers)}
+
+    def of(self, layer: int) -> tuple[SlotGroup, int]:
+        """A layer's group and its place in there."""
+        return self._of[layer]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for group in self.groups for array in group.arrays()]
+
+    def counts(self) -> dict[str, int]:
+        """Slots of all groups, and how many of them are free."""
+        free = sum(group.capacity - group.taken for group in self.groups)
+        return {"slots": sum(group.capacity for group in self.groups), "slots_free": free}
+
+    def check(self) -> None:
+        """As `SlotGroup.check`, of every group."""
+        for group in self.groups:
+            group.check()
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """A row's blocks in one group: `slots[i]` is block `first + i`; those before it are behind the window."""
+
+    slots: list[Slot]
+    first: int = 0
+
+    def fork(self) -> BlockTable:
+        return BlockTable(list(self.slots), self.first)
+
+    def reach(self, stop: int, group: SlotGroup) -> None:
+        """Have slots for all blocks before `stop`. Each layer asks; the first one takes them."""
+        missing = stop - self.first - len(self.slots)
+        if missing > 0:
+            self.slots += group.take(missing)
+
+    def drop(self, first: int) -> None:
+        """Let go of the blocks before `first`."""
+        gone = min(first - self.first, len(self.slots))
+        if gone > 0:
+            del self.slots[:gone]
+        self.first = max(self.first, first)
+
+    def numbers(self, start: int, stop: int) -> list[int]:
+        """Slot numbers of blocks [start, stop)."""
+        return [slot.number for slot in self.slots[start - self.first : stop - self.first]]
