@@ -1,4 +1,4 @@
-"""Starts the actors of a cluster, and models in a running one; ends what was started."""
+"""Starts and ends a cluster's actors, and models in a running cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 FLUSH_S = 0.3
-"""After the last row has ended: time for its last tokens to leave."""
+"""Time for the last tokens to leave after the last row has ended."""
 
 NAME_FREE_S = 10.0
 """How long Ray may take to free the names of replicas that were ended."""
@@ -43,14 +43,13 @@ Replicas = Mapping[str, ReplicaClient]
 T = TypeVar("T")
 
 _OPTIONS = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "lifetime": "detached"}
-"""Actors restart by themselves for ever, but a call to one is never repeated by Ray: a generation that was lost is
-taken up by whoever asked for it."""
+"""Ray restarts actors without a limit, but never retries a call: the consumer resumes a lost generation itself."""
 
 
 def start_actors(config: Config) -> dict[str, ReplicaClient]:
-    """Start the cluster's router, and what runs on its head: that node's replicas by id.
+    """Starts the cluster's router, and what runs on its head. Returns the head's replicas by id.
 
-    Replicas load in the background; see `wait_until_ready`. Those of other nodes begin when their nodes join.
+    Replicas load in the background; see `wait_until_ready`. Those of other nodes start when their nodes join.
     """
     machines = config.machines
     ray.remote(RouterActor).options(name=ROUTER, **_on(machines[0])).remote(config)
@@ -63,7 +62,7 @@ def start_actors(config: Config) -> dict[str, ReplicaClient]:
 
 
 def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
-    """Start what runs on this node, the one on which this is called, or take over what has come back with it.
+    """Starts what runs on this node, where this is called; takes over actors that have come back with it.
 
     Returns:
         Its replicas by id; they load in the background.
@@ -78,7 +77,7 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
     known = {machine.name for machine in config.machines}
     served = registry.entries()
     if node.name not in known:
-        # A machine that the config does not name gets what runs everywhere.
+        # A machine that the config does not name gets the models that run on every node.
         for entry in served:
             if entry.model.replicas is None and not entry.model.nodes and node.name not in entry.replicas.values():
                 for replica in place(entry.model, [node.name], taken=entry.replicas):
@@ -92,16 +91,17 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
 
 
 def _on(node: Node) -> dict[str, Any]:
-    """Options of an actor that belongs on a node: it waits for that node, and comes back with it."""
+    """Options of an actor that belongs to a node: it waits for that node, and comes back with it."""
     return {**_OPTIONS, "resources": {node.resource: 1}}
 
 
 def _start_replica(
     replica: str, model: Model, config: Config, node: Node, neighbours: int, **more: Any
 ) -> ReplicaClient:
-    """
+    """Starts one replica.
+
     Raises:
-        ValueError: it runs already, where `more` does not say that then it is taken.
+        ValueError: it runs already, unless `more` has `get_if_exists`.
     """
     options = ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **_on(node), **more)
     started = options.remote(replica, model, config.scheduling, node, neighbours, config.timing)
@@ -109,7 +109,7 @@ def _start_replica(
 
 
 def located(model: Model) -> Model:
-    """The model with its folders said in full: actors run in another folder."""
+    """Returns the model with absolute folders: actors have another working directory."""
 
     def full(source: str | None) -> str | None:
         if source is None or source.startswith("~"):
@@ -122,13 +122,13 @@ def located(model: Model) -> Model:
 def start_replicas(
     model: Model, config: Config, placed: Mapping[str, Node], neighbours: int
 ) -> dict[str, ReplicaClient]:
-    """Start the replicas of a model on nodes that are there, by id. They load in the background.
+    """Starts the replicas of a model on present nodes. Returns them by id; they load in the background.
 
     Args:
         neighbours: how many replicas share the memory of each node.
 
     Raises:
-        InvalidRequest: one of that name runs already. None was started then.
+        InvalidRequest: a replica of that name runs already; those that were started are ended.
     """
     replicas: dict[str, ReplicaClient] = {}
     for name, node in placed.items():
@@ -142,18 +142,18 @@ def start_replicas(
 
 
 def kill(replicas: Replicas) -> None:
-    """End replicas for good."""
+    """Ends replicas for good."""
     for replica in replicas.values():
-        # One that Ray does not know any more has ended.
+        # Ray does not know a replica that has ended.
         with suppress(ValueError):
             ray.kill(replica.actor.find(), no_restart=True)
 
 
 async def wait_until_ready(replicas: Replicas, timeout_s: float, report: Report) -> None:
-    """Wait until every replica has loaded its model.
+    """Waits until every replica has loaded its model.
 
     Args:
-        report: called with what is going on and the fraction done, None where unknown.
+        report: called with the present activity and the fraction done, None if unknown.
 
     Raises:
         ModelLoadError: one cannot load, has died, or takes longer than `timeout_s`.
@@ -180,32 +180,32 @@ async def wait_until_ready(replicas: Replicas, timeout_s: float, report: Report)
 
 
 async def compare_models(replicas: Replicas, timing: Timing) -> list[str]:
-    """Whether these replicas have loaded the very models that others of the same names have.
+    """Compares the models that these replicas have loaded with those of other replicas of the same names.
 
     Returns:
-        A sentence on each that computes otherwise: agents' words are good on both, and KV is not.
+        A sentence on each that computes differently: it shares agents' transcripts with the others, but not KV.
 
     Raises:
-        ModelLoadError: one has other files; it could not take over anything from them.
+        ModelLoadError: one has other files, so it can share nothing.
     """
-    said: list[str] = []
+    sentences: list[str] = []
     for entry in await asyncio.to_thread(registry.entries):
         found = await _infos(find_replicas([entry], timing), timing)
-        # Those that were there first are what the new ones are compared with.
-        said += differing({name: found[name] for name in sorted(found, key=lambda name: name in replicas)})
-    return said
+        # The older replicas come first, so the new ones are compared with them.
+        sentences += differing({name: found[name] for name in sorted(found, key=lambda name: name in replicas)})
+    return sentences
 
 
 def differing(infos: Mapping[str, ModelInfo]) -> list[str]:
-    """A sentence on every replica of one model that computes otherwise than the first one.
+    """Returns a sentence on every replica of one model that computes differently from the first one.
 
     Args:
-        infos: what each says of itself, by replica.
+        infos: each replica's description of its model, by replica.
 
     Raises:
         ModelLoadError: one has other files.
     """
-    said: list[str] = []
+    sentences: list[str] = []
     first = next(iter(infos.values()), None)
     for info in infos.values():
         assert first is not None
@@ -218,11 +218,11 @@ def differing(infos: Mapping[str, ModelInfo]) -> list[str]:
         names = _differences(info.computing, first.computing)
         if names:
             how = "; ".join(f"{name}: {info.computing.get(name)}, {first.computing.get(name)}" for name in names)
-            said.append(
+            sentences.append(
                 f"{info.replica} on {info.node} computes otherwise than {first.replica} on {first.node} "
                 f"({how}): they share agents' words and not their KV"
             )
-    return said
+    return sentences
 
 
 def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
@@ -230,14 +230,18 @@ def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 
 async def _infos(replicas: Replicas, timing: Timing) -> dict[str, ModelInfo]:
-    """What those replicas say of their models that have loaded and answer in time."""
+    """The models of those replicas that have loaded and answer in time."""
     answers = await _each(replica.info().within(timing.brief_answer_s) for replica in replicas.values())
     infos = zip(replicas, answers, strict=True)
     return {name: info for name, info in infos if info is not None and not isinstance(info, NoAnswer)}
 
 
 def leave_node(replicas: Replicas, node: Node, timing: Timing, drain_s: float, for_good: bool) -> None:
-    """Finish what the node's replicas are doing, at most `drain_s`, and end what runs there."""
+    """Drains the node's replicas, for at most `drain_s`, and ends what runs there.
+
+    Args:
+        for_good: whether the node and its replicas are also removed from the registry.
+    """
     asyncio.run(drain(replicas, drain_s, timing))
     if for_good:
         registry.remove_node(node.name)
@@ -251,10 +255,10 @@ def leave_node(replicas: Replicas, node: Node, timing: Timing, drain_s: float, f
 
 
 async def load_model(model: Model, config: Config, report: Report) -> None:
-    """Serve one more model in the running cluster: start its replicas, wait for them, then tell everybody.
+    """Serves one more model in the running cluster: starts its replicas, waits for them, then registers them.
 
-    Whatever goes wrong, and if the caller is cancelled, what was started is ended. Where the caller is killed, the
-    replicas notice that nobody wants them and end by themselves.
+    On any error or cancellation the replicas are ended. If the caller is killed, they end by themselves after
+    `timing.unwanted_s`.
 
     Raises:
         InvalidRequest: the name is taken.
@@ -272,7 +276,7 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
         await wait_until_ready(replicas, config.timeouts.model_load_s, report)
         for sentence in differing(await _infos(replicas, config.timing)):
             logger.warning("%s", sentence)
-        # Not in a thread: a cancellation must not come between the entry and knowing of it.
+        # Not in a thread: a cancellation must not come between the entries and this coroutine.
         registry.add(model)
         for replica, node in placed.items():
             registry.place(model, replica, node.name)
@@ -282,7 +286,7 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
 
 
 async def _memory_free_bytes(timing: Timing) -> dict[str, int]:
-    """By node, as their stores have reported; empty where the router cannot be asked."""
+    """Free memory in bytes by node, as their stores have reported; empty if the router does not answer."""
     try:
         nodes = await RouterClient(timing).nodes().within(timing.brief_answer_s)
     except NoAnswer:
@@ -291,7 +295,7 @@ async def _memory_free_bytes(timing: Timing) -> dict[str, int]:
 
 
 def present_nodes(config: Config) -> dict[str, Node]:
-    """The nodes that are there now by name, the head first, those that the config does not name as they joined."""
+    """Returns the present nodes by name, the head first; those that the config does not name come last."""
     alive = {name for node in ray.nodes() if node["Alive"] for name in node["Resources"]}
     known = {node.name: node for node in config.machines}
     for entry in registry.nodes():
@@ -300,7 +304,7 @@ def present_nodes(config: Config) -> dict[str, Node]:
 
 
 async def unload_model(name: str, config: Config) -> None:
-    """Serve a model no more: new requests do not find it, running ones have `timeouts.drain_s` to finish, then its
+    """Stops serving a model: new requests do not find it, running ones have `timeouts.drain_s` to finish, then its
     replicas end.
 
     Raises:
@@ -310,7 +314,7 @@ async def unload_model(name: str, config: Config) -> None:
     entry = await asyncio.to_thread(registry.remove, name)
     replicas = await asyncio.to_thread(find_replicas, [entry], config.timing)
     try:
-        # Whoever has read the registry just before still sends requests here for a moment.
+        # A process with a cached registry still sends requests here for a moment.
         await asyncio.sleep(2 * config.timing.registry_s)
         await drain(replicas, config.timeouts.drain_s, config.timing)
     finally:
@@ -319,7 +323,7 @@ async def unload_model(name: str, config: Config) -> None:
 
 
 def find_replicas(entries: Iterable[registry.ServedEntry], timing: Timing) -> dict[str, ReplicaClient]:
-    """The models' replicas by id, without those that Ray does not know."""
+    """Returns the models' replicas by id, without those that Ray does not know."""
     replicas = {}
     for name in (name for entry in entries for name in entry.replicas):
         try:
@@ -330,7 +334,7 @@ def find_replicas(entries: Iterable[registry.ServedEntry], timing: Timing) -> di
 
 
 async def drain(replicas: Replicas, timeout_s: float, timing: Timing) -> None:
-    """Refuse new requests and wait for the running ones, at most `timeout_s`; what still runs then is ended."""
+    """Refuses new requests and waits for the running ones, at most `timeout_s`; then ends the rest."""
     ends, answer_s = time.monotonic() + timeout_s, timing.brief_answer_s
     await _each(replica.drain().within(answer_s) for replica in replicas.values())
     while time.monotonic() < ends - FLUSH_S:
@@ -343,14 +347,14 @@ async def drain(replicas: Replicas, timeout_s: float, timing: Timing) -> None:
 
 
 def _is_at_work(stats: ReplicaStats | NoAnswer) -> bool:
-    """One that does not answer in time may still be busy; one that died has nothing left to do."""
+    """A replica that does not answer in time may still be busy; one that died is not."""
     if isinstance(stats, NoAnswer):
         return isinstance(stats, ActorSilent)
     return bool(stats.running or stats.waiting or stats.unwritten_bytes)
 
 
 async def _each(calls: Iterable[Awaitable[T]]) -> list[T | NoAnswer]:
-    """What is answered to calls that are made at the same time, or why nothing is."""
+    """Makes calls at the same time. Returns the answers in order, or why there is none."""
 
     async def ask(call: Awaitable[T]) -> T | NoAnswer:
         try:
@@ -362,7 +366,7 @@ async def _each(calls: Iterable[Awaitable[T]]) -> list[T | NoAnswer]:
 
 
 async def _forget(replicas: Replicas, timing: Timing) -> None:
-    """Tell the router, and wait until the names are free again."""
+    """Tells the router that the replicas are gone, and waits until Ray has freed their names."""
     ends = time.monotonic() + NAME_FREE_S
     try:
         router = RouterClient(timing)

@@ -1,6 +1,6 @@
-"""Who did what that only an administrator may, and whose key was refused: JSON lines in the home.
+"""The audit log: administrators' actions and refused keys, as JSON lines in the home.
 
-At most `BYTES_MAX` twice: the file, and the one before it. A disk without room loses lines, and nothing else.
+It takes at most twice `BYTES_MAX`: the file and its predecessor. On a full disk lines are lost, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _log = logging.getLogger(__name__)
 
 BYTES_MAX = 8 * 2**20
 REFUSALS_A_SECOND = 10
-"""Of refused keys so many are written down; of more only how many there were."""
+"""So many refusals are logged; further ones are only counted."""
 
 
 class Audit:
-    """Writes the lines. Any thread may."""
+    """The writer of the audit log. Thread-safe."""
 
     def __init__(self, home: Home, clock: Callable[[], float] = time.time) -> None:
         self._path = home.audit_file
@@ -34,12 +34,12 @@ class Audit:
         self._refused = self._left_out = 0
 
     def note(self, what: str, **details: Any) -> None:
-        """One line: the time in Unix seconds, `what` happened, and `details`."""
+        """Writes one line: the time in Unix seconds, `what` happened, and `details`."""
         with self._guard:
             self._write({"time": round(self._clock(), 3), "what": what, **details})
 
     def note_refusal(self, what: str, **details: Any) -> None:
-        """As `note`, for what anybody can cause as often as they like."""
+        """Writes as `note` does, at a limited rate: anybody can cause refusals."""
         with self._guard:
             now = self._clock()
             if int(now) != self._second:
@@ -64,4 +64,4 @@ class Audit:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            _log.warning("not written down (%s): %s", error.strerror or error, text.rstrip())
+            _log.warning("the audit log cannot be written (%s): %s", error.strerror or error, text.rstrip())

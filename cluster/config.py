@@ -41,8 +41,8 @@ AbsolutePath = Annotated[str, AfterValidator(_checked_path)]
 
 @validated(frozen=True, config=STRICT)
 class Tls:
-    """Files in PEM form: the certificate, with those that signed it behind it if there are any, and its private key,
-    without a passphrase. `satchel cert` makes both. Files that are replaced are taken within seconds."""
+    """PEM files: the certificate, followed by its chain if there is one, and its private key without a passphrase.
+    `satchel cert` makes both. Replaced files are picked up within seconds."""
 
     certificate: AbsolutePath
     key: AbsolutePath
@@ -57,30 +57,30 @@ class Endpoint:
     tls: Tls | None = None
     """HTTPS instead of HTTP."""
     hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = ()
-    """Further names by which clients may reach it, as that of a proxy: a request to another host is refused."""
+    """Further names by which clients may reach it, such as a proxy's. A request to any other host is refused."""
     origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")], ...] = ()
-    """Of pages that may use it from a browser (`http://localhost:3000`, `*` for all); other pages are refused."""
+    """Origins of pages that may use it from a browser (`http://localhost:3000`, `*` for all); others are refused."""
     connections_max: Count = 1000
-    """At a time. Where there are more, those that have asked for nothing yet make room."""
+    """Concurrent connections. If there are more, those without a request yet are closed."""
     body_bytes_max: Bytes = 32 * 2**20
     bodies_bytes_max: Bytes = 256 * 2**20
     """Of all requests that are being read at a time."""
     body_values_max: Count = 250_000
-    """JSON values and keys of one body, those in the arguments of its tool calls included; a token id is a value."""
+    """JSON values and keys in one body, including those in arguments of tool calls; a token id is a value."""
     messages_max: Count = 10_000
     """In one request."""
     parts_max: Count = 20_000
-    """Of contents, in all messages of one request."""
+    """Content parts, in all messages of one request."""
     unread_tokens_max: Count = 4096
-    """A row whose client has this many tokens still to read is ended: a slow reader holds no place."""
+    """A row whose client has this many unread tokens is ended, so that a slow reader does not hold a place."""
 
 
 @validated(frozen=True, config=STRICT)
 class Model:
     """One served model.
 
-    `source` is a Hub id (`mlx-community/Qwen3-0.6B-4bit`, with `@REVISION` a certain state of it), a folder, or
-    `embedded:NAME` for one that ships with Satchel. The first model in the list is the default of the endpoint.
+    `source` is a Hub id (`mlx-community/Qwen3-0.6B-4bit`, with `@REVISION` to pin it), a folder, or `embedded:NAME` for
+    one that ships with Satchel. The first model in the list is the default of the endpoint.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
@@ -88,21 +88,21 @@ class Model:
     replicas: Count | None = None
     """None puts one on each of its nodes."""
     nodes: tuple[str, ...] = ()
-    """Where its replicas may run, by the nodes' names; none means anywhere."""
+    """Names of the nodes on which its replicas may run; empty means all."""
     context_tokens_max: Count | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     weights: Literal["auto", "stored", "dequantized", "both"] = "auto"
-    """Whether quantized weights are multiplied as they are; `auto` takes what the device is faster with."""
+    """Whether quantized weights are multiplied as stored; `auto` takes what is faster on the device."""
     kv: Literal["q4", "k8v4", "fp16"] = "q4"
-    """How KV is kept: 4-bit blocks, 8-bit keys and 4-bit values, or as it is computed. Another one is another model."""
+    """How KV is kept: 4-bit blocks, 8-bit keys and 4-bit values, or as computed. KV is not shared between formats."""
     numerics: Literal["fast", "reproducible"] = "fast"
-    """`reproducible`: decoding and prefill give equal bits on a CPU; `fast`: equal within rounding. Neither takes KV
-    that the other has written."""
+    """`reproducible`: decoding and prefill give equal bits on a CPU; `fast`: equal within rounding. KV is not shared
+    between the two."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
-    """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. The model with it is another model."""
+    """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. Its KV is not shared with the plain model."""
     trust_remote_code: bool = False
-    """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id needs the commit
-    that was read: `owner/name@` and 40 hexadecimal digits."""
+    """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id must name the
+    reviewed commit: `owner/name@` and 40 hexadecimal digits."""
 
     @model_validator(mode="after")
     def _pins_code(self) -> Self:
@@ -114,7 +114,7 @@ class Model:
 
     @property
     def slug(self) -> str:
-        """The name in letters that fit a header, for the ids of its replicas."""
+        """The name in characters that an HTTP header allows, for the ids of its replicas."""
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.name).strip("-")
 
 
@@ -128,20 +128,20 @@ class Scheduling:
     prefill_rows_max: Count = 8
     """How many prompts share the prefill work of a step."""
     prefill_pause_s: Seconds = 0.25
-    """How long running rows may wait for one prefill chunk; chunks are cut to the measured rate."""
+    """How long running rows may wait for one prefill chunk; chunks are sized by the measured rate."""
     max_tokens_max: Count | None = None
-    """The most tokens a request may ask for; None leaves it to the context."""
+    """The most tokens a request may ask for; None is limited by the context alone."""
     kv_bytes_max: Bytes | None = None
     """KV memory of the running batch; None takes a quarter of the machine's memory, shared by its replicas."""
     prefix_bytes_max: Bytes = 512 * 2**20
     """Finished conversations' KV kept in memory for reuse."""
     unwritten_bytes_max: Bytes = 512 * 2**20
-    """KV that waits to be written to the disk. While there is more, no further row begins."""
+    """KV that waits to be written to the disk. While there is more, no new row begins."""
     vision_bytes_max: Bytes = 512 * 2**20
-    """What encoders made of pictures, kept in memory for reuse."""
+    """Image embeddings kept in memory for reuse."""
     stuck_s: Seconds = 30.0
-    """A step that takes longer than this, and 20 times what steps take as measured, will not end: its replica is
-    started again. On a GPU four times as long, and for the first step 20 times."""
+    """A step that takes longer than this, and longer than 20 measured steps, counts as stuck: its replica is
+    restarted. The limit is four times as long on a GPU, and 20 times as long for the first step."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -150,7 +150,7 @@ class Routing:
     replica_timeout_s: Seconds = 5.0
     """A replica that has not reported for this long is avoided."""
     sticky_penalty_s_max: Seconds = 2.0
-    """An agent leaves its replica when another one would answer sooner by this and by what it would compute again."""
+    """An agent leaves its replica if another would answer sooner by this plus the time to recompute its KV."""
 
 
 def _checked_host(value: str) -> str:
@@ -163,25 +163,25 @@ def _checked_host(value: str) -> str:
 
 @validated(frozen=True, config=STRICT)
 class Media:
-    """Pictures and videos in messages: from where they are taken, and how much of them."""
+    """Pictures and videos in messages: allowed sources and limits."""
 
     allowed_hosts: tuple[Annotated[str, AfterValidator(_checked_host)], ...] = ()
-    """Hosts that are fetched from though their addresses are not public: names, addresses, networks (10.0.0.0/8)."""
+    """Hosts with private addresses that may be fetched from: names, addresses, networks (10.0.0.0/8)."""
     file_roots: tuple[AbsolutePath, ...] = ()
-    """Folders of which messages may name files; none means that no file can be named."""
+    """Folders whose files messages may name; empty means none."""
     source_bytes_max: Bytes = 32 * 2**20
-    """Of one picture or video, as it is sent."""
+    """Of one picture or video as sent."""
     timeout_s: Seconds = 15.0
     """For fetching one picture or video, and again for decoding a video."""
     redirects_max: Annotated[int, Field(ge=0, le=20)] = 3
     pixels_max: Annotated[int, Field(gt=0, le=150_000_000)] = 50_000_000
-    """Of one picture, of a video's frames together, and of all that is being decoded at a time."""
+    """Of one picture, of all frames of a video together, and of everything that is decoded at a time."""
     pictures_max: Count = 64
     """In one request; a video counts as one."""
     frames_max: Count = 32
-    """Of one video, and never more than `pixels_max` / 8192; of longer ones so many are taken, evenly."""
+    """Of one video, and never more than `pixels_max` / 8192; a longer video is sampled evenly."""
     held_bytes_max: Bytes = 2**30
-    """All requests' pictures, decoded, 3 bytes a pixel."""
+    """Decoded pictures of all requests, 3 bytes a pixel."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -194,9 +194,9 @@ class Timeouts:
     turn_wait_s: Seconds = 60.0
     """How long a turn of an agent waits for that agent's previous turn."""
     silent_s: Seconds = 120.0
-    """A process of the server that gives no sign of life for this long is ended, and started again."""
+    """A process of the server without a heartbeat for this long is killed and restarted."""
     replication_s: Seconds = 30.0
-    """How long a turn's last event waits for copies of its words with `replication_wait: strict`."""
+    """How long a turn's last event waits for its secondaries with `replication_wait: strict`."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -205,14 +205,14 @@ class Config:
 
     models: Annotated[tuple[Model, ...], Field(min_length=1)]
     nodes: tuple[Node, ...] = ()
-    """The machines, the first of them that on which `satchel serve` runs; none means this machine alone."""
+    """The machines; `satchel serve` runs on the first. Empty means this machine alone."""
     replication: Annotated[int, Field(ge=0, le=3)] = 1
-    """On how many further nodes an agent's memory is kept, as far as there are nodes."""
+    """How many secondaries an agent has, if there are enough nodes."""
     replication_wait: StrictOrSeconds = 1.0
-    """How long a turn's last event waits until its words are there too; `strict` waits `timeouts.replication_s`. An
-    answer that did not wait long enough says so, and the copy is made later."""
+    """How long a turn's last event waits for its secondaries; `strict` waits `timeouts.replication_s`. If that was not
+    long enough, the answer says so, and the copy is made later."""
     control_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Where other machines join, at the first node's address; 0 takes a free port."""
+    """The port at the first node's address where other machines join; 0 takes a free one."""
     endpoint: Endpoint = field(default_factory=Endpoint)
     scheduling: Scheduling = field(default_factory=Scheduling)
     routing: Routing = field(default_factory=Routing)
@@ -220,24 +220,24 @@ class Config:
     timeouts: Timeouts = field(default_factory=Timeouts)
     timing: Timing = field(default_factory=Timing)
     transcripts_bytes_max: Bytes = 256 * 2**20
-    """What agents' transcripts and manifests may take on disk; the least recently used agents are forgotten first."""
+    """Agents' transcripts and manifests on disk; the least recently used agents are evicted first."""
     branches_max: Count = 8
-    """Lines of conversation that one agent remembers; of further ones the least recently used goes."""
+    """Lines of conversation that one agent remembers; the least recently used is evicted."""
     disk_bytes_max: Bytes = 20 * 2**30
-    """Agents' KV on each node's disk; the least recently used goes first."""
+    """Agents' KV on each node's disk; the least recently used is evicted first."""
     disk_reserve_bytes: Bytes = 2**30
-    """What KV leaves free on each node's disk, whoever fills it, for agents' words: of a small disk an eighth of it."""
+    """Space on each node's disk that KV leaves free for agents' transcripts; at most an eighth of the disk."""
     share: Literal["tenant", "agent", "none"] = "tenant"
-    """Who may reuse equal prefixes: everyone of a tenant, only the same agent, or nobody."""
+    """Who may reuse equal prefixes: all of a tenant, only the same agent, or nobody."""
 
     @property
     def machines(self) -> tuple[Node, ...]:
-        """The nodes, of which there is at least one: the head first."""
+        """The nodes, at least one, the head first."""
         return self.nodes or (Node(name="local"),)
 
     @property
     def copy_wait_s(self) -> float:
-        """How long a turn's last event waits for copies of its words on other nodes."""
+        """Seconds that a turn's last event waits for its secondaries."""
         return self.timeouts.replication_s if self.replication_wait == "strict" else self.replication_wait
 
 
@@ -273,12 +273,12 @@ class Home:
 
     @property
     def keys_file(self) -> Path:
-        """The endpoint's keys; absent where none was ever made."""
+        """The endpoint's keys; absent if none was ever made."""
         return self.root / "keys.json"
 
     @property
     def owner_key_file(self) -> Path:
-        """The secret of this user's command line for the endpoint that runs."""
+        """The secret by which this user's command line is known to the running endpoint."""
         return self.run / "owner_key"
 
     @property
@@ -288,7 +288,7 @@ class Home:
 
     @property
     def tls(self) -> Path:
-        """Keys and certificates: by which machines know each other, and the endpoint's where it was made here."""
+        """Keys and certificates: the machines', and the endpoint's if it was made here."""
         return self.root / "tls"
 
     @property
@@ -298,17 +298,17 @@ class Home:
 
     @property
     def certificate_file(self) -> Path:
-        """This machine's certificate, of the cluster that it was in last."""
+        """This machine's certificate in the cluster that it was in last."""
         return self.tls / "node.pem"
 
     @property
     def authority_file(self) -> Path:
-        """The certificate of who signs those of that cluster."""
+        """The certificate of that cluster's authority."""
         return self.tls / "authority.pem"
 
     @property
     def membership_file(self) -> Path:
-        """Where this machine was let in last."""
+        """The door of the cluster that this machine joined last."""
         return self.tls / "membership.json"
 
     @property
@@ -318,17 +318,17 @@ class Home:
 
     @property
     def endpoint_certificate_file(self) -> Path:
-        """That certificate."""
+        """The endpoint's certificate that `satchel cert` made."""
         return self.tls / "endpoint.pem"
 
     @property
     def shown_certificate_file(self) -> Path:
-        """The certificate that the running endpoint shows, wherever it is from."""
+        """The certificate that the running endpoint shows, wherever it comes from."""
         return self.run / "endpoint.pem"
 
     @property
     def invitations(self) -> Path:
-        """Hashes of the invitations that are open."""
+        """Hashes of the open invitations."""
         return self.tls / "invitations"
 
     @property
@@ -338,7 +338,7 @@ class Home:
 
     @property
     def kernels_file(self) -> Path:
-        """Which kernels this machine is fast with, as measured."""
+        """Which kernels are fast on this machine, as measured."""
         return self.root / "kernels.json"
 
     @property
@@ -348,7 +348,7 @@ class Home:
 
     @property
     def log_file(self) -> Path:
-        """What Ray said while it started."""
+        """Ray's output while it started."""
         return self.run / "ray.log"
 
     @property
@@ -358,7 +358,7 @@ class Home:
 
     @property
     def ray_logs(self) -> Path:
-        """The logs of Ray's processes, of the last time that it did not start or ended by itself."""
+        """The logs of Ray's processes from the last time that Ray did not start or ended by itself."""
         return self.run / "ray-logs"
 
 
@@ -370,10 +370,10 @@ def _where(location: tuple[int | str, ...]) -> str:
 
 
 def parse_config(data: Any, *, source: str = "config") -> Config:
-    """The tree from plain data.
+    """Builds the tree from plain data.
 
     Raises:
-        ConfigError: naming every wrong place by its path, and times that do not fit each other.
+        ConfigError: a value is wrong (every one is named by its path), or times do not fit each other.
     """
     config = _validated(Config, data if data is not None else {}, source)
     for index, model in enumerate(config.models):
@@ -389,7 +389,7 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
 
 
 def _node_refusals(config: Config) -> Iterable[tuple[str, str]]:
-    """What cannot be among nodes, as (place, why)."""
+    """What is wrong about the nodes, as (path in the config, reason)."""
     names = [node.name for node in config.nodes]
     for index, node in enumerate(config.nodes):
         if node.name in names[:index]:
@@ -409,16 +409,16 @@ def _node_refusals(config: Config) -> Iterable[tuple[str, str]]:
 
 
 def parse_model(**fields: Any) -> Model:
-    """One model from its fields, of which None means the default.
+    """Builds one model from its fields; None means the default.
 
     Raises:
-        ConfigError: naming every wrong field.
+        ConfigError: a field is wrong; every one is named.
     """
     return _validated(Model, {name: value for name, value in fields.items() if value is not None}, "model")
 
 
 def name_refusal(model: Model, others: Iterable[Model]) -> str | None:
-    """Why the model's name cannot stand beside those of `others`; None where it can.
+    """Returns why the model's name cannot be used beside those of `others`; None if it can.
 
     Replicas are named by the slug, so two models must differ in it.
     """
@@ -441,7 +441,7 @@ def _validated(kind: type[T], data: Any, source: str) -> T:
 
 
 def load_config(path: Path) -> Config:
-    """The tree from a YAML file.
+    """Reads the tree from a YAML file.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or has a wrong value (every one is named by its path).
@@ -458,7 +458,7 @@ def load_config(path: Path) -> Config:
 
 
 def default_config() -> Config:
-    """What is served where no config file is given; the same as `configs/one-mac.yaml`."""
+    """Returns what is served if no config file is given; the same as `configs/one-mac.yaml`."""
     return Config(
         models=(
             Model(name="satchel/recall", source="embedded:recall"),

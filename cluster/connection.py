@@ -1,4 +1,4 @@
-"""A running cluster as others find it: its record on this machine, and the way in."""
+"""How other processes find a running cluster and connect to it: its record on this machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NAMESPACE = "satchel"
 
 
 def satchel_version() -> str:
-    """The installed version of Satchel."""
+    """Returns the installed version of Satchel."""
     return importlib.metadata.version("satchel")
 
 
 def versions() -> str:
-    """What two machines of one cluster must have the same of."""
+    """Returns the versions that must be equal on all machines of a cluster, as one text."""
     names = ("satchel", "ray", "mlx", "mlx-lm")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return ", ".join([f"{name} {importlib.metadata.version(name)}" for name in names] + [f"Python {python}"])
@@ -32,19 +32,19 @@ def versions() -> str:
 
 @dataclass(frozen=True)
 class ClusterRecord:
-    """What `cluster.json` tells others about the running cluster, or this machine's part of one.
+    """What `cluster.json` tells other processes about the running cluster, or this machine's part of one.
 
     Attributes:
         address: of Ray's control store, `HOST:PORT`.
-        home: the folder with the secret for connecting, and the certificate.
+        home: the folder with the secret for connecting and the certificate.
         endpoint_url: such as `http://127.0.0.1:8000`; None until the models answer.
         certificate: the file with the endpoint's certificate, None for HTTP.
-        pid: the server's process id, with `pid_created_s` (Unix time) against confusion with a later process.
+        pid: the server's process id; `pid_created_s` (Unix time) tells it from a later process with this id.
         temp_dir: where Ray keeps its sockets and logs.
         ray_sid: the Unix session in which Ray runs.
         node: this machine's name in the cluster.
-        door: where machines are let in, `HOST:PORT`.
-        joined: whether the cluster is led by another server.
+        door: where machines join, `HOST:PORT`.
+        joined: whether this machine joined a cluster that another server leads.
     """
 
     address: str
@@ -68,7 +68,7 @@ class ClusterRecord:
 
 
 def find_cluster(home: Home) -> ClusterRecord:
-    """The cluster that runs on this home.
+    """Returns the record of the cluster that runs on this home.
 
     Raises:
         NotRunning: there is none; the message says how to start one.
@@ -87,7 +87,7 @@ def find_cluster(home: Home) -> ClusterRecord:
 
 
 def connect_ray(record: ClusterRecord) -> None:
-    """Makes this process a driver of the cluster. Does nothing in a process that already is one, such as an actor.
+    """Makes this process a driver of the cluster. Does nothing if it is connected already, as an actor is.
 
     Raises:
         NotRunning: nothing answers at the recorded address.
@@ -96,10 +96,10 @@ def connect_ray(record: ClusterRecord) -> None:
 
 
 def connect_ray_address(address: str, home: Home, namespace: str = NAMESPACE, temp_dir: str | None = None) -> None:
-    """As `connect_ray`, for a Ray address (`host:port`) and a home with the cluster's token and certificates.
+    """Connects as `connect_ray`, to a Ray address (`host:port`) with the token and certificates of a home.
 
     Args:
-        temp_dir: of the node to be connected through, where this machine has several.
+        temp_dir: Ray's folder of the node to connect through, if this machine has several.
 
     Raises:
         NotRunning: nothing answers there, or it does not take the token.
@@ -126,12 +126,12 @@ def connect_ray_address(address: str, home: Home, namespace: str = NAMESPACE, te
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `host:port` is on this machine alone."""
+    """Returns whether `host:port` is a loopback address."""
     return address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost")
 
 
 def _reread_ray_settings() -> None:
-    """Makes an imported, uninitialized Ray see the environment as it is now; it reads most of it while imported."""
+    """Makes an imported, uninitialized Ray see the present environment; it reads most of it at import."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 

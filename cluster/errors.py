@@ -14,11 +14,11 @@
     │   ├── SlowReader              408  the answer was read too slowly
     │   ├── AgentBusy               409
     │   ├── AgentExists             409
-    │   ├── PictureLost             409  of a stored transcript; neither its KV nor its embeddings are left
+    │   ├── PictureLost             409  of a stored transcript; its KV and its image embeddings are gone
     │   ├── RequestTooLarge         413
     │   ├── UnsupportedMediaType    415
     │   ├── RateLimited             429  more than the key's limits allow
-    │   └── QuotaExceeded           429  agents' words take what the key may have on the disk
+    │   └── QuotaExceeded           429  the key's agents have filled their disk quota
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
     │   ├── NoReplica               503
@@ -26,11 +26,11 @@
     │   │   └── ReplicaDied         503  its process ended, perhaps by what it was computing
     │   ├── NoAnswer                503  an actor was called, and no answer came
     │   │   ├── ActorLost           503  its process has ended, as far as Ray can tell
-    │   │   │   └── ActorAway       503  or cannot be reached now; it may come back by itself
-    │   │   ├── ActorSilent         503  not within the time
-    │   │   └── OtherVersion        503  what it says is of another version
-    │   ├── AgentElsewhere          503  its memory has moved; the new home answers
-    │   ├── MemoryFull              507  agents' words find no room on the disk, nor in transcripts_bytes_max
+    │   │   │   └── ActorAway       503  it cannot be reached now, and may come back by itself
+    │   │   ├── ActorSilent         503  it did not answer within the time limit
+    │   │   └── OtherVersion        503  its answer is of another protocol version
+    │   ├── AgentElsewhere          503  its memory has moved; the new primary answers
+    │   ├── MemoryFull              507  no room for agents' transcripts on the disk or in transcripts_bytes_max
     │   └── Draining                503
     ├── DeadlineExceeded            504
     ├── GenerationFailed            500  one row failed inside the model; its neighbours did not
@@ -38,23 +38,23 @@
     ├── DiskError                   500  a call to the disk tier failed; it goes on
     │   ├── DiskFull                507
     │   ├── StoreInUse              500  another process has the folder
-    │   ├── StaleEpoch              409  the writer has not seen that the store was opened anew
-    │   ├── InvalidRecord           500  what a writer says that cannot be right
-    │   ├── CorruptSegment          500  a file that is not what was written
-    │   └── DamagedIndex            500  the index must be built anew
-    └── ClusterError                500  bringing the cluster up, finding it, taking it down
+    │   ├── StaleEpoch              409  the store was reopened and the writer does not know yet
+    │   ├── InvalidRecord           500  a writer's record has impossible values
+    │   ├── CorruptSegment          500  a file's content is not what was written
+    │   └── DamagedIndex            500  the index must be rebuilt
+    └── ClusterError                500  the cluster cannot be started, found or stopped
         ├── ConfigError             500  `path` is the place in the config file
         ├── KeysDamaged             500
         ├── NotRunning              500
         ├── PortInUse               500
         ├── HomeInUse               500
         └── LinkError               500  a connection between two nodes' stores
-            ├── LinkGarbage         500  the peer speaks something else, or was cut off
+            ├── LinkGarbage         500  the peer speaks another protocol, or was cut off
             ├── LinkVersion         500
-            └── LinkRefused         500  it has not the cluster's key, or is another node
+            └── LinkRefused         500  the peer lacks the cluster's key, or is another node
 
 Errors cross process borders as data (`to_wire`, `from_wire`), never as pickled exceptions, so the two sides need not
-agree on a traceback's classes.
+share exception classes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 
 
 def quoted(value: Any) -> str:
-    """What a caller wrote, for an error's message; shortened where it is long."""
+    """Returns what a caller wrote, for an error message; shortened if it is long."""
     return _SHORT.repr(value)
 
 
@@ -84,7 +84,7 @@ class SatchelError(Exception):
         self.retry_after_s = retry_after_s
 
     def to_wire(self) -> dict[str, Any]:
-        """This error as plain data: class name, message, param, retry_after_s."""
+        """Returns this error as plain data: class name, message, param, retry_after_s."""
         return {
             "kind": type(self).__name__,
             "message": self.message,
@@ -196,7 +196,7 @@ class ReplicaDied(ReplicaLost):
 
 
 class NoAnswer(Unavailable):
-    """Nothing came from an actor that was called; also where there is none of that name, or its method failed."""
+    """An actor that was called gave no answer; also if there is no actor of that name, or its method failed."""
 
 
 class ActorLost(NoAnswer):
@@ -298,37 +298,37 @@ class HomeInUse(ClusterError):
 
 
 class LinkError(ClusterError):
-    """A connection between nodes that cannot be used."""
+    """A connection between two nodes cannot be used."""
 
     code = "link_error"
 
 
 class LinkGarbage(LinkError):
-    """The peer does not speak this protocol, or what it says is cut off or damaged."""
+    """The peer does not speak this protocol, or its data is cut off or damaged."""
 
     code = "link_garbage"
 
 
 class LinkVersion(LinkError):
-    """The peer speaks another version."""
+    """The peer speaks another protocol version."""
 
     code = "link_version"
 
 
 class LinkRefused(LinkError):
-    """The peer does not have the cluster's key, or is another node than the one that was wanted."""
+    """The peer does not have the cluster's key, or is not the expected node."""
 
     code = "link_refused"
 
 
 def _tree(cls: type[SatchelError]) -> dict[str, type[SatchelError]]:
-    found = {cls.__name__: cls}
+    classes = {cls.__name__: cls}
     for child in cls.__subclasses__():
-        found.update(_tree(child))
-    return found
+        classes.update(_tree(child))
+    return classes
 
 
 def from_wire(data: dict[str, Any]) -> SatchelError:
-    """The error `to_wire` described; an unknown kind becomes a plain `SatchelError`."""
+    """Rebuilds the error that `to_wire` described; an unknown kind becomes a plain `SatchelError`."""
     cls = _tree(SatchelError).get(str(data.get("kind")), SatchelError)
     return cls(str(data.get("message", "")), param=data.get("param"), retry_after_s=data.get("retry_after_s"))

@@ -14,14 +14,14 @@ from .config import Home
 from .errors import ClusterError, HomeInUse
 
 _LOCK_WAIT_S = 1.0
-"""A killed server's lock goes when the kernel has taken the process apart, which takes a moment."""
+"""The kernel frees a killed server's lock once the process is gone, which takes a moment."""
 
 
 def prepare_home(home: Home) -> None:
     """Makes the folders of the home, for this user alone.
 
     Raises:
-        ClusterError: they cannot be made or belong to somebody else.
+        ClusterError: they cannot be made, or belong to somebody else.
     """
     for folder in (home.root, home.run, home.tls):
         try:
@@ -51,12 +51,16 @@ def write_private(path: Path, text: str) -> None:
 
 
 def write_private_json(path: Path, data: dict[str, Any]) -> None:
-    """`write_private`, with JSON."""
+    """Replaces the file with JSON in one step; only this user may read it.
+
+    Raises:
+        ClusterError: it cannot be written.
+    """
     write_private(path, json.dumps(data, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What the file says, or None where it is absent or no JSON object."""
+    """Returns the JSON object in the file; None if it is absent or holds none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -65,7 +69,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def ensure_token(home: Home) -> Path:
-    """The file with the cluster's secret, made at the first call."""
+    """Returns the file with the cluster's secret; makes it at the first call.
+
+    Raises:
+        ClusterError: it cannot be written.
+    """
     if not home.token_file.exists() or home.token_file.stat().st_size < 32:
         write_private(home.token_file, secrets.token_hex(32))
     home.token_file.chmod(0o600)
@@ -73,7 +81,7 @@ def ensure_token(home: Home) -> Path:
 
 
 class HomeLock:
-    """Holds a home for one server. The kernel frees it when the process ends, however it ends."""
+    """The lock of a home, held by its server. The kernel frees it when the process ends, however it ends."""
 
     def __init__(self, home: Home) -> None:
         self._path = home.lock_file
@@ -101,7 +109,7 @@ class HomeLock:
         self._path.write_text(f"{os.getpid()}\n", "ascii")
 
     def release(self) -> None:
-        """Gives the lock back; does nothing where it is not held."""
+        """Releases the lock; does nothing if it is not held."""
         if self.is_held:
             self._path.write_text("", "ascii")
             self._lock.release()

@@ -1,6 +1,6 @@
-"""What went wrong on this machine lately: a line of JSON each in the home, which `satchel doctor` shows.
+"""What went wrong on this machine lately: JSON lines in the home, which `satchel doctor` shows.
 
-Any process of the server may write. Nobody waits for it and nothing fails by it: on a full disk a line is lost.
+Any process of the server may write. A failed write is only logged: on a full disk a line is lost.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .config import Home
 _log = logging.getLogger(__name__)
 
 FILE_BYTES_MAX = 128 * 2**10
-"""When the file is larger it becomes the former one, of which there is one: so twice that is kept at most."""
+"""A larger file replaces its predecessor, so at most twice this is kept."""
 
 TEXT_CHARACTERS_MAX = 500
 
 Kind = Literal["stuck", "died", "silent", "node", "disk", "given_up", "refused", "certificate"]
-"""A process was ended because it stood still, has ended and was started again, or gave no sign of life; a node does not
-report, or does again; a disk is full, or has room again; a request was given up; many were refused; the
-endpoint's certificate was replaced by one that cannot be used."""
+"""A process was ended because it was stuck (`stuck`), ended by itself and was restarted (`died`), or sent no heartbeat
+(`silent`); a node stopped or resumed reporting; a disk is full or has room again; a request was given up; many requests
+were refused; the endpoint's certificate was replaced by one that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Incident:
-    """`at_s` is Unix time."""
+    """One line of the file. `at_s` is Unix time."""
 
     at_s: float
     kind: str
@@ -41,16 +41,16 @@ class Incident:
 
 
 def note_incident(home: Home, kind: Kind, text: str) -> None:
-    """Write it down, for this user alone. Takes a moment on the disk."""
+    """Appends an incident to the home's file, which only this user may read. Blocks on the disk."""
     line = json.dumps({"at_s": round(time.time(), 3), "kind": kind, "text": text[:TEXT_CHARACTERS_MAX]}) + "\n"
     try:
         _append(home.incidents_file, line.encode())
     except OSError as error:
-        _log.warning("an incident is not written down (%s): %s", error.strerror, text)
+        _log.warning("an incident cannot be written (%s): %s", error.strerror, text)
 
 
 def note_incident_aside(home: Home, kind: Kind, text: str) -> threading.Thread:
-    """As `note_incident`, by a thread of its own: for those that must not wait for a disk."""
+    """Does as `note_incident`, in a thread of its own, for callers that must not wait for a disk."""
     thread = threading.Thread(target=note_incident, args=(home, kind, text), name="incident", daemon=True)
     thread.start()
     return thread
@@ -62,13 +62,13 @@ def _append(path: Path, line: bytes) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if not _is_still(path, descriptor):
-                # Another process has just set it aside.
+                # Another process has just rotated it.
                 continue
             size = os.fstat(descriptor).st_size
             if size + len(line) > FILE_BYTES_MAX:
                 path.replace(former(path))
                 continue
-            # Behind a line that a full disk has cut short this one begins anew.
+            # The leading newline separates this line from one that a full disk has cut short.
             os.write(descriptor, line if size == 0 else b"\n" + line)
             return
         finally:
@@ -83,13 +83,14 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 
 def former(path: Path) -> Path:
+    """Returns the path of the file's predecessor."""
     return path.with_suffix(".old" + path.suffix)
 
 
 def incidents(home: Home, since_s: float) -> list[Incident]:
-    """Those written down since then (Unix time), the oldest first."""
-    found = [one for path in (former(home.incidents_file), home.incidents_file) for one in _read(path)]
-    return sorted((one for one in found if one.at_s >= since_s), key=lambda one: one.at_s)
+    """Returns the incidents since `since_s` (Unix time), the oldest first."""
+    recorded = [one for path in (former(home.incidents_file), home.incidents_file) for one in _read(path)]
+    return sorted((one for one in recorded if one.at_s >= since_s), key=lambda one: one.at_s)
 
 
 def _read(path: Path) -> Iterator[Incident]:

@@ -1,7 +1,7 @@
-"""Keys of the endpoint: who may use it. Each is a tenant of its own.
+"""API keys of the endpoint. Each is a tenant of its own.
 
-A key is shown once, when it is made; the home has only what scrypt makes of it. Once there is a file of keys every
-caller needs one, also if all of them have been revoked.
+A key is shown once, when it is made; the home keeps only its scrypt hash. Once the file of keys exists every caller
+needs a key, even if all of them have been revoked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .home import prepare_home, read_json, write_private, write_private_json
 from .units import STRICT, Bytes, Count
 
 OWNER = "default"
-"""The tenant of whoever runs the server: of the command line, of Python handles, and of everybody where no keys are."""
+"""The tenant of whoever runs the server: the command line, Python handles, and every caller if there are no keys."""
 
 KEY_BEGINS = "sk-satchel-"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
@@ -37,24 +37,24 @@ _SECRET = re.compile(KEY_BEGINS + r"([0-9a-f]{8})-([A-Za-z0-9_-]{43})", re.ASCII
 _OWNER_ID = "0" * 8
 
 _SCRYPT = {"n": 2**14, "r": 8, "p": 1, "dklen": 32}
-"""About 50 ms and 16 MiB a key."""
+"""A hash takes about 50 ms and 16 MiB."""
 
 _CHECKED_MAX = 1024
-"""Secrets whose answer is remembered, right and wrong ones apart."""
+"""Capacity of each cache of checked secrets, the right and the wrong ones."""
 
 
 @validated(frozen=True, config=STRICT)
 class KeyLimits:
-    """What a tenant may take; None is no limit of its own.
+    """A tenant's limits; None is no limit of its own.
 
-    `rows_max` counts answers that are being computed. `memory_bytes_max` is what each replica keeps of its KV in memory
-    for reuse, `disk_bytes_max` what each node keeps on disk of its agents' words and KV. With `models` empty it may use
-    all.
+    `rows_max` counts answers that are being computed. `memory_bytes_max` limits its KV that each replica keeps in
+    memory for reuse, `disk_bytes_max` its agents' transcripts and KV on each node's disk. If `models` is empty it may
+    use all.
     """
 
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
-    """Of prompts and answers together, also those that were cached."""
+    """Of prompts and answers together, including cached tokens."""
     rows_max: Count | None = None
     priority_max: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     memory_bytes_max: Bytes | None = None
@@ -64,7 +64,7 @@ class KeyLimits:
 
 @validated(frozen=True, config=STRICT)
 class Key:
-    """One key. `id` is its second part and no secret; `salt` and `digest` are hexadecimal; times are Unix time."""
+    """One key. `id` is the secret's public part; `salt` and `digest` are hexadecimal; times are Unix time."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
@@ -80,7 +80,7 @@ _KEYS = TypeAdapter(tuple[Key, ...])
 
 
 def read_keys(home: Home) -> tuple[Key, ...] | None:
-    """Every key that was ever made, None where none was.
+    """Returns every key that was ever made, None if none was.
 
     Raises:
         KeysDamaged: the file is not what was written.
@@ -95,13 +95,13 @@ def read_keys(home: Home) -> tuple[Key, ...] | None:
 
 
 def create_key(home: Home, name: str, *, admin: bool = False, **limits: Any) -> tuple[Key, str]:
-    """A new key, and the secret, which is nowhere else.
+    """Makes a key. Returns it with its secret, which is stored nowhere.
 
     Args:
         limits: the fields of `KeyLimits`.
 
     Raises:
-        ConfigError: the name cannot be one, or is that of another key, or a limit is out of range.
+        ConfigError: the name is invalid or taken, or a limit is out of range.
     """
     if NAME.fullmatch(name) is None:
         raise ConfigError("a key's name is 1 to 64 of A-Z a-z 0-9 . _ - and begins with a letter or a digit")
@@ -135,7 +135,7 @@ def create_key(home: Home, name: str, *, admin: bool = False, **limits: Any) -> 
 
 
 def revoke_key(home: Home, name: str) -> Key:
-    """End a key, by its name or id. A running endpoint refuses it from its next request on.
+    """Revokes a key by its name or id. A running endpoint refuses it from the next request on.
 
     Raises:
         ConfigError: there is no such key.
@@ -150,7 +150,7 @@ def revoke_key(home: Home, name: str) -> Key:
 
 @contextmanager
 def _changing(home: Home) -> Iterator[list[Key]]:
-    """The keys, to be changed; written back where the block ends without an error. One process at a time."""
+    """The keys for changing; written back if the block ends without an error. One process at a time."""
     prepare_home(home)
     with FileLock(home.run / "keys.lock", mode=0o600, fallback_to_soft=False):
         before = read_keys(home) or ()
@@ -165,12 +165,12 @@ def _digest(secret: str, salt: bytes) -> bytes:
 
 
 def write_owner_key(home: Home) -> None:
-    """Make the secret by which the command line of this user is known to the endpoint; another one at every start."""
+    """Makes the secret by which the endpoint knows this user's command line; a new one at every start."""
     write_private(home.owner_key_file, f"{KEY_BEGINS}{_OWNER_ID}-{secrets.token_urlsafe(32)}")
 
 
 def owner_key(home: Home) -> str:
-    """That secret, "" where there is none."""
+    """Returns the secret of this user's command line, "" if there is none."""
     try:
         return home.owner_key_file.read_text(encoding="ascii")
     except OSError:
@@ -181,7 +181,7 @@ _OWNER_KEY = Key(name=OWNER, id=_OWNER_ID, salt="", digest="", admin=True, limit
 
 
 class KeyRing:
-    """The keys as the endpoint sees them: read again as soon as the file changes.
+    """The keys as the endpoint sees them, read again as soon as the file changes.
 
     Args:
         required: whether callers need a key even if none was ever made.
@@ -193,9 +193,9 @@ class KeyRing:
         self._keys: dict[str, Key] | None = None
         self._damaged = False
         self._version: tuple[int, int, int] | None = None
-        # What secrets look like here: no table of this process tells by its timing how near a guess was.
+        # Secrets are looked up by keyed hashes, so that timing does not tell how close a guess was.
         self._blind = secrets.token_bytes(32)
-        # Read without the guard, which a library's cache does not allow.
+        # Plain dictionaries, as they are read without the guard.
         self._right: OrderedDict[bytes, str] = OrderedDict()
         self._wrong: OrderedDict[bytes, None] = OrderedDict()
         self._guard = threading.Lock()
@@ -207,14 +207,14 @@ class KeyRing:
         return self._keys is None and not self._required and not self._damaged
 
     def remembered(self, secret: str) -> Key | Literal[False] | None:
-        """The key of a secret that was checked before; False for a wrong one, None for one that `check` must look at.
+        """Returns the key of a secret that was checked before; False for a wrong one, None if `check` must decide.
         Takes microseconds."""
         self._look()
-        found = _SECRET.fullmatch(secret)
-        if found is None or found[1] not in {_OWNER_ID, *(self._keys or ())}:
+        parts = _SECRET.fullmatch(secret)
+        if parts is None or parts[1] not in {_OWNER_ID, *(self._keys or ())}:
             return False
-        if found[1] == _OWNER_ID:
-            # It is random enough for a plain comparison.
+        if parts[1] == _OWNER_ID:
+            # It has 256 random bits, so it needs no slow hash.
             right = hmac.compare_digest(secret.encode(), owner_key(self._home).encode())
             return _OWNER_KEY if right else False
         blind = self._blinded(secret)
@@ -223,7 +223,7 @@ class KeyRing:
         return False if blind in self._wrong else None
 
     def check(self, secret: str) -> Key | None:
-        """The key of a secret, None for a wrong one. Takes 50 ms; one caller at a time."""
+        """Returns the key of a secret, None for a wrong one. Takes 50 ms; one caller at a time."""
         with self._guard:
             known = self.remembered(secret)
             if known is not None:
@@ -234,9 +234,9 @@ class KeyRing:
                 return None
             right = hmac.compare_digest(_digest(secret, bytes.fromhex(key.salt)), bytes.fromhex(key.digest))
             if right:
-                _note(self._right, blind, key.id)
+                _remember(self._right, blind, key.id)
             else:
-                _note(self._wrong, blind, None)
+                _remember(self._wrong, blind, None)
             return key if right else None
 
     def _blinded(self, secret: str) -> bytes:
@@ -250,14 +250,14 @@ class KeyRing:
             keys = read_keys(self._home)
             self._damaged = False
         except KeysDamaged:
-            # Nobody gets in but the owner.
+            # Only the owner gets in.
             keys, self._damaged = (), True
         self._keys = None if keys is None else {key.id: key for key in keys if key.revoked is None}
         self._version = version
         self._wrong.clear()
 
 
-def _note(table: OrderedDict[bytes, Any], blind: bytes, value: Any) -> None:
+def _remember(table: OrderedDict[bytes, Any], blind: bytes, value: Any) -> None:
     table[blind] = value
     if len(table) > _CHECKED_MAX:
         table.popitem(last=False)

@@ -13,7 +13,7 @@ from .units import STRICT, Bytes
 Kind = Literal["thunderbolt", "ethernet", "wifi"]
 
 ASSUMED_BYTES_PER_S: dict[Kind, float] = {"thunderbolt": 1.0e9, "ethernet": 1.0e8, "wifi": 2.0e7}
-"""What a link is believed to carry until that has been measured."""
+"""Assumed throughput of a link until it has been measured."""
 
 
 def _ip(text: str) -> str:
@@ -39,9 +39,9 @@ class Link:
 class Node:
     """One machine.
 
-    `address` is the one by which the machines of the cluster know each other (Ray's). `ssh` is what the ssh client
-    calls it; the first node, on which the server is started, has none. `links` are for KV, in any order; none means
-    the address. `home` is its SATCHEL_HOME, and `command` the command line of Satchel there.
+    `address` is the one that Ray uses. `ssh` is its name for the ssh client; the first node, on which the server is
+    started, has none. `links` are for KV, in any order; if empty, KV uses the address. `home` is its SATCHEL_HOME, and
+    `command` the command line of Satchel there.
     """
 
     name: Name
@@ -55,7 +55,7 @@ class Node:
     disk_bytes_max: Bytes | None = None
     """Agents' KV on its disk; None takes the config's."""
     give_bytes_per_s_max: Bytes | None = None
-    """How fast the others may fetch its KV, all together; None is as fast as links and processors are."""
+    """How fast all other nodes together may fetch its KV; None is without a limit."""
 
     @property
     def is_loopback(self) -> bool:
@@ -63,11 +63,11 @@ class Node:
 
     @property
     def resource(self) -> str:
-        """The Ray resource that only this node has, and everything has to want that is to run here."""
+        """The Ray resource that only this node has; every actor that must run here asks for it."""
         return f"satchel-node-{self.name}"
 
     @property
     def data_links(self) -> tuple[Link, ...]:
-        """Where others get KV from, the fastest kind first."""
+        """The links by which others fetch KV, the fastest kind first."""
         links = self.links or (Link(address=self.address),)
         return tuple(sorted(links, key=lambda link: -ASSUMED_BYTES_PER_S[link.kind]))

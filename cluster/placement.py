@@ -11,15 +11,15 @@ from .errors import InvalidRequest
 def place(
     model: Model, nodes: Sequence[str], *, free_bytes: Mapping[str, int] | None = None, taken: Collection[str] = ()
 ) -> dict[str, str]:
-    """Replica ids and their nodes: one on each node that the model may run on, or as many as it says.
+    """Returns replica ids with their nodes: one on each node that the model may run on, or `model.replicas` of them.
 
     Args:
         nodes: names of the cluster's nodes, the head first.
-        free_bytes: of memory by node; where replicas are fewer than nodes, those with most of it come first.
+        free_bytes: free memory by node; if there are fewer replicas than nodes, nodes with more of it come first.
         taken: ids that are in use.
 
     Raises:
-        InvalidRequest: none of the nodes that it may run on is there.
+        InvalidRequest: none of the nodes that it may run on has joined.
     """
     allowed = [name for name in nodes if not model.nodes or name in model.nodes]
     if not allowed:

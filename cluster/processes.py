@@ -1,8 +1,8 @@
 """Which processes are ours, and how to end them. Never by name.
 
-Ray runs in a session of its own (`setsid`), and everything it starts stays in that session. The kernel gives a session
-number to nobody else while one member lives. So the members of a session are certainly ours as long as one process
-that we wrote down, by process id *and* creation time, is still alive in it; without such a witness nothing is touched.
+Ray runs in a session of its own (`setsid`), and everything it starts stays in that session. The kernel does not reuse a
+session number while one member lives. So the members of a session are certainly ours as long as one process that we
+recorded, by process id *and* creation time, is still alive in it; without such a witness nothing is touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 _CREATION_TOLERANCE_S = 2.0
-"""Linux counts from a boot time in whole seconds, which clock corrections move."""
+"""Linux counts creation times from a boot time in whole seconds, which clock corrections shift."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 2**20
@@ -26,14 +26,14 @@ _KEPT_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """One process, so that a later process with the same id is not mistaken for it. `created_s` is Unix time."""
+    """The identity of one process: a later process with the same id differs in `created_s` (Unix time)."""
 
     pid: int
     created_s: float
 
     @staticmethod
     def of(pid: int) -> ProcessMark | None:
-        """The mark of a living process; None where there is none."""
+        """Returns the mark of a living process; None if there is none."""
         try:
             process = psutil.Process(pid)
             return None if process.status() == psutil.STATUS_ZOMBIE else ProcessMark(pid, process.create_time())
@@ -41,14 +41,14 @@ class ProcessMark:
             return None
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs. A zombie does not."""
+        """Returns whether this very process still runs. A zombie does not."""
         now = ProcessMark.of(self.pid)
         return now is not None and abs(now.created_s - self.created_s) <= _CREATION_TOLERANCE_S
 
 
 @dataclass(frozen=True)
 class UnixSession:
-    """A Unix session and those of its members that were written down."""
+    """A Unix session and those of its members that were recorded."""
 
     sid: int
     witnesses: tuple[ProcessMark, ...]
@@ -58,7 +58,7 @@ class UnixSession:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> UnixSession | None:
-        """The session that `to_dict` described; None where the data is not one."""
+        """Rebuilds the session that `to_dict` described; None if the data does not fit."""
         try:
             marks = tuple(ProcessMark(int(pid), float(created)) for pid, created in data["processes"])
             return UnixSession(int(data["sid"]), marks)
@@ -66,21 +66,21 @@ class UnixSession:
             return None
 
     def is_ours(self) -> bool:
-        """Whether a written-down process still lives in it, so that all of its members are ours."""
+        """Returns whether a recorded process still lives in it, so that all of its members are ours."""
         return any(mark.is_alive() and _session_of(mark.pid) == self.sid for mark in self.witnesses)
 
     def members(self) -> list[int]:
-        """The ids of its living processes; none where nothing proves that they are ours."""
+        """Returns the ids of its living processes; none if nothing proves that they are ours."""
         return session_members(self.sid) if self.is_ours() else []
 
     def refreshed(self) -> UnixSession:
-        """The same session with all present members as witnesses."""
+        """Returns the same session with all present members as witnesses."""
         marks = [mark for mark in map(ProcessMark.of, self.members()) if mark is not None]
         return UnixSession(self.sid, tuple(marks)) if marks else self
 
 
 def session_members(sid: int) -> list[int]:
-    """Ids of the processes in a session, zombies left out."""
+    """Returns the ids of the processes in a session, without zombies."""
     return [pid for pid in psutil.pids() if _session_of(pid) == sid and ProcessMark.of(pid) is not None]
 
 
@@ -100,7 +100,7 @@ def _send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def end_session(session: UnixSession, *, grace_s: float, kill_s: float = 3.0, spare: int | None = None) -> list[int]:
-    """Ends every process of the session: SIGTERM, after `grace_s` SIGKILL, until none is left or `kill_s` have passed.
+    """Ends every process of the session: SIGTERM, after `grace_s` SIGKILL, until none is left or `kill_s` has passed.
 
     Args:
         spare: a member to leave alone (the caller itself).
@@ -112,7 +112,7 @@ def end_session(session: UnixSession, *, grace_s: float, kill_s: float = 3.0, sp
         return []
 
     def living() -> list[int]:
-        # The proof was made above, and holds as long as a member lives.
+        # `is_ours` was checked above; that holds as long as a member lives.
         return [pid for pid in session_members(session.sid) if pid != spare]
 
     if grace_s > 0:
@@ -134,9 +134,11 @@ def _wait_until_gone(living: Any, timeout_s: float) -> None:
 
 
 def give_freed_memory_back() -> None:
-    """From now on what this process frees goes back to the system, but for 1 MiB a heap. With glibc's own settings each
-    thread's heap keeps up to 64 MiB, once there was a large block. Large arrays are then mapped anew each time, so this
-    is for processes that do not compute. Other C libraries than glibc are left as they are."""
-    if tell := getattr(ctypes.CDLL(None), "mallopt", None):
-        tell(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        tell(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    """Makes this process return freed memory to the system, except for 1 MiB a heap.
+
+    By default glibc keeps up to 64 MiB for each thread's heap after one large block. With this setting large arrays are
+    mapped anew each time, so it is for processes that do not compute. It does nothing with other C libraries.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

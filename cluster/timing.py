@@ -22,16 +22,16 @@ class Timing:
     """Who waits how long for whom. The defaults are for one local network; few clusters need others."""
 
     report_s: Seconds = 0.5
-    """The router hears from every replica and store this often, and a consumer gets an empty frame after as long
-    without tokens. So this is also how long an agent that has moved is waited for until the router knows."""
+    """Every replica and store reports to the router this often, and a consumer gets an empty frame after this long
+    without tokens. So the router learns of an agent's move within this time."""
     answer_s: Seconds = 5.0
     """A caller waits this long for an actor whose answer it needs: for a replica, the router, or a store."""
     brief_answer_s: Seconds = 2.0
     """A caller that can go on without the answer waits this long: a report, a list of nodes, what is remembered."""
     ask_s: Seconds = 1.0
-    """A store waits this long for what another store knows of an agent, and a leaving node for the router's ear."""
+    """A store waits this long for what another store knows of an agent, and a leaving node for the router."""
     retry_s: Seconds = 0.25
-    """Who failed at another process for want of an answer tries again after this long."""
+    """A caller that got no answer tries again after this long."""
     frame_silence_s: Seconds = 4.0
     """A consumer that gets no frame from a replica for this long takes its rows elsewhere."""
     consumer_lease_s: Seconds = 10.0
@@ -43,9 +43,9 @@ class Timing:
     gone_s: Seconds = 600.0
     """The router forgets a silent replica or node, with all that it held, after this long."""
     heartbeat_s: Seconds = 1.0
-    """Every process gives its machine's server a sign of life this often, and the server counts those that fail."""
+    """Every process sends its machine's server a heartbeat this often, and the server counts missed ones."""
     registry_s: Seconds = 0.5
-    """A reader relies this long on what it has read of the served models; who unloads one waits twice as long."""
+    """A reader caches the list of served models for this long; unloading a model waits twice as long."""
     nodes_s: Seconds = 1.0
     """The endpoint believes the router's list of living nodes for this long, and looks as often while it waits for a
     store."""
@@ -54,42 +54,42 @@ class Timing:
     peers_old_s: Seconds = 10.0
     """A store whose list of the other nodes is older than this waits for the router before it goes on."""
     learn_s: Seconds = 5.0
-    """A store that starts, or was away, waits this long for what happened at the others before it takes turns."""
+    """A store that starts, or was away, waits this long for the others' news before it takes turns."""
     introduce_s: Seconds = 2.0
     """A store asks nodes that did not answer again for this long before it announces its agents to the router."""
     turn_lease_s: Seconds = 60.0
-    """A store keeps a turn for an endpoint that gives no sign of life for this long; it is renewed thrice as often."""
+    """A store keeps a turn for this long if the endpoint does not renew it; a renewal comes three times as often."""
     turn_answer_s: Seconds = 10.0
-    """A continuing turn asks a store that does not answer for this long; meanwhile a copy may take over."""
+    """A continuing turn retries at a silent store for this long; meanwhile a secondary may be promoted."""
     store_answer_s: Seconds = 180.0
-    """The endpoint waits this long for the answer of a store that lives, beside `timeouts.turn_wait_s`."""
+    """The endpoint waits this long for the answer of a live store, in addition to `timeouts.turn_wait_s`."""
     hold_s: Seconds = 5.0
     """A move holds an agent's turn this long for the KV that has come since its first part."""
     fetch_s: Seconds = 60.0
-    """A home gives another node this long to fetch all of an agent's KV."""
+    """A primary gives another node this long to fetch all of an agent's KV."""
     pull_s: Seconds = 20.0
-    """A request waits this long for KV from another node; a replica waits so much longer for its store."""
+    """A request waits this long for KV from another node; a replica adds it to the time it waits for its store."""
     block_lease_s: Seconds = 30.0
-    """A store keeps files this long for a reader, or another node's pull; a row waits no longer to be read back."""
+    """A store keeps files this long for a reader or another node's pull; restoring a row takes no longer."""
     claim_wait_s: Seconds = 1.0
-    """A store lets a replica's KV wait this long for the endpoint to commit the turn that it is of."""
+    """A store holds a replica's KV this long until the endpoint commits its turn."""
     unwanted_s: Seconds = 30.0
     """A replica whose model is not served ends when no driver has asked about it for this long."""
     node_drain_s: Seconds = 4.0
     """A node that leaves lets its running rows finish for this long."""
     hand_over_s: Seconds = 18.0
-    """A node that leaves for good has this long to give its agents another home; `satchel leave` waits 30 s for all."""
+    """A node that leaves for good has this long to hand over its agents; `satchel leave` waits 30 s in all."""
     node_leave_s: Seconds = 6.0
     """The head waits this long for its nodes to leave, then ends them."""
 
     @property
     def turn_renewal_s(self) -> float:
-        """How often the endpoint renews a turn: two renewals may fail before the lease is over."""
+        """Seconds between an endpoint's renewals of a turn: two may fail before the lease runs out."""
         return self.turn_lease_s / 3
 
 
 class Relation(NamedTuple):
-    """`longer` must be more than the sum `than`, which is written as in `2 x timing.report_s + timing.ask_s`."""
+    """A rule: `longer` must be more than the sum `than`, written as `2 x timing.report_s + timing.ask_s`."""
 
     longer: str
     than: str
@@ -100,7 +100,7 @@ RELATIONS = tuple(
     Relation(*relation)
     for relation in (
         ("timing.consumer_lease_s", "2 x timing.report_s", "a lease outlives two heartbeats"),
-        ("timing.consumer_lease_s", "timing.frame_silence_s", "who still waits for a frame is not given up"),
+        ("timing.consumer_lease_s", "timing.frame_silence_s", "a consumer that still waits for a frame keeps its rows"),
         ("timing.frame_silence_s", "2 x timing.report_s", "one empty frame may be late"),
         (
             "routing.replica_timeout_s",
@@ -110,7 +110,7 @@ RELATIONS = tuple(
         (
             "routing.replica_timeout_s",
             "timing.introduce_s + timing.brief_answer_s + timing.report_s",
-            "a store that asks the others before it reports again is not taken for lost",
+            "a store that asks the others before it reports again does not count as lost",
         ),
         (
             "timing.reservation_s",
@@ -120,20 +120,24 @@ RELATIONS = tuple(
         (
             "timing.recovery_s",
             "routing.replica_timeout_s + timing.frame_silence_s",
-            "a row's replica is seen to be lost, and another one too, before the row is given up",
+            "the loss of a row's replica, and of the next one, is noticed before the row is given up",
         ),
-        ("timing.gone_s", "2 x routing.replica_timeout_s", "what is avoided for a while is still known after it"),
+        (
+            "timing.gone_s",
+            "2 x routing.replica_timeout_s",
+            "an avoided replica or node is still known afterwards",
+        ),
         ("timeouts.silent_s", "2 x timing.heartbeat_s", "a process may miss a heartbeat"),
         (
             "timing.peers_old_s",
             "timing.peers_s + timing.brief_answer_s",
-            "a list is read anew before anybody has to wait for it",
+            "a list is refreshed before anybody has to wait for it",
         ),
-        ("timing.answer_s", "timing.brief_answer_s", "a commit asks the router first where the agent lives"),
+        ("timing.answer_s", "timing.brief_answer_s", "a commit first asks the router where the agent lives"),
         (
             "timing.answer_s",
             "3 x timing.ask_s",
-            "who adopts an agent asks all others, fetches the latest copy, and tells the former homes",
+            "a promotion asks all other nodes, fetches the latest copy, and tells the former primaries",
         ),
         ("timing.answer_s", "timing.claim_wait_s", "the store answers a replica after it has waited for the turn"),
         (
@@ -144,9 +148,9 @@ RELATIONS = tuple(
         (
             "timing.turn_answer_s",
             "routing.replica_timeout_s + timing.nodes_s + 3 x timing.ask_s",
-            "a silent home is seen, and a copy takes over, while a turn insists",
+            "a silent primary is noticed and a secondary promoted while a turn retries",
         ),
-        ("timing.turn_answer_s", "2 x timing.retry_s", "what fails is tried again"),
+        ("timing.turn_answer_s", "2 x timing.retry_s", "a failed call is retried"),
         (
             "timing.turn_lease_s",
             "timing.hold_s + 6 x timing.answer_s",
@@ -155,7 +159,7 @@ RELATIONS = tuple(
         (
             "timing.store_answer_s",
             "timing.fetch_s + timing.hold_s + 8 x timing.answer_s",
-            "a move is answered",
+            "a move may take this long",
         ),
         ("timing.block_lease_s", "2 x timing.answer_s", "a reader's renewal may be answered late"),
         ("timing.unwanted_s", "2 x timing.answer_s", "a driver that loads a model asks about it twice meanwhile"),
@@ -171,7 +175,7 @@ _FIELD = re.compile(r"[a-z]+\.[a-z_]+")
 
 
 def broken(config: Any) -> Iterable[str]:
-    """What does not hold between the times of a config, a sentence each with both sides and the reason."""
+    """Yields a sentence for every relation that a config breaks, with both sides and the reason."""
     for longer, than, why in RELATIONS:
         if attrgetter(longer)(config) <= _total_s(config, than):
             yield f"{_with_values(config, longer)} must be more than {_with_values(config, than)}: {why}"
@@ -192,4 +196,4 @@ def _with_values(config: Any, expression: str) -> str:
 
 
 USUAL = Timing()
-"""The defaults, for whoever has no config: tests, and what runs before the config is known."""
+"""The defaults, for tests and for code that runs before the config is known."""

@@ -1,1 +1,1 @@
-"""Whether processes make progress, and what becomes of those that do not. Pure, but for the watchdog."""
+"""Detects processes that make no progress, and ends them. Pure, but for the watchdog."""

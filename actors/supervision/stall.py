@@ -1,6 +1,6 @@
-"""Whether something that ought to answer stands still. Pure: time is counted in polls.
+"""Detects a part of a process that stands still. Pure: time is counted in polls.
 
-A process that was stopped, or a machine that slept, has polled nothing meanwhile, so it has not stood still here.
+Nothing is polled while the process is stopped or the machine sleeps, so that time does not count.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 from enum import Enum
 
 TIMES = 20.0
-"""A step that takes so many times what steps take is no slow one."""
+"""A step that takes so many times the measured time is stuck, not slow."""
 
 SLOW_FRACTION = 1 / 3
-"""Of what may pass before it counts as stuck: from there on it is slow, and asked for nothing new."""
+"""After this fraction of the limit a part counts as slow and gets nothing new to do."""
 
 PAGING_TIMES = 10
-"""So much longer may it take while the machine is reading memory back from the disk."""
-
+"""The limit is so many times as long while the machine reads memory back from the disk."""
 
 FIRST_S = 1.0
 
@@ -29,17 +28,17 @@ class Pulse(Enum):
 
 
 def limit_s(floor_s: float, expected_s: float | None) -> float:
-    """How long a step may take.
+    """Returns how long a step may take, in seconds.
 
     Args:
-        floor_s: the least that is waited.
-        expected_s: what a step takes as measured; None where none was: the first one prepares the device.
+        floor_s: the lower bound.
+        expected_s: the measured time of a step; None before the first one, which also prepares the device.
     """
     return TIMES * floor_s if expected_s is None else max(floor_s, TIMES * expected_s)
 
 
 class Stall:
-    """One thing that is polled."""
+    """How long one polled part has stood still."""
 
     def __init__(self, poll_s: float) -> None:
         self._poll_s = poll_s
@@ -47,11 +46,12 @@ class Stall:
         self._paging_polls = 0
 
     def poll(self, moved: bool, limit_s: float, *, paging: bool = False) -> Pulse:
-        """
+        """Counts one poll.
+
         Args:
-            moved: whether it has since the last poll.
+            moved: whether the part has made progress since the last poll.
             limit_s: how long it may stand still.
-            paging: whether the process waited for memory that lay on the disk since then.
+            paging: whether the process waited for swapped-out memory since then.
         """
         if moved:
             self._polls = self._paging_polls = 0
@@ -65,5 +65,5 @@ class Stall:
 
 
 def pause_s(ended: int) -> float:
-    """After so many that have ended soon after their start, one after the other: 0, 1, 2, 4 … 60 seconds."""
+    """Returns the seconds before a restart after `ended` early ends in a row: 0, 1, 2, 4 … 60."""
     return 0.0 if ended <= 0 else min(PAUSE_S_MAX, FIRST_S * 2.0 ** min(ended - 1, 10))

@@ -1,9 +1,7 @@
-"""A process looks after itself: it gives signs of life, and ends where a part of it stands still, so that Ray starts it
-again.
+"""The watchdog of a process: sends heartbeats, and ends the process if a part of it is stuck, so that Ray restarts it.
 
-Each part is asked, once a poll, to run a callback: an event loop, the engine's thread, a pool of one thread. While a
-call that never returns holds the interpreter, this thread stands still too. Then the router misses the reports, readers
-of frames hear nothing, and the server misses the signs of life and ends the process
+Each part runs a callback once a poll: an event loop, the engine's thread, a pool of one thread. If a call that never
+returns holds the interpreter, this thread hangs too. Then the server misses the heartbeats and ends the process
 (`satchel.cluster.bring_up.heartbeats`).
 """
 
@@ -31,10 +29,10 @@ LOOP_S = 60.0
 """An event loop that runs nothing for this long is stuck."""
 
 PAGING_FAULTS = 20
-"""Page faults that went to the disk, in one poll, from which on a process is waiting for its memory."""
+"""With so many major page faults in one poll a process is waiting for its memory."""
 
 LAST_WORDS_S = 3.0
-"""How long an end may take to be written down: the disk may be what hangs."""
+"""How long recording the reason may take before the process ends: the disk may be what hangs."""
 
 
 @dataclass
@@ -50,11 +48,11 @@ class _WatchedPart:
 
 
 class Watchdog:
-    """Of one process, known as `name`. `watch` what is to be watched, then `start`.
+    """The watchdog of one process, known as `name`. Call `watch` for each part, then `start`.
 
     Args:
-        home: where an end is written down.
-        poll_s: how often the parts are looked at and a sign of life is given: `timing.heartbeat_s`.
+        home: where an end is recorded as an incident.
+        poll_s: the interval of polls and heartbeats: `timing.heartbeat_s`.
         end: ends the process, with a reason.
     """
 
@@ -77,13 +75,13 @@ class Watchdog:
         *,
         may_end: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Look after one more part.
+        """Adds a part.
 
         Args:
-            part: what it is called.
-            post: has it run a callback soon.
-            limit_s: how long that may take now.
-            may_end: asked before the process is ended for it; may block. Where it says no, the time begins anew.
+            part: its name.
+            post: makes the part run a callback soon.
+            limit_s: returns how long that may take now.
+            may_end: asked before the process is ended for this part; may block. If False, the time begins anew.
         """
         self._parts.append(_WatchedPart(part, post, limit_s, may_end, Stall(self._poll_s)))
 
@@ -92,11 +90,11 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def leave(self) -> None:
-        """The process is about to be ended because somebody asked for it."""
+        """Sends the last heartbeat, before an intended end."""
         self._heart.beat(leaving=True)
 
     def is_slow(self, part: str) -> bool:
-        """Whether the part takes so long that nothing new should be asked of it."""
+        """Returns whether the part is so slow that it should get nothing new to do."""
         return any(one.pulse is not Pulse.MOVING for one in self._parts if one.name == part)
 
     def _run(self) -> None:
@@ -105,7 +103,7 @@ class Watchdog:
             self.poll()
 
     def poll(self) -> None:
-        """Look at every part once. On this object's thread."""
+        """Sends a heartbeat and checks every part once. Runs on the watchdog's thread."""
         self._heart.beat()
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         paging, self._faults = faults - self._faults >= PAGING_FAULTS, faults
@@ -134,13 +132,13 @@ class Watchdog:
         part.stall = Stall(self._poll_s)
 
     def _end_process(self, reason: str) -> None:
-        def tell() -> None:
+        def record() -> None:
             logger.critical("%s; the process ends", reason)
             note_incident(self._home, "stuck", f"{reason}; the process was ended")
-            # Where every thread stands goes to the process's log.
+            # The stacks of all threads go to the process's log.
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
 
-        telling = threading.Thread(target=tell, name="last words", daemon=True)
-        telling.start()
-        telling.join(LAST_WORDS_S)
+        recording = threading.Thread(target=record, name="last words", daemon=True)
+        recording.start()
+        recording.join(LAST_WORDS_S)
         os._exit(1)

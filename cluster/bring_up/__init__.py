@@ -1,1 +1,1 @@
-"""From nothing to a running cluster and back: Ray's processes, other machines, and what looks after them."""
+"""Starts and ends a cluster: Ray's processes, other machines, and what supervises them."""

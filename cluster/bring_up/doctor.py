@@ -1,4 +1,4 @@
-"""Checks of this machine before anything is started. Each says what was found and, where it matters, how to mend it."""
+"""Checks of this machine before anything is started. Each says what was found and, if needed, how to mend it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _SOCKET_PATH_BYTES_MAX = 103
 _RAY_SOCKET = "/satchel-12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 _LATELY_S = 24 * 3600.0
 _MENDS = {
-    "stuck": "look into the log that it left; a GPU or a disk may be at fault",
-    "silent": "look whether somebody stopped it (a debugger, SIGSTOP), or memory ran out",
-    "died": "where nothing else here says why, look whether the system ended it for want of memory",
-    "node": "look at that machine and at the network between",
+    "stuck": "look into its log; a GPU or a disk may be at fault",
+    "silent": "check whether somebody stopped it (a debugger, SIGSTOP), or memory ran out",
+    "died": "if nothing else here says why, check whether the system killed it for lack of memory",
+    "node": "check that machine and the network to it",
     "disk": "make room, or lower disk_bytes_max",
-    "given_up": "report the request with its model: it ends whoever computes it",
+    "given_up": "report the request with its model: it crashes every replica that computes it",
     "refused": "raise that limit, or have clients ask less at once",
     "certificate": "mend the files of endpoint.tls; they are taken within seconds",
 }
@@ -53,7 +53,7 @@ _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of one check. `mend` is empty where nothing needs mending."""
+    """The outcome of one check. `mend` is empty if nothing needs mending."""
 
     name: str
     result: Literal["ok", "warn", "fail"]
@@ -62,7 +62,7 @@ class Check:
 
 
 def examine(config: Config, home: Home) -> list[Check]:
-    """Runs every check; takes a few seconds. It starts no server and changes nothing but the home's folder."""
+    """Runs every check, in a few seconds. Starts no server and changes nothing but the home's folder."""
     checks: list[Callable[[], Check]] = [
         check_python,
         *[lambda name=name: check_version(name) for name in _PINNED],
@@ -88,7 +88,7 @@ def check_python() -> Check:
 
 
 def _pin(package: str) -> str | None:
-    """The exact version that Satchel's own metadata asks for."""
+    """Returns the exact version that Satchel's own metadata asks for."""
     for text in importlib.metadata.requires("satchel") or []:
         wanted = Requirement(text)
         if wanted.name != package or (wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})):
@@ -122,7 +122,7 @@ def check_ray_binaries() -> Check:
 
 
 def check_mlx() -> Check:
-    """A small product on MLX's default device, in a process of its own: a broken driver can end a process."""
+    """Computes a small product on MLX's default device, in a process of its own: a broken driver can crash it."""
     program = "import mlx.core as mx; x = mx.ones((64, 64)); print((x @ x).sum().item(), mx.default_device())"
     try:
         run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=90)
@@ -130,8 +130,8 @@ def check_mlx() -> Check:
         return Check("mlx device", "fail", "a 64 x 64 product did not end within 90 s", "restart the machine")
     value, _, device = run.stdout.strip().partition(" ")
     if run.returncode != 0 or value != "262144.0":
-        said = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-        return Check("mlx device", "fail", said, "install MLX again; on macOS it needs Apple silicon and macOS 14")
+        reason = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+        return Check("mlx device", "fail", reason, "install MLX again; on macOS it needs Apple silicon and macOS 14")
     if is_macos() and "gpu" not in device:
         return Check("mlx device", "warn", device, "MLX does not see the GPU: use an arm64 Python, not one for Intel")
     return Check("mlx device", "ok", device)
@@ -161,7 +161,7 @@ def check_disk(home: Home) -> Check:
 def check_open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} open files"
-    # Ray raises its own limit as far as the hard one allows.
+    # Ray raises the soft limit up to the hard one.
     if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES_MIN:
         return Check("open files", "warn", f"{found}, at most {hard}", "raise the hard limit (`ulimit -Hn 4096`)")
     return Check("open files", "ok", found)
@@ -222,7 +222,7 @@ def check_port(config: Config, home: Home) -> Check:
 
 
 def check_tls(endpoint: Endpoint, now: datetime) -> list[Check]:
-    """Of the endpoint's certificate: nothing where it has none."""
+    """Checks the endpoint's certificate; returns nothing if it has none."""
     if endpoint.tls is None:
         return []
     try:
@@ -236,7 +236,7 @@ def check_tls(endpoint: Endpoint, now: datetime) -> list[Check]:
 
 
 def check_lately(home: Home, now_s: float) -> list[Check]:
-    """What went wrong in the last 24 hours, a line for every kind: how often, and the last time.
+    """Returns what went wrong in the last 24 hours, one check for each kind: how often, and the last time.
 
     Args:
         now_s: Unix time.

@@ -1,8 +1,8 @@
-"""Signs of life of a machine's Satchel processes, sent by datagrams to its server, which ends those that give none.
+"""Heartbeats of a machine's Satchel processes, sent as datagrams to its server, which ends processes without them.
 
-A process watches over itself (`satchel.actors.supervision.watchdog`) as long as its interpreter runs. One that is
-stopped, or whose interpreter is held by a call that never returns, cannot. Silence is counted by polls and never by the
-clock: where everything stood still, as on a Mac that slept, nobody has been silent.
+A process watches over itself (`satchel.actors.supervision.watchdog`) as long as its interpreter runs. It cannot if it
+is stopped, or if a call that never returns holds its interpreter. Silence is counted in polls and not by the clock: if
+the whole machine stood still, as a Mac that slept, no process counts as silent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MESSAGE_BYTES_MAX = 1024
 
 
 class HeartbeatSender:
-    """The heart of one process, known as `name`.
+    """The heartbeats of one process, known as `name`.
 
     Args:
         path: the socket of the machine's server; None sends nothing.
@@ -37,14 +37,14 @@ class HeartbeatSender:
         self._socket.setblocking(False)
 
     def beat(self, *, leaving: bool = False) -> None:
-        """Give a sign of life; with `leaving` the last one, before an end that was asked for."""
+        """Sends a heartbeat; with `leaving` the last one, before an intended end."""
         if self._path is None:
             return
         message = json.dumps({"pid": os.getpid(), "name": self._name, "leaving": leaving}).encode()
         try:
             self._socket.sendto(message, str(self._path))
         except OSError:
-            # The server stands still, or has ended, which is not ours to notice.
+            # The server hangs or has ended; others take care of that.
             _log.debug("a heartbeat was not taken")
 
     def close(self) -> None:
@@ -59,10 +59,10 @@ class _HeardProcess:
 
 
 class Heartbeats:
-    """Which processes were heard, and since when they were not. No socket, no process, no clock.
+    """Which processes sent heartbeats, and how many polls ago. No socket, no process, no clock.
 
     Args:
-        silent_polls_max: after so many polls without a sign of life a process is to be ended.
+        silent_polls_max: after so many polls without a heartbeat a process is to be ended.
     """
 
     def __init__(self, silent_polls_max: int) -> None:
@@ -71,7 +71,7 @@ class Heartbeats:
         self._by_name: dict[str, int] = {}
 
     def hear(self, mark: ProcessMark, name: str, *, leaving: bool = False) -> int | None:
-        """A sign of life. Returns the id of the process in whose place this one has come, None where there is none."""
+        """Takes a heartbeat. Returns the id of the process that this one replaces, None if it replaces none."""
         if leaving:
             self._heard.pop(mark.pid, None)
             self._by_name.pop(name, None)
@@ -85,7 +85,7 @@ class Heartbeats:
         return None if before in (None, mark.pid) else before
 
     def poll(self, is_alive: Callable[[ProcessMark], bool]) -> list[tuple[str, ProcessMark]]:
-        """One more poll. Returns the processes that have been silent for too long, by name, each of them once."""
+        """Counts one poll. Returns (name, mark) of each process that has just been silent for too long."""
         for pid in [pid for pid, heard in self._heard.items() if not is_alive(heard.mark)]:
             del self._heard[pid]
         silent = []
@@ -97,13 +97,13 @@ class Heartbeats:
 
 
 class HeartbeatListener:
-    """Hears the processes of one session on a socket, and ends those that are silent.
+    """The server's end: receives the heartbeats of one session's processes, and ends silent ones.
 
     Args:
-        path: of the socket, in a folder that only this user may enter. It is made.
-        silent_s: how long a process may give no sign of life.
-        poll_s: how often `poll` is called, and every process gives one.
-        say: hears what happened (`died`, `silent`) in a sentence.
+        path: of the socket to make, in a folder that only this user may enter.
+        silent_s: a process without a heartbeat for this long is ended.
+        poll_s: the interval of `poll`, and of every process's heartbeats.
+        say: called with what happened (`died`, `silent`) and a sentence.
 
     Raises:
         OSError: the socket cannot be made.
@@ -119,12 +119,12 @@ class HeartbeatListener:
         self._socket.bind(str(path))
 
     def go_by(self, silent_s: float, poll_s: float) -> None:
-        """Other times from now on."""
+        """Changes the times."""
         self._silent_s = silent_s
         self._heartbeats.silent_polls_max = _polls(silent_s, poll_s)
 
     def listen(self, session: int) -> None:
-        """Take what has come; of processes of other Unix sessions nothing."""
+        """Takes the heartbeats that have arrived; ignores those of other Unix sessions."""
         while True:
             try:
                 data = json.loads(self._socket.recv(_MESSAGE_BYTES_MAX))
@@ -141,7 +141,7 @@ class HeartbeatListener:
                 self._say("died", f"{name} (process {former}) has ended; it was started again as process {pid}")
 
     def poll(self, session: int) -> None:
-        """Call it every `poll_s`, after `listen`."""
+        """Kills processes that have been silent for too long. Call it every `poll_s`, after `listen`."""
         silent = self._heartbeats.poll(ProcessMark.is_alive)
         self._marks = {pid: mark for pid, mark in self._marks.items() if mark.is_alive()}
         for name, mark in silent:
@@ -158,7 +158,7 @@ class HeartbeatListener:
         self._socket.close()
 
     def _mark(self, pid: int, session: int) -> ProcessMark | None:
-        """Who that is; None for a process of another session, or none."""
+        """The mark of a process; None if it has ended or belongs to another session."""
         mark = self._marks.get(pid)
         if mark is None and _session_of(pid) == session and (mark := ProcessMark.of(pid)) is not None:
             self._marks[pid] = mark

@@ -1,10 +1,10 @@
-"""Ends a Ray session when its reason to be is gone: `python -m satchel.cluster.bring_up.keeper FOLDER LOGS PID...`.
+"""Ends a Ray session once its server is gone: `python -m satchel.cluster.bring_up.keeper FOLDER LOGS PID...`.
 
 It is the leader of the session. It waits until its standard input closes, because the server that started it has
 ended or was killed, or until one of the essential processes dies; then it ends every process of the session, removes
 the folder and exits. So even `kill -9` of a server leaves nothing behind. If the keeper itself is killed too, the next
-server on the same home cleans up from the written record. If an essential process died, what Ray's processes have
-logged moves to LOGS first.
+server on the same home cleans up from the session file. If an essential process died, the logs of Ray's processes are
+moved to LOGS first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _adopt_orphans() -> None:
-    """On Linux, becomes the parent of its descendants' orphans, so that it can collect them: not every container has a
-    process 1 that does."""
+    """On Linux, adopts its descendants' orphans, so that it can reap them: not every container has a process 1 that
+    does."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -48,19 +48,19 @@ def keep(essential: set[int]) -> bool:
     """Returns when standard input has closed (True) or an essential process has ended by itself (False)."""
     while not _closed(_POLL_S):
         if _reap() & essential or any(ProcessMark.of(pid) is None for pid in essential):
-            # Whoever ends them closes it first.
+            # A server that ends them in order closes standard input first.
             return _closed(0.0)
     return True
 
 
 def _closed(within_s: float) -> bool:
-    """Whether standard input closes; what is written to it is passed over."""
+    """Whether standard input closes in this time; data written to it is ignored."""
     readable, _, _ = select.select([sys.stdin.fileno()], [], [], within_s)
     return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
 
 
 def keep_logs(folder: Path, logs: Path) -> None:
-    """Move Ray's logs out of its folder. On a full disk there are none, which is no reason to fail."""
+    """Moves Ray's logs out of its folder. On a full disk the logs are lost, and nothing is raised."""
     for found in folder.glob("ray/session_*_*/logs"):
         with suppress(OSError):
             shutil.rmtree(logs, ignore_errors=True)
@@ -69,7 +69,7 @@ def keep_logs(folder: Path, logs: Path) -> None:
 
 def main() -> None:
     folder, logs, *pids = sys.argv[1:]
-    # It goes last, when the others are gone.
+    # It ends last, after the other processes of the session.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     me = ProcessMark.of(os.getpid())
     if me is None or os.getsid(0) != os.getpid():

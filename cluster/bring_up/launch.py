@@ -1,7 +1,7 @@
-"""The other machines of a cluster, started from its head: by ssh, or as processes here where they are this machine.
+"""Starts the other nodes of a cluster from its head: by ssh, or as processes here if they have loopback addresses.
 
-Each runs `satchel join`, told what it must know on its standard input, and leaves when that closes: whatever becomes
-of the server, nothing stays behind. A node that ends is started again, later and later.
+Each runs `satchel join`, reads its order from standard input, and leaves when that closes, so nothing stays behind
+however the server ends. A node that ends is restarted with growing pauses.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 RETRY_FIRST_S = 2.0
 RETRY_MAX_S = 60.0
 STEADY_S = 60.0
-"""A node that stayed for so long is started again as soon as one that has ended for the first time."""
+"""After so long without an end a node's restart pause begins anew."""
 
 KILL_S = 3.0
 
 LINE_BYTES_MAX = 16_384
-"""Of what a node says, a longer line is taken in parts."""
+"""A longer line of a node's output is split."""
 
 SSH_FAILED = 255
 NOT_RUN = (126, 127)
-"""A shell's exit status where there is no such command, or it may not be run."""
+"""A shell's exit status if the command is not executable, or not found."""
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class JoinOrder:
-    """What a node reads on its standard input: one line of JSON."""
+    """The order that a node reads from its standard input: one line of JSON."""
 
     invitation: Invitation
     node: Node
@@ -58,9 +58,10 @@ class JoinOrder:
 
     @staticmethod
     def from_line(line: bytes) -> JoinOrder:
-        """
+        """Reads what `to_line` wrote.
+
         Raises:
-            ValueError: it is none.
+            ValueError: the line is no order.
         """
         try:
             data = json.loads(line)
@@ -70,7 +71,7 @@ class JoinOrder:
 
 
 def command_of(node: Node, home: Home) -> list[str]:
-    """How a node's process is started from here."""
+    """Returns the command line that starts a node's process from here."""
     if node.ssh is None:
         own = node.home or str(home.root / "nodes" / node.name)
         return [
@@ -90,10 +91,10 @@ def command_of(node: Node, home: Home) -> list[str]:
 
 
 def advice_on(node: Node, status: int) -> str | None:
-    """What to do where the way to the node is at fault; None where it is not, and the node says what is.
+    """Returns what to do if ssh or the command failed; None if the node itself says what is wrong.
 
     Args:
-        status: the exit status of ssh: its own where it does not get there, else that of the command.
+        status: the exit status of ssh: its own if it cannot connect, else that of the command.
     """
     if node.ssh is None:
         return None
@@ -113,11 +114,11 @@ class _Launched:
 
 
 class Launcher:
-    """Keeps nodes up. All methods may be called from any thread.
+    """The supervisor of the other nodes: starts them, and restarts those that end. Thread-safe.
 
     Args:
-        invite: makes an invitation, for each start of a node a new one.
-        say: gets what becomes of them.
+        invite: makes an invitation; each start of a node takes a new one.
+        say: called with a sentence on each change.
         leave_s: how long they may take to leave: `timing.node_leave_s`.
     """
 
@@ -139,7 +140,7 @@ class Launcher:
             thread.start()
 
     def wait(self, timeout_s: float) -> list[str]:
-        """Wait until all nodes are ready; those that are not after `timeout_s`, each with what it said last."""
+        """Waits until all nodes are ready. Returns those that are not after `timeout_s`, each with its last line."""
         ends = time.monotonic() + timeout_s
         late = []
         for launched in self._launched:
@@ -148,9 +149,9 @@ class Launcher:
         return late
 
     def stop(self) -> None:
-        """Let all nodes leave, at most `leave_s`, and end those that do not."""
+        """Lets all nodes leave, for at most `leave_s`, then ends the rest."""
         with self._starting:
-            # From here on nothing is started that nobody ends.
+            # From here on no node is started.
             self._stopping.set()
         running = [launched.process for launched in self._launched if launched.process is not None]
         for process in running:
@@ -161,7 +162,7 @@ class Launcher:
                 process.wait(max(0.0, ends - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                # The other nodes have to be ended too, whatever holds this one.
+                # The other nodes must be ended too, even if this one hangs.
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(KILL_S)
 
@@ -198,14 +199,14 @@ class Launcher:
                 env={**environment.snapshot(), "PYTHONUNBUFFERED": "1"},
             )
         assert process.stdin is not None and process.stdout is not None
-        # Where it has ended, it says why.
+        # If it has ended already, its output says why.
         with suppress(OSError):
             process.stdin.write(order.to_line())
             process.stdin.flush()
         while raw := process.stdout.readline(LINE_BYTES_MAX):
             line = raw.decode(errors="replace").strip()
             if line == READY:
-                # No reason for its end, whenever that comes.
+                # Lines from before it was ready do not explain a later end.
                 launched.last = ""
                 self._say(f"Node {launched.node.name} is ready")
                 launched.ready.set()
@@ -219,11 +220,11 @@ class Launcher:
 
 
 READY = "ready"
-"""What a node says once its replicas answer."""
+"""The line that a node prints once its replicas answer."""
 
 
 def _close_input(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
-    # What was written last may not have arrived.
+    # Closing flushes, which fails if the node has ended.
     with suppress(OSError):
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""Whether a port can be listened on, and may be."""
+"""Whether the endpoint can listen on a port, and whether it may without keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_port_free(listen: str, port: int) -> None:
     except socket.gaierror as error:
         raise ClusterError(f"cannot listen on {listen!r}: {error.strerror}") from None
     with socket.socket(family, kind, protocol) as probe:
-        # Connections of an earlier server that linger (TIME_WAIT) are no obstacle.
+        # Lingering connections of an earlier server (TIME_WAIT) are no obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -41,7 +41,7 @@ def check_port_free(listen: str, port: int) -> None:
 
 
 def listens_to_strangers(endpoint: Endpoint) -> bool:
-    """Whether other machines can reach the endpoint."""
+    """Returns whether other machines can reach the endpoint."""
     if endpoint.listen == "localhost":
         return False
     try:
@@ -51,7 +51,7 @@ def listens_to_strangers(endpoint: Endpoint) -> bool:
 
 
 def check_endpoint(endpoint: Endpoint, home: Home) -> list[Advice]:
-    """What to say of the endpoint's certificate, if the endpoint may be served so.
+    """Checks whether the endpoint may be served as configured. Returns advice on its certificate.
 
     Raises:
         ClusterError: other machines could use it without a key, or its certificate cannot be used.
@@ -67,7 +67,7 @@ def check_endpoint(endpoint: Endpoint, home: Home) -> list[Advice]:
 
 
 def free_port(listen: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
+    """Returns a port that was free a moment ago."""
     with socket.socket(socket.AF_INET6 if ":" in listen else socket.AF_INET) as probe:
         probe.bind((listen, 0))
         return int(probe.getsockname()[1])

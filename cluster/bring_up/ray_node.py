@@ -5,7 +5,7 @@ Reads one JSON object from standard input (`RaySpec`), starts Ray, writes one JS
 
 Why not `ray start`: it turns 127.0.0.1 into the machine's outward address and listens on all interfaces, it
 always starts a Ray Client server and an API server that nothing here uses, and it takes twice the time (17 s against
-8 s on two cores). What is used of Ray's inside is its `Node` class, at the version that pyproject.toml pins.
+8 s on two cores). Of Ray's internals this uses the `Node` class, at the version that pyproject.toml pins.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..processes import ProcessMark, UnixSession, end_session
 from .keeper import keep_logs
 
 _STAND_IN = "/bin/sh -c cat"
-"""In the place of an agent, whatever options Ray adds: it reads what nobody writes, until its raylet has ended."""
+"""The command in place of an agent, whatever options Ray adds: it waits on its input until its raylet has ended."""
 _AGENT = "--dashboard_agent_command"
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 _NOBODYS_PORT = "1"
 
 RESOURCE_AMOUNT = 1_000_000
-"""Of a node's own resource, of which every actor takes one."""
+"""The amount of a node's own resource; every actor takes one unit."""
 REGISTER_S = 90.0
-"""How long a node may take until the cluster knows it. Ray gives it 30 s, which a busy machine exceeds."""
+"""How long a node may take to register. Ray allows 30 s, which a busy machine exceeds."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RaySpec:
     Attributes:
         name: of the node.
         address: of this machine, on which Ray listens.
-        resource: what only this node has, for placing actors.
+        resource: the Ray resource that only this node has, for placing actors.
         head: the address of the cluster to join (`host:port`); None starts one.
         temp_dir: Ray's folder. Short: Ray makes sockets below it.
         private_dir: the folder to remove when the session ends; `temp_dir` is inside it.
@@ -62,26 +62,26 @@ class RaySpec:
 
 @dataclass(frozen=True)
 class RayReport:
-    """What was started: the address for drivers, and the processes without which there is no cluster."""
+    """What was started: the address for drivers, and the processes that the cluster cannot do without."""
 
     address: str
     essential_pids: list[int]
 
 
 def start_ray(spec: RaySpec) -> RayReport:
-    """Starts the raylet, and where there is no cluster to join the control store, and waits until they answer."""
+    """Starts the raylet, and the control store if there is no cluster to join; waits until they answer."""
     from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     class LeanNode(Node):
         def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-            """None: it serves the dashboard and job submission, and takes four seconds and 120 MB."""
+            """Starts none: it serves the dashboard and job submission, and takes four seconds and 120 MB."""
 
         def start_raylet(self, *arguments: Any, **named: Any) -> None:
-            """Without the dashboard's agent. It serves metrics and job submission, neither of which is used here,
-            and a raylet ends with it. The raylet insists on a command to start it with, and waits for the files in
-            which it tells its ports. The other agent stays: it makes the `runtime_env` of people's own tasks."""
+            """Starts the raylet without the dashboard's agent. The agent serves metrics and job submission, which
+            nothing here uses, and a raylet ends with it. The raylet requires a command for the agent, and waits for the
+            files with its ports. The other agent stays: it makes the `runtime_env` of users' own tasks."""
             start = services.start_ray_process
 
             def start_alone(command: list[str], kind: str, **options: Any) -> Any:
@@ -97,7 +97,7 @@ def start_ray(spec: RaySpec) -> RayReport:
                 services.start_ray_process = start
 
         def start_ray_processes(self) -> None:
-            """Also waits until the cluster knows the node, for longer than what follows would."""
+            """Also waits until the node is registered, for longer than Ray would."""
             super().start_ray_processes()
             ends = time.monotonic() + REGISTER_S
             while time.monotonic() < ends and not self.dead_processes():
@@ -120,7 +120,7 @@ def start_ray(spec: RaySpec) -> RayReport:
             dashboard_host="127.0.0.1",
             dashboard_agent_listen_port=0,
             include_dashboard=False,
-            # Annotated as a string by mistake.
+            # Ray annotates it as a string by mistake.
             include_log_monitor=False,  # pyright: ignore[reportArgumentType]
             no_monitor=True,
         ),
@@ -141,7 +141,7 @@ def main() -> None:
     try:
         report = start_ray(spec)
     except BaseException:
-        # Some of Ray may run already. While its leader lives, a session can be told from another with its number.
+        # Part of Ray may run already. While its leader lives, a session's number is not reused.
         me = ProcessMark.of(os.getpid())
         assert me is not None
         end_session(UnixSession(me.pid, (me,)), grace_s=0.0, spare=me.pid)
@@ -149,7 +149,7 @@ def main() -> None:
         raise
     print(json.dumps(asdict(report)), flush=True)
     arguments = [spec.private_dir, spec.logs_dir, *map(str, report.essential_pids)]
-    # The same process in a fifth of the memory.
+    # Replacing the program keeps the process and takes a fifth of the memory.
     os.execv(sys.executable, [sys.executable, "-P", "-m", "satchel.cluster.bring_up.keeper", *arguments])
 
 

@@ -1,7 +1,7 @@
-"""A cluster on this machine: started, and taken down without a trace.
+"""Starts a cluster on this machine, and ends it without leaving anything behind.
 
 One server process owns one home. It holds the home's lock, starts Ray in a session of its own, so that Ctrl-C in a
-terminal reaches the server and not Ray, and writes down what it started before anybody can kill it.
+terminal reaches the server and not Ray, and records what it started before anybody can kill it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _STOP_KILL_S = 3.0
 
 
 def clean_up_after_killed_run(home: Home) -> None:
-    """Ends what a killed server left running and removes its folder. The home's lock must be held.
+    """Ends the processes that a killed server left running and removes its folder. The home's lock must be held.
 
     Raises:
-        ClusterError: some process cannot be ended.
+        ClusterError: a process cannot be ended.
     """
     data = read_json(home.session_file)
     if data is not None:
@@ -65,13 +65,13 @@ def clean_up_after_killed_run(home: Home) -> None:
 
 
 class LocalCluster:
-    """Ray on this machine, for one server. `start` once, `stop` as often as you like, from any thread.
+    """Ray on this machine, for one server. Call `start` once; `stop` may be called repeatedly, from any thread.
 
     Args:
         node: this machine.
-        port: where machines join a led cluster; 0 takes a free one.
-        silent_s: how long one of Satchel's processes may give no sign of life.
-        heartbeat_s: how often each gives one.
+        port: where machines join a cluster that this one leads; 0 takes a free one.
+        silent_s: a process of Satchel's without a heartbeat for this long is ended.
+        heartbeat_s: the interval of heartbeats.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LocalCluster:
 
     @property
     def record(self) -> ClusterRecord:
-        """The running cluster.
+        """The record of the running cluster.
 
         Raises:
             NotRunning: it has not been started, or has been stopped.
@@ -120,15 +120,15 @@ class LocalCluster:
     def start(self, admission: Admission | None = None) -> ClusterRecord:
         """Takes the home, cleans up after a killed run, starts Ray and connects this process to it.
 
-        Takes about eight seconds on two cores.
+        Takes about eight seconds on two cores. If it fails, nothing is left behind.
 
         Args:
-            admission: to the cluster to join; None leads one, with a door for others.
+            admission: to the cluster to join; None starts a cluster, with a door for others.
 
         Raises:
             HomeInUse: another server uses the home.
-            PortInUse: others cannot join at that port.
-            ClusterError: Ray does not start. Nothing is left behind then.
+            PortInUse: the port where others join is taken.
+            ClusterError: Ray does not start.
         """
         prepare_home(self._home)
         self._lock.acquire()
@@ -139,7 +139,7 @@ class LocalCluster:
             if admission is None:
                 self._door = Door(self._home, self._node, self._port, versions())
             self._launch_head()
-            # Takes a second, in which Ray starts.
+            # The import takes a second, while Ray starts.
             environment.enter_ray_environment(self._home, one_machine=self._node.is_loopback)
             import ray  # noqa: F401
 
@@ -157,20 +157,20 @@ class LocalCluster:
         return self._record
 
     def publish_endpoint(self, url: str, certificate: str | None = None) -> ClusterRecord:
-        """Tells others where the endpoint is, and the file with its certificate."""
+        """Records the endpoint's URL and the file with its certificate for other processes."""
         self._record = replace(self.record, endpoint_url=url, certificate=certificate)
         write_private_json(self._home.cluster_file, asdict(self._record))
         return self._record
 
     def go_by(self, config: Config) -> None:
-        """Take the times from the config of the cluster that this machine has joined, which it hears only then."""
+        """Takes the times from the config of the cluster that this machine has joined."""
         self._silent_s, self._heartbeat_s = config.timeouts.silent_s, config.timing.heartbeat_s
         if self._listener is not None:
             self._listener.go_by(self._silent_s, self._heartbeat_s)
 
     def tend(self) -> None:
-        """Look after what runs here: end what gives no sign of life, and now and then note the processes. Call it
-        several times a second, as long as the cluster is to run."""
+        """Ends processes without heartbeats, and records the present processes from time to time. Call it several times
+        a second while the cluster runs."""
         now = time.monotonic()
         if self._listener is not None and self._session is not None:
             self._listener.listen(self._session.sid)
@@ -182,18 +182,18 @@ class LocalCluster:
             self.note_processes()
 
     def note_processes(self) -> None:
-        """Writes down Ray's present processes, so that a later run could end them. Call it after starting actors."""
+        """Records Ray's present processes, so that a later run can end them. Call it after starting actors."""
         with self._guard:
             if self._session is not None and not self._stopping:
                 self._session = self._session.refreshed()
                 try:
                     self._write_session()
                 except ClusterError as error:
-                    # On a full disk the older note stays, and the server goes on.
+                    # On a full disk the older record stays, and the server goes on.
                     _log.warning("the processes are not noted: %s", error.message)
 
     def failure(self) -> str | None:
-        """Why the cluster is no more, in a sentence; None while it lives."""
+        """Returns why the cluster has ended, in a sentence; None while it runs."""
         if self._head is None or self._stopping or self._head.poll() is None:
             return None
         return f"Ray ended by itself; what it logged is in {self._home.ray_logs}"
@@ -202,8 +202,8 @@ class LocalCluster:
         """Ends every process of the cluster, removes its files and frees the home. Takes at most 8 s.
 
         Args:
-            abandon: kill at once, and leave this process's connection alone: another thread of it may still use Ray,
-                which ends a process that calls it after a disconnection. The caller ends the process next.
+            abandon: kill at once, and do not disconnect this process: another of its threads may still use Ray, which
+                ends a process that calls it after a disconnection. The caller ends the process next.
         """
         with self._guard:
             first = not self._stopping
@@ -230,7 +230,7 @@ class LocalCluster:
             if self._stopping:
                 raise ClusterError("stopped while starting")
             self._private_dir = Path(tempfile.mkdtemp(prefix="satchel-", dir=environment.short_temporary_root()))
-            # Ray opens its own folder to everyone; the one around it stays closed.
+            # Ray makes its own folder accessible to everyone; the one around it stays private.
             spec = RaySpec(
                 name=self._node.name,
                 address=self._node.address,
@@ -314,10 +314,10 @@ class LocalCluster:
         if self._session is None or self._head is None:
             return
         if self._head.stdin is not None:
-            # What ends from now on has not ended by itself. Where it had ended before, there may be more to flush.
+            # Tells the keeper that this end is intended. If the keeper has ended, the flush of what is left fails.
             with suppress(BrokenPipeError):
                 self._head.stdin.close()
-        # Once Ray runs, its parent is the keeper. That goes last, so that it can collect its children.
+        # Once Ray runs, its parent is the keeper. It ends last, so that it can reap its children.
         spare = self._head.pid if self._record is not None else None
         end_session(self._session, grace_s=grace_s, kill_s=_STOP_KILL_S, spare=spare)
         if self._head.stdout is not None:
@@ -332,14 +332,14 @@ class LocalCluster:
 def _disconnect_ray() -> None:
     import ray
 
-    # Ray waits without a limit for a cluster that has died.
+    # Ray waits forever for a cluster that has died.
     thread = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
     thread.start()
     thread.join(timeout=1.5)
 
 
 def _last_words(log: Path) -> str:
-    """The end of Ray's start-up log as the end of a sentence, or nothing."""
+    """Returns the last line of Ray's start-up log as the end of a sentence, or nothing."""
     try:
         lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:

@@ -1,7 +1,7 @@
-"""What the machine's own service manager must be told to keep Satchel running: a launchd agent, or a systemd unit.
+"""Service definitions that keep Satchel running: a launchd agent, or a systemd unit.
 
-Texts only: nothing here writes a file or starts anything. Both restart the server when it fails and leave it alone when
-it was ended in order.
+Texts only: nothing here writes a file or starts anything. Both restart the server if it fails, and not after an orderly
+end.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ RETRY_S = 15
 
 @dataclass(frozen=True)
 class Service:
-    """One process to be kept.
+    """One process that the service manager keeps running.
 
     Attributes:
         name: unique among this user's services, such as `satchel-serve`.
         description: one line.
         command: the program, by its full path, and its arguments.
-        folder: where it is started, by which relative paths in a config are found.
-        log: what it prints, where the manager keeps no journal.
+        folder: its working directory; relative paths in a config begin there.
+        log: the file for its output, if the manager keeps no journal.
     """
 
     name: str
@@ -39,9 +39,10 @@ class Service:
     log: Path
 
     def check(self) -> None:
-        """
+        """Checks that every part can be written into a service file.
+
         Raises:
-            ConfigError: a part cannot be written down for a service manager.
+            ConfigError: a part cannot, or the program is not named by its full path.
         """
         for part in (self.name, self.description, *self.command, str(self.folder), str(self.log)):
             if any(ord(character) < 32 or ord(character) == 127 for character in part):
@@ -51,7 +52,7 @@ class Service:
 
 
 def service_name(role: str, home: Path, default_home: Path) -> str:
-    """The name of the service with this role (`serve` or `join`); other homes than the default one are told apart."""
+    """Returns the name of the service with this role (`serve` or `join`); a home other than the default adds a hash."""
     if home == default_home:
         return f"satchel-{role}"
     return f"satchel-{role}-{hashlib.sha256(str(home).encode()).hexdigest()[:8]}"
@@ -62,10 +63,10 @@ def launchd_path(service: Service, user_home: Path) -> Path:
 
 
 def launchd_plist(service: Service) -> bytes:
-    """The property list of a launchd agent (see `man launchd.plist`).
+    """Returns the property list of a launchd agent (see `man launchd.plist`).
 
     Raises:
-        ConfigError: a part cannot be written down.
+        ConfigError: a part cannot be written into it.
     """
     service.check()
     return plistlib.dumps(
@@ -77,7 +78,7 @@ def launchd_plist(service: Service) -> bytes:
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": RETRY_S,
             "ExitTimeOut": STOP_S,
-            # Else macOS gives it little of the processor and of the disk.
+            # Without it macOS throttles its use of the processor and the disk.
             "ProcessType": "Interactive",
             "StandardOutPath": str(service.log),
             "StandardErrorPath": str(service.log),
@@ -86,7 +87,7 @@ def launchd_plist(service: Service) -> bytes:
 
 
 def launchd_advice(service: Service, path: Path, uid: int) -> list[str]:
-    """How to load it, how to take it out again, and where it says what."""
+    """Returns how to start it, how to remove it, and where its output is."""
     return [
         f"Start it, now and at every login:  launchctl bootstrap gui/{uid} {shlex.quote(str(path))}",
         f"Stop it for good:                  launchctl bootout gui/{uid}/{service.name}",
@@ -99,14 +100,14 @@ def systemd_path(service: Service, user_home: Path) -> Path:
 
 
 def systemd_unit(service: Service) -> str:
-    """The text of a systemd user unit (see `man systemd.service`).
+    """Returns the text of a systemd user unit (see `man systemd.service`).
 
     Raises:
-        ConfigError: a part cannot be written down.
+        ConfigError: a part cannot be written into it.
     """
     service.check()
     program, *arguments = service.command
-    # In the program's path systemd looks for no variables, in what follows it does.
+    # systemd expands variables in the arguments, but not in the program's path.
     command = [_quoted(program), *(_quoted(argument).replace("$", "$$") for argument in arguments)]
     return f"""\
 [Unit]
@@ -128,7 +129,7 @@ WantedBy=default.target
 
 
 def systemd_advice(service: Service) -> list[str]:
-    """How to load it, how to take it out again, and where it says what."""
+    """Returns how to start it, how to remove it, and where its output is."""
     start = f"systemctl --user daemon-reload && systemctl --user enable --now {service.name}"
     return [
         f"Start it, now and at every login:  {start}",

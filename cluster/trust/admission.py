@@ -1,4 +1,4 @@
-"""How a machine gets into a cluster: through its door (`door.py`), and only through the door that it was invited to."""
+"""How a machine joins a cluster: at the door (`door.py`) that its invitation names."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ ANSWER_BYTES_MAX = 65_536
 
 @dataclass(frozen=True)
 class Admission:
-    """Where a machine was let in: the addresses (`HOST:PORT`) of the cluster's door and of its Ray."""
+    """The cluster that admitted a machine: the addresses (`HOST:PORT`) of its door and of its Ray."""
 
     door: str
     ray: str
 
 
 def enter(home: Home, node: Node, invitation: Invitation) -> Admission:
-    """Be let in as `node`. The home knows afterwards all that this machine must know, and comes in again without a
-    secret.
+    """Joins as `node`. Stores the token and the certificates in the home, so that it can rejoin without a secret.
 
     Raises:
         NotRunning: nobody answers there.
-        ClusterError: somebody else than the head that invited answers, to whom nothing is said; or it refuses.
+        ClusterError: another machine than the inviting head answers (nothing is sent to it), or the head refuses.
     """
-    said = {
+    message = {
         "name": node.name,
         "address": node.address,
         "secret": invitation.secret,
         "versions": versions(),
         "request": request(home),
     }
-    answer = _ask(home, invitation, json.dumps(said).encode() + b"\n")
+    answer = _ask(home, invitation, json.dumps(message).encode() + b"\n")
     if "error" in answer:
         raise ClusterError(f"{invitation.door} does not let {node.name} in: {answer['error']}")
     try:
@@ -59,7 +58,7 @@ def enter(home: Home, node: Node, invitation: Invitation) -> Admission:
     return Admission(invitation.door, ray)
 
 
-def _ask(home: Home, invitation: Invitation, said: bytes) -> dict[str, Any]:
+def _ask(home: Home, invitation: Invitation, message: bytes) -> dict[str, Any]:
     door = invitation.door
     host, _, port = door.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -81,7 +80,7 @@ def _ask(home: Home, invitation: Invitation, said: bytes) -> dict[str, Any]:
             if shown is None or not hmac.compare_digest(fingerprint(shown), invitation.fingerprint):
                 raise ClusterError(f"at {door} answers another than who invited; nothing was said to it")
             sock.settimeout(TALK_S)
-            sock.sendall(said)
+            sock.sendall(message)
             return _line(sock)
     except (OSError, ValueError) as error:
         advice = "" if invitation.secret else "; where it does not know this machine, `satchel invite` there helps"
@@ -89,15 +88,15 @@ def _ask(home: Home, invitation: Invitation, said: bytes) -> dict[str, Any]:
 
 
 def _line(sock: ssl.SSLSocket) -> dict[str, Any]:
-    """The answer. Raises `OSError` and `ValueError`."""
-    heard, ends = b"", time.monotonic() + TALK_S
-    while not heard.endswith(b"\n"):
+    """Reads the answer. Raises `OSError` and `ValueError`."""
+    data, ends = b"", time.monotonic() + TALK_S
+    while not data.endswith(b"\n"):
         sock.settimeout(max(0.001, ends - time.monotonic()))
         part = sock.recv(16_384)
-        if not part or len(heard) > ANSWER_BYTES_MAX:
+        if not part or len(data) > ANSWER_BYTES_MAX:
             raise ValueError("the answer is cut off, or has no end")
-        heard += part
-    answer = json.loads(heard)
+        data += part
+    answer = json.loads(data)
     if not isinstance(answer, dict):
         raise ValueError("the answer is none")
     return answer

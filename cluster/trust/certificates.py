@@ -38,20 +38,24 @@ from ..nodes import Node
 
 _VALID = timedelta(days=3650)
 _CLOCKS = timedelta(days=1)
-"""By how much another machine's clock may be behind."""
+"""How far another machine's clock may be behind."""
 
 _USES = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 
 
 def fingerprint(certificate: bytes) -> str:
-    """Of the key of a certificate (DER): SHA-256, 43 letters. Further certificates of the same key have the same."""
+    """Returns the SHA-256 of a certificate's key, 43 characters: the same for all certificates of that key.
+
+    Args:
+        certificate: DER.
+    """
     key = x509.load_der_x509_certificate(certificate).public_key()
     raw = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return urlsafe_b64encode(hashlib.sha256(raw).digest()).decode().rstrip("=")
 
 
 def own_fingerprint(home: Home) -> str:
-    """Of this machine's certificate.
+    """Returns the fingerprint of this machine's certificate.
 
     Raises:
         ClusterError: it has none.
@@ -64,26 +68,30 @@ def own_fingerprint(home: Home) -> str:
 
 
 def request(home: Home) -> str:
-    """This machine's request for a certificate (PEM); its key is made at the first call."""
+    """Returns this machine's certificate request (PEM); makes its key at the first call.
+
+    Raises:
+        ClusterError: the key cannot be read or written.
+    """
     builder = x509.CertificateSigningRequestBuilder().subject_name(_named("node"))
     key = own_key(home.key_file, lost=home.tls)
     return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
 
 
 def keep(home: Home, certificate: str, authority: str) -> None:
-    """From now on this machine has this certificate, and trusts those of this authority (PEM)."""
+    """Stores this machine's certificate and the authority that it trusts (PEM)."""
     write_private(home.certificate_file, certificate)
     write_private(home.authority_file, authority)
 
 
 class Authority:
-    """Signs the certificates of one cluster. It is made at the first call for a home.
+    """The certificate authority of one cluster, made at the first call for a home.
 
     Attributes:
         certificate: its own, PEM.
 
     Raises:
-        ClusterError: what the home has of it cannot be read or written.
+        ClusterError: its files cannot be read or written.
     """
 
     def __init__(self, home: Home) -> None:
@@ -94,10 +102,10 @@ class Authority:
         self.certificate = path.read_text(encoding="ascii")
 
     def sign(self, wanted: str, node: Node) -> str:
-        """The certificate (PEM) of a node with the key of its request.
+        """Returns the certificate (PEM) of a node for the key of its request.
 
         Raises:
-            ValueError: the request is none, or was made without its key.
+            ValueError: the text is no certificate request, or is not signed by its own key.
         """
         asked = x509.load_pem_x509_csr(wanted.encode())
         key = asked.public_key()
@@ -127,7 +135,7 @@ def begun(
     signing: EllipticCurvePrivateKey,
     valid: tuple[datetime, datetime],
 ) -> x509.CertificateBuilder:
-    """A certificate of `key` that says who it is of, who signs it with `signing`, and from when to when it is valid."""
+    """Begins a certificate of `key`: subject, issuer (who signs with `signing`), and validity (from, to)."""
     own = x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key())
     return (
         x509.CertificateBuilder()
@@ -143,12 +151,12 @@ def begun(
 
 
 def signed(builder: x509.CertificateBuilder, key: EllipticCurvePrivateKey) -> str:
-    """The certificate, PEM."""
+    """Signs the certificate. Returns it as PEM."""
     return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
 
 
 def alternative_names(places: Iterable[str]) -> x509.SubjectAlternativeName:
-    """Of hosts: names (ASCII) and addresses."""
+    """Returns the subject alternative names for hosts: names (ASCII) and addresses."""
     return x509.SubjectAlternativeName([_general_name(place) for place in places])
 
 
@@ -164,10 +172,10 @@ def _named(name: str) -> x509.Name:
 
 
 def own_key(path: Path, *, lost: Path) -> EllipticCurvePrivateKey:
-    """The key in that file, made at the first call.
+    """Returns the key in that file; makes it at the first call.
 
     Args:
-        lost: what is to be removed where it is no key.
+        lost: what the error message tells the user to remove if the file holds no key.
 
     Raises:
         ClusterError: it cannot be read or written.

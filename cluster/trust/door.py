@@ -1,8 +1,8 @@
-"""The door of a cluster, on its head: lets machines in that have an invitation, or that have been in before.
+"""The door of a cluster, on its head: admits machines that have an invitation, or that were admitted before.
 
-TLS 1.3 with the head's certificate, one line of JSON each way. A machine knows the head by the fingerprint of its key
-and says nothing before. It says its invitation's secret, unless it shows a certificate of this cluster, and asks for a
-certificate. It hears all that it must know: Ray's address and secret, its certificate, and whose certificates to trust.
+TLS 1.3 with the head's certificate, one line of JSON each way. A machine checks the fingerprint of the head's key
+before it sends anything. It sends its invitation's secret, unless it shows a certificate of this cluster, and requests
+a certificate. The answer has Ray's address and secret, the machine's certificate, and the authority's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 REQUEST_BYTES_MAX = 16_384
 CALLERS_MAX = 16
 TALK_S = 10.0
-"""For all that is said, from the first byte to the last."""
+"""Time limit of one exchange, from the first byte to the last."""
 
 _PAUSE_S = 0.05
 _CLOSE_S = 5.0
@@ -40,14 +40,14 @@ class Door:
         home: with the cluster's secret.
         node: this machine; the door is at its address.
         port: 0 takes a free one.
-        versions: of what all machines must have the same.
+        versions: the versions that all machines must have.
 
     Attributes:
         address: `HOST:PORT`.
 
     Raises:
         PortInUse: the port cannot be listened on.
-        ClusterError: there can be no certificates in this home.
+        ClusterError: the home's keys and certificates cannot be read or written.
     """
 
     def __init__(self, home: Home, node: Node, port: int, versions: str, *, talk_s: float = TALK_S) -> None:
@@ -70,17 +70,17 @@ class Door:
         self._closed = False
 
     def open(self, ray_address: str) -> None:
-        """Let machines in, to the cluster whose Ray is there."""
+        """Begins to admit machines to the cluster whose Ray is at that address."""
         self._ray = ray_address
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._accept_forever(), self._loop)
 
     def callers(self) -> int:
-        """How many are at the door."""
+        """Returns the number of open connections."""
         return len(self._callers)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Ends all connections and stops listening."""
         if self._closed:
             return
         self._closed = True
@@ -102,14 +102,14 @@ class Door:
             try:
                 sock, (address, *_) = await self._loop.sock_accept(self._listener)
             except OSError as error:
-                # Too many open files, for one: all there is to do is wait.
+                # Such as too many open files: waiting is all that helps.
                 logger.warning("nobody can be let in: %s", error.strerror or error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if (gone := self._strangers.add(sock, address)) is not None:
                 self._callers[gone].cancel()
             task = self._callers[sock] = asyncio.create_task(self._receive(sock))
-            # Also where it is sent away before it was heard.
+            # A callback, as a task that is cancelled before it starts runs no `finally`.
             task.add_done_callback(lambda _, sock=sock: self._forget(sock))
             await asyncio.sleep(0)
 
@@ -121,9 +121,9 @@ class Door:
                 protocol = asyncio.StreamReaderProtocol(reader)
                 transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, sock, ssl=self._context)
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
-                said = await reader.readuntil(b"\n")
+                received = await reader.readuntil(b"\n")
                 shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-                answer = self._answer(said, member=shown is not None)
+                answer = self._answer(received, member=shown is not None)
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
                 writer.close()
@@ -139,9 +139,9 @@ class Door:
         del self._callers[sock]
         sock.close()
 
-    def _answer(self, said: bytes, *, member: bool) -> dict[str, Any]:
+    def _answer(self, received: bytes, *, member: bool) -> dict[str, Any]:
         try:
-            asked = json.loads(said)
+            asked = json.loads(received)
             node = Node(name=asked["name"], address=asked["address"])
             secret, versions = str(asked["secret"]), str(asked["versions"])
             certificate = self._authority.sign(str(asked["request"]), node)

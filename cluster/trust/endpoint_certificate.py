@@ -1,4 +1,4 @@
-"""The endpoint's certificate and key as their files have them: what they say, and whether they can be used."""
+"""Reads and checks the files of the endpoint's certificate and key."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _FOR_SERVERS = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDE
 
 @dataclass(frozen=True)
 class Certificate:
-    """The first one in a file: the server's own, and not one of those that signed it.
+    """The first certificate in a file: the server's own, without its chain.
 
     Attributes:
-        pem: of it alone.
+        pem: this certificate alone.
         sha256: its fingerprint, as `openssl x509 -fingerprint -sha256` prints it.
         names: the hosts it is for: names, which may begin with `*.`, and addresses.
         is_self_signed: clients must be given it to trust it.
@@ -60,20 +60,20 @@ class Certificate:
         return tuple(name for name in self.names if name[:1] != "*" and not _is_address(name))
 
     def reached_at(self, url: str) -> str:
-        """The URL by which clients that check the certificate reach what runs at `url`: with a name that it is for."""
+        """Returns `url` with a host name of the certificate, for clients that check it."""
         parts = urlsplit(url)
         if parts.hostname in self.names or not self.host_names:
             return url
         return f"{parts.scheme}://{self.host_names[0]}:{parts.port}"
 
     def days_left(self, now: datetime) -> int:
-        """Whole ones, negative where it has expired."""
+        """Returns the whole days until it expires, negative if it has expired."""
         return (self.valid_until - now).days
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What is not as it should be and stops nothing, and how to mend it."""
+    """A problem that prevents nothing, and how to mend it."""
 
     found: str
     mend: str
@@ -84,7 +84,7 @@ class _Encrypted(Exception):
 
 
 def read_certificate(path: str) -> Certificate:
-    """The first certificate in a PEM file.
+    """Reads the first certificate in a PEM file.
 
     Raises:
         ClusterError: there is none.
@@ -93,10 +93,10 @@ def read_certificate(path: str) -> Certificate:
 
 
 def check_certificate(tls: Tls, now: datetime) -> tuple[Certificate, list[Advice]]:
-    """The endpoint's certificate, and what to say of it.
+    """Checks the endpoint's certificate. Returns it, with advice.
 
     Raises:
-        ClusterError: it cannot be used, or not now. The sentence names the file; after a semicolon it says what to do.
+        ClusterError: it cannot be used, or not now. The message names the file; after a semicolon it says what to do.
     """
     server_context(tls)
     found = read_certificate(tls.certificate)
@@ -111,7 +111,7 @@ def check_certificate(tls: Tls, now: datetime) -> tuple[Certificate, list[Advice
 
 
 def server_context(tls: Tls) -> ssl.SSLContext:
-    """What a server needs to speak TLS with that certificate: version 1.2 or newer. Dates are not looked at.
+    """Returns a server's TLS context (1.2 or newer) with that certificate. Does not check its dates.
 
     Raises:
         ClusterError: a file cannot be read or used, or they do not belong together.
@@ -126,7 +126,7 @@ def server_context(tls: Tls) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(PROTOCOLS)
     try:
-        # It would ask for a passphrase at the terminal.
+        # Without `password` OpenSSL would ask for a passphrase at the terminal.
         context.load_cert_chain(tls.certificate, tls.key, password=_refuse_passphrase)
     except _Encrypted:
         raise ClusterError(
@@ -138,8 +138,8 @@ def server_context(tls: Tls) -> ssl.SSLContext:
 
 
 def client_context(certificate: str) -> ssl.SSLContext:
-    """Trusts the certificate in this file and no other, whoever signed it and for whatever name: it is this machine's
-    own. Of several only the first: those that signed it may have signed others'.
+    """Returns a TLS context that trusts only the first certificate in this file, whatever its name and issuer: it is
+    this machine's own. The rest of its chain is not trusted, as it may have signed others' certificates.
 
     Raises:
         NotRunning: it cannot be read.
@@ -161,7 +161,7 @@ def _refuse_passphrase() -> str:
 
 
 def _why(tls: Tls, certificates: list[x509.Certificate], key: bytes, error: OSError) -> str:
-    """Why a certificate and a file that should have its key cannot be used."""
+    """Why a certificate and its key file cannot be used together."""
     reason = getattr(error, "reason", None) or ""
     if reason in _WEAK:
         return (

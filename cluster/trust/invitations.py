@@ -1,7 +1,7 @@
-"""Invitations: what a machine must be told before it can join. Each is good once, for one machine, and for an hour.
+"""Invitations: what a machine needs to join. Each is valid once, for one machine, and for an hour.
 
-It is one word, `HOST:PORT#SECRET.FINGERPRINT`: where the door is, what to say there, and by which key the head is known
-before anything is said. Of the secret the head's home keeps only a hash.
+It is one word, `HOST:PORT#SECRET.FINGERPRINT`: the door's address, the secret to send there, and the fingerprint of the
+head's key, which is checked first. The head's home keeps only a hash of the secret.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _TEXT = re.compile(r"(?P<door>[^\s#]+)#(?P<secret>[\w-]{32})\.(?P<fingerprint>[\
 
 @dataclass(frozen=True)
 class Invitation:
-    """How to get in.
+    """One invitation, or for a machine that was admitted before, the way back in.
 
     Attributes:
-        door: where, `HOST:PORT`.
+        door: its address, `HOST:PORT`.
         fingerprint: of the head's key.
-        secret: to be said once; "" for a machine that has been in before and shows its certificate.
+        secret: valid once; "" for a machine that was admitted before and shows its certificate.
     """
 
     door: str
@@ -43,9 +43,10 @@ class Invitation:
 
     @staticmethod
     def from_text(text: str) -> Invitation:
-        """
+        """Reads what `to_text` wrote.
+
         Raises:
-            ValueError: it is none.
+            ValueError: the text is no invitation.
         """
         found = _TEXT.fullmatch(text)
         if found is None:
@@ -54,9 +55,9 @@ class Invitation:
 
 
 def invite(home: Home, door: str) -> Invitation:
-    """A new one, for the cluster that this home leads."""
+    """Makes an invitation to the cluster that this home leads."""
     home.invitations.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Those that nobody has used.
+    # Removes expired ones.
     for path in _all(home):
         if not _good(path):
             path.unlink(missing_ok=True)
@@ -66,14 +67,14 @@ def invite(home: Home, door: str) -> Invitation:
 
 
 def find_invitation(home: Home, secret: str) -> Path | None:
-    """The file of an invitation that is still good, to be given to `use_up`."""
+    """Returns the file of a valid invitation, for `use_up`; None if there is none."""
     wanted = _hash(secret)
     found = [path for path in _all(home) if hmac.compare_digest(path.name, wanted)]
     return found[0] if found and _good(found[0]) else None
 
 
 def use_up(invitation: Path) -> bool:
-    """Nobody can use it any more. False where somebody else was sooner."""
+    """Invalidates an invitation. Returns False if another machine has used it."""
     try:
         invitation.unlink()
     except FileNotFoundError:
@@ -82,12 +83,12 @@ def use_up(invitation: Path) -> bool:
 
 
 def remember(home: Home, invitation: Invitation) -> None:
-    """This machine has been let in there."""
+    """Stores the cluster that has admitted this machine."""
     write_private_json(home.membership_file, {"door": invitation.door, "fingerprint": invitation.fingerprint})
 
 
 def remembered(home: Home) -> Invitation | None:
-    """To where this machine was let in last."""
+    """Returns the way back to the cluster that this machine joined last; None if there is none."""
     data = read_json(home.membership_file) or {}
     with suppress(TypeError):
         return Invitation(**data)
@@ -99,7 +100,7 @@ def _hash(secret: str) -> str:
 
 
 def _all(home: Home) -> Iterator[Path]:
-    """Files that are being written have other names."""
+    """All invitations; files that are being written have other names."""
     return home.invitations.glob("[0-9a-f]*")
 
 

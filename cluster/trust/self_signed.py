@@ -1,4 +1,4 @@
-"""A certificate for the endpoint that signs itself, for clients that are given a copy of it."""
+"""Makes a self-signed certificate for the endpoint, for clients that are given a copy of it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from .certificates import alternative_names, begun, own_key, signed
 from .endpoint_certificate import Certificate, check_certificate, read_certificate
 
 DAYS = 825
-"""Apple's devices take none that is valid for longer."""
+"""Apple's devices refuse certificates that are valid for longer."""
 
 _CLOCKS = timedelta(hours=1)
-"""By how much another machine's clock may be behind."""
+"""How far another machine's clock may be behind."""
 
 _NAME = re.compile(r"(\*\.)?([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.ASCII)
 _NAME_CHARACTERS_MAX = 253
 
 
 def own_tls(home: Home) -> Tls:
-    """Where the certificate and the key are that are made here."""
+    """Returns the files of the certificate and the key that are made here."""
     return Tls(certificate=str(home.endpoint_certificate_file), key=str(home.endpoint_key_file))
 
 
 def make_certificate(home: Home, hosts: Iterable[str], *, days: int = DAYS, renew: bool = False) -> Certificate:
-    """Make the certificate of this home's endpoint. Its key is made at the first call and stays.
+    """Makes the certificate of this home's endpoint. Its key is made at the first call and stays.
 
     Args:
-        hosts: names and addresses by which clients reach this machine, besides its own. If there are none, a
-            certificate that is renewed is for those that it was for before.
+        hosts: names and addresses by which clients reach this machine, besides its own. If empty, a renewed
+            certificate keeps those it had.
         renew: replace one that is still valid.
 
     Raises:
@@ -65,14 +65,14 @@ def make_certificate(home: Home, hosts: Iterable[str], *, days: int = DAYS, rene
 
 
 def own_names() -> list[str]:
-    """Names and addresses of this machine that it knows itself."""
+    """Returns the names and addresses that this machine knows of itself."""
     own = socket.gethostname().lower().rstrip(".")
     names = [own, f"{own.removesuffix('.local')}.local"] if is_macos() else [own]
     return ["localhost", "127.0.0.1", "::1", *(name for name in names if _is_name(name))]
 
 
 def checked_host(host: str) -> str:
-    """A host as a certificate has it.
+    """Returns a host in the form that a certificate has.
 
     Raises:
         ConfigError: it is neither a name nor an address.
@@ -96,7 +96,7 @@ def _is_name(name: str) -> bool:
 
 
 def _valid(home: Home, now: datetime) -> Certificate | None:
-    """The certificate that there is, if it can be used."""
+    """The present certificate, if it can be used."""
     try:
         return check_certificate(own_tls(home), now)[0]
     except ClusterError:

@@ -1,4 +1,4 @@
-"""The certificate that the running endpoint shows: as its files were when they could be used last."""
+"""The certificate that the running endpoint shows: the last usable state of its files."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ _Version = tuple[tuple[int, int, int] | None, ...]
 
 
 class ShownCertificate:
-    """Read once, and again by `look` where its files have been replaced. Blocks for a moment, on the disk.
+    """The endpoint's certificate, read once, and again by `look` if its files were replaced. Blocks on the disk.
 
-    It is written into the home, so that this user's command line can trust it and no other.
+    A copy is written into the home, so that this user's command line can trust it and no other.
 
     Attributes:
-        context: for connections that begin now.
-        certificate: that it has.
+        context: the TLS context for new connections.
+        certificate: the certificate in it.
 
     Raises:
-        ClusterError: it cannot be used.
+        ClusterError: the certificate cannot be used.
     """
 
     def __init__(self, tls: Tls, home: Home) -> None:
         self._tls, self._home = tls, home
         self._version = _version(tls)
         self._failed: _Version | None = None
-        self._told: _Version | None = None
-        # Dates are not looked at: where the endpoint is started again with one that has expired meanwhile, it goes on.
+        self._reported: _Version | None = None
+        # Dates are not checked: an endpoint that restarts with an expired certificate goes on.
         self.context = server_context(tls)
         self.certificate = read_certificate(tls.certificate)
         self._publish()
 
     def look(self) -> None:
-        """Take the files if they are others than before, and can be used. If they cannot, and still are the same at the
-        next look (one is replaced before the other), that is written down once."""
+        """Takes changed files if they can be used. If they cannot, and are the same at the next look, it notes one
+        incident. The two files are replaced one after the other, so for a moment they may not fit."""
         version = _version(self._tls)
-        if version in (self._version, self._told):
+        if version in (self._version, self._reported):
             return
         try:
             found, _ = check_certificate(self._tls, datetime.now(UTC))
             context = server_context(self._tls)
         except ClusterError as error:
             if version == self._failed:
-                self._told = version
+                self._reported = version
                 note_incident(self._home, "certificate", f"the former one is shown: {error.message}")
             self._failed = version
             return
         self.context, self.certificate = context, found
-        self._version, self._failed, self._told = version, None, None
+        self._version, self._failed, self._reported = version, None, None
         self._publish()
 
     def _publish(self) -> None:

@@ -1,4 +1,4 @@
-"""Who keeps a place while he has not proved who he is: nobody is kept out by strangers. Pure."""
+"""Limits unauthenticated connections so that none of them can lock out others. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Strangers(Generic[T]):
-    """Connections that have proved nothing yet, at most `places_max`. A new one always finds a place: of the address
-    that has most of them the oldest goes."""
+    """Unauthenticated connections, at most `places_max`. A new one always gets a place: the oldest connection of the
+    address with the most connections is evicted."""
 
     def __init__(self, places_max: int) -> None:
         self._places_max = places_max
@@ -21,7 +21,7 @@ class Strangers(Generic[T]):
         return len(self._from)
 
     def add(self, stranger: T, address: str) -> T | None:
-        """Give it a place. Returns who has lost his, and is to be sent away."""
+        """Gives it a place. Returns the evicted connection, which the caller closes; None if there was room."""
         self._from[stranger] = address
         if len(self._from) <= self._places_max:
             return None
@@ -32,5 +32,5 @@ class Strangers(Generic[T]):
         return gone
 
     def remove(self, stranger: T) -> None:
-        """It is known now, or has left."""
+        """Frees its place: it has authenticated, or has left."""
         self._from.pop(stranger, None)

@@ -70,11 +70,11 @@ def test_all_that_does_not_hold_is_said_at_once():
     assert caught.value.message.split("; ") == [
         "my.yaml: timeouts.silent_s (2.0) must be more than 2 x timing.heartbeat_s (1.0): "
         "a process may miss a heartbeat",
-        "timing.answer_s (5.0) must be more than 3 x timing.ask_s (2.0): who adopts an agent asks all others, fetches "
-        "the latest copy, and tells the former homes",
+        "timing.answer_s (5.0) must be more than 3 x timing.ask_s (2.0): a promotion asks all other nodes, "
+        "fetches the latest copy, and tells the former primaries",
         "timing.turn_answer_s (10.0) must be more than routing.replica_timeout_s (5.0) + timing.nodes_s (1.0) + "
-        "3 x timing.ask_s (2.0): a silent home is seen, and a copy takes over, while a turn insists",
-        "timing.turn_answer_s (10.0) must be more than 2 x timing.retry_s (6.0): what fails is tried again",
+        "3 x timing.ask_s (2.0): a silent primary is noticed and a secondary promoted while a turn retries",
+        "timing.turn_answer_s (10.0) must be more than 2 x timing.retry_s (6.0): a failed call is retried",
         "timing.node_leave_s (6.0) must be more than timing.node_drain_s (4.0) + timing.ask_s (2.0): "
         "a node lets its rows finish, and says that it leaves, before the head ends it",
     ]
