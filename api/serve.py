@@ -1,4 +1,4 @@
-"""The endpoint on Ray Serve, and bringing a configured cluster up to its first answer. The only file on `ray.serve`."""
+"""The endpoint on Ray Serve, and the start of a configured cluster's actors. The only file that uses `ray.serve`."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ HEALTH_TIMEOUT_S = 30.0
 MINUTE_S = 60.0
 
 FLOOD_MIN = 10
-"""Fewer in a minute are nothing to speak of."""
+"""Fewer refusals in a minute are not reported."""
 
 
 class HttpEndpoint:
     """The HTTP endpoint: one Serve replica on the head node, with the server in its event loop.
 
-    Clients talk to it directly. Serve watches over it and starts it again when it dies, but Serve's own proxy is left
-    out: a second Python process that every piece of every answer would pass, without backpressure.
+    Clients connect to it directly. Serve restarts it if it dies. Serve's own proxy is left out: every piece of every
+    answer would pass through a second Python process, without backpressure.
     """
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         _stay_on_this_machine()
         # Bodies may be large.
         give_freed_memory_back()
-        # Ray gives a process without CPUs of its own five threads, for everything from tokenizing to looking around.
+        # Ray gives a process without CPUs of its own five threads, too few for tokenizing and everything else.
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "work"))
         self._watchdog = Watchdog("endpoint", poll_s=config.timing.heartbeat_s)
@@ -101,10 +101,10 @@ class HttpEndpoint:
         await self.check_health()
 
     async def check_health(self) -> None:
-        """Asked by Serve.
+        """Called by Serve, which starts another endpoint if this raises.
 
         Raises:
-            ClusterError: the server has ended, so that Serve starts another one.
+            ClusterError: the server has ended.
         """
         if (failure := self._server.failure) is not None:
             raise ClusterError("the HTTP server has ended") from failure
@@ -120,7 +120,7 @@ class HttpEndpoint:
 
 
 class EndpointClient:
-    """The running endpoint, as the server calls it from a thread. Errors are as `protocol.calls` has them.
+    """A client of the running endpoint, for use from a thread. Raises the errors of `protocol.calls`.
 
     Args:
         timing: of the cluster.
@@ -130,7 +130,7 @@ class EndpointClient:
         self._brief_answer_s = timing.brief_answer_s
 
     def warm(self, timeout_s: float) -> None:
-        """Load the tokenizers of all models, which the first requests would wait for.
+        """Loads the tokenizers of all models, so that the first requests need not wait for them.
 
         Raises:
             SatchelError: one cannot be loaded.
@@ -138,7 +138,11 @@ class EndpointClient:
         self._ask(lambda endpoint: endpoint.warm.remote(encode(Nothing())), timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Take no more connections, and let clients read the rest of their answers for at most `timeout_s`."""
+        """Stops accepting connections, and lets clients read the rest of their answers for at most `timeout_s`.
+
+        Raises:
+            SatchelError: the endpoint does not answer.
+        """
         self._ask(
             lambda endpoint: endpoint.close.remote(encode(StopServing(timeout_s))), timeout_s + self._brief_answer_s
         )
@@ -164,22 +168,22 @@ class Deployment:
         self._timing = config.timing
 
     def drain(self, timeout_s: float) -> None:
-        """Refuse new requests of every model that is served now, and wait for the running ones, at most `timeout_s`;
-        what still runs then is ended."""
+        """Refuses new requests of every served model, waits at most `timeout_s` for the running ones, and ends what
+        still runs then."""
         replicas = find_replicas(registry.entries(), self._timing)
         asyncio.run(drain(replicas, timeout_s, self._timing))
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more connections, and let clients read what has been answered, at most `timeout_s`. The processes
+        """Stops accepting connections, and lets clients read their answers for at most `timeout_s`. The processes
         belong to the cluster's Ray, which its owner ends."""
         EndpointClient(self._timing).close(timeout_s)
 
 
 def deploy(config: Config, *, report: Report) -> Deployment:
-    """Start actors and endpoint in the Ray cluster this process is connected to, and wait for every model.
+    """Starts actors and endpoint in the Ray cluster this process is connected to, and waits for every model.
 
     Args:
-        report: called with what is going on and the fraction done, None where unknown.
+        report: called with the current step and the fraction done, None if unknown.
 
     Raises:
         ModelLoadError: a model cannot be loaded, or not within `timeouts.model_load_s`.
@@ -197,8 +201,8 @@ def deploy(config: Config, *, report: Report) -> Deployment:
 
 
 def _stay_on_this_machine() -> None:
-    """Serve opens a port for calls between deployments, which unpickles and would listen on all addresses. Nobody here
-    calls that way: handles make calls to actors."""
+    """Binds Serve's port for calls between deployments to loopback. It unpickles what it receives and would listen on
+    all addresses. Satchel does not use it: handles call actors."""
     from ray._common import tls_utils
     from ray.serve._private import replica
 
@@ -207,7 +211,7 @@ def _stay_on_this_machine() -> None:
 
 
 def _start_endpoint(config: Config) -> None:
-    # Serve tells every step at INFO; `report` tells the user what matters.
+    # Serve logs every step at INFO; `report` tells the user what matters.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
     ingress = serve.deployment(
@@ -229,7 +233,7 @@ def _await_health(url: str, tls: Tls | None) -> None:
     last = "no answer"
     while time.monotonic() < ends:
         try:
-            # Anew each time: the certificate may be replaced while models load.
+            # Read again each time: the certificate may be replaced while models load.
             verify = True if tls is None else client_context(tls.certificate)
             answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False, verify=verify)
         except (httpx.HTTPError, SatchelError) as error:
@@ -238,7 +242,7 @@ def _await_health(url: str, tls: Tls | None) -> None:
             healthy, last = answer.status_code == 200, answer.text
         application = serve.status().applications.get(APPLICATION)
         status = application.status if application is not None else None
-        # Somebody else may have taken the port meanwhile, and answer in our place.
+        # Another program may have taken the port meanwhile and answer there.
         if healthy and status == "RUNNING":
             return
         if application is not None and status == "DEPLOY_FAILED":
@@ -248,9 +252,10 @@ def _await_health(url: str, tls: Tls | None) -> None:
 
 
 class Refusals:
-    """
+    """Counts refused requests by reason, and reports once a minute those that came often.
+
     Args:
-        tell: hears a sentence.
+        tell: called with one sentence a reason.
     """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
@@ -258,7 +263,7 @@ class Refusals:
         self._counts: Counter[str] = Counter()
 
     def count(self, why: str) -> None:
-        """One more request was refused. On an event loop."""
+        """Counts one refused request. Call it on an event loop."""
         if not self._counts:
             asyncio.get_running_loop().call_later(MINUTE_S, self.end_minute)
         self._counts[why] += 1

@@ -58,7 +58,7 @@ def show(context: typer.Context, agent: AgentArgument, json: JsonOption = False,
     with _endpoint(home or context.obj, _ANSWER_S) as session:
         found = _ask(session, "GET", agent)
         place = session.get(f"/v1/cluster/agents/{_name(agent)}")
-        # Where that cannot be said, the rest is worth showing.
+        # Without its place the rest is still worth showing.
         found |= _json(place) if place.is_success else {}
         found["object"] = "agent"
     if json:
@@ -166,7 +166,7 @@ def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
 
 
 def _primaries(session: httpx.Client) -> dict[str, dict[str, Any]]:
-    """Home and copies by agent, of those that the cluster's view has; nothing where it cannot be had."""
+    """Returns home and copies by agent, of the agents in the cluster's view; {} if there is no view."""
     answer = session.get("/v1/cluster")
     if not answer.is_success:
         return {}
@@ -186,7 +186,7 @@ def _ask(session: httpx.Client, method: str, agent: str, action: str = "", body:
 
 
 def _name(agent: str) -> str:
-    """The id as a part of a path, in which dots alone would be taken for folders."""
+    """Returns the id quoted for a path, in which an id of dots alone would mean a folder."""
     return quote(agent, safe="").replace(".", "%2E")
 
 
@@ -206,5 +206,5 @@ def _print_json(data: Any) -> None:
 
 
 def _used(shown: dict[str, Any]) -> str:
-    """When it was used last, by this machine's clock."""
+    """Returns the time of the last use, in this machine's time zone."""
     return datetime.fromtimestamp(shown["last_used"]).strftime("%Y-%m-%d %H:%M")

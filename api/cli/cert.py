@@ -72,7 +72,7 @@ def cert(
 
 
 def _yaml(path: str) -> str:
-    """The path as YAML has it within braces."""
+    """Returns the path quoted, if necessary, for a YAML flow mapping."""
     return (
         path
         if all(letter.isalnum() or letter in "/._-" for letter in path)

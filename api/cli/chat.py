@@ -14,7 +14,7 @@ from ...cluster.errors import SatchelError
 from .views import client, error_of, get_json
 
 _SILENCE_S_MAX = 600.0
-"""How long the endpoint may send nothing, as while a long prompt is computed."""
+"""How long the endpoint may send nothing, such as during the prefill of a long prompt."""
 
 
 def chat(home: Home, *, agent: str | None, model: str | None, text: str | None) -> None:
@@ -64,7 +64,7 @@ def _converse(session: httpx.Client, model: str, agent: str | None) -> None:
         try:
             answer = _print_answer(session, _request(model, messages), agent)
         except KeyboardInterrupt:
-            # Closing the response has stopped it; the question is taken back with it.
+            # Closing the response has stopped the answer; its question is dropped too.
             messages.pop()
             print("\n(stopped)")
             continue
@@ -87,7 +87,7 @@ def _print_answer(session: httpx.Client, body: dict[str, Any], agent: str | None
 
 
 def _texts(response: httpx.Response) -> Iterator[str]:
-    """The pieces of text in a stream of chat completion chunks.
+    """Yields the pieces of text in a stream of chat completion chunks.
 
     Raises:
         SatchelError: the stream reports a failure, or ends before `[DONE]`.

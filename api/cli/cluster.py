@@ -1,4 +1,4 @@
-"""The commands that bring machines into clusters and out again: `join`, `leave`, `up`, `down`, `install-service`."""
+"""The commands that start and stop servers and nodes: `invite`, `join`, `leave`, `up`, `down`, `install-service`."""
 
 from __future__ import annotations
 
@@ -147,14 +147,14 @@ def install_service(
         invitation = invited(join, where)
         node = own_node(name, own_address, invitation.door)
         if invitation.secret and not only_print:
-            # The service comes in by its certificate.
+            # The service joins by its certificate.
             let_in(where, node, invitation)
         service = node_service(invitation.door, name, own_address, where)
     install(service, where, only_print=only_print, say=_say)
 
 
 def with_endpoint(config: Config, port: int | None, listen: str | None) -> Config:
-    """The config with the endpoint where the command line says."""
+    """Returns the config with the endpoint's port and address from the command line."""
     endpoint = config.endpoint
     if port is not None:
         endpoint = replace(endpoint, port=port)

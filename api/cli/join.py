@@ -1,4 +1,5 @@
-"""`satchel join`: this machine becomes a node of a cluster, until a signal comes or whoever ordered it lets go."""
+"""`satchel join`: makes this machine a node of a cluster, until a signal comes or the head that started it closes its
+input."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ from .serve import POLL_S, StopSignals, as_sentence, leave
 ORDER_S = 30.0
 ORDER_BYTES_MAX = 65_536
 FORMER_S = 40.0
-"""How long a node waits until its former life is known to have ended; Ray takes 15 s to notice."""
+"""How long a restarted node waits until Ray knows that its previous process has ended, which takes 15 s."""
 
 RETURN_S = 30.0
-"""How long replicas may take to be on their way to a node that has come back."""
+"""How long a returning node's replicas may take until they can be called."""
 
 AGAIN_S = 0.5
 END_S = 2.0
@@ -39,10 +40,10 @@ END_S = 2.0
 
 
 def read_order() -> JoinOrder:
-    """The order on standard input.
+    """Reads the order on standard input.
 
     Raises:
-        ClusterError: none comes.
+        ClusterError: none comes, or it is malformed.
     """
     descriptor, line, ends = sys.stdin.fileno(), b"", time.monotonic() + ORDER_S
     while not line.endswith(b"\n") and len(line) < ORDER_BYTES_MAX:
@@ -58,16 +59,16 @@ def read_order() -> JoinOrder:
 
 
 def own_node(name: str | None, address: str, head: str) -> Node:
-    """This machine as a node that no config describes.
+    """Returns this machine as a node that no config describes.
 
     Raises:
-        ClusterError: the name is none, or the head's address (`host:port`) is.
+        ClusterError: the name or the head's address (`host:port`) is invalid, or there is no route to the head.
     """
     host, _, port = head.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
         raise ClusterError(f"{head!r} is not the address of a cluster, HOST:PORT")
     if not address:
-        # The address that is used towards the head; nothing is sent.
+        # Finds the local address of the route to the head; nothing is sent.
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((host, 9))
@@ -82,10 +83,10 @@ def own_node(name: str | None, address: str, head: str) -> Node:
 
 
 def let_in(home: Home, node: Node, invitation: Invitation) -> Admission:
-    """As `enter`, where nobody runs on the home: what he knows of a cluster must not be replaced.
+    """As `enter`, if no process runs on the home, whose cluster credentials must not be replaced.
 
     Raises:
-        HomeInUse: somebody does.
+        HomeInUse: a process runs on the home.
     """
     prepare_home(home)
     lock = HomeLock(home)
@@ -98,7 +99,7 @@ def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
     """Joins, serves, leaves, and ends the process: with exit code 0 after an orderly end.
 
     Args:
-        ordered: leave when standard input closes, and say `READY` to whoever reads.
+        ordered: leave when standard input closes, and print `READY` for the head.
     """
     prepare_home(home)
     signals = StopSignals()
@@ -135,7 +136,7 @@ def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
 
 
 class _Start(threading.Thread):
-    """Joins and starts the node's actors; `error` is set where that failed."""
+    """Joins and starts the node's actors; `error` is set if that failed."""
 
     def __init__(self, order: JoinOrder, cluster: LocalCluster, progress: ProgressDisplay) -> None:
         super().__init__(name="join", daemon=True)
@@ -146,7 +147,7 @@ class _Start(threading.Thread):
         self.error: BaseException | None = None
 
     def withdraw(self, *, for_good: bool) -> None:
-        """Leave the cluster without having joined it: nobody waits for a node that never comes again."""
+        """Leaves the cluster during a join, so that nothing waits for a node that never comes."""
         if for_good and self.begun.is_set():
             _leave_cluster(self, self._order.node, self._progress, for_good=True)
 
@@ -175,10 +176,10 @@ class _Start(threading.Thread):
         self._cluster.note_processes()
 
     def _await_name(self) -> None:
-        """Wait until no other node has this one's name. One that was killed and is started again has for a while.
+        """Waits until no other node has this one's name. After a crash, the previous process holds it for a while.
 
         Raises:
-            ClusterError: somebody else has it.
+            ClusterError: another node has it.
         """
         import ray
 
@@ -197,7 +198,8 @@ class _Start(threading.Thread):
             time.sleep(AGAIN_S)
 
     def _await_replicas(self, config: Config) -> None:
-        """
+        """Waits until the node's replicas have loaded their models.
+
         Raises:
             ModelLoadError: one does not load.
         """
@@ -209,7 +211,7 @@ class _Start(threading.Thread):
                 asyncio.run(wait_until_ready(self.replicas, config.timeouts.model_load_s, self._progress.report))
                 return
             except ModelLoadError as error:
-                # Those that come back with the node cannot be asked before they are here.
+                # Replicas that return with the node cannot be called before they are started.
                 if not isinstance(error.__cause__, ActorAway) or time.monotonic() > ends:
                     raise
             time.sleep(AGAIN_S)
@@ -229,7 +231,7 @@ def _stay(cluster: LocalCluster, signals: StopSignals, ordered: bool) -> None:
 
 
 def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_good: bool) -> None:
-    """Let the node's work end, and tell the others. One that leaves for good hands its agents over first."""
+    """Ends the node's rows, and tells the router. A node that leaves for good hands its agents over first."""
     from ray.exceptions import RayError
 
     from ...actors.protocol.clients import RouterClient
@@ -245,7 +247,7 @@ def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_
                 if handed.moved or handed.left:
                     progress.say(f"{handed.moved} of {handed.moved + handed.left} agents live on other nodes now")
         leave_node(start.replicas, node, timing, 0.0 if for_good else timing.node_drain_s, for_good)
-        # Else nobody would know for some seconds. Where the router restarts, it has forgotten the node anyway.
+        # Else the router would not know for some seconds. A router that restarts has forgotten the node anyway.
         with suppress(NoAnswer):
             RouterClient(timing).lose_node(node.name).within(timing.ask_s).wait()
 
@@ -260,10 +262,11 @@ def _input_closed() -> bool:
 
 
 def invited(where: str | None, home: Home) -> Invitation:
-    """What `satchel join` was told: an invitation; or nothing or HOST:PORT, for the cluster that this machine was in.
+    """Returns the invitation of `satchel join`'s argument: an invitation's text, or None or HOST:PORT for the cluster
+    that this machine was in.
 
     Raises:
-        ClusterError: it is none, or this machine has been in no cluster.
+        ClusterError: the text is no invitation, or this machine has joined no cluster yet.
     """
     if where is not None and "#" in where:
         try:

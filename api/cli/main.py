@@ -127,7 +127,7 @@ def doctor(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Check this machine; exit code 1 where something must be mended."""
+    """Check this machine; exit code 1 if something must be fixed."""
     from .views import show_doctor
 
     show_doctor(_config(config, port, listen), chosen_home(home), as_json=json)

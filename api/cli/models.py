@@ -22,7 +22,7 @@ app = typer.Typer(
     help="List the models of the running server, load another one, or unload one.", invoke_without_command=True
 )
 
-# typer reads these annotations at run time, where it knows `Optional` and not every form of `X | None`.
+# typer reads these annotations at run time; it supports `Optional`, but not every form of `X | None`.
 HomeOption = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--home", metavar="DIR", help="Where the cluster keeps its state (else SATCHEL_HOME, ~/.satchel)."),
@@ -107,11 +107,11 @@ def unload(
 
 @contextmanager
 def _connected(given: Path | None) -> Iterator[tuple[Cluster, ProgressDisplay]]:
-    """Handles of the running server, and a progress bar that is gone afterwards."""
+    """Connects to the running server, and shows a progress bar meanwhile."""
     from .progress import ProgressDisplay
 
     home = chosen_home(given)
-    # Before Ray is imported, which takes seconds.
+    # Fails before Ray is imported, which takes seconds.
     find_cluster(home)
     from ..client.cluster import connect
 

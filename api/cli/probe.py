@@ -1,4 +1,4 @@
-"""`satchel probe`: which way of keeping KV a model bears, measured on this machine without a server."""
+"""`satchel probe`: measures which KV quantization suits a model, on this machine without a server."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What sealing does to a model's answers: every way of keeping KV beside full precision, on the same tokens.
+"""Measures how KV quantization changes a model's answers: every policy against full precision, on the same tokens.
 
-All of them read the same text (teacher-forced), so their next-token distributions can be compared place by place. Two
-things are measured at each length. *Divergence*: KL(fp16 || policy) in nats and how often the likeliest token is the
-same, over the last 256 places before the length, so that an open block is met at each of its fillings equally often;
-half of the texts are the model's own greedy words there. *Recall*: codes told at several depths of a conversation and
-asked for at its end; an answer is right where greedy decoding says each of the code's tokens.
+All policies read the same text (teacher-forced), so their next-token distributions can be compared position by
+position. Two things are measured at each length. *Divergence*: KL(fp16 || policy) in nats, and how often the likeliest
+token is the same, over the last 256 positions before the length, which cover every fill of an open block equally. In
+half of the texts the model's own greedy continuation stands there. *Recall*: codes told at several depths of a
+conversation and asked for at its end. An answer is right if greedy decoding predicts each of the code's tokens.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ...cluster.errors import GenerationFailed, InvalidRequest
 from .probe_text import Quiz, Texts
 
 LENGTH_MIN = 2 * BLOCK_TOKENS
-"""Below it nothing that is scored sees a sealed block all the time."""
+"""From this length on, every scored position has a sealed block before it."""
 
 QUESTIONS_MAX = 24
 TOKENS_PER_QUESTION = 96
 TOP1_MIN = 0.99
 RECALL_LOSS_MAX = 0.005
 RECALL_FP16_MIN = 0.5
-"""Where a model knows fewer of the codes in full precision, its recall says nothing about a policy."""
+"""If a model recalls a smaller share in full precision, its recall says nothing about a policy."""
 
 CHUNK_TOKENS = 512
 SCORED_TOKENS = 64
-"""Read at once where logits are wanted: a large vocabulary's take much memory."""
+"""Read at once if logits are needed: those of a large vocabulary take much memory."""
 
 NewCaches = Callable[[], list[Any]]
 Span = tuple[int, int]
@@ -46,7 +46,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the places of a span: KL(reference || other) in nats, and whether both find the same token the likeliest."""
+    """Scores of a span's positions: `kl`, KL(reference || other) in nats, `(positions,)` float32; `same`, whether both
+    have the same likeliest token, `(positions,)` bool."""
 
     kl: np.ndarray
     same: np.ndarray
@@ -68,7 +69,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class KVSize:
-    """What a policy's KV takes: for every further token, and for a conversation of `tokens` tokens in all."""
+    """The size of a policy's KV: per further token, and of a whole conversation of `tokens` tokens."""
 
     policy: str
     token_bytes: int
@@ -78,12 +79,12 @@ class KVSize:
 
 @dataclass(frozen=True)
 class Report:
-    """All of a probe.
+    """The result of a probe.
 
     Attributes:
-        dtype: of computing, and of KV that is not sealed.
-        memory, rows: of the policies that were probed, `fp16` among them.
-        recommended: a policy's name, and `why` it is that one.
+        dtype: of computation, and of KV that is not sealed.
+        memory, rows: of the probed policies, `fp16` among them.
+        recommended: the name of a policy; `why` gives the reason.
         notes: what was left out, in sentences.
     """
 
@@ -110,16 +111,16 @@ def probe(
     seed: int,
     progress: Progress,
 ) -> Report:
-    """Measure policies on a loaded model.
+    """Measures policies on a loaded model.
 
     Args:
         source: the model's name for the report.
         lengths: in tokens, at least `LENGTH_MIN`; those beyond the model's context are left out.
-        policies: names; `fp16` is measured whether or not it is among them.
-        samples: texts of every length.
+        policies: names; `fp16` is always measured.
+        samples: number of texts of each length.
 
     Raises:
-        InvalidRequest: nothing is left to measure.
+        InvalidRequest: an argument is out of range, or no length fits the model's context.
         GenerationFailed: the model failed.
     """
     if samples < 1 or not lengths or min(lengths) < LENGTH_MIN:
@@ -162,8 +163,8 @@ def probe(
 
 
 def spec_of(loaded: LoadedModel, policy: str) -> ModelCacheSpec:
-    """What the loaded model's layers keep under a policy; its `policy` is None for `fp16`, and where they cannot be
-    sealed."""
+    """Returns the cache spec of a loaded model under a policy; its `policy` is None for `fp16`, and if the layers' KV
+    cannot be sealed."""
     caches = make_prompt_cache(loaded.model)
     logits = loaded.model(mx.array([[0, 0]]), cache=caches)
     mx.eval(logits, [cache.state for cache in caches])
@@ -171,8 +172,8 @@ def spec_of(loaded: LoadedModel, policy: str) -> ModelCacheSpec:
 
 
 def caches_of(loaded: LoadedModel, spec: ModelCacheSpec) -> NewCaches:
-    """What makes empty caches for one row under the spec. They compute the same way in prefill and decode."""
-    return lambda: new_caches(spec, make_prompt_cache(loaded.model), new_pool(spec), in_place=False)
+    """Returns a factory of empty caches for one row. They compute the same way in prefill and decode."""
+    return lambda: new_caches(spec, make_prompt_cache(loaded.model), None)
 
 
 def memory_of(name: str, spec: ModelCacheSpec, tokens: int) -> KVSize:
@@ -180,8 +181,9 @@ def memory_of(name: str, spec: ModelCacheSpec, tokens: int) -> KVSize:
 
 
 def logits_of(model: Any, tokens: Sequence[int], caches: list[Any], spans: Sequence[Span]) -> Iterator[mx.array]:
-    """Read the tokens up to the last span's end and yield the logits after those in spans, (places, vocabulary), piece
-    by piece. Spans are sorted and do not overlap. Equal arguments give equal pieces."""
+    """Reads the tokens up to the last span's end, and yields the logits after the tokens in spans piece by piece, each
+    `(positions, vocabulary)` in the model's dtype. Spans are sorted and do not overlap. Equal arguments give equal
+    pieces."""
     at = 0
     for start, stop in spans:
         while at < start:
@@ -190,12 +192,12 @@ def logits_of(model: Any, tokens: Sequence[int], caches: list[Any], spans: Seque
         while at < stop:
             yield _read(model, tokens[at : min(at + SCORED_TOKENS, stop)], caches)
             at = min(at + SCORED_TOKENS, stop)
-    # Buffers of other shapes would stay.
+    # MLX would keep the buffers of these shapes.
     mx.clear_cache()
 
 
 def _read(model: Any, tokens: Sequence[int], caches: list[Any]) -> mx.array:
-    # Lazy: where nobody looks at the logits, the output layer is never computed.
+    # Lazy: the output layer is computed only if the logits are used.
     logits: mx.array = model(mx.array([list(tokens)]), cache=caches)[0]
     mx.eval([cache.state for cache in caches])
     return logits
@@ -204,10 +206,10 @@ def _read(model: Any, tokens: Sequence[int], caches: list[Any]) -> mx.array:
 def compare(
     model: Any, tokens: Sequence[int], spans: Sequence[Span], reference: NewCaches, others: Mapping[str, NewCaches]
 ) -> dict[str, list[Scores]]:
-    """How the next-token distributions under other caches differ from those under `reference`'s.
+    """Compares the next-token distributions under other caches with those under `reference`'s.
 
     Returns:
-        By name, the scores of every span.
+        The scores of every span, by name.
     """
     readers = {name: logits_of(model, tokens, make(), spans) for name, make in others.items()}
     pieces: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in others}
@@ -216,11 +218,11 @@ def compare(
         for name, reader in readers.items():
             pieces[name].append(_difference(own, _log_softmax(next(reader))))
     sizes = np.cumsum([stop - start for start, stop in spans])[:-1]
-    found: dict[str, list[Scores]] = {}
+    scores: dict[str, list[Scores]] = {}
     for name, scored in pieces.items():
         kl, same = (np.concatenate(parts) for parts in zip(*scored, strict=True))
-        found[name] = [Scores(*parts) for parts in zip(np.split(kl, sizes), np.split(same, sizes), strict=True)]
-    return found
+        scores[name] = [Scores(*parts) for parts in zip(np.split(kl, sizes), np.split(same, sizes), strict=True)]
+    return scores
 
 
 def _log_softmax(logits: mx.array) -> mx.array:
@@ -230,25 +232,26 @@ def _log_softmax(logits: mx.array) -> mx.array:
 
 def _difference(own: mx.array, other: mx.array) -> tuple[np.ndarray, np.ndarray]:
     probability = mx.exp(own)
-    # A token that is masked out on both sides is no difference.
+    # A token masked out in both distributions (-inf) would give NaN.
     terms = mx.where(probability > 0, probability * (own - other), 0.0)
     return np.array(mx.maximum(terms.sum(axis=-1), 0.0)), np.array(mx.argmax(own, -1) == mx.argmax(other, -1))
 
 
 def right_answers(model: Any, quiz: Quiz, caches: list[Any]) -> int:
-    """How many of the quiz's codes greedy decoding says."""
+    """Returns how many of the quiz's codes greedy decoding predicts."""
     first, last = min(start for start, _ in quiz.codes) - 1, max(stop for _, stop in quiz.codes) - 1
     likeliest = [mx.argmax(logits, -1) for logits in logits_of(model, quiz.tokens, caches, [(first, last)])]
-    said = np.concatenate([np.array(part) for part in likeliest])
+    predicted = np.concatenate([np.array(part) for part in likeliest])
     wanted = np.array(quiz.tokens)
     return sum(
-        bool((said[start - 1 - first : stop - 1 - first] == wanted[start:stop]).all()) for start, stop in quiz.codes
+        bool((predicted[start - 1 - first : stop - 1 - first] == wanted[start:stop]).all())
+        for start, stop in quiz.codes
     )
 
 
 def continue_greedily(model: Any, caches: list[Any], last: int, count: int, banned: Sequence[int]) -> list[int]:
-    """The `count` tokens that greedy decoding says after `last`, none of them `banned`."""
-    token, said, ban = mx.array([last]), [], None
+    """Returns `count` tokens of greedy decoding after `last`, none of them `banned`."""
+    token, generated, ban = mx.array([last]), [], None
     for _ in range(count):
         logits = model(token[:, None], cache=caches)[:, -1, :]
         if ban is None:
@@ -257,12 +260,12 @@ def continue_greedily(model: Any, caches: list[Any], last: int, count: int, bann
             ban = mx.array(values)
         token = mx.argmax(logits.astype(mx.float32) + ban, axis=-1)
         mx.async_eval(token)
-        said.append(token)
-    return [int(token.item()) for token in said]
+        generated.append(token)
+    return [int(token.item()) for token in generated]
 
 
 class _Probe:
-    """One run: the texts, and what was found on them."""
+    """One run of a probe: makes the texts and measures on them."""
 
     def __init__(
         self,
@@ -314,7 +317,7 @@ class _Probe:
         return rows
 
     def _with_own_words(self, tokens: list[int], spans: Sequence[Span]) -> list[int]:
-        """The text with the model's own greedy continuation in the spans."""
+        """Returns the text with the model's own greedy continuation in the spans."""
         caches, at = self._caches[FULL_PRECISION](), 0
         written = list(tokens)
         for start, stop in spans:
@@ -327,7 +330,7 @@ class _Probe:
         return written
 
     def _recalls(self) -> dict[int, dict[str, int]]:
-        """By length, the right answers of every policy, and the number of questions under ""."""
+        """Returns, by length, the number of right answers of every policy, and of questions under ""."""
         if not self._texts.quizzes:
             missing = (
                 "its tokenizer does not say where a text's tokens are" if self._texts.chats else "no chat template"
@@ -356,7 +359,7 @@ class _Probe:
 
 
 def scored_spans(lengths: Sequence[int]) -> list[Span]:
-    """The last places before each length that do not lie before the length before it."""
+    """Returns the span of the last `BLOCK_TOKENS` positions before each length, cut at the previous length."""
     before = [0, *lengths]
     return [(max(last, length - BLOCK_TOKENS), length) for last, length in zip(before, lengths, strict=False)]
 
@@ -374,7 +377,7 @@ RULE = (
 
 
 def recommend(memory: Sequence[KVSize], rows: Sequence[ProbeResult]) -> tuple[str, str]:
-    """The policy that `RULE` finds, and why it and no smaller one, in a sentence. `fp16` always satisfies it."""
+    """Returns the policy chosen by `RULE`, and the reason in one sentence. `fp16` always satisfies the rule."""
     refused: list[str] = []
     full = _recall([row for row in rows if row.policy == FULL_PRECISION])
     for kept in sorted(memory, key=lambda kept: kept.total_bytes):

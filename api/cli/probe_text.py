@@ -1,7 +1,7 @@
-"""What a model reads while it is probed: conversations in its own template, with codes told here and there.
+"""The texts of a probe: conversations in the model's template, with codes to remember in between.
 
-Prose comes from Python's own documentation, which every installation has; without it, from common words. The same
-random source gives the same conversation.
+Prose comes from Python's own documentation, or from common words if an installation lacks it. Equal random sources
+give equal conversations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOTED = "Noted."
 SEEN = "I see."
 PROSE_WORDS = (20, 120)
 QUESTION_SHARE = 8
-"""Every so many exchanges of ordinary talk somebody asks for a code."""
+"""On average one in so many exchanges asks for a code."""
 
 _CONSONANTS = "bcdfghjklmnprstvwz"
 _VOWELS = "aeiou"
@@ -40,10 +40,10 @@ _COMMON_WORDS = (
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder.
+    """Loads the tokenizer in a model's folder.
 
     Raises:
-        ModelLoadError: there is none that can be read.
+        ModelLoadError: it is missing or cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -64,11 +64,11 @@ class Quiz:
 
 
 class Texts:
-    """Writes for one tokenizer.
+    """A generator of texts for one tokenizer.
 
     Attributes:
-        chats: whether the tokenizer has a chat template that takes conversations; else there is prose alone.
-        source: where the prose is from, in words.
+        chats: whether the tokenizer has a chat template that takes conversations; else texts are prose only.
+        source: the prose's source, for people.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -80,26 +80,26 @@ class Texts:
 
     @property
     def quizzes(self) -> bool:
-        """Whether questions can be asked: the places of their answers must be known."""
+        """Whether quizzes are possible: they need the token positions of the answers."""
         return self.chats and bool(getattr(self._tokenizer, "is_fast", False))
 
     def talk(self, rng: random.Random, tokens: int) -> list[int]:
-        """The first `tokens` tokens of a conversation, or of prose where the model has no chat template."""
+        """Returns the first `tokens` tokens of a conversation, or of prose if the model has no chat template."""
         size, told = 0, {}
         pairs: list[tuple[str, str]] = []
         while size < tokens:
             pairs.append(self._exchange(rng, told))
             size += self._size(*pairs[-1])
         while True:
-            found = self._encode(self._render(pairs))
-            if len(found) >= tokens:
-                return found[:tokens]
-            # Sizes are estimates: a template may do without a part of a pair.
+            encoded = self._encode(self._render(pairs))
+            if len(encoded) >= tokens:
+                return encoded[:tokens]
+            # Sizes are estimates: a template may drop a part of a pair.
             pairs.append(self._exchange(rng, told))
 
     def quiz(self, rng: random.Random, tokens: int, questions: int) -> Quiz:
-        """A conversation of about `tokens` tokens, not more, with `questions` codes told evenly over all but its end,
-        which asks for each of them. It has fewer questions where they do not fit."""
+        """Returns a conversation of at most about `tokens` tokens. `questions` codes are spread evenly over it, and its
+        end asks for each of them. It has fewer questions if they do not fit."""
         assert self.quizzes
         codes: dict[str, str] = {}
         while len(codes) < questions:
@@ -125,7 +125,7 @@ class Texts:
         offsets: list[tuple[int, int]] = encoded["offset_mapping"]
         spans, depths, at = [], [], 0
         for name, code in asked:
-            # With a capital only in an answer.
+            # "The" has a capital only in an answer.
             answer = f"The code of {name} is {code}"
             at = text.index(answer, at) + len(answer)
             start = next(index for index, (_, stop) in enumerate(offsets) if stop > at - len(code))
@@ -170,7 +170,7 @@ class Texts:
         return len(self._encode(said)) + (len(self._encode(reply)) + (self._frame or 0) if self.chats else 2)
 
     def _frame_tokens(self) -> int | None:
-        """What the template adds to an exchange; None where it takes none."""
+        """Returns how many tokens the template adds to an exchange; None if it takes no conversations."""
         from jinja2 import TemplateError
 
         pair = ("Hello there.", SEEN)
@@ -190,7 +190,7 @@ def _name(rng: random.Random) -> str:
 
 
 def _spread(told: Sequence[tuple[str, str]], filler: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The told ones evenly among the others, the first of them first."""
+    """Spreads the told pairs evenly among the filler, beginning with a told one."""
     pairs: list[tuple[str, str]] = []
     for index, pair in enumerate(told):
         start, stop = (len(filler) * number // len(told) for number in (index, index + 1))
@@ -199,7 +199,7 @@ def _spread(told: Sequence[tuple[str, str]], filler: Sequence[tuple[str, str]]) 
 
 
 def _paragraphs() -> list[str]:
-    """Paragraphs of ordinary prose from the topics of Python's `help`; empty where an installation lacks them."""
+    """Returns paragraphs of ordinary prose from the topics of Python's `help`; none if an installation lacks them."""
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError:

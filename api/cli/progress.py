@@ -1,4 +1,4 @@
-"""What a starting server says: lines, and in a terminal a bar for each step that runs."""
+"""Progress output of the commands: lines, and in a terminal a bar for each running step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ProgressDisplay:
                 self._print(line)
 
     def report(self, step: str, fraction: float | None) -> None:
-        """Says which step runs and how far it is: 0 to 1, or None where that is unknown.
+        """Shows which step runs and how far it is: 0 to 1, or None if unknown.
 
-        Steps `NAME: WHAT` of several names run beside each other. One without a name ends all of them.
+        Steps `NAME: TEXT` of several names run in parallel. One without a name ends all of them.
         """
         name, colon, _ = step.partition(": ")
         name = name if colon else ""
@@ -46,7 +46,7 @@ class ProgressDisplay:
                 self._print(step)
 
     def close(self) -> None:
-        """Takes the bar away. Later steps are not shown."""
+        """Removes the bar. Later steps are not shown."""
         with self._guard:
             self._closed = True
             if self._bars is not None:

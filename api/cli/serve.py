@@ -1,8 +1,8 @@
-"""`satchel serve`: from a config to a running endpoint, and back to nothing.
+"""`satchel serve`: starts the endpoint of a config, runs it, and shuts everything down.
 
 The main thread only waits: for the start-up, which runs in a thread of its own, for a signal, and for the cluster's
-death. So a signal is heard at once whatever Ray is doing. Ray's own handlers, which end the process on SIGTERM, are
-replaced as soon as Ray has installed them.
+failure. So it reacts to a signal at once, whatever Ray is doing. Ray's own handlers, which end the process on SIGTERM,
+are replaced as soon as Ray has installed them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from .progress import ProgressDisplay
 
 POLL_S = 0.1
 NODES_WAIT_S = 120.0
-"""How long the other machines may take before the endpoint is announced without them; they may still come."""
+"""How long the other machines may take before the endpoint is announced without them; they may still join later."""
 
 _READ_S = 3.0
 """How long a stopping server lets clients read the rest of their answers."""
 
 _SAME_SIGNAL_S = 0.4
-"""A terminal's Ctrl-C under `make` arrives twice: from the terminal, and handed on by make."""
+"""A terminal's Ctrl-C under `make` arrives twice: from the terminal and from make."""
 
 
 class RunningDeployment(Protocol):
-    """What `satchel.api.serve.deploy` returns."""
+    """The result of `satchel.api.serve.deploy`."""
 
     url: str
     models: list[str]
@@ -59,7 +59,7 @@ class StopSignals:
         self._again = False
 
     def install(self) -> None:
-        """Takes the signals over; main thread only. A SIGHUP that is ignored (`nohup`) stays ignored."""
+        """Installs the handlers; main thread only. A SIGHUP that is ignored (`nohup`) stays ignored."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._arrived)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -82,9 +82,9 @@ class StopSignals:
 
 
 class StartUp(threading.Thread):
-    """Brings everything up; `deployment` or `error` is set when the thread has ended, `connected` once Ray runs.
+    """Starts everything. Sets `connected` once Ray runs, and `deployment` or `error` at the end.
 
-    Then it waits for `go_on`, so that a signal while models load meets the server's handlers and not Ray's.
+    Once connected it waits for `go_on`, so that a signal while models load meets the server's handlers and not Ray's.
     """
 
     def __init__(self, config: Config, home: Home, cluster: LocalCluster, progress: ProgressDisplay) -> None:
@@ -136,12 +136,11 @@ class StartUp(threading.Thread):
 
 def serve(config: Config, home: Home) -> None:
     """Serves until a signal comes, then ends the process: with exit code 0 after an orderly end, and with 1 and a
-    sentence on standard error where the home is in use, a model does not load or Ray died. Either way nothing is left.
+    sentence on standard error if the home is in use, a model does not load or Ray died. Either way no process is left.
 
     Raises:
         PortInUse: the endpoint's port is taken. Nothing has been started then.
-        ClusterError: the home cannot be used, or the address not be listened on, or strangers could use the endpoint,
-            or its certificate cannot be used.
+        ClusterError: the home, the address or the certificate cannot be used, or strangers could use the endpoint.
     """
     check_port_free(config.endpoint.listen, config.endpoint.port)
     prepare_home(home)
@@ -182,7 +181,7 @@ def _stop(start_up: StartUp, cluster: LocalCluster) -> None:
 def _start(
     start_up: StartUp, home: Home, cluster: LocalCluster, signals: StopSignals, progress: ProgressDisplay
 ) -> RunningDeployment | None:
-    """Starts Ray and the models. None where a signal came first.
+    """Starts Ray and the models. None if a signal came first.
 
     Raises:
         SatchelError: something did not start.
@@ -217,7 +216,7 @@ def _run(
     Raises:
         SatchelError: the cluster died.
     """
-    # Again: Ray's core took the signals over while it was initialized, and prints stack traces when one comes.
+    # Again: Ray's core has installed its own handlers, which print stack traces.
     signals.install()
     _announce(deployment, config, progress)
     while not signals.stop:
@@ -240,7 +239,7 @@ def _announce(deployment: RunningDeployment, config: Config, progress: ProgressD
 
 
 def for_clients(url: str, endpoint: Endpoint) -> tuple[str, str]:
-    """The URL by which clients reach the endpoint that is at `url`, and what curl must be told to trust it."""
+    """Returns the URL by which clients reach the endpoint at `url`, and curl's option to trust it ("" for none)."""
     url = url.rstrip("/")
     if endpoint.tls is None:
         return url, ""
@@ -256,7 +255,7 @@ def _shut_down(deployment: RunningDeployment, config: Config, signals: StopSigna
 
 
 def _bounded(work: Callable[[], None], timeout_s: float, signals: StopSignals, progress: ProgressDisplay) -> None:
-    """Runs `work` in a thread and waits until it ends, the time is up, or the user has lost patience."""
+    """Runs `work` in a thread and waits until it ends, the time is up, or a second signal comes."""
     failures: list[Exception] = []
 
     def run() -> None:
@@ -276,7 +275,7 @@ def _bounded(work: Callable[[], None], timeout_s: float, signals: StopSignals, p
 
 
 def as_sentence(error: BaseException | None, home: Home) -> SatchelError:
-    """A failed start-up as an error to show; the traceback of an unexpected one goes into a file."""
+    """Returns a failed start-up as an error to show; the traceback of an unexpected one goes into a file."""
     if isinstance(error, SatchelError):
         return error
     log = home.run / "serve.log"
@@ -285,7 +284,7 @@ def as_sentence(error: BaseException | None, home: Home) -> SatchelError:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process now. Ray's own exit handlers would wait for a cluster that is no more."""
+    """Ends the process now. Ray's own exit handlers would wait for a cluster that has ended."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

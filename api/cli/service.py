@@ -1,4 +1,4 @@
-"""The server in the background, and out of it: `satchel up`, `down` and `leave`; and `install-service`."""
+"""Background servers and nodes: `satchel up`, `down`, `leave` and `install-service`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ...cluster.processes import ProcessMark
 
 POLL_S = 0.1
 AT_ONCE_S = 0.6
-"""Between two signals that are to be taken for two."""
+"""Pause between two signals, so that they count as two."""
 
 LOG_LINE_BYTES_MAX = 4096
 
@@ -43,12 +43,12 @@ Say = Callable[[str], None]
 
 
 def log_file(home: Home) -> Path:
-    """What a server in the background says."""
+    """Returns the path of a background server's output."""
     return home.run / "server.log"
 
 
 def satchel_command(*arguments: str) -> list[str]:
-    """The command line of this very installation."""
+    """Returns a command line of this installation."""
     return [sys.executable, "-P", "-m", "satchel.api.cli", *arguments]
 
 
@@ -56,14 +56,14 @@ def up(command: Sequence[str], config: Config, home: Home, say: Say) -> ClusterR
     """Starts the server in the background and waits until it is ready; an interrupted wait ends it.
 
     Args:
-        command: the server's.
-        config: what it will serve.
-        say: gets what the server says while it starts.
+        command: the server's command line.
+        config: the one that it will serve.
+        say: called with each line that the server prints while it starts.
 
     Raises:
         HomeInUse: a server runs already.
         PortInUse: the endpoint's port is taken.
-        ClusterError: it did not start; the reason is its own.
+        ClusterError: it did not start; the message is the server's.
     """
     with suppress(NotRunning):
         record = find_cluster(home)
@@ -84,14 +84,14 @@ def up(command: Sequence[str], config: Config, home: Home, say: Say) -> ClusterR
     try:
         return _await_ready(process, home, log, say)
     except BaseException:
-        # Nobody waits for it any more, so nobody would know of it.
+        # Else it would keep running unnoticed.
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         raise
 
 
 def _await_ready(process: subprocess.Popen[bytes], home: Home, log: Path, say: Say) -> ClusterRecord:
-    said = b""
+    partial = b""
     with log.open("rb") as lines:
         while True:
             ended = process.poll() is not None
@@ -100,23 +100,23 @@ def _await_ready(process: subprocess.Popen[bytes], home: Home, log: Path, say: S
                 if record.pid == process.pid and record.endpoint_url is not None:
                     return record
             while line := lines.readline(LOG_LINE_BYTES_MAX):
-                said += line
-                if said.endswith(b"\n") or len(said) > LOG_LINE_BYTES_MAX:
-                    _pass_on(said.decode(errors="replace").rstrip(), say)
-                    said = b""
+                partial += line
+                if partial.endswith(b"\n") or len(partial) > LOG_LINE_BYTES_MAX:
+                    _pass_on(partial.decode(errors="replace").rstrip(), say)
+                    partial = b""
             if ended:
-                raise ClusterError(_last_word(log) or f"the server ended while it started; see {log}")
+                raise ClusterError(_last_error(log) or f"the server ended while it started; see {log}")
             time.sleep(POLL_S)
 
 
 def _pass_on(line: str, say: Say) -> None:
-    # Its last word is raised as an error, and what it says when it is ready is for whoever sits in front of it.
+    # Its error is raised as an exception, and its lines about being ready are for a foreground server.
     if line and not line.startswith(("satchel: ", *_WHEN_READY)):
         say(line)
 
 
-def _last_word(log: Path) -> str:
-    """The sentence with which a command ends that has failed, "" where there is none."""
+def _last_error(log: Path) -> str:
+    """Returns the last error message of a failed command, "" if there is none."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.removeprefix("satchel: ") for line in reversed(lines) if line.startswith("satchel: ")), "")
 
@@ -140,11 +140,11 @@ def down(home: Home, *, at_once: bool, wait_s: float, say: Say) -> None:
 
 
 def leave(home: Home, *, wait_s: float, say: Say) -> None:
-    """Ends this machine's part in a cluster, and waits until it is gone.
+    """Ends this machine's node, and waits until its process is gone.
 
     Raises:
-        NotRunning: it has none.
-        ClusterError: it leads the cluster, its head keeps it, or it is still there after `wait_s`.
+        NotRunning: no node runs on the home.
+        ClusterError: it is the head, its head started it, or it is still running after `wait_s`.
     """
     record = _running(home, "no node runs on")
     if not record.joined:
@@ -161,11 +161,10 @@ def leave(home: Home, *, wait_s: float, say: Say) -> None:
 
 
 def _running(home: Home, otherwise: str) -> ClusterRecord:
-    """What runs on the home.
+    """Returns the record of the server or node that runs on the home.
 
     Raises:
-        NotRunning: nothing, beginning with `otherwise`.
-        ClusterError: something that is not there yet.
+        NotRunning: none runs, or it is still starting; the message begins with `otherwise`.
     """
     try:
         return find_cluster(home)
@@ -177,7 +176,7 @@ def _running(home: Home, otherwise: str) -> ClusterRecord:
 
 
 def _is_kept(pid: int) -> bool:
-    """Whether a node's process was started by a head."""
+    """Returns whether a node's process was started by a head."""
     try:
         return "--ordered" in psutil.Process(pid).cmdline()
     except psutil.Error:
@@ -198,9 +197,10 @@ def _end(record: ClusterRecord, wait_s: float, *, at_once: bool) -> None:
 
 
 def _ask_to_end(mark: ProcessMark) -> None:
-    """
+    """Sends SIGTERM to the process, if it is alive.
+
     Raises:
-        ClusterError: it belongs to somebody else.
+        ClusterError: it belongs to another user.
     """
     if not mark.is_alive():
         return
@@ -213,13 +213,13 @@ def _ask_to_end(mark: ProcessMark) -> None:
 
 
 def head_service(config: Path, home: Home) -> Service:
-    """The service that serves a config on this machine, started in this folder."""
+    """Returns the service that serves a config on this machine, started in this folder."""
     command = satchel_command("serve", "--config", str(config.expanduser().absolute()), "--home", str(home.root))
     return _service("serve", "Satchel: the server of a cluster", command, home)
 
 
 def node_service(door: str, name: str, own_address: str, home: Home) -> Service:
-    """The service that makes this machine a node of the cluster that has let it in at `door` (`host:port`)."""
+    """Returns the service that makes this machine a node of the cluster that admitted it at `door` (`host:port`)."""
     command = satchel_command("join", door, "--name", name)
     command += ["--home", str(home.root), *(["--address", own_address] if own_address else [])]
     return _service("join", f"Satchel: node {name} of a cluster", command, home)
@@ -231,10 +231,10 @@ def _service(role: str, description: str, command: list[str], home: Home) -> Ser
 
 
 def install(service: Service, home: Home, *, only_print: bool, say: Say) -> None:
-    """Writes what the machine's service manager needs, or only says it. Nothing is started.
+    """Writes the file for the machine's service manager, or only prints it. Nothing is started.
 
     Raises:
-        ConfigError: a part cannot be written down.
+        ConfigError: an argument cannot be expressed in that file.
         ClusterError: the file cannot be written.
     """
     if is_macos():

@@ -1,4 +1,4 @@
-"""The commands that look and change nothing: `status`, `models`, `doctor`, `explain`."""
+"""The read-only commands: `status`, `models`, `doctor`, `explain`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COLUMNS = {
 
 
 def _replicas(metrics: str) -> dict[str, dict[str, Any]]:
-    """The replicas in Prometheus' text: name -> model, up, and the numbers of `_COLUMNS` by metric name."""
+    """Reads the replicas in Prometheus' text: name -> model, up, and the numbers of `_COLUMNS` by metric name."""
     replicas: dict[str, dict[str, Any]] = {}
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
@@ -50,7 +50,7 @@ def _replicas(metrics: str) -> dict[str, dict[str, Any]]:
 
 
 def table(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
-    """A table that shows long names and paths whole, on several lines.
+    """Makes a table that wraps long names and paths.
 
     Args:
         numbers: titles of further columns, each of which stays on one line.
@@ -64,7 +64,7 @@ def table(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def size(count: int | None) -> str:
-    """Bytes for people; "" where nobody knows."""
+    """Formats a number of bytes; "" if unknown."""
     if count is None:
         return ""
     amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
@@ -75,7 +75,7 @@ def size(count: int | None) -> str:
 
 
 def _cluster(session: httpx.Client) -> dict[str, Any]:
-    """The cluster without its agents; nothing where it cannot be had, which is when one looks at the rest."""
+    """Returns the cluster without its agents; {} if it does not answer, so that the rest is still shown."""
     answer = session.get("/v1/cluster", params={"agents": "0"})
     try:
         return answer.json() if answer.is_success else {}
@@ -186,7 +186,7 @@ def show_models(home: Home, *, as_json: bool) -> None:
 
 
 def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
-    """Prints why a request went where it did, with what it was estimated to cost everywhere.
+    """Prints why a request was routed as it was, with the estimated cost on each replica.
 
     Raises:
         NotRunning: no server runs on the home, or it does not answer.
@@ -212,7 +212,7 @@ def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
 
 
 def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
-    """Prints what the doctor found. Exits with 1 where something failed."""
+    """Prints the doctor's checks. Exits with 1 if one failed."""
     from ...cluster.bring_up.doctor import examine
 
     checks = examine(config, home)
@@ -231,7 +231,7 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
 
 
 def running_endpoint(home: Home) -> tuple[ClusterRecord, str]:
-    """The running cluster and its endpoint's URL.
+    """Returns the running cluster and its endpoint's URL.
 
     Raises:
         NotRunning: no server runs, or its models are still loading.
@@ -244,18 +244,17 @@ def running_endpoint(home: Home) -> tuple[ClusterRecord, str]:
 
 @contextmanager
 def client(home: Home, *, timeout_s: float) -> Iterator[httpx.Client]:
-    """An HTTP client of the endpoint that runs on the home, with its owner's key. It turns connection failures into
-    sentences. Proxies are for other hosts.
+    """Opens an HTTP client of the endpoint that runs on the home, with its owner's key and without proxies.
 
     Raises:
-        NotRunning: nothing runs there, or does not answer.
+        NotRunning: no server runs there, or it does not answer.
     """
     record, url = running_endpoint(home)
     options: dict[str, Any] = {"timeout": httpx.Timeout(timeout_s, connect=5.0), "trust_env": False}
     if key := owner_key(home):
         options["headers"] = {"Authorization": f"Bearer {key}"}
     if record.certificate is not None:
-        # Only here: it imports cryptography, which takes a while.
+        # Imported here because cryptography takes long to import.
         from ...cluster.trust.endpoint_certificate import client_context
 
         options["verify"] = client_context(record.certificate)
@@ -269,7 +268,7 @@ def client(home: Home, *, timeout_s: float) -> Iterator[httpx.Client]:
 
 
 def error_of(response: httpx.Response) -> SatchelError:
-    """What a failed response says, as an error. The body must have been read."""
+    """Returns the error of a failed response, whose body must have been read."""
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -278,7 +277,7 @@ def error_of(response: httpx.Response) -> SatchelError:
 
 
 def get_json(session: httpx.Client, path: str, *, also: tuple[int, ...] = ()) -> Any:
-    """The JSON at a path.
+    """Returns the JSON at a path.
 
     Raises:
         SatchelError: the status is not 2xx nor one of `also`, or the body is not JSON.

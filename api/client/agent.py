@@ -22,8 +22,8 @@ from .background import BackgroundLoop, Feed, blocking, on_loop
 
 @dataclass(frozen=True)
 class Injection:
-    """What putting something into an agent's memory took: the tokens of its whole conversation now, how many of them
-    were in memory already, and how many were computed."""
+    """The cost of an injection: the tokens of the agent's whole conversation now, how many of them were cached, and how
+    many were computed."""
 
     tokens: int
     cached_tokens: int
@@ -31,13 +31,14 @@ class Injection:
 
 
 class Agent:
-    """One agent: each turn continues its transcript, which the cluster keeps: it outlives this handle and the server.
+    """One agent. Each turn continues its transcript, which the cluster keeps beyond this handle and the server.
 
-    Turns of one agent run one after the other, whoever asks. Methods with `_sync` are for code without an event loop.
+    Turns of one agent run one after the other, from all clients. Methods with `_sync` are for code without an event
+    loop.
 
     Attributes:
-        remembered: of the turn or injection that ended last here, whether it is kept in the agent's memory, and why
-            not; None before the first. An answer is returned even where nothing can be kept of it.
+        remembered: whether the last turn or injection of this handle is kept in the agent's memory, and if not, why;
+            None before the first. An answer is returned even if it cannot be kept.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Agent:
 
     @on_loop
     async def ask(self, text: str, **options: Any) -> str:
-        """Say `text` and return the whole answer. Options as in `Cluster.generate`.
+        """Sends `text` and returns the whole answer. Options as in `Cluster.generate`.
 
         Raises:
             AgentBusy: an earlier turn of this agent takes longer than `timeouts.turn_wait_s`.
@@ -64,7 +65,7 @@ class Agent:
     ask_sync = blocking(ask)
 
     async def chat(self, text: str, **options: Any) -> AsyncIterator[str]:
-        """Say `text` and yield the answer as it comes. A turn left early is not remembered."""
+        """Sends `text` and yields the answer as it comes. A turn left early is not remembered."""
         feed = await self._loop.wait(self._start_feed(text, options))
         try:
             while (piece := await self._loop.wait(feed.next())) is not None:
@@ -83,8 +84,8 @@ class Agent:
 
     @on_loop
     async def inject(self, messages: str | Sequence[Any]) -> Injection:
-        """Put messages (a string is one of the user) into the agent's memory, without a reply. They are computed now,
-        so that the next turn need not.
+        """Puts messages (a string is one of the user) into the agent's memory, without a reply. Their KV is computed
+        now, not in the next turn.
 
         Raises:
             AgentBusy: an earlier turn of this agent takes longer than `timeouts.turn_wait_s`.
@@ -97,12 +98,12 @@ class Agent:
 
     @on_loop
     async def fork(self, as_id: str) -> Agent:
-        """A new agent with a copy of this one's memory. KV is shared, not copied; under `share: agent` the new one
-        computes its own at its first turn.
+        """Makes a new agent with a copy of this one's memory. KV is shared, not copied; under `share: agent` the new
+        one computes its own at its first turn.
 
         Raises:
-            AgentNotFound: nothing is known of this agent yet.
-            AgentExists: there is an agent `as_id`.
+            AgentNotFound: there is no such agent.
+            AgentExists: there is already an agent `as_id`.
         """
         await fork_agent(self._memory.store, self._key, as_id)
         other = Agent(self._generator, self._loop, as_id, self._model, None)
@@ -113,10 +114,10 @@ class Agent:
 
     @on_loop
     async def release(self) -> int:
-        """Drop this agent's KV from the replicas' memory and keep what is on the disk. Returns the number of bytes.
+        """Drops this agent's KV from the replicas' memory; KV on disk stays. Returns the number of bytes.
 
         Raises:
-            AgentNotFound: nothing is known of this agent.
+            AgentNotFound: there is no such agent.
         """
         return (await release_agent(self._memory.store, self._key))["bytes"]
 
@@ -124,15 +125,15 @@ class Agent:
 
     @on_loop
     async def move(self, node: str) -> dict[str, Any]:
-        """Make another node this agent's home; its memory goes there, and its next turns with it.
+        """Moves this agent's primary to another node, where its next turns run.
 
         Returns:
-            `from`, `to`, `moved` (False where it was there already), `tokens`, `blocks`, `bytes` and `seconds`.
+            `from`, `to`, `moved` (False if it was there already), `tokens`, `blocks`, `bytes` and `seconds`.
 
         Raises:
             InvalidRequest: there is no such node.
-            AgentNotFound: nothing is known of this agent.
-            AgentBusy: a turn of it is under way.
+            AgentNotFound: there is no such agent.
+            AgentBusy: a turn of it is running.
         """
         return await self._memory.moves.move(self._key, node)
 
@@ -140,17 +141,17 @@ class Agent:
 
     @on_loop
     async def forget(self) -> bool:
-        """Erase all that is known of this agent; a turn under way is not remembered. Returns whether there was any."""
+        """Erases this agent's memory; a running turn is not remembered. Returns whether there was any."""
         return await forget_agent(self._memory, self._key)
 
     forget_sync = blocking(forget)
 
     @on_loop
     async def info(self) -> dict[str, Any]:
-        """Tokens, blocks, bytes, messages, branches, pictures, model and last use (see `agent_views.agent_info`).
+        """Returns tokens, blocks, bytes, messages, branches, pictures, model and last use (`views.agents.agent_info`).
 
         Raises:
-            AgentNotFound: nothing is known of this agent.
+            AgentNotFound: there is no such agent.
         """
         return await agent_info(self._memory.store, self._generator.backend, self._key)
 
@@ -158,7 +159,7 @@ class Agent:
 
     @on_loop
     async def transcript(self) -> list[dict[str, Any]]:
-        """What was said so far, as OpenAI messages; [] for an agent that nothing is known of."""
+        """Returns the conversation so far as OpenAI messages; [] for an unknown agent."""
         return await asyncio.to_thread(json.loads, await self._memory.store.transcript(self._key))
 
     transcript_sync = blocking(transcript)

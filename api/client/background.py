@@ -1,4 +1,4 @@
-"""What a driver's handles run on: an event loop in a thread of its own, and answers read from outside it."""
+"""The background event loop on which Python handles run, and reading answers from outside it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _END_S = 3.0
 
 
 class BackgroundLoop:
-    """A background thread with an event loop. Whoever waits on it when it is closed gets an error, and so does whoever
-    comes later."""
+    """A background thread with an event loop. Calls that wait when it is closed, and later ones, raise `NotRunning`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +30,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end and return the result; not from an event loop's thread.
+        """Runs `work` to the end and returns its result; not from an event loop's thread.
 
         Raises:
             NotRunning: the loop is closed, or closes meanwhile.
@@ -46,7 +45,11 @@ class BackgroundLoop:
             raise
 
     async def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """As `run`, from another event loop. Cancelling the caller cancels the work."""
+        """As `run`, from another event loop. Cancelling the caller cancels `work`.
+
+        Raises:
+            NotRunning: the loop is closed, or closes meanwhile.
+        """
         future = self._submit(work)
         try:
             return await asyncio.wrap_future(future)
@@ -80,7 +83,7 @@ class BackgroundLoop:
 
 
 class Handle(Protocol):
-    """What has methods that run on a background loop."""
+    """An object with methods that run on a background loop."""
 
     _loop: BackgroundLoop
 
@@ -90,7 +93,7 @@ Method = Callable[Concatenate[H, P], Coroutine[Any, Any, T]]
 
 
 def on_loop(method: Method[H, P, T]) -> Method[H, P, T]:
-    """A method whose work is done on the background loop, whatever loop it is awaited on."""
+    """Makes a method run on the background loop, whatever loop it is awaited on."""
 
     @wraps(method)
     async def wait(self: H, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -100,7 +103,7 @@ def on_loop(method: Method[H, P, T]) -> Method[H, P, T]:
 
 
 def blocking(method: Method[H, P, T]) -> Callable[Concatenate[H, P], T]:
-    """A method made by `on_loop`, for code without an event loop. Its name is the other's with `_sync`."""
+    """Makes the synchronous form of a method made by `on_loop`. Its name is that method's with `_sync`."""
     inside: Method[H, P, T] = inspect.unwrap(method)
 
     @wraps(inside)
@@ -117,7 +120,7 @@ def _closed() -> NotRunning:
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task itself was cancelled, and not what it waits for."""
+    """Returns whether the running task itself was cancelled, not the future it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -125,8 +128,7 @@ def _is_cancelled() -> bool:
 class Feed:
     """A turn running in a task of its own on the background loop, so that its reader may stop at any moment.
 
-    Of a reader that does not read, only so much is kept: past `pieces_max` the turn ends with `SlowReader`, which the
-    reader meets after what is kept.
+    Unread pieces are bounded: past `pieces_max` the turn ends with `SlowReader`, raised after the pieces kept so far.
     """
 
     def __init__(self, pieces: AsyncGenerator[str, None], pieces_max: int) -> None:
@@ -147,13 +149,13 @@ class Feed:
             self._queue.put_nowait(error)
 
     async def next(self) -> str | None:
-        """The next piece; None after the last. Raises what the turn raised."""
+        """Returns the next piece; None after the last. Raises what the turn raised."""
         item = await self._queue.get()
         if isinstance(item, BaseException):
             raise item
         return item
 
     async def close(self) -> None:
-        """End the turn, if it has not ended, and wait for that."""
+        """Ends the turn if it still runs, and waits for its end."""
         self._task.cancel()
         await asyncio.wait({self._task})

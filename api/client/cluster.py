@@ -1,7 +1,7 @@
 """Python handles: agents and actors of a running cluster, from a script, a notebook, or inside Ray tasks and actors.
 
-Everything runs on one background event loop a `Cluster`, so the same object serves any number of threads and event
-loops, and the synchronous forms work without one.
+Every `Cluster` has one background event loop, so the same object serves any number of threads and event loops, and the
+synchronous forms work without one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from .background import BackgroundLoop, blocking, on_loop
 
 @dataclass(frozen=True)
 class Reply:
-    """A finished answer. Lengths are tokens; `cached_tokens` of the prompt were not computed again. `reasoning` is what
-    a model that thinks said before; `logprobs` has an entry a token where the option asked for them. `node` is the
-    replica's, "" where that is not known. `remembered` says what the agent's memory has of it, None where none is."""
+    """A finished answer. Lengths are in tokens; `cached_tokens` of the prompt were not computed again. `reasoning` is
+    the reasoning before the answer; `logprobs` has one entry per token if requested. `node` is the replica's, "" if
+    unknown. `remembered` says how the turn was stored in the agent's memory, None without an agent."""
 
     text: str
     finish_reason: str
@@ -64,13 +64,13 @@ class Reply:
 
 
 def connect(home: str | os.PathLike[str] | None = None, address: str | None = None) -> Cluster:
-    """Connect to a running cluster.
+    """Connects to a running cluster.
 
     Args:
-        home: the server's SATCHEL_HOME; by default the environment's, else `~/.satchel`. Inside a Ray task or actor of
-            the cluster nothing is needed.
-        address: the Ray address (`host:port`) instead of the one that `home` records; the token and, between machines,
-            the certificates are `home`'s, which must have joined the cluster once.
+        home: the server's SATCHEL_HOME; by default the environment's, else `~/.satchel`. Not needed inside a Ray task
+            or actor of the cluster.
+        address: the Ray address (`host:port`) instead of the one recorded in `home`. The token and, between machines,
+            the certificates come from `home`, which must have joined the cluster once.
 
     Raises:
         NotRunning: no server runs there.
@@ -88,12 +88,12 @@ class Cluster:
     """A running cluster. Get one from `connect`; close it, or use it as a context manager.
 
     Attributes:
-        config: what the cluster was started with.
+        config: the one that the cluster was started with.
     """
 
     def __init__(self) -> None:
-        # Chats need it, on a thread of the loop's. MLX keeps something of the thread that imports it, and aborts a
-        # process that ends together with that thread; the main thread ends last.
+        # Chats need it on a worker thread. MLX keeps state of the thread that imports it, and aborts the process if
+        # that thread ends with the process; the main thread ends last.
         importlib.import_module("mlx_lm.tokenizer_utils")
         self.config = cluster_config()
         self._loop = BackgroundLoop()
@@ -131,18 +131,18 @@ class Cluster:
         dtype: str = "auto",
         report: Report | None = None,
     ) -> str:
-        """Serve one more model, and return its name once it answers. It is gone when the server stops.
+        """Serves one more model, until the server stops, and returns its name once it answers.
 
         Args:
             source: a Hub id (`owner/name`, `owner/name@revision`), a folder, or `embedded:NAME`.
             name: what clients call it; by default the Hub id, or the folder's name.
             adapter: a LoRA or DoRA adapter as mlx-lm writes them, a folder or a Hub id.
-            report: called with what is going on and the fraction done, None where unknown.
+            report: called with the current step and the fraction done, None if unknown.
 
         Raises:
             ConfigError: an argument is out of range.
             InvalidRequest: the name is taken.
-            ModelLoadError: the model cannot be loaded; nothing of it runs then.
+            ModelLoadError: the model cannot be loaded; none of its replicas runs then.
         """
         model = _model(
             source, name=name, adapter=adapter, replicas=replicas, context_tokens_max=context_tokens_max, dtype=dtype
@@ -154,7 +154,7 @@ class Cluster:
 
     @on_loop
     async def unload(self, name: str) -> None:
-        """Serve a model no more. Its running requests have `timeouts.drain_s` to finish.
+        """Stops serving a model. Its running requests have `timeouts.drain_s` to finish.
 
         Raises:
             ModelNotFound: no such model is served.
@@ -165,11 +165,11 @@ class Cluster:
     unload_sync = blocking(unload)
 
     def agent(self, agent_id: str, *, model: str = "", system: str | None = None) -> Agent:
-        """The agent `agent_id`, whose transcript the cluster keeps.
+        """Returns a handle of the agent `agent_id`, whose transcript the cluster keeps.
 
         Args:
             model: which model answers; "" is the default one.
-            system: a system message that a new transcript begins with.
+            system: the system message of a new transcript.
 
         Raises:
             InvalidRequest: not an agent id (1 to 128 of `A-Z a-z 0-9 . _ : @ -`).
@@ -178,11 +178,11 @@ class Cluster:
 
     @on_loop
     async def agents(self, *, limit: int = 20, after: str = "") -> list[dict[str, Any]]:
-        """What the cluster remembers of its agents, by their ids: see `Agent.info`.
+        """Returns the cluster's agents in the order of their ids, each as `Agent.info`.
 
         Args:
             limit: how many, at most 100.
-            after: the id after which the list goes on.
+            after: the id after which the list continues.
         """
         assert self._generator.memory is not None
         page = await agent_page(self._generator.memory.store, self._generator.backend, OWNER, limit, after)
@@ -192,8 +192,8 @@ class Cluster:
 
     @on_loop
     async def nodes(self) -> list[dict[str, Any]]:
-        """The machines of the cluster, the head first, as `GET /v1/cluster` shows them: names, addresses, which are up,
-        their replicas, the links between them with measured bytes a second, free memory, KV in memory and on disk.
+        """Returns the machines of the cluster, the head first, as `GET /v1/cluster` does: names, addresses, which are
+        up, their replicas, links with measured bytes per second, free memory, KV in memory and on disk.
 
         Raises:
             Unavailable: the control store does not answer.
@@ -204,15 +204,15 @@ class Cluster:
 
     @on_loop
     async def generate(self, prompt: str | Sequence[Any], *, model: str = "", agent: str = "", **options: Any) -> Reply:
-        """Answer one prompt: a string is continued as it stands, a list of messages is a conversation.
+        """Answers one prompt: a string is continued as it stands, a list of messages is a conversation.
 
         Args:
-            agent: the agent id to route and remember by; "" for none.
-            options: the fields of `api.options.Options`, such as temperature, seed, max_tokens, stop, logprobs.
+            agent: the agent whose memory is used and extended; "" for none.
+            options: the fields of `generation.options.Options`, such as temperature, seed, max_tokens, stop, logprobs.
 
         Raises:
-            RequestError: what is wrong with the request.
-            Unavailable: no replica takes it now.
+            RequestError: the request is invalid.
+            Unavailable: no replica accepts it now.
         """
         chosen = make_options(**options)
         if isinstance(prompt, str):
@@ -231,7 +231,7 @@ class Cluster:
         return backend
 
     def close(self) -> None:
-        """Stop reading; rows still running for this handle end, and whoever waits for one gets `NotRunning`. Ray stays
+        """Aborts the rows still running for this handle; calls that wait for one raise `NotRunning`. Ray stays
         connected."""
         with suppress(NotRunning):
             self._loop.run(self._generator.loader.close())

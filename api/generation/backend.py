@@ -1,7 +1,7 @@
-"""The seam between what speaks HTTP or Python and what runs on Ray.
+"""The interface between the HTTP and Python APIs and the cluster.
 
-`app.py` and `generation.py` know only these protocols; `dispatch.py` implements them over Ray actors, and tests over
-plain objects.
+`http/` and `views/` know only these protocols; `ray_backend/` implements them over Ray actors, and tests over plain
+objects.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ...actors.protocol.messages import GenerateRequest, ReplicaStats, RowUpdate
 @dataclass(frozen=True)
 class ServedModel:
     """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
-    `memory` tells a reader which layers keep what, and how.
+    `memory` describes which layers keep what, and how.
 
-    `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
-    that compute differently have others.
+    `files_id` is the same for all replicas. `model_id` is one replica's: it differs between nodes that compute
+    differently.
     """
 
     name: str
@@ -32,23 +32,28 @@ class ServedModel:
     memory: str = ""
     trust_remote_code: bool = False
 
+    @property
+    def words_id(self) -> bytes:
+        """The id under which agents' token ids are stored: the files', which give token ids their meaning."""
+        return self.files_id or self.model_id
+
 
 @dataclass(frozen=True)
 class NodeState:
-    """One machine of the cluster. None is what nobody has said of it.
+    """One machine of the cluster. None means unknown.
 
     Attributes:
-        address: the one that the others know it by.
-        links: (address, kind) of every way to its KV, the fastest first.
-        up: whether its store was heard lately, or while nothing is known of that, whether the machine is there.
-        rates: bytes a second, as measured, by the node from which KV came.
+        address: the one that other nodes use for it.
+        links: (address, kind) of every path to its KV, the fastest first.
+        up: whether its store reported lately; if no report is known, whether the machine is in the cluster.
+        rates: measured bytes per second, by the node from which KV came.
         memory_free_bytes: of the machine.
         disk_bytes: of KV on its disk; `disk_free_bytes` may still be written.
-        disk_error: why no KV is kept on its disk now, "" where it is.
-        agents_let_go: how many had to make room for others (`transcripts_bytes_max`) since its store was started.
+        disk_error: why no KV is kept on its disk now, "" if it is kept.
+        agents_let_go: how many were evicted to make room (`transcripts_bytes_max`) since its store started.
         blocks: of KV on its disk.
-        agents: how many it has, as their home or as a copy.
-        draining: no agent is to come here.
+        agents: how many it has, as primary or secondary.
+        draining: whether it accepts no new agents.
     """
 
     name: str
@@ -68,25 +73,25 @@ class NodeState:
 
 
 class Generation(Protocol):
-    """One running row. Iterating yields its updates; the last one has `finish` set and no more follow.
+    """One running row. Iterating yields its updates; the last one has `finish` set.
 
-    Closing early (`abort`, or leaving the iteration) takes the row out of the batch within one step. A failure ends
-    the iteration with a `SatchelError`.
+    Closing early (`abort`, or leaving the iteration) removes the row from the batch within one decode step. A failure
+    ends the iteration with a `SatchelError`.
     """
 
     replica: str
     node: str
-    """Where the replica is, "" where nobody has said."""
+    """The replica's node, "" if unknown."""
     why: str
 
     @property
     def model_id(self) -> bytes:
-        """The id that the model has at the replica: its KV is kept under that."""
+        """The model's id at the replica, under which its KV is kept."""
         ...
 
     @property
     def move_to(self) -> str:
-        """The node that its agent's memory is to move to once the turn is over, "" for none."""
+        """The node to which the agent's memory should move after the turn, "" for none."""
         ...
 
     def __aiter__(self) -> AsyncIterator[RowUpdate]: ...
@@ -96,24 +101,24 @@ class Generation(Protocol):
 
 class Backend(Protocol):
     failovers: int
-    """How many rows went on, elsewhere or on a replica that was started anew, after theirs was lost."""
+    """How many rows continued, on another or a restarted replica, after theirs was lost."""
 
     async def names(self) -> list[str]:
-        """Every served model's name, loaded yet or not, the default first."""
+        """Returns every served model's name, loaded or not, the default first."""
         ...
 
     async def models(self) -> list[ServedModel]:
-        """Those of them that have been loaded at least once, in the same order."""
+        """Returns the models that have been loaded at least once, in the same order."""
         ...
 
     async def generate(
         self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
     ) -> Generation:
-        """Route and queue one row. Returns once a replica has accepted it.
+        """Routes and queues one row. Returns once a replica has accepted it.
 
         Args:
-            request: but for its consumer, and for the ids of its blocks and of the model, which are filled in here.
-            cache_salt: KV is shared only with rows of the same one.
+            request: complete except for consumer, block ids and model id, which are filled in here.
+            cache_salt: KV is shared only between rows with the same salt.
             beside: the replica that took the first of several rows with this prompt, "" for none.
 
         Raises:
@@ -122,21 +127,21 @@ class Backend(Protocol):
         ...
 
     async def health(self) -> dict[str, bool]:
-        """For every served model, whether a replica of it answers now."""
+        """Returns for every served model whether a replica of it answers now."""
         ...
 
     async def stats(self) -> list[ReplicaStats]: ...
 
     async def pids(self) -> dict[str, int]:
-        """Process ids by replica, of those that answer."""
+        """Returns process ids by replica, of the replicas that answer."""
         ...
 
     async def nodes(self) -> list[NodeState]:
-        """Every machine of the cluster, the head first, whether it is there now or not."""
+        """Returns every machine of the cluster, the head first, whether up or not."""
         ...
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Why a recent request went where it did: as `messages.Explanation`. None where nothing is known of it.
+        """Returns why a recent request was routed as it was, as `messages.Explanation`. None for an unknown request.
 
         Raises:
             Unavailable: the router does not answer.

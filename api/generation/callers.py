@@ -1,7 +1,7 @@
-"""Who asks, and how much they may: a caller is one key, whose limits count for all its requests together. Pure.
+"""Callers and their rate limits. A caller is one key, whose limits count for all its requests together. Pure.
 
-Requests and tokens a minute are buckets that hold a minute's worth and fill steadily. A request is let in while there
-is something in both; what it takes of tokens is known later, so that bucket may go below empty and has to fill first.
+Requests and tokens per minute are token buckets of a minute's capacity that fill steadily. A request is admitted while
+neither is empty. Its token count is known only later, so the token bucket may go below zero and then has to refill.
 """
 
 from __future__ import annotations
@@ -35,16 +35,12 @@ class _Bucket:
         self._level = self.level - count
 
     def wait_s(self, least: float) -> float:
-        """Until there is `least` in it."""
+        """Returns the time until the level reaches `least`."""
         return max(0.0, least - self.level) * 60 / self.per_minute
 
 
 class Meter:
-    """What one tenant takes.
-
-    Args:
-        limits: of its key.
-    """
+    """The usage of one key, checked against its `limits`."""
 
     def __init__(self, limits: KeyLimits, clock: Clock) -> None:
         self.limits = limits
@@ -53,7 +49,8 @@ class Meter:
         self._tokens = _bucket(limits.tokens_per_minute, clock)
 
     def take_request(self) -> None:
-        """
+        """Counts one request.
+
         Raises:
             RateLimited: there were too many in the last minute.
         """
@@ -63,10 +60,11 @@ class Meter:
             self._requests.take(1)
 
     def take_rows(self, rows: int, tokens: int) -> None:
-        """Begin `rows` whose prompts have `tokens` together.
+        """Counts `rows` as running, and the `tokens` of all their prompts.
 
         Raises:
-            RateLimited: there are too many rows already, or there were too many tokens.
+            InvalidRequest: the key never allows so many rows.
+            RateLimited: too many rows are running, or there were too many tokens in the last minute.
         """
         most = self.limits.rows_max
         if most is not None and rows > most:
@@ -80,20 +78,20 @@ class Meter:
         self.rows += rows
 
     def end_rows(self, rows: int, tokens: int) -> None:
-        """That many have ended, with `tokens` of answers."""
+        """Counts `rows` as ended, and the `tokens` of their answers."""
         self.rows -= rows
         if self._tokens is not None:
             self._tokens.take(tokens)
 
     def headers(self) -> dict[str, str]:
-        """What is left, in OpenAI's headers."""
-        found: dict[str, str] = {}
+        """Returns what is left, in OpenAI's headers."""
+        headers: dict[str, str] = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
-                found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
-                found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
-                found[f"x-ratelimit-reset-{name}"] = f"{bucket.wait_s(bucket.per_minute):.3f}s"
-        return found
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+                headers[f"x-ratelimit-reset-{name}"] = f"{bucket.wait_s(bucket.per_minute):.3f}s"
+        return headers
 
 
 def _bucket(per_minute: int | None, clock: Clock) -> _Bucket | None:
@@ -106,14 +104,14 @@ def _limited(what: str, wait_s: float) -> RateLimited:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who a request is from.
+    """The origin of a request.
 
     Attributes:
-        tenant: whose agents, memory and pictures these are.
-        host: the client's address, "" where that says nothing. Requests without an agent queue by it.
-        key: the key's id, "" where none was needed.
-        admin: whether it may see and change what belongs to nobody's agents: nodes, caches, moves.
-        meter: what it takes; None has no limits.
+        tenant: owner of the agents, memory and pictures.
+        host: the client's address, "" if it says nothing. Requests without an agent queue by it.
+        key: the key's id, "" if none was needed.
+        admin: whether it may see and change what belongs to no agent: nodes, caches, moves.
+        meter: its usage; None has no limits.
     """
 
     tenant: str = OWNER
@@ -128,17 +126,17 @@ class Caller:
 
     @property
     def disk_limits(self) -> dict[str, int | None]:
-        """What its tenant may have on a node's disk, as `store_messages.Limits`."""
+        """The tenant's quota on a node's disk, as `store_messages.Limits`."""
         return {self.tenant: self.limits.disk_bytes_max}
 
     def may_use(self, model: str) -> bool:
         return not self.limits.models or model in self.limits.models
 
     def priority(self, asked: int) -> int:
-        """The priority of its requests that ask for `asked`.
+        """Returns the priority of a request that asks for `asked`.
 
         Raises:
-            InvalidRequest: that is more than it may have.
+            InvalidRequest: the key does not allow that much.
         """
         most = self.limits.priority_max
         if most is None:
@@ -148,10 +146,10 @@ class Caller:
         return min(asked, most)
 
     def admit(self, rows: int, tokens: int) -> AdmittedRows:
-        """Begin `rows` with prompts of `tokens` together.
+        """Admits `rows` whose prompts have `tokens` together.
 
         Raises:
-            RateLimited, InvalidRequest: it may not have so many.
+            RateLimited, InvalidRequest: as `Meter.take_rows`.
         """
         if self.meter is not None:
             self.meter.take_rows(rows, tokens)
@@ -160,24 +158,24 @@ class Caller:
 
 _NO_LIMITS = KeyLimits()
 OWNING = Caller()
-"""Whoever runs the server."""
+"""The owner of the server."""
 
 
 class AdmittedRows:
-    """Rows that were let in, until the last of them has ended."""
+    """Admitted rows, until the last of them has ended."""
 
     def __init__(self, meter: Meter | None, rows: int) -> None:
         self._meter = meter
         self._rows = rows
 
     def end_row(self, tokens: int) -> None:
-        """One of them has ended, with an answer of `tokens`."""
+        """Counts one of them as ended, with an answer of `tokens`."""
         if self._meter is not None and self._rows:
             self._rows -= 1
             self._meter.end_rows(1, tokens)
 
     def close(self) -> None:
-        """None of the others will begin."""
+        """Gives back the rows that have not ended."""
         if self._meter is not None:
             self._meter.end_rows(self._rows, 0)
         self._rows = 0

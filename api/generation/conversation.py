@@ -1,7 +1,7 @@
-"""Checks messages, tools and prompts as callers give them, and brings them into the form that templates take.
+"""Checks messages, tools and prompts of a request, and converts them to the form that chat templates take.
 
-Errors name the place the way a caller would write it, such as `messages[2].content[0].type`. Plain functions on plain
-data; large inputs belong in a worker thread.
+Errors name the place as a caller would write it, such as `messages[2].content[0].type`. Plain functions on plain data;
+large inputs belong in a worker thread.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _label(value: Any, where: str) -> str:
 
 
 def _content(value: Any, where: str, role: str, media: Seen | None) -> str | list[dict[str, str]]:
-    """Text from a string or a list of text parts, which are joined with nothing between them; with pictures, the parts
-    as templates take them."""
+    """Returns the text of a string or of a list of text parts, joined without a separator; with pictures, the parts as
+    templates take them."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -82,7 +82,7 @@ def _content(value: Any, where: str, role: str, media: Seen | None) -> str | lis
 def _arguments(value: Any, where: str) -> Any:
     text = _required_string(value, where)
     parsed = called_with(text)
-    # Templates print a mapping in the model's own form; anything else goes in as it was written.
+    # Templates print a mapping in the model's own form; anything else is passed as written.
     return parsed if isinstance(parsed, dict) else text
 
 
@@ -135,14 +135,14 @@ def _message(message: Any, where: str, media: Seen | None) -> dict[str, Any]:
 
 
 def check_messages(messages: Any, media: Seen | None = None) -> list[dict[str, Any]]:
-    """The messages as a chat template takes them: text content, `developer` as `system`, arguments as mappings.
+    """Returns the messages as a chat template takes them: text content, `developer` as `system`, arguments as mappings.
 
     Args:
-        media: for each picture or video in them, in order, the parts that a template is given. A message that has some
-            has a list of parts for its content. None where the model takes none.
+        media: for each picture or video, in order, the parts that the template is given; a message with media has a
+            list of parts as its content. None if the model takes no media.
 
     Raises:
-        InvalidRequest: `param` is the place.
+        InvalidRequest: a message is malformed; `param` is the place.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise _wrong("messages", "must be a list")
@@ -152,13 +152,13 @@ def check_messages(messages: Any, media: Seen | None = None) -> list[dict[str, A
 
 
 def sources_in(messages: Any) -> list[PictureSource | VideoSource]:
-    """The pictures and videos of messages that have not been checked otherwise yet, in order; none of assistants',
-    which `check_messages` refuses.
+    """Returns the pictures and videos of unchecked messages, in order, without those of assistants, which
+    `check_messages` refuses.
 
     Raises:
         InvalidRequest: one of them is of no known form.
     """
-    found: list[PictureSource | VideoSource] = []
+    sources: list[PictureSource | VideoSource] = []
     for index, message in enumerate(messages if isinstance(messages, Sequence) else ()):
         if not isinstance(message, dict) or message.get("role") == "assistant":
             continue
@@ -166,15 +166,15 @@ def sources_in(messages: Any) -> list[PictureSource | VideoSource]:
         for place, part in enumerate(content if isinstance(content, list) else ()):
             source = media_part(part, f"messages[{index}].content[{place}]") if isinstance(part, dict) else None
             if source is not None:
-                found.append(source)
-    return found
+                sources.append(source)
+    return sources
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:
-    """The tools, as given.
+    """Checks the tools and returns them as given.
 
     Raises:
-        InvalidRequest: `param` is the place.
+        InvalidRequest: a tool is malformed; `param` is the place.
     """
     if tools is None:
         return []
@@ -204,10 +204,11 @@ def _is_token(value: Any) -> bool:
 
 
 def check_prompts(prompt: Any, *, prompts_max: int) -> list[str | list[int]]:
-    """The prompts of a completion: from one text, a list of texts, one list of token ids, or a list of such lists.
+    """Returns the prompts of a completion: from one text, a list of texts, one list of token ids, or a list of such
+    lists.
 
     Raises:
-        InvalidRequest: `param` is the place.
+        InvalidRequest: it is none of these, or has more than `prompts_max` entries; `param` is the place.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -238,9 +239,10 @@ def _tokens(values: list[Any], where: str) -> list[int]:
 
 
 def check_vocabulary(tokens: list[int], vocabulary_size: int, where: str) -> None:
-    """
+    """Checks token ids.
+
     Raises:
-        InvalidRequest: a token id that the model does not have.
+        InvalidRequest: the model does not have one of them.
     """
     if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary_size):
         index = next(i for i, token in enumerate(tokens) if not 0 <= token < vocabulary_size)

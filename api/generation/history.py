@@ -1,6 +1,6 @@
-"""Transcripts: messages in OpenAI's form, what an answer adds to them, and whether one conversation continues another.
+"""Transcripts: messages in OpenAI's form, the message of an answer, and whether one conversation continues another.
 
-Plain functions on plain data, in a worker thread where transcripts are long.
+Plain functions on plain data; long transcripts belong in a worker thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ARGUMENTS_VALUES_MAX = 25_000
 
 
 def openai_form(messages: Sequence[Message]) -> list[Message]:
-    """Messages that `check_messages` has brought into the templates' form, in OpenAI's: arguments are JSON text."""
+    """Converts messages from the templates' form (of `check_messages`) to OpenAI's: arguments are JSON text."""
     out: list[Message] = []
     for message in messages:
         if "tool_calls" in message:
@@ -38,7 +38,7 @@ def _openai_call(call: Message) -> Message:
 
 
 def called_with(arguments: str) -> Any:
-    """A call's arguments as JSON says them; the text itself if it is no JSON, or too much to parse in one go."""
+    """Parses a call's arguments as JSON; returns the text itself if it is no JSON or has too many values to parse."""
     with suppress(ValueError, RecursionError, TooManyValues):
         check_values([arguments], _ARGUMENTS_VALUES_MAX)
         return json.loads(arguments)
@@ -46,7 +46,7 @@ def called_with(arguments: str) -> Any:
 
 
 def answer_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
-    """An answer as the message that a client would send back."""
+    """Returns an answer as the message that a client would send back."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -59,10 +59,10 @@ def answer_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Mess
 
 
 class History:
-    """A transcript's length and digest: enough to see that another one begins with it.
+    """A transcript's length and digest, enough to tell whether another one begins with it.
 
-    What clients leave out when they send an answer back does not count: reasoning, the calls' ids, the way in which
-    arguments are written.
+    What clients may drop or change when they send an answer back is ignored: reasoning, the calls' ids, the formatting
+    of arguments.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -70,19 +70,19 @@ class History:
         self.digest = _digest(messages)
 
     def begins(self, messages: Sequence[Message]) -> bool:
-        """Whether `messages`, and more of them, begin with this one. An empty one begins nothing."""
+        """Returns whether `messages` begin with this transcript and are longer. False for an empty one."""
         return 0 < self.length < len(messages) and _digest(messages[: self.length]) == self.digest
 
 
 def _digest(messages: Sequence[Message]) -> bytes:
     hasher = hashlib.sha256()
     for message in messages:
-        calls = [_said(call["function"]) for call in message.get("tool_calls", ())]
+        calls = [_normal_call(call["function"]) for call in message.get("tool_calls", ())]
         line = json.dumps([message["role"], message["content"], calls], sort_keys=True)
         hasher.update(line.encode("ascii") + b"\n")
     return hasher.digest()
 
 
-def _said(function: Message) -> list[Any]:
+def _normal_call(function: Message) -> list[Any]:
     arguments = function["arguments"]
     return [function["name"], called_with(arguments) if isinstance(arguments, str) else arguments]

@@ -1,4 +1,4 @@
-"""How to generate: every field that a caller may set, its limits, and what it means where it is left open."""
+"""Generation options: every field that a caller may set, its limits and its default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BIASES_MAX = 1024
 _BIAS_MAX = 100
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
-# Below this, dividing logits by the temperature overflows; the limit is greedy.
+# Below this, dividing logits by the temperature overflows; the limit is greedy sampling.
 _GREEDY_BELOW = 1e-5
 
 
@@ -82,21 +82,21 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 TimeoutS = Annotated[float, Field(ge=0.001, le=1e9, allow_inf_nan=False)]
 
 _SILENT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What neither the caller nor the model decides."""
+"""The values if neither the caller nor the model sets them."""
 
 
 @validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Options:
-    """How to generate. Numbers out of range raise pydantic's `ValidationError`; `make_options` an `InvalidRequest`.
+    """Generation options. Numbers out of range raise pydantic's `ValidationError`; `make_options` an `InvalidRequest`.
 
-    What a field does is in `Sampling`, whose names these are. Where `temperature`, `top_p`, `top_k`, `min_p` or
-    `repetition_penalty` is None the model's own generation config decides, else they are off (and `temperature` 1).
-    `top_k` 0 or -1 is off. `logit_bias` is given as a mapping of token ids, numbers or their decimal digits.
+    `Sampling` explains the fields. If `temperature`, `top_p`, `top_k`, `min_p` or `repetition_penalty` is None, the
+    model's generation config sets it; without one it is off (`temperature` 1). `top_k` 0 or -1 is off. `logit_bias` is
+    a mapping from token ids, as numbers or decimal strings.
 
     Without `seed` every prompt draws its own. Without `max_tokens` a row may fill the context, within
-    `scheduling.max_tokens_max`; more than is left of the context means what is left. `stop` are strings that end the
-    answer where they occur in its content; the reasoning before it is not searched. `timeout_s` counts from the
-    request's arrival to its last token; `timeouts.request_s` bounds it.
+    `scheduling.max_tokens_max`; a larger value is cut to what is left of the context. `stop` strings end the answer if
+    they occur in its content; reasoning is not searched. `timeout_s` counts from the request's arrival to its last
+    token, at most `timeouts.request_s`.
     """
 
     temperature: Temperature | None = None
@@ -120,11 +120,11 @@ class Options:
     def sampling(
         self, own: Mapping[str, float], *, seed: int, max_tokens: int, vocabulary_size: int, choice: int = 0
     ) -> Sampling:
-        """These options with nothing left open, for one row.
+        """Resolves all defaults for one row.
 
         Args:
             own: the model's own sampling, by field.
-            max_tokens: what the row may generate.
+            max_tokens: how many the row may generate.
         """
         chosen: dict[str, Any] = {
             name: own.get(name, silent) if getattr(self, name) is None else getattr(self, name)
@@ -148,9 +148,10 @@ class Options:
         )
 
     def check_tokens(self, vocabulary_size: int) -> None:
-        """
+        """Checks the token ids.
+
         Raises:
-            InvalidRequest: a token id that the model does not have.
+            InvalidRequest: the model does not have one of them.
         """
         for name, tokens in (
             ("logit_bias", [token for token, _ in self.logit_bias]),
@@ -164,10 +165,10 @@ class Options:
 
 
 def make_options(**fields: Any) -> Options:
-    """`Options` from fields of which None means the default.
+    """Makes `Options` from fields of which None means the default.
 
     Raises:
-        InvalidRequest: `param` is the field.
+        InvalidRequest: a field is out of range or unknown; `param` is the field.
     """
     try:
         options = Options(**{name: value for name, value in fields.items() if value is not None})
@@ -179,13 +180,13 @@ def make_options(**fields: Any) -> Options:
 
 
 def invalid(error: ValidationError) -> InvalidRequest:
-    """The first of pydantic's complaints as Satchel's error, with the place as `param`."""
+    """Converts pydantic's first error to an `InvalidRequest`, with the place as `param`."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return invalid_at(first["loc"], first["msg"])
 
 
 def invalid_at(place: Sequence[int | str], complaint: str) -> InvalidRequest:
-    """One of pydantic's complaints as Satchel's error."""
+    """Makes an `InvalidRequest` of one pydantic error."""
     where = ""
     for part in place:
         where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part

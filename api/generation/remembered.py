@@ -1,6 +1,6 @@
-"""What became of a turn in its agent's memory, as answers say it: a header, and a field of the body or the last chunk.
+"""Reports how a turn was stored in its agent's memory: a header, and a field of the body or the last chunk.
 
-Only what a caller would not expect is said. An answer that was computed is never withheld because of its memory.
+Only the unexpected is reported. A computed answer is never withheld because of the agent's memory.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ HEADER = "x-satchel-memory"
 
 FULL, NO_ROOM, UNANSWERED, FORGOTTEN = "disk_full", "no_room", "unanswered", "forgotten"
 OVER_QUOTA = "insufficient_quota"
-"""Why a turn is not kept: no room on the disk though KV was evicted, none in `transcripts_bytes_max`; the store does
-not answer; the agent was forgotten meanwhile; other turns of the tenant took all that its key allows of the disk."""
+"""Why a turn is not kept, in order: no room on the disk even after evicting KV; no room in `transcripts_bytes_max`; the
+store does not answer; the agent was forgotten meanwhile; the tenant's disk quota is used up."""
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """
+    """How a turn was stored.
+
     Attributes:
-        unkept: why the turn's words are not kept, "" where they are.
-        copied: whether as many nodes have them as should (`replication`).
-        let_go: whether what the agent had said before had been let go, because others needed the room.
+        unkept: why the turn's tokens are not kept, "" if they are.
+        copied: whether as many nodes have them as configured (`replication`).
+        let_go: whether the agent's earlier turns had been evicted to make room for others.
     """
 
     unkept: str = ""
@@ -35,20 +36,20 @@ class Remembered:
 
     @property
     def header(self) -> str:
-        """The header's value, "" where there is nothing to say."""
-        said = [f"not-kept; reason={self.unkept}"] if self.unkept else [] if self.copied else ["not-copied"]
-        return ", ".join([*said, *(["earlier-let-go"] if self.let_go else [])])
+        """The header's value, "" if there is nothing to report."""
+        notes = [f"not-kept; reason={self.unkept}"] if self.unkept else [] if self.copied else ["not-copied"]
+        return ", ".join([*notes, *(["earlier-let-go"] if self.let_go else [])])
 
     @property
     def body(self) -> dict[str, Any] | None:
-        """The field `satchel` of an answer's body or last chunk, None where there is nothing to say."""
+        """The field `satchel` of an answer's body or last chunk, None if there is nothing to report."""
         if not self.header:
             return None
-        found: dict[str, Any] = {"kept": self.kept}
+        body: dict[str, Any] = {"kept": self.kept}
         if self.unkept:
-            found["reason"] = self.unkept
+            body["reason"] = self.unkept
         elif not self.copied:
-            found["copied"] = False
+            body["copied"] = False
         if self.let_go:
-            found["earlier_let_go"] = True
-        return found
+            body["earlier_let_go"] = True
+        return body

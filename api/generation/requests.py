@@ -1,4 +1,4 @@
-"""What callers ask for, and its way to token ids: ``check -> render -> encode``, in a worker thread."""
+"""Requests, and their conversion to token ids: ``check -> render -> encode``, in a worker thread."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What every request has.
+    """The fields of every request.
 
     `model` "" is the default model; `agent` is the agent's id or "" for none. `request_id` appears in logs and need not
-    be unique. `choices` is how many answers every prompt gets. Where `options` are silent about it a row generates at
-    most `max_tokens_default`; `max_tokens_field` is the caller's name for what they say. `waited_s` have passed since
+    be unique. `choices` is the number of answers for every prompt. If `options` have no `max_tokens`, a row generates
+    at most `max_tokens_default`; `max_tokens_field` is the caller's name of that option. `waited_s` have passed since
     the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`.
     """
 
@@ -48,7 +48,7 @@ class Request:
 
     @property
     def agent_key(self) -> str:
-        """As `agent_key`.
+        """The key under which the backend knows the agent; "" for none.
 
         Raises:
             InvalidRequest: not an agent id.
@@ -60,11 +60,10 @@ class Request:
 class ChatRequest(Request):
     """A conversation to continue.
 
-    `messages` and `tools` are in OpenAI's form, unchecked; with `use_tools` False the tools are checked and the model
-    is not told of them. `template_kwargs` are variables for the chat template.
+    `messages` and `tools` are in OpenAI's form, unchecked. With `use_tools` False the tools are checked but not shown
+    to the model. `template_kwargs` are variables for the chat template.
 
-    With `agent_continue` the messages are appended to the agent's stored transcript, which `opening` comes before where
-    there is none yet.
+    With `agent_continue` the messages are appended to the agent's stored transcript, or to `opening` if there is none.
     """
 
     messages: Sequence[Any]
@@ -77,7 +76,7 @@ class ChatRequest(Request):
 
 @dataclass(frozen=True)
 class CompletionRequest(Request):
-    """Text to continue; `prompt` in any of OpenAI's four forms, unchecked."""
+    """Text to continue. `prompt` has any of OpenAI's four forms, unchecked."""
 
     prompt: Any
 
@@ -86,10 +85,10 @@ class CompletionRequest(Request):
 class Chat:
     """A rendered conversation.
 
-    `prompt` has words in the place of pictures, which are `media`, made of what is `shown`. `thinking` says that the
-    prompt ends inside a block of reasoning. `text` is what `prompt` spells, `messages` the whole conversation in
-    OpenAI's form, and `continuation` how the prompt continues what an agent remembers, None where there is nothing to
-    continue.
+    `prompt` has media token ids in place of pictures; `media` are their spans, and `shown` their sources. `thinking`
+    says that the prompt ends inside a block of reasoning. `text` is the text of `prompt`, `messages` the whole
+    conversation in OpenAI's form, and `continuation` how the prompt continues the agent's memory, None if there is
+    nothing to continue.
     """
 
     prompt: list[int]
@@ -103,14 +102,14 @@ class Chat:
 
     @property
     def remembered_tokens(self) -> int:
-        """How many of the prompt's first tokens the agent has had; 0 where it continues nothing."""
+        """How many of the prompt's first tokens are in the agent's memory."""
         return 0 if self.continuation is None else self.continuation.kept_tokens
 
 
 @dataclass(frozen=True)
 class Past:
-    """What an agent remembers: the transcript that a request is appended to, lines that its prompt may continue, and
-    for each of those the words of its pictures."""
+    """An agent's memory: the transcript that a request is appended to, the lines that its prompt may continue, and for
+    each line the media token ids in it."""
 
     messages: Sequence[Message] = ()
     lines: Sequence[StoredBranch] = ()
@@ -118,7 +117,7 @@ class Past:
 
 
 def agent_key(agent: str, tenant: str = OWNER) -> str:
-    """The key under which the backend knows an agent of the tenant; "" for none.
+    """Returns the key under which the backend knows an agent of the tenant; "" for none.
 
     Raises:
         InvalidRequest: not an agent id.
@@ -144,7 +143,7 @@ def _check_length(prompt: list[int], model: ServedModel, where: str) -> None:
 
 
 def _check_least(text: TextModel, string: str, model: ServedModel, where: str) -> None:
-    # Megabytes take seconds to encode, so what cannot fit is refused before.
+    # Megabytes take seconds to encode, so text that cannot fit is refused first.
     if (least := text.tokens_min(string, model.context_tokens)) >= model.context_tokens:
         raise _too_long(f"at least {least}", model, where)
 
@@ -163,22 +162,23 @@ def prepare_chat(
     *,
     reply: bool = True,
 ) -> Chat:
-    """Check, render and encode a conversation.
+    """Checks, renders and encodes a conversation.
 
     Args:
-        past: what the agent remembers.
+        past: the agent's memory.
         media: the request's pictures and videos, in order.
         reply: whether the prompt ends where the assistant begins, or with the last message.
 
     Raises:
-        InvalidRequest: messages or tools are wrong, or the model's template refuses them.
+        InvalidRequest: messages or tools are malformed, or the model's template refuses them.
         ContextLengthExceeded: they do not fit.
     """
     past, pictures = past or Past(), text.pictures
     messages = _checked(request.messages, media, pictures)
     if request.agent_continue and (before := past.messages or request.opening):
-        said = media_said(before)
-        messages, media = [*_checked(before, said, pictures), *messages], [*said, *media]
+        earlier_media = media_said(before)
+        messages = [*_checked(before, earlier_media, pictures), *messages]
+        media = [*earlier_media, *media]
     tools = check_tools(request.tools)
     if not request.use_tools:
         tools = []
@@ -187,7 +187,7 @@ def prepare_chat(
     rendered = text.render(messages, tools, request.template_kwargs)
     if not reply:
         closed = text.render(messages, tools, request.template_kwargs, generation_prompt=False)
-        # Where the template writes the end of a conversation otherwise, an answer could not follow it.
+        # Some templates end a conversation in a way that no answer could follow.
         rendered = closed if closed and rendered.startswith(closed) else rendered
     shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
     placed = None if pictures is None else place(pictures, rendered, shown)
@@ -205,11 +205,11 @@ def prepare_chat(
     _check_length(prompt, model, "messages")
     spans: list[MediaSpan] = []
     if pictures is not None and placed is not None:
-        prompt, spans = with_media_tokens(pictures, prompt, placed)
-        if continuation is not None and continuation.line is not None and past.media_tokens:
-            continuation = _seen_alike(continuation, prompt, past.media_tokens[continuation.line])
-    said = openai_form(with_references(messages, shown))
-    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, said, continuation, spans, shown)
+        prompt, spans = with_words(pictures, prompt, placed)
+        if continuation is not None and continuation.line is not None and past.words:
+            continuation = _with_media(continuation, prompt, past.words[continuation.line])
+    conversation = openai_form(with_references(messages, shown))
+    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, conversation, continuation, spans, shown)
 
 
 def _checked(messages: Any, media: Sequence[Medium], pictures: PictureProcessor | None) -> list[Message]:
@@ -218,11 +218,14 @@ def _checked(messages: Any, media: Sequence[Medium], pictures: PictureProcessor 
     return check_messages(messages, iter([[one.part for one in medium.shown(pictures)] for medium in media]))
 
 
-def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Sequence[int]) -> Continuation:
-    """How the prompt continues the line if its pictures count too: another picture is another conversation."""
-    places = [place for place, token in enumerate(prompt) if is_media_token(token)]
-    same = common_length([prompt[place] for place in places], list(media_tokens))
-    if same == len(media_tokens):
+def _with_media(continuation: Continuation, prompt: list[int], words: Sequence[int]) -> Continuation:
+    """Cuts a continuation at the first picture that differs from the line's: another picture is another conversation.
+
+    `words` are the line's media token ids.
+    """
+    places = [place for place, token in enumerate(prompt) if is_word(token)]
+    same = common_length([prompt[place] for place in places], list(words))
+    if same == len(words):
         return continuation
     kept = continuation.kept_tokens if same == len(places) else min(continuation.kept_tokens, places[same])
     return replace(continuation, match=Match.DIVERGE, kept_tokens=kept, reason=PICTURES_CHANGED)
@@ -231,6 +234,12 @@ def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Seq
 def prepare_completion(
     text: TextModel, model: ServedModel, request: CompletionRequest, prompts_max: int
 ) -> list[list[int]]:
+    """Checks and encodes the prompts of a completion.
+
+    Raises:
+        InvalidRequest: a prompt is malformed or empty.
+        ContextLengthExceeded: one does not fit.
+    """
     prompts: list[list[int]] = []
     several = isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), None), int)
     for index, prompt in enumerate(check_prompts(request.prompt, prompts_max=prompts_max)):

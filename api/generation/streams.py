@@ -1,4 +1,4 @@
-"""Running rows as streams of events: reading them, their deadlines, and stopping them."""
+"""Streams of events from running rows: reading, deadlines, aborting."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _INTERLEAVED_EVENTS_MAX = 256
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one row, or of several added up.
+    """Token counts of one row, or the sum of several.
 
-    `cached_tokens` of the prompt were not computed again; `reasoning_tokens` are those of the answer's tokens that went
-    into its block of reasoning, markers included. Of the choices of one prompt only the first counts the prompt.
+    `cached_tokens` of the prompt were not computed again. `reasoning_tokens` are the completion tokens in the block of
+    reasoning, markers included. Of the choices of one prompt only the first counts the prompt.
     """
 
     prompt_tokens: int
@@ -57,7 +57,7 @@ Event = TextDelta | ReasoningDelta | ToolCall | Finished
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer; `text` is its content. `logprobs` is None where nobody asked for them."""
+    """A whole answer; `text` is its content. `logprobs` is None if not requested."""
 
     text: str
     tool_calls: list[ToolCall]
@@ -68,39 +68,39 @@ class Answer:
 
 
 class AnswerKeeper(Protocol):
-    """What remembers an answer for an agent."""
+    """Stores the answer of an agent's turn."""
 
     @property
     def remembered(self) -> Remembered: ...
 
     async def keep(self, tokens: list[int], message: Message, generation: Generation) -> None:
-        """Keep an answer that is complete, before its last event; what this raises ends the stream.
+        """Stores a complete answer, before its last event; an error raised here ends the stream.
 
         Args:
-            tokens: as drawn.
+            tokens: as sampled.
             message: in OpenAI's form.
         """
 
     def leave(self) -> None:
-        """Give the turn back if nothing was kept."""
+        """Gives the turn back if nothing was stored."""
 
 
 class TextStream:
-    """One running row as text. Iterate it once, or `collect` it; then or instead `abort` it.
+    """One running row as text. Iterate it once, or `collect` it; `abort` it at any time.
 
     Args:
         prompt_tokens: length of the prompt in tokens.
         choice: which of the prompt's choices it is.
         deadline: by the event loop's clock.
-        abort: starts taking a generation out of its batch, in a task that nobody's cancellation ends.
-        on_end: called once with the tokens of its answer, when the row has ended or its abort has begun.
-        keeper: of an agent's turn, which is given back where the stream is left early.
+        abort: starts removing a generation from its batch, in a task that the caller's cancellation does not end.
+        on_end: called once with the number of answer tokens, when the row has ended or its abort has begun.
+        keeper: of an agent's turn, which is given back if the stream is left early.
 
     Attributes:
         model: the served model.
-        replica, node, why: where the row was taken and why there.
+        replica, node, why: where the row was placed and why.
         prompt_tokens: length of the prompt in tokens.
-        first_event_at: when the first event came out, by `time.perf_counter`; None before.
+        first_event_at: when the first event was yielded, by `time.perf_counter`; None before.
     """
 
     def __init__(
@@ -134,27 +134,27 @@ class TextStream:
         self._reading = False
         self._cached_tokens = 0
         self._tokens: list[int] = []
-        self._said: list[Event] = []
+        self._sent: list[Event] = []
 
     @property
     def model_id(self) -> bytes:
-        """The id that the model has where the row is now."""
+        """The model's id at the replica that has the row now."""
         return self._generation.model_id
 
     @property
     def remembered(self) -> Remembered | None:
-        """What its agent's memory has of the answer, complete with `Finished`; None for nobody's."""
+        """How the answer was stored in its agent's memory, complete once `Finished` came; None without an agent."""
         return None if self._keeper is None else self._keeper.remembered
 
     def __aiter__(self) -> AsyncGenerator[Event, None]:
         return self._events()
 
     async def _events(self) -> AsyncGenerator[Event, None]:
-        """Makes events of a row's tokens: the second of the four generators that an answer passes, after the one that
-        follows the row from replica to replica. Ends with exactly one `Finished`, once the answer is kept.
+        """Yields a row's tokens as events: the second of the four generators that an answer passes, after the one that
+        follows the row from replica to replica. Ends with exactly one `Finished`, once the answer is stored.
 
         Raises:
-            SatchelError: the row failed, ran into its deadline, or could not be kept.
+            SatchelError: the row failed, reached its deadline, or could not be stored.
         """
         self._reading = True
         try:
@@ -173,7 +173,7 @@ class TextStream:
                 if finish is not None:
                     self._end()
                 for event in events:
-                    yield self._told(event)
+                    yield self._record(event)
                     self._reading = True
                 if self._row.stopped:
                     finish = "stop"
@@ -181,11 +181,12 @@ class TextStream:
             if finish not in ("stop", "length"):
                 raise GenerationFailed(f"the row ended with {finish!r} before its answer was complete")
             for event in self._row.finish():
-                yield self._told(event)
+                yield self._record(event)
                 self._reading = True
             if self._keeper is not None:
-                await self._keeper.keep(self._tokens, _message(self._said), self._generation)
-            yield self._told(Finished("tool_calls" if self._row.calls and finish == "stop" else finish, self._usage()))
+                await self._keeper.keep(self._tokens, _message(self._sent), self._generation)
+            reason = "tool_calls" if self._row.calls and finish == "stop" else finish
+            yield self._record(Finished(reason, self._usage()))
         finally:
             self._reading = False
             try:
@@ -194,12 +195,12 @@ class TextStream:
                 if self._keeper is not None:
                     self._keeper.leave()
 
-    def _told(self, event: Event) -> Event:
-        """An event that goes out now."""
+    def _record(self, event: Event) -> Event:
+        """Notes an event that is about to be yielded."""
         if self.first_event_at is None:
             self.first_event_at = time.perf_counter()
         if self._keeper is not None:
-            self._said.append(event)
+            self._sent.append(event)
         self._reading = False
         return event
 
@@ -224,7 +225,7 @@ class TextStream:
             raise
 
     async def collect(self) -> Answer:
-        """The whole answer.
+        """Returns the whole answer.
 
         Raises:
             SatchelError: as iterating does.
@@ -252,12 +253,12 @@ class TextStream:
         raise GenerationFailed("the row ended without an end of its answer")
 
     async def abort(self) -> None:
-        """Take the row out of its batch unless it has ended. Cancelling the caller does not cancel this."""
+        """Removes the row from its batch unless it has ended. Cancelling the caller does not cancel this."""
         await abort_all([self])
 
     def begin_abort(self) -> asyncio.Task[None] | None:
-        """As `abort`, without waiting. None where there is nothing to do."""
-        # A row that has said all aborts itself while it is read; anybody else's abort means that nobody reads on.
+        """Starts an `abort` without waiting for it. None if the row has ended."""
+        # A stopped row aborts itself while it is read. Any other abort means that nobody reads on.
         if self._keeper is not None and not self._reading:
             self._keeper.leave()
         if self._over:
@@ -270,23 +271,27 @@ class TextStream:
         self._on_end(self._row.tokens)
 
 
-def _message(said: Sequence[Event]) -> Message:
-    """An answer in OpenAI's form, from its events."""
-    text = "".join(event.text for event in said if isinstance(event, TextDelta))
-    reasoning = "".join(event.text for event in said if isinstance(event, ReasoningDelta))
-    return answer_message(text, reasoning, [event for event in said if isinstance(event, ToolCall)])
+def _message(events: Sequence[Event]) -> Message:
+    """Returns an answer in OpenAI's form, from its events."""
+    text = "".join(event.text for event in events if isinstance(event, TextDelta))
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    return answer_message(text, reasoning, [event for event in events if isinstance(event, ToolCall)])
 
 
 async def abort_all(streams: Sequence[TextStream]) -> None:
-    """Abort every one, and wait a limited time for that."""
-    # All are begun before the first wait, so a cancellation arriving here leaves none behind.
+    """Aborts all streams, and waits at most 5 s for that."""
+    # All are started before the first wait, so a cancellation arriving here leaves none running.
     tasks = {task for stream in streams if (task := stream.begin_abort()) is not None}
     if tasks:
         await asyncio.wait(tasks, timeout=_ABORT_WAIT_S)
 
 
 async def collect_all(streams: Sequence[TextStream]) -> list[Answer]:
-    """The whole answers, in order. Where one fails, all are aborted and its error is raised."""
+    """Returns the whole answers, in order.
+
+    Raises:
+        SatchelError: one failed; all are aborted.
+    """
     tasks = [asyncio.create_task(stream.collect()) for stream in streams]
     try:
         return await asyncio.gather(*tasks)
@@ -297,8 +302,8 @@ async def collect_all(streams: Sequence[TextStream]) -> list[Answer]:
 
 
 async def interleave(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of all choices' streams as they come, each with its stream's index: the third generator of an answer,
-    as choices are one stream for their reader. The first failure ends everything."""
+    """Yields the events of all choices' streams as they come, each with its stream's index: the third generator of an
+    answer. The first failure ends all streams."""
     if len(streams) == 1:
         async with aclosing(aiter(streams[0])) as events:
             async for event in events:

@@ -25,7 +25,7 @@ from .guard import require_admin
 
 
 class AgentRoutes:
-    """What can be done with agents, and with the KV that replicas keep for reuse."""
+    """Handlers for agents, and for the KV that replicas keep for reuse."""
 
     def __init__(self, generator: Generator, bodies: BodyReader, audit: Audit | None = None) -> None:
         self._generator = generator
@@ -35,18 +35,18 @@ class AgentRoutes:
     async def list_agents(
         self, request: Request, limit: Annotated[int, Query(ge=1, le=PAGE_MAX)] = 20, after: str = ""
     ) -> Response:
-        """The agents that are remembered, by their ids; `limit` and `after` page through them."""
+        """Lists agents by their ids; `limit` and `after` page through them."""
         caller: Caller = request.state.caller
         page = await agent_page(self._memory.store, self._generator.backend, caller.tenant, limit, after)
-        # Agents of other tenants are among these.
+        # This count includes agents of other tenants.
         return JSONResponse(page if caller.admin else {**page, "let_go": None})
 
     async def get_agent(self, request: Request, agent_id: str) -> Response:
-        """One agent."""
+        """Shows one agent."""
         return JSONResponse(await agent_info(self._memory.store, self._generator.backend, _key(request, agent_id)))
 
     async def inject(self, request: Request, agent_id: str) -> Response:
-        """Put messages into an agent's memory, without a reply."""
+        """Puts messages into an agent's memory, without a reply."""
         _key(request, agent_id)
         body = await self._bodies.read(request, InjectBody)
         waited_s = time.perf_counter() - request.state.arrived
@@ -69,23 +69,23 @@ class AgentRoutes:
             "cached_tokens": usage.cached_tokens,
             "computed_tokens": usage.prompt_tokens - usage.cached_tokens,
         }
-        if (said := remembered.body) is None:
+        if (memory := remembered.body) is None:
             return JSONResponse(answer)
-        return JSONResponse({**answer, "satchel": said}, headers={HEADER: remembered.header})
+        return JSONResponse({**answer, "satchel": memory}, headers={HEADER: remembered.header})
 
     async def fork(self, request: Request, agent_id: str) -> Response:
-        """Copy an agent to a new id."""
+        """Copies an agent to a new id."""
         key = _key(request, agent_id)
         body = await self._bodies.read(request, ForkBody)
         limits = request.state.caller.disk_limits
         return JSONResponse(await fork_agent(self._memory.store, key, body.target, limits))
 
     async def release(self, request: Request, agent_id: str) -> Response:
-        """Drop an agent's KV from the replicas' memory; what is on the disk stays."""
+        """Drops an agent's KV from the replicas' memory; KV on disk stays."""
         return JSONResponse(await release_agent(self._memory.store, _key(request, agent_id)))
 
     async def move(self, request: Request, agent_id: str) -> Response:
-        """Make another node an agent's home. A client that leaves does not stop it. For administrators."""
+        """Moves an agent's primary to another node. A client that disconnects does not stop it. For administrators."""
         require_admin(request.state.caller)
         key = _key(request, agent_id)
         body = await self._bodies.read(request, MoveBody)
@@ -99,20 +99,20 @@ class AgentRoutes:
         return JSONResponse(done)
 
     async def forget(self, request: Request, agent_id: str) -> Response:
-        """Erase an agent's memory."""
+        """Erases an agent's memory."""
         if not await forget_agent(self._memory, _key(request, agent_id)):
             raise AgentNotFound(f"there is no agent {agent_id!r}", param="id")
         return JSONResponse({"id": agent_id, "object": "agent.deleted", "deleted": True})
 
     async def clear_cache(self, request: Request) -> Response:
-        """Let every replica drop the KV that it keeps for reuse. Agents' memory stays. For administrators."""
+        """Drops the KV that all replicas keep for reuse. Agents' memory stays. For administrators."""
         require_admin(request.state.caller)
         freed = await self._memory.store.clear()
         self._note(request, "cache cleared", bytes=freed)
         return JSONResponse({"object": "cache.deleted", "deleted": True, "bytes": freed})
 
     async def cache_stats(self, request: Request) -> Response:
-        """What the replicas keep for reuse, and what that has saved. For administrators."""
+        """Shows what the replicas keep for reuse, and what that has saved. For administrators."""
         require_admin(request.state.caller)
         stats = [each for each in await self._generator.backend.stats() if each.answers]
         answer = {
@@ -139,7 +139,7 @@ class AgentRoutes:
 
 
 def _key(request: Request, agent_id: str) -> str:
-    """The agent's key; whoever asks names only agents of their own.
+    """Returns the agent's key within the caller's tenant.
 
     Raises:
         InvalidRequest: not an agent id.

@@ -54,7 +54,7 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=GenerationBody)
 
 HEADERS_WAIT_S = 5.0
-"""How long a stream's headers wait for its first event, so that a row which fails early is an HTTP error."""
+"""How long a stream's headers wait for its first event, so that an early failure becomes an HTTP error."""
 
 _PROBE_TIMEOUT_S = 10.0
 _NODES_TIMEOUT_S = 2.0
@@ -71,15 +71,15 @@ def create_app(
     certified: Callable[[], Sequence[str]] = tuple,
     refused: Refused = lambda why: None,
 ) -> FastAPI:
-    """The application. One an event loop.
+    """Makes the application, one per event loop.
 
     Args:
-        keys: who may use it; None for everybody.
-        audit: where it is written down what administrators did and whose key was refused.
-        generator: to share the pipeline (its tokenizers, its memory of agents) with others on the same loop.
-        certified: the names that the endpoint's certificate is for.
-        memory: what agents remember, where no `generator` is given; None for nothing.
-        refused: hears why a request is refused for want of room.
+        keys: the valid keys; None allows everybody.
+        audit: records administrators' actions and refused keys.
+        generator: to share the pipeline (its tokenizers, its agents' memory) with others on the same loop.
+        certified: returns the names of the endpoint's certificate.
+        memory: the agents' memory if no `generator` is given; None for none.
+        refused: called with the reason if a request is refused for lack of capacity.
     """
     app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
     endpoint = _Routes(backend, config, generator or Generator(backend, config, memory=memory), Metrics(), refused)
@@ -134,7 +134,7 @@ def _version() -> str:
 
 
 class _Routes:
-    """The routes."""
+    """Handlers for OpenAI's routes, health and metrics."""
 
     def __init__(
         self, backend: Backend, config: Config, generator: Generator, metrics: Metrics, refused: Refused
@@ -148,7 +148,7 @@ class _Routes:
         self.bodies = BodyReader(config, refused)
 
     async def chat_completions(self, request: Request) -> Response:
-        """The next message of a conversation."""
+        """Generates the next message of a conversation."""
         body, agent = await self._read(request, ChatBody)
         caller: Caller = request.state.caller
         chat = replace(body.request(agent, request.state.request_id, _waited_s(request)), caller=caller)
@@ -159,7 +159,7 @@ class _Routes:
         return JSONResponse(body, headers=self.headers(streams))
 
     async def completions(self, request: Request) -> Response:
-        """The continuation of one or several texts."""
+        """Continues one or several texts."""
         body, agent = await self._read(request, CompletionBody)
         caller: Caller = request.state.caller
         completion = replace(body.request(agent, request.state.request_id, _waited_s(request)), caller=caller)
@@ -169,13 +169,13 @@ class _Routes:
         return JSONResponse(completion_body(streams[0].model.name, answers), headers=self.headers(streams))
 
     async def list_models(self, request: Request) -> Response:
-        """Every model that has been loaded and that the caller may use, the default first."""
+        """Lists every loaded model that the caller may use, the default first."""
         caller: Caller = request.state.caller
         models = [model for model in await _probe(self._backend.models()) if caller.may_use(model.name)]
         return JSONResponse({"object": "list", "data": [model_body(model) for model in models]})
 
     async def get_model(self, request: Request, model_id: str) -> Response:
-        """One model."""
+        """Shows one model."""
         caller: Caller = request.state.caller
         for model in await _probe(self._backend.models()):
             if model.name == model_id and caller.may_use(model_id):
@@ -183,8 +183,8 @@ class _Routes:
         raise ModelNotFound(f"the model {model_id!r} does not exist", param="model")
 
     async def health(self, request: Request) -> Response:
-        """200 where a replica of every served model answers, else 503. `disk_errors` says on which nodes no KV is kept
-        on disk now, and why; answers need none. Who is no administrator hears the status only."""
+        """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is
+        kept on disk now; serving does not need it. Callers who are no administrators see only the status."""
         caller: Caller = request.state.caller
         models, nodes = await asyncio.gather(_probe(self._backend.health()), self._nodes())
         closed = {node.name: node.disk_error for node in nodes if node.disk_error}
@@ -196,21 +196,21 @@ class _Routes:
         return JSONResponse({"status": "unavailable", **more}, status_code=503, headers={"Retry-After": "1"})
 
     async def _nodes(self) -> list[NodeState]:
-        """The nodes, none where nobody tells in time: what is shown of them is not worth failing for."""
+        """Returns the nodes; none if they are not known in time, because health and metrics must not fail for them."""
         try:
             return await asyncio.wait_for(self._backend.nodes(), _NODES_TIMEOUT_S)
         except (SatchelError, TimeoutError):
             return []
 
     async def show_metrics(self, request: Request) -> Response:
-        """Prometheus' text format. For administrators."""
+        """Shows metrics in Prometheus' text format. For administrators."""
         require_admin(request.state.caller)
         stats, nodes = await asyncio.gather(_probe(self._backend.stats()), self._nodes())
         text = self.metrics.render(stats, self._backend.failovers, nodes)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
-        """The body and the agent's id."""
+        """Returns the body and the agent's id."""
         continues = _continues(request)
         body = await self.bodies.read(request, kind)
         if continues:
@@ -233,17 +233,17 @@ class _Routes:
         return await self.generator.start_completion(work)
 
     def headers(self, streams: Sequence[TextStream]) -> dict[str, str]:
-        """Where the rows run and why; those of several prompts are listed once each. And what an agent's memory lacks,
-        as far as that is known by now."""
+        """Returns headers with nodes, replicas and reasons of the rows, each value once, and with what is missing in
+        the agent's memory, as far as known."""
         replicas = dict.fromkeys(stream.replica for stream in streams)
         nodes = dict.fromkeys(stream.node for stream in streams if stream.node)
         reasons = dict.fromkeys(stream.why for stream in streams)
-        said = [stream.remembered.header for stream in streams if stream.remembered and stream.remembered.header]
-        found = {"x-satchel-node": nodes, "x-satchel-replica": replicas, "x-satchel-why": reasons, HEADER: said}
-        return {name: header_text(", ".join(values)) for name, values in found.items() if values}
+        memory = [stream.remembered.header for stream in streams if stream.remembered and stream.remembered.header]
+        headers = {"x-satchel-node": nodes, "x-satchel-replica": replicas, "x-satchel-why": reasons, HEADER: memory}
+        return {name: header_text(", ".join(values)) for name, values in headers.items() if values}
 
     def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
-        """Record times to first token; `arrived` is by `time.perf_counter`."""
+        """Records times to first token; `arrived` is by `time.perf_counter`."""
         for stream in streams:
             if stream.first_event_at is not None:
                 self.metrics.first_token(stream.model.name, stream.first_event_at - arrived)
@@ -252,8 +252,8 @@ class _Routes:
 class _EventStream(Response):
     """An answer as server-sent events.
 
-    Everything from queueing the row to stopping it happens in one coroutine, the call of this response: there is no
-    moment in which a row runs and a cancellation would leave it behind.
+    Everything from queueing the row to stopping it happens in one coroutine, the call of this response, so that no
+    cancellation can leave a running row behind.
     """
 
     def __init__(self, endpoint: _Routes, work: ChatRequest | CompletionRequest, *, include_usage: bool) -> None:
@@ -304,7 +304,7 @@ class _EventStream(Response):
         events: AsyncGenerator[tuple[int, Event], None],
         request_id: str,
     ) -> AsyncGenerator[bytes, None]:
-        """The body of a streamed answer: the last of its four generators, as events become bytes only here."""
+        """Yields the body of a streamed answer: the last of its four generators, which encodes events as bytes."""
         kind = ChatChunks if isinstance(self._work, ChatRequest) else CompletionChunks
         chunks = kind(streams[0].model.name, self._include_usage)
         total = Usage(0, 0, 0)
@@ -350,7 +350,7 @@ def _waited_s(request: Request) -> float:
 
 
 def _continues(request: Request) -> bool:
-    """Whether the header asks to append to the agent's transcript."""
+    """Returns whether the header asks to append to the agent's transcript."""
     given = request.headers.get("x-agent-continue", "0").lower()
     if given not in ("0", "1", "false", "true"):
         raise InvalidRequest("X-Agent-Continue must be 0 or 1", param="X-Agent-Continue")
@@ -358,17 +358,17 @@ def _continues(request: Request) -> bool:
 
 
 def _agent(request: Request, given: str | None) -> str:
-    """The agent's id from header or body; "" for none."""
-    found = [("X-Agent-ID", value) for value in request.headers.getlist("x-agent-id")]
+    """Returns the agent's id from header or body; "" for none."""
+    ids = [("X-Agent-ID", value) for value in request.headers.getlist("x-agent-id")]
     if given is not None:
-        found.append(("agent_id", given))
-    for name, value in found:
+        ids.append(("agent_id", given))
+    for name, value in ids:
         if not value:
             raise InvalidRequest(f"{name} is empty", param=name)
         try:
             agent_key(value)
         except InvalidRequest as error:
             raise InvalidRequest(error.message.replace("agent_id", name, 1), param=name) from None
-    if len({value for _, value in found}) > 1:
+    if len({value for _, value in ids}) > 1:
         raise InvalidRequest("X-Agent-ID and agent_id name different agents", param="agent_id")
-    return found[0][1] if found else ""
+    return ids[0][1] if ids else ""

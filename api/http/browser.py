@@ -1,8 +1,8 @@
-"""What keeps web pages out. A browser sends the requests of any page that its user looks at, also to this machine.
+"""Keeps web pages out. A browser sends requests for any page that its user opens, also to this machine.
 
-A page of another origin is refused by its `Origin`, or by what the browser says of its site. A page whose own name was
-made to point here (DNS rebinding) is refused by its `Host`. Bodies must say that they are JSON: what a page can send
-without asking first, cannot.
+A page of another origin is refused by its `Origin` or `Sec-Fetch-Site`. A page whose own name was made to point here
+(DNS rebinding) is refused by its `Host`. Bodies must be declared as JSON, which a page cannot send without a CORS
+preflight.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _OTHER_SITES = ("cross-site", "same-site")
 class Hosts:
     """The names and addresses that the endpoint answers to.
 
-    What it listens on, and `endpoint.hosts`. On a loopback address that is `localhost` and every loopback address; on
-    all addresses of the machine every address, which no page can claim as its name, and the machine's own name.
+    These are `endpoint.hosts` and what it listens on. For a loopback address that means `localhost` and every loopback
+    address. For all addresses of the machine it means its own name and every IP address, which no page can have as its
+    name.
 
     Args:
-        certified: the names that the endpoint's certificate is for, which may be replaced.
+        certified: returns the names of the endpoint's certificate, which may be replaced.
     """
 
     def __init__(self, endpoint: Endpoint, certified: Callable[[], Sequence[str]] = tuple) -> None:
@@ -53,7 +54,7 @@ class Hosts:
         return self._address is not None and self._address.is_unspecified
 
     def __contains__(self, host: str) -> bool:
-        """Whether `host`, without a port, is one of them."""
+        """Returns whether `host`, without a port, is one of them."""
         address = _address(host)
         if host in self._names or host in self._certified():
             return True
@@ -65,7 +66,7 @@ class Hosts:
 
 
 class BrowserGuard:
-    """Middleware: refuses what a page of another origin sends, requests to other hosts, and bodies that are not JSON.
+    """Middleware: refuses requests of pages of other origins, requests to other hosts, and bodies that are not JSON.
 
     Args:
         origins: other origins whose pages may use the endpoint, as `http://localhost:3000`, lowercase; `*` for all.
@@ -83,10 +84,10 @@ class BrowserGuard:
         await self._app(scope, receive, send)
 
     def _refusal(self, method: str, headers: Headers) -> SatchelError | None:
-        # HTTP/1.0 has none, and no browser speaks that.
+        # HTTP/1.0 has no Host, and no browser speaks it.
         for host in (given := headers.getlist("host")):
-            found = _AUTHORITY.fullmatch(host.lower())
-            if found is None or found[1].rstrip(".") not in self._hosts:
+            authority = _AUTHORITY.fullmatch(host.lower())
+            if authority is None or authority[1].rstrip(".") not in self._hosts:
                 return NotAllowed(f"this endpoint does not answer to the host {host[:200]!r} (endpoint.hosts)")
         for origin in headers.getlist("origin"):
             if not self._may(origin.lower(), given):
@@ -117,7 +118,7 @@ class BrowserGuard:
 
 
 def _authority(host: str, default_port: int) -> tuple[str, int] | None:
-    """Name and port of a Host header; one without a port has that of the page's scheme."""
+    """Returns name and port of a Host header; without a port it has that of the page's scheme."""
     found = _AUTHORITY.fullmatch(host)
     return (found[1].strip("[]"), int(found[2] or default_port)) if found else None
 

@@ -21,10 +21,10 @@ from ..views.cluster import AGENTS_MAX, TokenRates, cluster_view
 from .guard import require_admin
 
 VIEW_S = 12.0
-"""How long everything that a view asks may take together."""
+"""The time limit of all calls for one view together."""
 
 FRESH_S = 1.0
-"""How long a view is shown again, so that whoever looks often asks the cluster no more for it."""
+"""How long a view is reused, so that frequent requests do not load the cluster."""
 
 
 class MoveBody(BaseModel):
@@ -36,17 +36,17 @@ class MoveBody(BaseModel):
 
 
 class ClusterRoutes:
-    """What nodes and replicas do, and why requests went where they did. For administrators."""
+    """Handlers for the state of nodes and replicas, and for routing decisions. For administrators."""
 
     def __init__(self, backend: Backend, memory: AgentMemory | None) -> None:
         self._backend = backend
         self._store = memory.store if memory is not None else None
         self._rates = TokenRates(time.monotonic)
         self._views: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
-        """With a tenant's agents and without any: when each was begun, and who makes it."""
+        """By tenant, None for a view without agents: the start of the view and its task."""
 
     async def show(self, request: Request, agents: Annotated[int, Query(ge=0, le=AGENTS_MAX)] = AGENTS_MAX) -> Response:
-        """Nodes, replicas and the first of the caller's agents; `agents` says how many of those at most."""
+        """Shows nodes, replicas and at most `agents` of the caller's agents."""
         caller: Caller = request.state.caller
         require_admin(caller)
         # Shielded: others may wait for the same view.
@@ -57,10 +57,10 @@ class ClusterRoutes:
         return JSONResponse(view)
 
     def _view(self, tenant: str | None) -> asyncio.Task[dict[str, Any]]:
-        """The view that is being made or has just been, else a new one."""
+        """Returns the task of the current or a fresh view, else starts one."""
         begun_at, task = self._views.get(tenant, (0.0, None))
         if task is None or (task.done() and time.monotonic() - begun_at > FRESH_S):
-            # Nobody's child: the request that asked first may end before the others.
+            # In a context of its own: Ray would cancel its calls with the first request.
             task = asyncio.create_task(self._look(tenant), context=contextvars.Context())
             self._views[tenant] = time.monotonic(), task
         return task
@@ -74,7 +74,7 @@ class ClusterRoutes:
             raise Unavailable(f"the cluster did not answer within {VIEW_S:.0f} s") from None
 
     async def where(self, request: Request, agent_id: str) -> Response:
-        """The home of one agent of the caller's, and which nodes have copies of its memory."""
+        """Shows the node of an agent's primary, and the nodes of its secondaries."""
         caller: Caller = request.state.caller
         require_admin(caller)
         key = agent_key(agent_id, caller.tenant)
@@ -85,7 +85,7 @@ class ClusterRoutes:
         return JSONResponse({"id": agent_id, "object": "agent.place", **found})
 
     async def explain(self, request: Request, request_id: str) -> Response:
-        """Why a recent request went where it did."""
+        """Shows why a recent request was routed as it was."""
         require_admin(request.state.caller)
         decision = await self._backend.explain(request_id)
         if decision is None:

@@ -1,4 +1,4 @@
-"""What the routes share: request ids, errors as responses, reading a body, and noticing that the client has gone.
+"""Shared by the routes: request ids, error responses, reading bodies, and detecting disconnected clients.
 
 Pure ASGI, so it works the same under uvicorn and under Ray Serve, and a cancelled request is a cancelled coroutine.
 """
@@ -36,31 +36,31 @@ _HEADER_CHARACTERS_MAX = 1024
 STALL_S = 60.0
 BODY_GRACE_S = 10.0
 BODY_RATE = 16 * 2**10
-"""Bytes a second: below a poor mobile connection."""
+"""Bytes per second: less than a poor mobile connection."""
 
 Refused = Callable[[str], None]
-"""Hears why a request is refused for want of room."""
+"""Called with the reason if a request is refused for lack of capacity."""
 
 _LARGE_BYTES = 256 * 2**10
 """A larger body takes more than a few milliseconds to parse."""
 
 _CLIENT_GONE = 499
-"""nginx's number for it; nobody is left to read it, but the metrics are."""
+"""nginx's status for a disconnected client, used only in metrics."""
 
 
 def header_text(text: str) -> str:
-    """`text` as a header value: one line of printable ASCII."""
+    """Returns `text` as a header value: one line of printable ASCII."""
     return "".join(c if " " <= c <= "~" else "?" for c in text[:_HEADER_CHARACTERS_MAX]).strip()
 
 
 class _Stalled(Exception):
-    """The client takes nothing."""
+    """The client reads nothing."""
 
 
 class RequestContext:
     """Outermost middleware: gives every request an id and every response `x-request-id`, counts it, and turns an
-    unexpected exception into a 500 that shows the id and nothing else. A client that takes nothing for `STALL_S` is
-    taken for gone.
+    unexpected exception into a 500 that shows only the id. A client that reads nothing for `STALL_S` counts as
+    disconnected.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -92,8 +92,8 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         except _Stalled:
-            # The server closes the connection of an answer that was left unfinished.
-            _log.warning("request %s: the client took nothing for %.0f s", request_id, STALL_S)
+            # The server closes the connection of an unfinished answer.
+            _log.warning("request %s: the client read nothing for %.0f s", request_id, STALL_S)
         except Exception:
             _log.exception("request %s failed", request_id)
             if started:
@@ -106,7 +106,7 @@ class RequestContext:
 
 
 def _given_request_id(scope: Scope) -> str | None:
-    """The caller's id, where it sent a valid one."""
+    """Returns the caller's request id, None without a valid one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             given = value.decode("latin-1")
@@ -130,8 +130,8 @@ async def _on_satchel_error(request: Request, error: Exception) -> Response:
 
 
 def log_failure(log: logging.Logger, what: str, error: SatchelError, *, told: bool = True) -> None:
-    """A line for what happens in every life of a server, with where it came from if it should not have happened. None
-    for what a status below 500 has `told` the client."""
+    """Logs a failure in one line, with a traceback only for status 500. Logs nothing if the client was `told` by a
+    status below 500."""
     if error.status >= 500 or not told:
         log.warning("%s: %s", what, error.message, exc_info=error if error.status == 500 else None)
 
@@ -151,7 +151,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    # The first part is where it was: in the query.
+    # The first part of `loc` is "query".
     return error_response(invalid_at(first["loc"][1:], first["msg"]))
 
 
@@ -160,7 +160,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Every error that leaves `app` has OpenAI's shape."""
+    """Gives every error of `app` OpenAI's shape."""
     app.add_exception_handler(SatchelError, _on_satchel_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -170,8 +170,8 @@ def add_error_handlers(app: FastAPI) -> None:
 class BodyReader:
     """Reads requests' bodies, within the limits of the config's `endpoint`.
 
-    A body that comes slower than `BODY_RATE` is not waited for. Where all together are too large, the largest of those
-    that have taken longer than `BODY_GRACE_S` makes room, so nobody keeps the others out with bodies that do not end.
+    A body slower than `BODY_RATE` is refused. If all together are too large, the largest of those older than
+    `BODY_GRACE_S` is refused, so that endless bodies do not keep others out.
     """
 
     def __init__(self, config: Config, refused: Refused = lambda why: None) -> None:
@@ -183,7 +183,7 @@ class BodyReader:
         self._large = asyncio.Lock()
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The body, parsed and validated. Those that take long are parsed one at a time.
+        """Returns the body, parsed and validated. Large ones are parsed one at a time.
 
         Raises:
             InvalidRequest: as `parse_body`.
@@ -194,13 +194,14 @@ class BodyReader:
 
     @asynccontextmanager
     async def _reading(self, request: Request) -> AsyncIterator[bytearray]:
-        """The whole body, counted until the block ends.
+        """Reads the whole body. Its bytes count as held until the block ends.
 
         Raises:
-            RequestTooLarge: more than `bytes_max`, announced or found while reading.
-            Unavailable: more than `together_bytes_max` with what others hold.
-            SlowBody: it came too slowly, or took longer than `timeout_s`.
-            ClientDisconnect: the client went away first.
+            InvalidRequest: Content-Length is not a number.
+            RequestTooLarge: more than `endpoint.body_bytes_max`, announced or read.
+            Unavailable: more than `endpoint.bodies_bytes_max` together with other bodies.
+            SlowBody: it came too slowly, or took longer than `timeouts.request_s`.
+            ClientDisconnect: the client disconnected first.
         """
         bytes_max = self._limits.body_bytes_max
         too_large = RequestTooLarge(f"the body is larger than {bytes_max} bytes (endpoint.body_bytes_max)")
@@ -237,7 +238,7 @@ class BodyReader:
         largest = max(late, key=lambda it: len(it.body), default=newest)
         if largest is newest:
             raise self._too_large_together()
-        # What it holds is free in the next turn of the loop.
+        # Its bytes are freed in the next turn of the loop.
         largest.makes_room = True
         largest.limit.reschedule(0.0)
 
@@ -248,7 +249,7 @@ class BodyReader:
 
 
 class _Arriving:
-    """A body on its way. `limit` ends the waiting for it, and moves with what has come."""
+    """A body being read. `limit` is its deadline, which moves as bytes arrive."""
 
     def __init__(self, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -263,7 +264,8 @@ class _Arriving:
         return self._loop.time() - self._began
 
     def take(self, chunk: bytes) -> None:
-        """Each byte buys time, at most `BODY_GRACE_S` of it: a pause of that length is allowed, a trickle is not."""
+        """Adds a chunk and extends the deadline, at most to `BODY_GRACE_S` from now: a pause of that length is allowed,
+        a trickle is not."""
         self.body += chunk
         until = self.limit.when()
         if until is not None and not self.makes_room:
@@ -277,10 +279,10 @@ class _Arriving:
 
 
 class CancelOnDisconnect:
-    """``async with CancelOnDisconnect(receive):`` cancels the block when the client goes away.
+    """``async with CancelOnDisconnect(receive):`` cancels the block when the client disconnects.
 
     Leaving it then raises `ClientDisconnect`. Enter it after the body has been read, when the next message can only be
-    the disconnection. A cancellation from outside passes through, so a server that cancels by itself is fine too.
+    the disconnection. A cancellation from outside passes through.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -306,12 +308,12 @@ class CancelOnDisconnect:
         if not self._watcher.done():
             self._watcher.cancel()
         elif not self._watcher.cancelled() and (failure := self._watcher.exception()) is not None:
-            # Under Ray Serve this is how a cancelled request's channel ends, so it is no more than a trace.
+            # Under Ray Serve a cancelled request's channel ends this way, so it is only logged.
             _log.debug("watching for the client's disconnection ended", exc_info=failure)
         if not self._gone:
             return
         if kind is None or not issubclass(kind, asyncio.CancelledError):
-            # The block ended in the moment of the disconnection: take the cancellation that is on its way.
+            # The block ended just as the client disconnected: consume the pending cancellation.
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError as cancelled:

@@ -1,5 +1,5 @@
-"""What lets callers in: every request but `/health` needs a key, as soon as keys were made or strangers can reach the
-endpoint. Pure ASGI."""
+"""Authenticates callers: every request but `/health` needs a key, once keys were made or if other machines can reach
+the endpoint. Pure ASGI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..generation.callers import Caller, Meter
 from .exchange import error_response
 
 CHECKS_MAX = 32
-"""Keys seen for the first time that may wait for their check; a known one waits for none."""
+"""Unknown keys that may wait for their check at a time; known ones do not wait."""
 
 HEALTH = "/health"
 _SECRET_MAX = 256
@@ -26,8 +26,8 @@ class KeyGuard:
     """Middleware: puts a `Caller` into the request's state as `caller`, or refuses the request.
 
     Args:
-        keys: None lets everybody in.
-        audit: where refusals are written down.
+        keys: None allows everybody.
+        audit: records refused keys.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing | None, audit: Audit | None = None) -> None:
@@ -110,19 +110,20 @@ class KeyGuard:
 
 
 def _secret(headers: Headers) -> str:
-    """The key that a request shows, "" for none."""
+    """Returns the key of a request, "" for none."""
     given = [headers.get("x-api-key", "")]
     kind, _, token = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         given.insert(0, token.strip())
-    # Clients that are told of one header often fill the other with something.
+    # Clients configured for one header often put a placeholder into the other.
     return max(
         (secret[:_SECRET_MAX] for secret in given), key=lambda secret: (secret.startswith(KEY_BEGINS), bool(secret))
     )
 
 
 def require_admin(caller: Caller) -> None:
-    """
+    """Refuses callers who are no administrators.
+
     Raises:
         NotAllowed: the caller's key is no administrator's.
     """

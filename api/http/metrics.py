@@ -1,7 +1,6 @@
-"""What `/metrics` shows: the replicas' numbers, read at every scrape, and this process's own of its requests.
+"""The metrics of `/metrics`: the replicas' numbers, read at every scrape, and this process's request counts.
 
-Names, units and labels are Prometheus conventions. An endpoint of several processes shows the requests of the one that
-was asked; the replicas' numbers are the same everywhere.
+Names, units and labels follow Prometheus' conventions.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 
 
 
 class _Replicas(Collector):
-    """One reading of the replicas. Totals of a replica that did not answer are left out, not shown as a reset to 0."""
+    """One reading of the replicas. Totals of a replica that did not answer are left out: 0 would look like a reset."""
 
     def __init__(self, stats: Sequence[ReplicaStats], failovers: int) -> None:
         self._stats = stats
@@ -67,7 +66,7 @@ class _Replicas(Collector):
 
 
 class _NodeCollector(Collector):
-    """One reading of the nodes; of those that were not heard nothing."""
+    """One reading of the nodes, without those that did not report."""
 
     def __init__(self, nodes: Sequence[NodeState]) -> None:
         self._nodes = nodes
@@ -108,7 +107,7 @@ class Metrics:
         )
 
     def request_ended(self, route: str, status: int, duration_s: float) -> None:
-        """Count one request. `route` is a route's pattern, never a path that a caller made up."""
+        """Counts one request. `route` is a route's pattern, never a caller's path, which would be unbounded."""
         self._requests.labels(route, str(status)).inc()
         self._duration.labels(route).observe(duration_s)
 
@@ -116,10 +115,10 @@ class Metrics:
         self._first_token.labels(model).observe(duration_s)
 
     def render(self, stats: Sequence[ReplicaStats], failovers: int, nodes: Sequence[NodeState] = ()) -> bytes:
-        """Everything in Prometheus' text format.
+        """Renders all metrics in Prometheus' text format.
 
         Args:
-            failovers: how many rows went on after their replica was lost, since this process was started.
+            failovers: how many rows continued after their replica was lost, since this process started.
         """
         replicas = CollectorRegistry()
         replicas.register(_Replicas(stats, failovers))

@@ -1,4 +1,4 @@
-"""The HTTP server in the endpoint's event loop: uvicorn, with limits on what it leaves unlimited."""
+"""The HTTP server in the endpoint's event loop: uvicorn, with limits that it lacks."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ LISTEN_S = 10.0
 KEEP_ALIVE_S = 60
 HEAD_S = 60.0
 READ_S = 1.0
-"""So long after an answer its last bytes are with the client, whether that has read them or not."""
+"""By this time after an answer its last bytes have reached the client, read or not."""
 
 SEND_BUFFER_BYTES = 128 * 2**10
-"""What the system may hold of an answer until the client takes it. On a link where an acknowledgement takes 10 ms, so
-much is sent every 10 ms."""
+"""The system's send buffer of a connection. With a round trip of 10 ms, so much is sent every 10 ms."""
 
 HEAD_BYTES_MAX = 64 * 2**10
 HEADERS_MAX = 100
-"""Of a request, with those that come after its body (trailers), which nobody here reads."""
+"""Of a request, with its trailers, which are ignored."""
 PIPELINED_MAX = 8
-"""Requests of one connection that wait for the answer to another."""
+"""Requests of one connection that wait for an earlier answer."""
 
 
 _NOT_HTTP = 400, "this is not a valid HTTP request"
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. A request's line and headers may take `HEAD_BYTES_MAX` and `HEAD_S`, and what is neither head nor
-    body as many bytes; what is not HTTP is answered in OpenAI's shape.
+    """One connection. A request's line and headers are limited to `HEAD_BYTES_MAX` and `HEAD_S`, and bytes outside head
+    and body to `HEAD_BYTES_MAX` too. Input that is not HTTP gets an error in OpenAI's shape.
 
     Args:
-        connections_max: of the server. Where there are more, the one that has waited longest for its client to ask
-            something is closed; where all are at work, the new one is refused.
-        refused: hears why a connection is refused for want of room.
+        connections_max: of the server. If there are more, the longest idle one is closed; if none is idle, the new one
+            is refused.
+        refused: called with the reason if a connection is refused for lack of capacity.
     """
 
     def __init__(self, *args: Any, connections_max: int, refused: Refused, **named: Any) -> None:
@@ -62,7 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # With TLS it would be eight times as much.
+        # The default for TLS is eight times as much.
         transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
         self._head_bytes = self._headers = self._between_bytes = 0
         self._head_ends = self.loop.call_later(HEAD_S, transport.abort)
@@ -82,12 +81,12 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing was asked here that is not answered."""
+        """Whether every request of this connection has been answered."""
         return not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete)
 
     @property
     def _is_answered(self) -> bool:
-        """Whether all is said, and only the client has not agreed to the end, as it does with TLS."""
+        """Whether everything is sent and only the client's TLS close is missing."""
         return self.transport.is_closing() and self.transport.get_write_buffer_size() == 0
 
     def data_received(self, data: bytes) -> None:
@@ -105,7 +104,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # Also after an answer on the same connection; then the wait for the next request is uvicorn's to limit.
+        # Also after an answer on the same connection; uvicorn limits the wait for the next request.
         self._head_ends.cancel()
         self._head_bytes, self._head_ends = 0, self.loop.call_later(HEAD_S, self.transport.abort)
         self._headers, self._between_bytes = 0, 0
@@ -119,7 +118,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= PIPELINED_MAX:
-            # Others are being answered, so there is no place for an answer to this one.
+            # Earlier requests are being answered, so no response can be sent for this one.
             self.transport.abort()
             raise self._stop(*_NOT_HTTP)
         self._head_bytes = -1
@@ -137,7 +136,7 @@ class HttpProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         super().shutdown()
         if self._is_answered and self.loop.time() - self._waits_since > READ_S:
-            # It has been read long since; nobody waits until the client agrees to the end.
+            # The client has long read the answer: do not wait for its TLS close.
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -145,7 +144,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _stop(self, status: int, message: str) -> Exception:
-        """What ends the parsing when it is raised by one of the parser's callbacks."""
+        """Sets the refusal, and returns the exception that ends parsing if a parser callback raises it."""
         self._refusal = status, message
         return ValueError(message)
 
@@ -157,7 +156,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if answering or self.pipeline:
-            # It would be read as a part of another answer.
+            # The client would read it as part of another answer.
             self.transport.abort()
             return
         body = json.dumps(error_body(status, message, code=Unavailable.code if status == 503 else "invalid_request"))
@@ -172,7 +171,7 @@ class HttpServer:
 
     Args:
         certificate: for HTTPS; None is HTTP.
-        refused: hears why a request is refused for want of room.
+        refused: called with the reason if a request is refused for lack of capacity.
     """
 
     def __init__(
@@ -193,11 +192,11 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            # There are none, and they would leave this protocol.
+            # The application has no websockets, and an upgrade would leave this protocol and its limits.
             ws="none",
         )
         self._server = uvicorn.Server(settings)
-        # This process's signals are Ray's.
+        # Ray handles this process's signals.
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         self._address = host, port
         self._certificate = certificate
@@ -206,10 +205,10 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen.
+        """Starts listening.
 
         Raises:
-            OSError: the address is not to be had.
+            OSError: the address cannot be bound.
         """
         listener = await _listener(*self._address)
         own = [listener] if self._certificate is None else []
@@ -220,7 +219,7 @@ class HttpServer:
             self._tls = TlsListener(listener, self._certificate, self._make_protocol, refused=self._refused)
 
     def _make_protocol(self) -> asyncio.Protocol:
-        """As uvicorn makes them for its own listeners."""
+        """Makes a protocol as uvicorn does for its own listeners."""
         server = self._server
         return self._protocol(config=server.config, server_state=server.server_state, app_state=server.lifespan.state)
 
@@ -234,7 +233,7 @@ class HttpServer:
         return self._task.exception() or RuntimeError("the server has returned")
 
     async def close(self, timeout_s: float) -> None:
-        """Take no more connections, and let clients read the rest of their answers for at most `timeout_s`."""
+        """Stops accepting connections, and lets clients read the rest of their answers for at most `timeout_s`."""
         self._server.should_exit = True
         if self._tls is not None:
             self._tls.close()
@@ -243,19 +242,19 @@ class HttpServer:
 
 
 async def _listener(host: str, port: int) -> socket.socket:
-    """A socket on the address; waits for one that a dying predecessor still holds."""
+    """Returns a bound socket; waits while a dying predecessor still holds the address."""
     ends = time.monotonic() + LISTEN_S
     while True:
         # As `check_port_free` reads the address.
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Without, a token may wait 40 ms for the client to acknowledge the one before.
+        # Connections inherit it. Without it a token may wait 40 ms for the client to acknowledge the one before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Nor may megabytes of an answer that nobody reads wait in the system, which is no limit of ours.
+        # Else megabytes of an unread answer could wait in the system's buffer, beyond our own limits.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if sys.platform == "linux":
-            # Else a client that takes nothing would keep its connection, and what is written to it, for ever.
+            # Else a client that reads nothing would keep its connection and its send buffer for ever.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_S))
         try:
             listener.bind(address)

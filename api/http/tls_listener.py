@@ -1,7 +1,7 @@
-"""Takes connections for HTTPS, and hands over those that have agreed on their encryption.
+"""Accepts connections for HTTPS, and hands them to the server after their TLS handshake.
 
-An event loop's own server knows of a connection only when its handshake has ended, so that any number may stand there
-and say nothing. Here those have places of their own, and time. None is given memory for TLS before it has said a word.
+asyncio's own server sees a connection only after its handshake, so any number of silent ones could stay open. Here
+unfinished handshakes are limited in number and time, and a connection gets memory for TLS only after its first byte.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from .exchange import Refused
 _log = logging.getLogger(__name__)
 
 HANDSHAKES_MAX = 256
-"""Connections at a time that have not finished theirs. Where there are more, of the address that has most the oldest is
-closed. TLS takes up to 256 KiB for each."""
+"""Unfinished handshakes at a time, up to 256 KiB each. If there are more, the oldest of the address that has most is
+closed."""
 
 HANDSHAKE_S = 10.0
 CLOSE_S = 10.0
-"""How long a client may take to read the rest of its last answer, and to agree to the end."""
+"""How long a client may take to read the rest of its last answer and to close TLS."""
 
 LOOK_S = 5.0
-"""Between two looks whether the certificate has been replaced."""
+"""Interval of checks whether the certificate has been replaced."""
 
 BACKLOG = 2048
 PAUSE_S = 0.1
 
 _HANDSHAKE = b"\x16"
-"""With what a client begins that speaks TLS: the type of the first record (RFC 8446, 5.1)."""
+"""The first byte of a TLS client: the type of its first record (RFC 8446, 5.1)."""
 
 
 class TlsListener:
-    """Make it on a running event loop, and `close` it.
+    """A listening socket for HTTPS. Make it on a running event loop, and `close` it.
 
     Args:
-        listener: bound; it is closed with this.
-        make: the protocol of a connection, which is told of it when the handshake has ended.
-        refused: hears why a connection is refused for want of room.
+        listener: a bound socket; `close` closes it.
+        make: makes the protocol of a connection, which starts after the handshake.
+        refused: called with the reason if a connection is refused for lack of capacity.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TlsListener:
         return self._accepting.exception() if self._accepting.done() and not self._accepting.cancelled() else None
 
     def close(self) -> None:
-        """Take no more connections. Those that were handed over go on."""
+        """Stops accepting connections. Those already handed over continue."""
         self._accepting.cancel()
         self._looking.cancel()
         for sock in self._receiving.values():
@@ -92,7 +92,7 @@ class TlsListener:
             try:
                 sock, (address, *_) = await loop.sock_accept(self._listener)
             except OSError as error:
-                # Out of descriptors, for one: all there is to do is wait.
+                # For example out of file descriptors: wait and try again.
                 self._refused(f"a connection could not be taken ({error.strerror or error})")
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -121,7 +121,7 @@ class TlsListener:
                     )
         except (OSError, TimeoutError) as error:
             _log.debug("no handshake: %s", error)
-            # What the loop owns by now is the loop's to close, when it sees the end.
+            # A socket that the loop owns by now is closed by the loop once it sees the end.
             _hang_up(sock)
         finally:
             if owned:
@@ -129,13 +129,13 @@ class TlsListener:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """Whoever waits for it sees its end."""
+    """Shuts the socket down, so that a task waiting for it sees its end."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 async def _speaks_tls(sock: socket.socket) -> bool:
-    """Whether it begins with a handshake. HTTP is told what is spoken here.
+    """Returns whether the client begins a TLS handshake. A client that speaks plain HTTP gets a 400.
 
     Raises:
         OSError: the connection is broken.
@@ -151,6 +151,6 @@ async def _speaks_tls(sock: socket.socket) -> bool:
         body = json.dumps(error_body(400, "this port speaks HTTPS: use https://", code="invalid_request")).encode()
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         sock.send(STATUS_LINE[400] + head.encode() + body)
-        # What is not read when it is closed would take the answer from the client.
+        # Closing with unread input would reset the connection before the client reads the answer.
         sock.recv(2**16)
     return first == _HANDSHAKE

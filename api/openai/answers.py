@@ -47,14 +47,14 @@ def _completion_choice(index: int, answer: Answer) -> dict[str, Any]:
 
 
 def chat_body(model: str, answers: list[Answer], remembered: Remembered | None = None) -> dict[str, Any]:
-    """A `chat.completion`. `content` is "" where the answer is tool calls or reasoning and nothing else; `satchel` says
-    what its agent's memory lacks."""
+    """Returns a `chat.completion`. `content` is "" if the answer has only tool calls or reasoning; `satchel` reports
+    what is missing in its agent's memory."""
     body = _body("chatcmpl", "chat.completion", model, answers, _chat_choice)
-    return body | _said(remembered)
+    return body | _memory_field(remembered)
 
 
 def completion_body(model: str, answers: list[Answer]) -> dict[str, Any]:
-    """A `text_completion`; the choices of the first prompt come first."""
+    """Returns a `text_completion`; the choices of the first prompt come first."""
     return _body("cmpl", "text_completion", model, answers, _completion_choice)
 
 
@@ -71,10 +71,10 @@ def _body(
     }
 
 
-def _said(remembered: Remembered | None) -> dict[str, Any]:
-    """The field that says what is not as expected, where something is not."""
-    said = None if remembered is None else remembered.body
-    return {} if said is None else {"satchel": said}
+def _memory_field(remembered: Remembered | None) -> dict[str, Any]:
+    """Returns the field `satchel`, or {} if there is nothing to report."""
+    body = None if remembered is None else remembered.body
+    return {} if body is None else {"satchel": body}
 
 
 def _event(body: dict[str, Any]) -> bytes:
@@ -85,7 +85,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class _Chunks:
-    """Server-sent events of one streamed answer. Escapes leave only ASCII in them, so no line separator gets in."""
+    """Server-sent events of one streamed answer. JSON escapes keep them ASCII, so they contain no line separator."""
 
     def __init__(self, id: str, kind: str, model: str, include_usage: bool) -> None:
         head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
@@ -93,7 +93,7 @@ class _Chunks:
         self._include_usage = include_usage
 
     def _chunk(self, choice: str, more: str = "") -> bytes:
-        # Built from strings: one goes out for every token of every client.
+        # Built from strings because it runs for every token of every client.
         tail = f',"usage":null{more}}}\n\n' if self._include_usage else f"{more}}}\n\n"
         return f'{self._head}"choices":[{choice}]{tail}'.encode("ascii")
 
@@ -125,13 +125,13 @@ class ChatChunks(_Chunks):
         return self._delta(index, json.dumps({"tool_calls": [{"index": call.index, **_tool_call_body(call)}]}))
 
     def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:
-        said = _said(remembered)
-        more = "," + json.dumps(said, separators=(",", ":"))[1:-1] if said else ""
+        memory = _memory_field(remembered)
+        more = "," + json.dumps(memory, separators=(",", ":"))[1:-1] if memory else ""
         return self._delta(index, "{}", reason=json.dumps(reason), more=more)
 
 
 class CompletionChunks(_Chunks):
-    """Chunks of streamed completions; those of several choices interleave, told apart by `index`."""
+    """Chunks of streamed completions; several choices interleave and differ by `index`."""
 
     def __init__(self, model: str, include_usage: bool) -> None:
         super().__init__(f"cmpl-{secrets.token_hex(12)}", "text_completion", model, include_usage)
@@ -161,8 +161,8 @@ def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[S
 
 
 def model_body(model: ServedModel) -> dict[str, Any]:
-    """An entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it;
-    `memory` what its layers keep."""
+    """Returns an entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it; `memory`
+    what its layers keep."""
     return {
         "id": model.name,
         "object": "model",
@@ -179,5 +179,5 @@ def error_body(status: int, message: str, *, code: str, param: str | None = None
 
 
 def error_event(error: SatchelError) -> bytes:
-    """The event that ends a stream which failed."""
+    """Returns the event that ends a failed stream."""
     return _event(error_body(error.status, error.message, code=error.code, param=error.param))

@@ -39,9 +39,9 @@ from ..generation.requests import ChatRequest, CompletionRequest
 from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
 
 COMPLETION_MAX_TOKENS = 16
-"""What `/v1/completions` generates where the caller gives no `max_tokens`, as OpenAI's does."""
+"""The default `max_tokens` of `/v1/completions`, as OpenAI's."""
 
-# Fields that change the answer and are not built yet, each with the values that ask for nothing.
+# Fields that change the answer and are not supported yet, each with its neutral values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -111,9 +111,10 @@ class GenerationBody(BaseModel):
         return self.n or 1
 
     def check(self) -> None:
-        """
+        """Checks fields against each other.
+
         Raises:
-            InvalidRequest: fields that do not go together.
+            InvalidRequest: two fields contradict each other.
         """
         if not isinstance((self.stream_options or {}).get("include_usage"), bool | None):
             raise InvalidRequest("stream_options.include_usage must be a boolean", param="stream_options.include_usage")
@@ -146,7 +147,7 @@ class ChatBody(GenerationBody):
             raise InvalidRequest("top_logprobs: only possible with logprobs", param="top_logprobs")
 
     def request(self, agent: str, request_id: str, waited_s: float) -> ChatRequest:
-        # The newer name wins where both are given.
+        # The newer name wins if both are given.
         newer = self.max_completion_tokens is not None
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return ChatRequest(
@@ -215,11 +216,10 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> Body:
-    """The body of class `kind` in `data`. Large bodies take up to a second: call it in a worker thread.
+    """Parses and validates a body of class `kind`. Large bodies take up to a second: call it in a worker thread.
 
     Raises:
-        InvalidRequest: not JSON, not an object, more of something than `limits` allow, wrong values, or a field that is
-            not supported.
+        InvalidRequest: not JSON, not an object, over one of the `limits`, a wrong value, or an unsupported field.
     """
     try:
         fields, values = parse(data, limits.body_values_max)
@@ -250,7 +250,7 @@ def _too_many_values(limits: Endpoint) -> InvalidRequest:
 
 
 def _refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
-    """Before anything is made of them. What is no message is refused later."""
+    """Checks the numbers of messages, parts and values before they are validated."""
     if not isinstance(messages, list):
         return
     if len(messages) > limits.messages_max:

@@ -1,1 +1,1 @@
-"""The backend over Ray: the router asked, replicas' frames read, the stores called."""
+"""The backend over Ray: calls to the router, the replicas and the stores."""

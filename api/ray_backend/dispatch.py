@@ -1,7 +1,7 @@
-"""The backend over Ray: the router asked, the replicas' frames read, each row's tokens dealt out to it (`rows.py`).
+"""The backend over Ray: asks the router, reads the replicas' frames, and hands each row (`rows.py`) its tokens.
 
 One `RayBackend` lives on one event loop. Its `ReplicaConnection` to a replica is a *consumer* there: it asks for one
-frame after the other, with the new tokens of all its rows. Rows of a consumer whose lease ran out are taken out.
+frame after the other, each with the new tokens of all its rows. Rows of a consumer whose lease ran out are removed.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ SENT_MAX = 4096
 
 
 class ReplicaConnection:
-    """This consumer's connection to one replica: its client, the rows running there, and the reading of its frames.
+    """A connection to one replica: its client, the rows running there, and the task that reads its frames.
 
     Args:
-        node: where the replica is, "" where nobody has said.
+        node: the replica's node, "" if unknown.
     """
 
     def __init__(self, backend: RayBackend, replica: str, node: str) -> None:
@@ -62,16 +62,16 @@ class ReplicaConnection:
         self.node = node
         self._frame_silence_s = backend.config.timing.frame_silence_s
         self.client = ReplicaClient(replica, backend.config.timing)
-        # Of its own: what a broken link left at a living replica is not heard by the next one.
+        # A new id each time: the next link does not read what a broken one left at a living replica.
         self.consumer = f"consumer-{uuid.uuid4().hex}"
         self.rows: dict[str, tuple[RayGeneration, int]] = {}
         self.broken = asyncio.Event()
         self.heard = False
         """Whether it has answered."""
         self.died = False
-        """Whether its process has ended, as far as Ray can tell."""
+        """Whether its process has ended, according to Ray."""
         self.probation = asyncio.Lock()
-        """Held by the one row there that may be what ended another replica."""
+        """Held by the one suspect row (`rows.py`) that is tried there."""
         self.sent = SentPictures()
         self._backend = backend
         self._reading = detached(self._read())
@@ -95,8 +95,8 @@ class ReplicaConnection:
                 for update in frame.rows:
                     self._deal(update)
         except Exception as error:
-            # Whatever it is: rows that nobody reads must not wait. Where this process itself stood still for a while,
-            # as on a Mac that slept, that says nothing of the replica.
+            # Any error: rows that nobody reads must not wait. If this process itself stood still for a while, as on a
+            # Mac that slept, the silence says nothing about the replica.
             reason = type(error.__cause__ or error).__name__
             lost = not isinstance(error, ActorSilent) or time.monotonic() - asked < 2 * self._frame_silence_s
             self.died = isinstance(error, ActorLost)
@@ -113,7 +113,7 @@ class ReplicaConnection:
         row.put(placement, update)
 
     def _break(self, reason: str) -> None:
-        """Every row there goes on elsewhere or anew, and none there unheard."""
+        """Aborts all rows at the replica and has each continue elsewhere."""
         rows, self.rows = self.rows, {}
         logger.warning("the link to replica %s broke (%s); %d rows go on elsewhere", self.replica, reason, len(rows))
         self._backend.background(self.abort(list(rows)))
@@ -123,7 +123,7 @@ class ReplicaConnection:
             row.put(placement, kind(f"replica {self.replica} was lost"))
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stops reading."""
         self._reading.cancel()
 
 
@@ -144,7 +144,7 @@ class RayBackend:
         return await self._served.models()
 
     async def names(self) -> list[str]:
-        """The name of every served model, loaded yet or not, the default first."""
+        """Returns the name of every served model, loaded or not, the default first."""
         return [entry.model.name for entry in await self._served.entries()]
 
     async def generate(
@@ -159,7 +159,7 @@ class RayBackend:
         return generation
 
     async def health(self) -> dict[str, bool]:
-        """For every served model, whether a replica answers, and requests for it would be understood here."""
+        """Returns for every served model whether a replica answers and the model's description is known here."""
         known = {model.name for model in await self.models()}
         stats = await self.stats()
         answering = {stat.model for stat in stats if stat.answers}
@@ -186,19 +186,19 @@ class RayBackend:
         """As `Backend.nodes`.
 
         Raises:
-            NoReplica: the control store does not answer.
+            NoReplica: Ray's control store does not answer.
         """
-        described, seen = await asyncio.gather(self._described(), self._seen())
-        return node_states(self.config.machines, seen, described)
+        reports, seen = await asyncio.gather(self._reports(), self._seen())
+        return node_states(self.config.machines, seen, reports)
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        found = await self._router.explain(request_id)
-        if found is None:
+        decision = await self._router.explain(request_id)
+        if decision is None:
             return None
-        return asdict(found if found.node else replace(found, node=await self._placed_on(found.replica)))
+        return asdict(decision if decision.node else replace(decision, node=await self._placed_on(decision.replica)))
 
     async def close(self) -> None:
-        """Stop reading, and end the rows still running."""
+        """Stops reading, and aborts the rows still running."""
         self._served.close()
         links, self._links = list(self._links.values()), {}
         for link in links:
@@ -206,22 +206,22 @@ class RayBackend:
         for link in links:
             await link.abort(list(link.rows))
 
-    # For RayGeneration and Link.
+    # For RayGeneration and ReplicaConnection.
 
     def model_ids(self, model: str) -> Sequence[bytes]:
-        """The ids that a model's replicas had when it was last routed to; nodes may compute differently."""
+        """Returns the ids that a model's replicas had at its last routing; nodes may compute differently."""
         return self._model_ids.get(model, ())
 
     async def route(
         self, request: GenerateRequest, exclude: Sequence[str], beside: str, others: Sequence[GenerateRequest] = ()
     ) -> Decision:
-        """The router's decision.
+        """Returns the router's decision.
 
         Args:
-            others: the request as it is for replicas of other model ids.
+            others: the same request for replicas with other model ids.
 
         Raises:
-            NoReplica: the router said so, or is itself restarting.
+            NoReplica: the router has none, or is itself restarting.
         """
         message = RouteRequest(
             request_id=request.request_id,
@@ -242,20 +242,20 @@ class RayBackend:
             raise NoReplica(error.message, retry_after_s=error.retry_after_s) from error
         self._model_ids[request.model] = decision.model_ids
         if not decision.node:
-            # The replica has not said where it is.
+            # The replica has not reported its node yet.
             decision = replace(decision, node=await self._placed_on(decision.replica))
         return decision
 
     def lose(self, replica: str) -> None:
-        """Tell the router that a call to the replica failed."""
+        """Tells the router that a call to the replica failed."""
         self._tell(self._router.lose(replica))
 
     def release(self, replica: str, request_id: str) -> None:
-        """Tell the router that the request is no load on the replica: it was refused, or has ended."""
+        """Tells the router that the request no longer loads the replica: it was refused, or has ended."""
         self._tell(self._router.release(replica, request_id))
 
     def link(self, decision: Decision) -> ReplicaConnection:
-        """The connection to the replica, opened on first use."""
+        """Returns the connection to the replica, opened on first use."""
         replica = decision.replica
         link = self._links.get(replica)
         if link is None:
@@ -263,7 +263,7 @@ class RayBackend:
         return link
 
     def unlink(self, link: ReplicaConnection, lost: bool) -> None:
-        """Let a broken link go, and where the replica seems to be `lost`, tell the router."""
+        """Drops a broken link. If the replica seems `lost`, tells the router and checks its node."""
         self._links.pop(link.replica, None)
         if not lost:
             return
@@ -272,46 +272,46 @@ class RayBackend:
             self.background(self._check(link.node))
 
     async def _check(self, node: str) -> None:
-        """Where the whole node has ended, nothing else there is asked any more."""
+        """Checks the node: if it has ended, nothing else there is asked."""
         await self._locator.check(node)
 
     async def node_lives(self, node: str) -> bool:
-        """Whether the node still runs, as far as can be seen now."""
+        """Returns whether the node still runs, as far as can be told now."""
         return await self._locator.check(node)
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` on its own; it must not raise."""
+        """Runs `work`, which must not raise, as a task of its own."""
         task = detached(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     def _tell(self, call: Call[None]) -> None:
         async def tell() -> None:
-            # A router that restarts has forgotten this anyway.
+            # A router that restarts has lost this state anyway.
             with suppress(NoAnswer):
                 await call
 
         self.background(tell())
 
     async def _placed_on(self, replica: str) -> str:
-        """The node on which the registry has placed it, "" where it does not say."""
+        """Returns the replica's node according to the registry, "" if unknown."""
         with suppress(NoReplica):
             return (await self._placed()).get(replica, ("", ""))[1]
         return ""
 
     async def _placed(self) -> dict[str, tuple[str, str]]:
-        """Model and node of every served replica, by its id."""
+        """Returns model and node of every served replica, by its id."""
         entries = await self._served.entries()
         return {name: (entry.model.name, node) for entry in entries for name, node in entry.replicas.items()}
 
     async def _info(self, replica: str) -> ModelInfo | None:
-        """What the replica says of its model; None where it has not loaded it, or does not answer in time."""
+        """Returns the replica's description of its model; None if not loaded, or without an answer in time."""
         with suppress(NoAnswer):
             return await ReplicaClient(replica, self.config.timing).info()
         return None
 
-    async def _described(self) -> list[NodeReport]:
-        """What the router knows of the nodes; nothing where it is restarting."""
+    async def _reports(self) -> list[NodeReport]:
+        """Returns the router's reports of the nodes; none while it restarts."""
         try:
             return await self._router.nodes()
         except NoAnswer:
@@ -326,7 +326,7 @@ class RayBackend:
 
 
 def _seen_nodes() -> SeenNodes:
-    """What the control store says of the nodes, and this process of the machine on which it runs."""
+    """Returns Ray's view of the nodes, and the memory of the machine on which this process runs."""
     own, alive, here = ray.get_runtime_context().get_node_id(), [], ""
     for node in ray.nodes():
         names = [name for name in node["Resources"] if node["Alive"]]
@@ -337,14 +337,14 @@ def _seen_nodes() -> SeenNodes:
 
 
 def _pictures_of(request: GenerateRequest) -> list[tuple[bytes, int, int, bool]]:
-    """As `RouteRequest.pictures`."""
+    """Returns `RouteRequest.pictures` of a request."""
     spans = [(one.start, len(one.tokens)) for one in request.media]
     needed = embeddings_needed(request.root_id, request.prompt, spans)
     return [(*each, bool(one.pixels)) for each, one in zip(needed, request.media, strict=True)]
 
 
 def cluster_config() -> Config:
-    """The config of the running cluster that Ray is connected to.
+    """Returns the config of the running cluster that Ray is connected to.
 
     Raises:
         NoReplica: no router runs there.
@@ -356,13 +356,13 @@ def cluster_config() -> Config:
 
 
 class SentPictures:
-    """Of one replica, the latest `SENT_MAX`."""
+    """The latest `SENT_MAX` pictures whose pixels were sent to one replica."""
 
     def __init__(self) -> None:
         self._sent: FIFOCache[tuple[bytes, bytes], None] = FIFOCache(SENT_MAX)
 
     def without(self, request: GenerateRequest) -> GenerateRequest:
-        """The request without the pixels that have been sent; itself where it has none of those."""
+        """Returns the request without the pixels that have been sent; the same object if it has none of those."""
         if not any(self._knows(request, one) for one in request.media):
             return request
         return replace(
@@ -370,13 +370,13 @@ class SentPictures:
         )
 
     def note(self, request: GenerateRequest) -> None:
-        """The replica has taken the request, and has or had all of its pictures."""
+        """Records that the replica has received all of the request's pictures."""
         for one in request.media:
             if one.pixels:
                 self._sent[request.root_id, one.key] = None
 
     def forget(self, request: GenerateRequest) -> None:
-        """The replica lacks some of the request's pictures."""
+        """Forgets the request's pictures, some of which the replica lacks."""
         for one in request.media:
             self._sent.pop((request.root_id, one.key), None)
 

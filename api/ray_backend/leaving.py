@@ -1,4 +1,4 @@
-"""A node leaves its cluster for good: its running answers end, its agents get another home, then it ends."""
+"""Removes a node from its cluster for good: its running answers end, then its agents move to other nodes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ from ...cluster.timing import Timing
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 4
-"""How many agents are handed over at the same time; a move waits for the network and for disks."""
+"""How many agents are moved at the same time; a move waits for the network and for disks."""
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """How many agents have found another home, and how many have only the copies that others had before."""
+    """How many agents have a new primary, and how many are left with only the secondaries they had."""
 
     moved: int = 0
     left: int = 0
 
 
 async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node, timing: Timing) -> HandedOver:
-    """Let no more agents come, finish what the node's replicas are doing, at most `node_drain_s`, then move its agents
-    to other nodes, at most `hand_over_s`."""
+    """Drains a node: accepts no new agents, waits at most `node_drain_s` for its replicas' rows, then moves its agents
+    to other nodes within `hand_over_s`.
+
+    Raises:
+        SatchelError: the node's store or the router does not answer.
+    """
     answer_s = timing.brief_answer_s
     try:
         store = StoreClient(node.name, timing)
@@ -49,9 +53,9 @@ async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node,
 
     async def move(agent: str) -> bool:
         places = (await router.places([agent]).within(answer_s)).places
-        # Where a copy is, little has to travel.
+        # A secondary already has most of the agent's data.
         copies = [copy for place in places for copy in place.copies]
-        # Given up by `hand_over`.
+        # `hand_over` limits the time.
         call = store.move(agent, next(iter(copies), secondary_nodes(agent, others, 1)[0])).within(timing.hand_over_s)
         try:
             await call
@@ -66,10 +70,10 @@ async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node,
 
 
 async def hand_over(agents: list[str], move: Callable[[str], Awaitable[bool]], within_s: float) -> HandedOver:
-    """Move all agents, a few at the same time; those that have not moved after `within_s` are left.
+    """Moves all agents, a few at the same time; those that have not moved after `within_s` are left.
 
     Args:
-        move: whether the agent has another home now.
+        move: moves one agent and returns whether it has a new primary.
     """
     waiting, moved = iter(agents), 0
     ends = time.monotonic() + within_s

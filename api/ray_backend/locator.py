@@ -1,6 +1,6 @@
-"""Where agents' memory is: asked of the router, kept as long as it is right, and taken over where a node is lost.
+"""Finds the node of an agent's primary: asks the router, caches the answer, promotes a secondary if a node is lost.
 
-An agent that no store knows gets a home by its name alone, so everybody who asks chooses the same one.
+The primary of a new agent is chosen by the agent's name alone, so that all processes choose the same node.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Question = Callable[[StoreClient], Call[T]]
-"""What is asked of whichever store it turns out to be."""
+"""A call to the store of an agent's primary, which is found later."""
 
 KNOWN_MAX = 10_000
 SILENT_READS = 20
-"""A store that had not reported in so many lists of nodes, one after the other, is waited for no more. Longer than a
-slow disk takes for one thing, and counted: where everything stood still it has reported again by then."""
+"""A store that is silent in so many successive lists of nodes is given up. That is longer than one operation of a slow
+disk. Lists are counted, not seconds: after a standstill of the whole machine the store has reported again by then."""
 
 FIRST_LOOK_S = 0.2
-"""After so long it is checked for the first time whether the node of a store that is waited for still lives, then every
-`nodes_s`: Ray takes a second to say that a process is gone."""
+"""Time until the first check whether the node of an awaited store still runs; later checks come every `nodes_s`. Ray
+takes a second to report that a process is gone."""
 
 CONNECT_S = 0.5
-"""How long Ray may take to say where its part of a node listens, and that one to take a connection."""
+"""How long the Ray process of a node may take to accept a connection."""
 
 
 class AgentLocator:
-    """A cache of the router's places, for one event loop: a store that is no home says so (`AgentElsewhere`), which
-    corrects it."""
+    """A cache of the router's places, for one event loop. A store that is not the agent's primary raises
+    `AgentElsewhere`, which corrects the cache."""
 
     def __init__(self, config: Config) -> None:
         self._timing = timing = config.timing
@@ -61,23 +61,26 @@ class AgentLocator:
         self._stores: dict[str, StoreClient] = {}
         self._promotions: dict[str, asyncio.Task[str]] = {}
         self._checks: dict[str, asyncio.Task[bool]] = {}
-        # A turn may wait that long for the one before it, and a move for KV.
+        # A turn may wait so long for the one before it, and a move for KV.
         self._answer_s = config.timeouts.turn_wait_s + timing.store_answer_s
 
     def known(self, agent: str) -> str:
-        """The node where the agent's memory was found last, "" where it was not looked for."""
+        """Returns the node where the agent's memory was last found, "" if unknown."""
         return self._known.get(agent, "")
 
     def note(self, agent: str, node: str) -> None:
-        """It is there."""
+        """Caches the agent's node."""
         self._known[agent] = node
 
     def forget(self, agent: str) -> None:
-        """It is not there any more."""
+        """Drops the agent's node from the cache."""
         self._known.pop(agent, None)
 
     async def moved(self, agent: str, node: str, epoch: int) -> None:
-        """It is there since that home epoch: the router need not wait to hear so from the node."""
+        """Caches the agent's node and tells the router, which then need not wait for the node's report.
+
+        `epoch` is the one of the move.
+        """
         self.note(agent, node)
         try:
             await self._router.moved(agent, node, epoch).within(self._timing.brief_answer_s)
@@ -85,27 +88,29 @@ class AgentLocator:
             logger.warning("%s", error.message)
 
     async def alive(self) -> list[str]:
-        """The nodes whose stores report, the head where nobody can tell."""
+        """Returns the nodes whose stores report; only the head if none is known to."""
         return [name for name, lives in (await self.nodes()).items() if lives] or [self._head]
 
     async def nodes(self) -> dict[str, bool]:
-        """Every node that was heard, and whether its store reports; what was known last where nobody can tell."""
+        """Returns every node that ever reported, and whether its store still does; the last known state if the router
+        does not answer."""
         if time.monotonic() - self._read_at > self._timing.nodes_s:
             try:
-                found = await self._router.nodes().within(self._timing.brief_answer_s)
+                reports = await self._router.nodes().within(self._timing.brief_answer_s)
             except Unavailable as error:
                 logger.warning("%s", error.message)
             else:
-                self._nodes = {node.name: node.alive for node in found}
+                self._nodes = {node.name: node.alive for node in reports}
                 self._read_at = time.monotonic()
                 silent = [name for name, lives in self._nodes.items() if not lives]
                 self._silent_reads = {name: self._silent_reads.get(name, 0) + 1 for name in silent}
         return self._nodes
 
     async def check(self, node: str) -> bool:
-        """Whether the node still runs, as far as can be seen now: what was asked of it has failed, or takes long.
+        """Returns whether the node still runs, as far as can be told now. Called after a call to it failed or takes
+        long.
 
-        Where it does not, the router is told, so that nobody waits until it is silent for too long.
+        If it has ended, the router is told, so that no process waits for the node's silence to time out.
         """
         return await _shared(self._checks, node, lambda: self._check(node))
 
@@ -123,10 +128,10 @@ class AgentLocator:
         return False
 
     async def locate(self, agent: str) -> str:
-        """The node to ask for the agent's memory. Where its home is lost, a copy becomes its home.
+        """Returns the node of the agent's primary. If that node is lost, promotes a secondary.
 
         Raises:
-            Unavailable: its memory is on nodes that are not there.
+            Unavailable: all nodes with the agent's memory are down.
         """
         if (node := self._known.get(agent)) is not None:
             return node
@@ -155,37 +160,37 @@ class AgentLocator:
         raise Unavailable(f"no copy of the memory of agent {agent.partition('/')[2]!r} answers")
 
     async def where(self, agent: str) -> AgentPlace | None:
-        """None where no store knows the agent; one node knows where it is.
+        """Returns the agent's place, None if no store knows the agent. A single node needs no router for that.
 
         Raises:
-            Unavailable: that is not known now.
+            Unavailable: the place is not known now.
         """
         try:
-            found = await self._router.places([agent]).within(self._timing.brief_answer_s)
+            answer = await self._router.places([agent]).within(self._timing.brief_answer_s)
         except Unavailable:
             if len(self._nodes) > 1:
                 raise
             return None
-        if found.places:
-            return found.places[0]
-        if found.unheard:
-            raise Unavailable(f"node {found.unheard[0]} has not said yet which agents it has", retry_after_s=1.0)
+        if answer.places:
+            return answer.places[0]
+        if answer.unheard:
+            raise Unavailable(f"node {answer.unheard[0]} has not said yet which agents it has", retry_after_s=1.0)
         return None
 
     async def places(self, agents: Sequence[str]) -> dict[str, AgentPlace]:
-        """As `where`, by agent, of those that stores know.
+        """Returns the places of several agents, without those that no store knows.
 
         Raises:
             Unavailable: the router does not answer.
         """
-        found = await self._router.places(agents).within(self._timing.brief_answer_s)
-        return {place.agent: place for place in found.places}
+        answer = await self._router.places(agents).within(self._timing.brief_answer_s)
+        return {place.agent: place for place in answer.places}
 
     async def ask(self, node: str, question: Question[T], timeout_s: float | None = None) -> T:
-        """What the store of a node answers.
+        """Returns the answer of a node's store.
 
         Raises:
-            SatchelError: what it raised; `Unavailable` where it has died, its node is lost, or the time is up.
+            SatchelError: what the store raised; `Unavailable` if it has died, its node is lost, or the time is up.
         """
         timeout_s = self._answer_s if timeout_s is None else timeout_s
         store = self._stores.get(node)
@@ -201,10 +206,10 @@ class AgentLocator:
             raise Unavailable(message, retry_after_s=2.0) from error
 
     async def _while_alive(self, node: str, call: Call[T], timeout_s: float) -> T:
-        """The answer. Ray takes 14 s to notice that a machine is gone, the router 5.
+        """Awaits the call while the node runs. Ray takes 14 s to notice that a machine is gone, the router 5.
 
         Raises:
-            NoAnswer: as the call has it.
+            NoAnswer: as the call.
             TimeoutError: the node is lost, or the time is up.
         """
         answer = asyncio.ensure_future(call)
@@ -219,7 +224,7 @@ class AgentLocator:
                 if node not in await self.alive() or not await self.check(node) or time.monotonic() >= ends:
                     raise TimeoutError
                 if self._silent_reads.get(node, 0) >= SILENT_READS:
-                    # The only node there is; or that counts as alive because nobody can tell.
+                    # The only node, or one that counts as alive because the router does not answer.
                     raise TimeoutError
                 look_s = self._timing.nodes_s
         finally:
@@ -227,17 +232,17 @@ class AgentLocator:
 
 
 async def _shared(tasks: dict[str, asyncio.Task[T]], key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What `work` returns, done once for all who ask at the same time, whichever of them gives up."""
+    """Returns the result of `work`, run once for all concurrent callers; a caller's cancellation does not end it."""
     task = tasks.get(key)
     if task is None:
-        # In a context of its own: Ray cancels the calls that it takes for a request's children with the request.
+        # In a context of its own: with a request, Ray cancels the calls that it takes for the request's children.
         task = tasks[key] = asyncio.create_task(work(), context=contextvars.Context())
         task.add_done_callback(lambda _: tasks.pop(key, None))
     return await asyncio.shield(task)
 
 
 async def has_ended(node: str, timing: Timing) -> bool:
-    """Whether nothing of the cluster runs on that node any more. False where that cannot be told now."""
+    """Returns whether no process of the cluster runs on the node any more. False if that cannot be told now."""
     try:
         async with asyncio.timeout(timing.brief_answer_s):
             ports = await asyncio.to_thread(_ports, Node(name=node).resource)
@@ -247,7 +252,7 @@ async def has_ended(node: str, timing: Timing) -> bool:
 
 
 def _ports(resource: str) -> list[tuple[str, int]]:
-    """Where the Ray processes listen that offer this resource, as far as Ray knows; none once it knows of their end."""
+    """Returns the addresses of the live Ray nodes that offer the resource, as far as Ray knows."""
     return [
         (node["NodeManagerAddress"], node["NodeManagerPort"])
         for node in ray.nodes()

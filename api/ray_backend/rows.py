@@ -1,8 +1,8 @@
-"""One row's way from replica to replica: placed, followed, and placed again where its replica is lost.
+"""Follows one row from replica to replica: places it, reads it, and places it again if its replica is lost.
 
-A row may itself be what ends a replica's process. So it is a *suspect* while the last process that had it ended before
-it drew a token there. Of the suspects at one replica one is tried at a time, until its first token clears it: the next
-process that ends so says which of them it was, and that one is given up.
+A row may itself crash a replica's process. So it becomes a *suspect* if the last process that had it ended before the
+row's first token there. A replica tries one suspect at a time, until its first token clears it. If another process ends
+meanwhile, the suspect it tried is to blame and is given up.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""How many replicas a row is offered to before its refusal is final, and how many it may lose without progress."""
+"""How many replicas may refuse a row before the refusal is final, and how many it may lose without progress."""
 
 DEATHS_MAX = 2
-"""A row is given up when so many replicas' processes have ended, one after the other, before it drew a token there."""
+"""A row is given up if so many successive replicas' processes have ended before its first token there."""
 
 PROGRESS_TOKENS = 16
-"""A row that has drawn so many at one replica may lose as many replicas as before its first."""
+"""So many tokens at one replica reset the count of lost replicas."""
 
 
 class RayGeneration:
     """One row, followed from replica to replica. Implements `backend.Generation`.
 
-    Every submission is a new *placement*; what an earlier one still says is not heard. What waits for the reader is
-    bounded: past `endpoint.unread_tokens_max` tokens the row is taken out and the iteration ends with `SlowReader`.
+    Every submission is a new *placement*; updates of earlier ones are ignored. Unread tokens are bounded: past
+    `endpoint.unread_tokens_max` the row is aborted and the iteration ends with `SlowReader`.
 
     Args:
         beside: a replica that has just taken a request with the same prompt, "" for none.
@@ -91,12 +91,12 @@ class RayGeneration:
         return self._request.model_id
 
     def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
-        """Take what a link heard of the row's placement."""
+        """Queues an update of the row's placement."""
         if isinstance(update, RowUpdate):
             if placement == self._placement and (update.tokens or update.finish is not None):
                 self._end_probation()
             unread_max = self._backend.config.endpoint.unread_tokens_max
-            # Not by what comes now: a stalled event loop gets much at once and is no slow reader.
+            # This update does not count: a stalled event loop gets many tokens at once and is no slow reader.
             if self._unread > unread_max and update.finish is None:
                 self._give_up(unread_max)
                 return
@@ -104,7 +104,7 @@ class RayGeneration:
         self._updates.put_nowait((placement, update))
 
     def _give_up(self, unread_max: int) -> None:
-        """The reader is too slow: what waits for it goes, and the row leaves its replica."""
+        """Drops what waits for a reader that is too slow, and aborts the row."""
         while not self._updates.empty():
             self._updates.get_nowait()
         self._unread = 0
@@ -114,13 +114,13 @@ class RayGeneration:
             self._backend.background(leaving)
 
     async def start(self, exclude: Sequence[str] = ()) -> None:
-        """Find a replica that takes the row.
+        """Finds a replica that accepts the row.
 
         Args:
-            exclude: replicas to turn to last.
+            exclude: replicas to try last.
 
         Raises:
-            SatchelError: the last refusal, when none does.
+            SatchelError: the last refusal, if none accepts it.
         """
         tried = list(exclude)
         refusal: SatchelError | None = None
@@ -141,7 +141,7 @@ class RayGeneration:
         raise refusal
 
     async def _offer(self, decision: Decision) -> SatchelError | None:
-        """None where the replica took the row, else why not."""
+        """Returns None if the replica accepted the row, else why not."""
         self.replica, self.node, self.why = decision.replica, decision.node, decision.why
         self.move_to = decision.move_to
         self._placement += 1
@@ -168,11 +168,11 @@ class RayGeneration:
             link = self._link
             self._unlink()
             self._backend.lose(decision.replica)
-            # One that was dead before may not have heard of the row.
+            # A replica that was dead before may never have received the row.
             if link is not None and link.heard and (link.died or isinstance(error, ActorLost)):
                 await self._note_death()
             if self._deaths >= DEATHS_MAX:
-                return self._guilty()
+                return self._crash_error()
             return ReplicaLost(f"replica {decision.replica} was lost")
         if refusal is None:
             return None
@@ -181,13 +181,13 @@ class RayGeneration:
         return refusal
 
     async def _called(self, model_id: bytes) -> GenerateRequest:
-        """The request for replicas of that model id; b"" is whatever it is now."""
+        """Returns the request for replicas with that model id; b"" keeps the present one."""
         if model_id in (b"", self.model_id):
             return self._request
         return await called(self._request, model_id, self._scope)
 
     async def _submit(self, link: ReplicaConnection, request: GenerateRequest) -> SatchelError | None:
-        """None where the replica took it, else why not.
+        """Submits the row; without the pictures sent before, if possible. Returns None if accepted, else why not.
 
         Raises:
             NoAnswer: the replica is lost.
@@ -210,13 +210,13 @@ class RayGeneration:
         return refusal
 
     def _unlink(self) -> bool:
-        """Expect no more updates. False where none were expected."""
+        """Detaches the row from its link. Returns whether it was running there."""
         self._end_probation()
         link, self._link = self._link, None
         return link is not None and link.rows.pop(self.request_id, None) is not None
 
     async def _begin_probation(self, link: ReplicaConnection) -> None:
-        """Wait until no other suspect is tried there.
+        """Waits until no other suspect is tried at the replica.
 
         Raises:
             NoAnswer: the replica is lost.
@@ -228,36 +228,36 @@ class RayGeneration:
         finally:
             self._probation_s += time.monotonic() - began
         if link.broken.is_set():
-            # The one before was lost with the replica, in the same moment.
+            # The suspect before this one was lost with the replica, at the same moment.
             probation.release()
             raise ActorSilent(f"replica {link.replica} is silent")
         self._probation = probation
 
     def _end_probation(self) -> None:
-        """The row is no suspect there any more."""
+        """Lets the next suspect be tried at the replica."""
         probation, self._probation = self._probation, None
         if probation is not None:
             probation.release()
 
     async def _note_death(self) -> None:
-        """The replica's process has ended before the row drew a token there."""
+        """Counts a replica's process that ended before the row's first token there."""
         self._deaths += 1
-        # What ends a whole node is no row.
+        # No row ends a whole node.
         if self._deaths == DEATHS_MAX and self.node and not await self._backend.node_lives(self.node):
             self._deaths -= 1
 
-    def _guilty(self) -> GenerationFailed:
-        """Why the row is given up."""
-        what = f"{DEATHS_MAX} replicas ended, one after the other, while they began to compute"
-        text = f"{what} request {self.request_id.rpartition('/')[0]} for {self._request.model} ({self.replica} last)"
+    def _crash_error(self) -> GenerationFailed:
+        """Records the crashes as an incident, and returns the error of a row that is given up for them."""
+        reason = f"{DEATHS_MAX} replicas ended, one after the other, while they began to compute"
+        text = f"{reason} request {self.request_id.rpartition('/')[0]} for {self._request.model} ({self.replica} last)"
         note_incident_aside(default_home(), "given_up", text)
-        return GenerationFailed(f"{what} this request: it is not tried again")
+        return GenerationFailed(f"{reason} this request: it is not tried again")
 
     def __aiter__(self) -> AsyncIterator[RowUpdate]:
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[RowUpdate]:
-        """The row's updates, from whichever replica has it: the first of an answer's four generators."""
+        """Yields the row's updates, from whichever replica has it: the first of an answer's four generators."""
         try:
             while not self._over:
                 placement, update = await self._updates.get()
@@ -275,7 +275,7 @@ class RayGeneration:
                     continue
                 self._tokens.extend(update.tokens)
                 if self._request.generated:
-                    # A second replica: the client was told what the first one reused.
+                    # Not the first replica: the client already has the first one's count.
                     update = replace(update, cached_tokens=None)
                 self._over = update.finish is not None
                 yield update
@@ -283,7 +283,7 @@ class RayGeneration:
             await self.abort()
 
     def _picture_lost(self, update: RowUpdate) -> SatchelError | None:
-        """The row's end, where that is only for want of a picture that the replica was thought to have."""
+        """Returns the error of a row that ended only because its replica lacks a picture it was thought to have."""
         if update.error is None or not self._lacks_pixels or self._link is None:
             return None
         error = from_wire(update.error)
@@ -293,10 +293,13 @@ class RayGeneration:
         return error
 
     async def _go_on(self, loss: SatchelError) -> None:
-        """Submit the row again with the tokens so far in its prompt; where its replica was lost to another one, or to
-        the same one restarted.
+        """Submits the row again, with its tokens so far in the prompt. After a lost replica it goes to another one, or
+        to the same one restarted.
 
-        The noise of sampling is a function of seed and position, so the text goes on as if nothing had happened.
+        Sampling noise is a function of seed and position, so the text continues as if nothing had happened.
+
+        Raises:
+            SatchelError: the row is given up, or no replica accepts it.
         """
         self._unlink()
         done = len(self._tokens)
@@ -306,7 +309,7 @@ class RayGeneration:
         elif isinstance(loss, ReplicaDied):
             await self._note_death()
             if self._deaths >= DEATHS_MAX:
-                raise self._guilty()
+                raise self._crash_error()
         first = self._request
         left = first.sampling.max_tokens - done
         if self._losses > ATTEMPTS or left <= 0 < done:
@@ -319,7 +322,7 @@ class RayGeneration:
             block_ids=await asyncio.to_thread(block_ids, first.root_id, prompt),
             sampling=replace(first.sampling, max_tokens=left),
             generated=first.generated + done,
-            # Its companions have said something else by now.
+            # The other choices have generated other tokens by now.
             choices=1,
             deadline_s=max(0.1, first.deadline_s - (now - self._started)),
         )
@@ -336,13 +339,13 @@ class RayGeneration:
             await asyncio.sleep(self._backend.config.timing.retry_s)
 
     async def abort(self) -> None:
-        """Take the row out wherever it runs. Does nothing for a row that has ended."""
+        """Removes the row from its replica. Does nothing if it has ended."""
         self._over = True
         if (leaving := self._leave()) is not None:
             await leaving
 
     def _leave(self) -> Coroutine[Any, Any, None] | None:
-        """Expect nothing more; the call that takes the row out, None where it runs nowhere."""
+        """Detaches the row and returns the call that aborts it, None if it runs nowhere."""
         link = self._link
         if not self._unlink() or link is None:
             return None
@@ -351,11 +354,11 @@ class RayGeneration:
 
 
 async def _unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
-    """The answer to a call.
+    """Returns the answer to a call.
 
     Raises:
-        SatchelError: what the replica said, or `NoAnswer`; also where its link has broken first, as a machine that is
-            gone answers nothing for long.
+        SatchelError: what the replica raised, or `NoAnswer`. A broken link ends the wait too, because a call to a
+            machine that is gone fails only late.
     """
     answer = asyncio.ensure_future(call)
     broken = asyncio.ensure_future(link.broken.wait())
@@ -370,7 +373,7 @@ async def _unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
 
 
 async def called(request: GenerateRequest, model_id: bytes, scope: str) -> GenerateRequest:
-    """The request with its blocks' ids as they are at replicas of that model id.
+    """Returns the request with its block ids for replicas with that model id.
 
     Args:
         scope: who may reuse the blocks.

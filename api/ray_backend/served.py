@@ -1,6 +1,6 @@
-"""What is served now: the registry's models, and what their replicas say about them.
+"""The served models: the registry's entries, and their replicas' descriptions.
 
-Nothing here makes a request wait for a replica that does not answer.
+No request waits for a replica that does not answer.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from ..generation.backend import ServedModel
 logger = logging.getLogger(__name__)
 
 FIRST_ANSWER_S = 1.0
-"""How long requests wait for what a model's replicas say when they are asked for the first time."""
+"""How long requests wait for a model's description when its replicas are asked for the first time."""
 
 ASK_AGAIN_S = 1.0
 
 Ask = Callable[[str], Awaitable[ModelInfo | None]]
-"""What a replica says of its model; None where it has not loaded it, or does not answer in time."""
+"""Returns a replica's description of its model; None if not loaded, or without an answer in time."""
 
 
 def detached(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task with a context of its own.
+    """Starts a task with a context of its own.
 
     Ray notes in the context which request it serves, takes every call made there for the request's child, and cancels
-    all of them when the request's client hangs up. What serves many requests must be nobody's child.
+    all of them when the request's client disconnects. A task that serves many requests must not be such a child.
     """
     return asyncio.create_task(work, context=contextvars.Context())
 
 
 @dataclass
 class _Asking:
-    """The asking of one model's replicas. Requests wait for the first asking only, and until `waits_until`."""
+    """A query to one model's replicas. Requests wait only for the first query, and at most until `waits_until`."""
 
     task: asyncio.Task[None]
     waits_until: float
@@ -51,8 +51,8 @@ class _Asking:
 
 
 class ServedModels:
-    """One event loop's view of what is served, `registry_s` old at most. Where the registry does not answer, a request
-    waits `brief_answer_s` for it and then goes by what was read last."""
+    """One event loop's view of the served models, at most `registry_s` old. If the registry does not answer, a request
+    waits `brief_answer_s` and then uses the last view."""
 
     def __init__(self, ask: Ask, timing: Timing) -> None:
         self._ask, self._timing = ask, timing
@@ -63,7 +63,7 @@ class ServedModels:
         self._asking: dict[ServedEntry, _Asking] = {}
 
     async def entries(self) -> tuple[ServedEntry, ...]:
-        """Every served model, the default first, whether it has answered yet or not.
+        """Returns every served model, the default first, whether its replicas have answered or not.
 
         Raises:
             NoReplica: the registry could never be read.
@@ -77,7 +77,11 @@ class ServedModels:
         return self._entries
 
     async def models(self) -> list[ServedModel]:
-        """The models whose replicas have ever answered, the default first."""
+        """Returns the models whose replicas have ever answered, the default first.
+
+        Raises:
+            NoReplica: the registry could never be read.
+        """
         entries = await self.entries()
         now = time.monotonic()
         first = []
@@ -96,7 +100,7 @@ class ServedModels:
         return [self._known[entry] for entry in entries if entry in self._known]
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Cancels all queries."""
         tasks = [asking.task for asking in self._asking.values()]
         for task in [*tasks, self._reading]:
             if task is not None:
@@ -116,7 +120,7 @@ class ServedModels:
                 asking.task.cancel()
 
     async def _learn(self, entry: ServedEntry) -> None:
-        """Ask the model's replicas about it, all at once; the first that has loaded it is believed."""
+        """Asks all of the model's replicas at once, and takes the first description."""
         asked = [asyncio.ensure_future(self._ask(name)) for name in entry.replicas]
         try:
             for answer in asyncio.as_completed(asked):

@@ -1,4 +1,4 @@
-"""The store over Ray: the stores asked where agents live, and every replica that may hold an agent's KV."""
+"""The agents' store over Ray: calls to the nodes' stores, and to the replicas that may hold an agent's KV."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOVES_MAX = 4
-"""How often an agent is looked for again that is not where it was believed to be."""
+"""How often an agent is located again if it is not where it was expected."""
 
 
 class RayStore:
@@ -76,7 +76,7 @@ class RayStore:
         return await self._at_primary(agent, lambda store: store.info(agent))
 
     async def blocks(self, agent: str) -> list[BranchKV]:
-        # The same words may have been computed by replicas of several ids.
+        # Replicas with several model ids may have computed the same tokens.
         replicas = [(info.files_id, info.model_id) for _, info in await self._infos()]
         return await self._at_primary(agent, lambda store: store.blocks(agent, replicas))
 
@@ -86,8 +86,8 @@ class RayStore:
     async def fork(self, source: str, target: str, limits: Limits | None = None) -> int:
         if await self._locator.where(target) is not None:
             raise AgentExists(f"there is an agent {target.partition('/')[2]!r} already", param="as")
-        branches, node = await self._found(source, lambda store: store.fork(source, target, limits))
-        # The copy begins where its original is, which the router hears of a moment later.
+        branches, node = await self._locate_and_ask(source, lambda store: store.fork(source, target, limits))
+        # The fork starts on its source's node; the router hears of it a moment later.
         self._locator.note(target, node)
         return branches
 
@@ -95,10 +95,10 @@ class RayStore:
         return await self._at_primary(agent, lambda store: store.forget(agent))
 
     async def _at_primary(self, agent: str, question: Question[T]) -> T:
-        return (await self._found(agent, question))[0]
+        return (await self._locate_and_ask(agent, question))[0]
 
-    async def _found(self, agent: str, question: Question[T]) -> tuple[T, str]:
-        """What the store of the agent's home answers, and which node that is."""
+    async def _locate_and_ask(self, agent: str, question: Question[T]) -> tuple[T, str]:
+        """Returns the answer of the agent's primary, and its node."""
         refusal: SatchelError | None = None
         for _ in range(MOVES_MAX):
             node = await self._locator.locate(agent)
@@ -108,16 +108,16 @@ class RayStore:
                 refusal = error
                 self._locator.forget(agent)
                 if isinstance(error, AgentElsewhere):
-                    # Until the router hears of the new home.
+                    # Until the router hears of the new primary.
                     await asyncio.sleep(self._timing.report_s)
                 elif node in await self._locator.alive():
-                    # It restarts; whoever can wait asks again.
+                    # The store restarts; a caller that can wait asks again.
                     break
         assert refusal is not None
         raise refusal
 
     async def agents(self, tenant: str, after: str, limit: int) -> list[AgentBranches]:
-        """Agents of all nodes in the order of their keys, each as its home has it."""
+        """Returns agents of all nodes in the order of their keys, each as its primary has it."""
         nodes = await self._locator.alive()
         pages = await asyncio.gather(
             *(self._locator.ask(node, lambda store: store.agents(tenant, after, limit)) for node in nodes)
@@ -164,7 +164,7 @@ class RayStore:
         return [replica for replica, info in await self._infos() if info.model_id == model_id]
 
     async def _infos(self) -> list[tuple[ReplicaClient, ModelInfo]]:
-        """The replicas that have loaded their model and answer, and what they say of it."""
+        """Returns the replicas that answer and have loaded their model, with its description."""
         replicas = await self._replicas()
         infos = await asyncio.gather(*(_answer(replica.info()) for replica in replicas.values()))
         return [(replica, info) for replica, info in zip(replicas.values(), infos, strict=True) if info is not None]
@@ -177,13 +177,13 @@ class RayStore:
 
 
 async def _answers(calls: Sequence[Call[T]]) -> list[T]:
-    """What those answer that do."""
+    """Returns the answers of the replicas that answer."""
     answers = await asyncio.gather(*map(_answer, calls))
     return [answer for answer in answers if answer is not None]
 
 
 async def _answer(call: Call[T]) -> T | None:
-    """What a replica answers; None where it does not."""
+    """Returns a replica's answer; None if it gives none."""
     try:
         return await call
     except NoAnswer as error:
