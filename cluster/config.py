@@ -337,11 +337,6 @@ class Home:
         return self.root / "kv"
 
     @property
-    def kernels_file(self) -> Path:
-        """Which kernels are fast on this machine, as measured."""
-        return self.root / "kernels.json"
-
-    @property
     def digests_file(self) -> Path:
         """Digests of models' files, so that each is read once."""
         return self.root / "digests.json"

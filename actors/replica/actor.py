@@ -349,7 +349,6 @@ class ReplicaActor:
                 weights=self._model.weights,
                 kv=self._model.kv,
                 numerics=self._model.numerics,
-                kernels=default_home().kernels_file,
                 digests=default_home().digests_file,
                 trust_remote_code=self._model.trust_remote_code,
                 context_tokens_max=self._model.context_tokens_max,

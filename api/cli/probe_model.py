@@ -22,6 +22,7 @@ from ...actors.model_files.source import Progress, first_sentence
 from ...actors.protocol.block_ids import BLOCK_TOKENS
 from ...actors.replica.execution.models import FULL_PRECISION, LoadedModel
 from ...actors.replica.kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
+from ...actors.replica.kv.paged_cache import Reads
 from ...actors.replica.kv.sealing import POLICIES
 from ...cluster.errors import GenerationFailed, InvalidRequest
 from .probe_text import Quiz, Texts
@@ -172,8 +173,8 @@ def spec_of(loaded: LoadedModel, policy: str) -> ModelCacheSpec:
 
 
 def caches_of(loaded: LoadedModel, spec: ModelCacheSpec) -> NewCaches:
-    """Returns a factory of empty caches for one row. They compute the same way in prefill and decode."""
-    return lambda: new_caches(spec, make_prompt_cache(loaded.model), None)
+    """What makes empty caches for one row under the spec. They compute the same way in prefill and decode."""
+    return lambda: new_caches(spec, make_prompt_cache(loaded.model), new_pool(spec), Reads.DEQUANTIZED)
 
 
 def memory_of(name: str, spec: ModelCacheSpec, tokens: int) -> KVSize:

@@ -16,10 +16,10 @@ from ...actors.protocol.messages import GenerateRequest, ReplicaStats, RowUpdate
 @dataclass(frozen=True)
 class ServedModel:
     """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
-    `memory` describes which layers keep what, and how.
+    `memory` tells a reader which layers keep what, and how.
 
-    `files_id` is the same for all replicas. `model_id` is one replica's: it differs between nodes that compute
-    differently.
+    `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
+    that compute differently have others.
     """
 
     name: str
@@ -31,11 +31,6 @@ class ServedModel:
     created: int
     memory: str = ""
     trust_remote_code: bool = False
-
-    @property
-    def words_id(self) -> bytes:
-        """The id under which agents' token ids are stored: the files', which give token ids their meaning."""
-        return self.files_id or self.model_id
 
 
 @dataclass(frozen=True)

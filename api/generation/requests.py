@@ -205,11 +205,11 @@ def prepare_chat(
     _check_length(prompt, model, "messages")
     spans: list[MediaSpan] = []
     if pictures is not None and placed is not None:
-        prompt, spans = with_words(pictures, prompt, placed)
-        if continuation is not None and continuation.line is not None and past.words:
-            continuation = _with_media(continuation, prompt, past.words[continuation.line])
-    conversation = openai_form(with_references(messages, shown))
-    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, conversation, continuation, spans, shown)
+        prompt, spans = with_media_tokens(pictures, prompt, placed)
+        if continuation is not None and continuation.line is not None and past.media_tokens:
+            continuation = _seen_alike(continuation, prompt, past.media_tokens[continuation.line])
+    said = openai_form(with_references(messages, shown))
+    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, said, continuation, spans, shown)
 
 
 def _checked(messages: Any, media: Sequence[Medium], pictures: PictureProcessor | None) -> list[Message]:
@@ -218,14 +218,11 @@ def _checked(messages: Any, media: Sequence[Medium], pictures: PictureProcessor 
     return check_messages(messages, iter([[one.part for one in medium.shown(pictures)] for medium in media]))
 
 
-def _with_media(continuation: Continuation, prompt: list[int], words: Sequence[int]) -> Continuation:
-    """Cuts a continuation at the first picture that differs from the line's: another picture is another conversation.
-
-    `words` are the line's media token ids.
-    """
-    places = [place for place, token in enumerate(prompt) if is_word(token)]
-    same = common_length([prompt[place] for place in places], list(words))
-    if same == len(words):
+def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Sequence[int]) -> Continuation:
+    """How the prompt continues the line if its pictures count too: another picture is another conversation."""
+    places = [place for place, token in enumerate(prompt) if is_media_token(token)]
+    same = common_length([prompt[place] for place in places], list(media_tokens))
+    if same == len(media_tokens):
         return continuation
     kept = continuation.kept_tokens if same == len(places) else min(continuation.kept_tokens, places[same])
     return replace(continuation, match=Match.DIVERGE, kept_tokens=kept, reason=PICTURES_CHANGED)

@@ -15,6 +15,7 @@ from satchel.actors.protocol.entries import Entry, Failure
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv import sealing
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, Slab
+from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.tiers.disk_tier import read_slabs
 from satchel.actors.replica.tiers.slab_codec import to_parts
@@ -107,6 +108,6 @@ def _restore(store: DiskStore, ids: list[bytes]) -> None:
     assert len(good) == len(slabs), "every part is as it was written"
     pool = kv_cache.new_pool(spec)
     assert pool is not None
-    caches = kv_cache.new_caches(spec, [None] * LAYERS, pool, in_place=True)
+    caches = kv_cache.new_caches(spec, [None] * LAYERS, pool, Reads.IN_PLACE)
     kv_cache.restore(spec, caches, kv_cache.into_pool(pool, good), None, 0)
     mx.eval(pool.arrays())

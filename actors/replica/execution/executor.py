@@ -127,6 +127,11 @@ class BatchExecutor:
         self._model = loaded.model
         self._on_gpu = on_gpu()
         self.batched_prefill = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
+        pool = loaded.pool
+        # CUDA runs evaluations one after the other, whatever they read and write.
+        self._settles = pool is not None and not (pool.kernels and mx.cuda.is_available())
+        # On Metal MLX does not know of what kernels write into arrays that they read.
+        self._settles_always = self._settles and pool is not None and pool.kernels
         self._prefilling: dict[str, _Prefilling] = {}
         self._joining: dict[str, _Joining] = {}
         self._leaving: set[str] = set()
@@ -291,7 +296,7 @@ class BatchExecutor:
 
     def _settle(self) -> None:
         """Waits for the step in flight before blocks are written: MLX would copy arrays that it still reads."""
-        if self._loaded.pool is not None:
+        if self._settles:
             mx.synchronize()
 
     def _pool_arrays(self) -> list[mx.array]:
@@ -313,6 +318,8 @@ class BatchExecutor:
 
     def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab | PooledBlock]:
         """Returns a row's KV for spans [start, stop) of its tokens: blocks in the pool as they are, else copies."""
+        if self._settles_always:
+            mx.synchronize()
         spec, length = self._loaded.spec, self.length(row_id)
         # Stacks copy all rows of a span and stay until the next step, so they are for a few spans only.
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
@@ -376,6 +383,8 @@ class BatchExecutor:
 
     def _change_batch(self) -> None:
         """Removes rows that left and appends rows that join."""
+        if self._settles_always and (self._leaving or self._joining):
+            mx.synchronize()
         if self._leaving:
             keep = [index for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
             kv_cache.keep(self._caches, keep)

@@ -32,10 +32,10 @@ from ...model_files.source import (
 )
 from ...model_files.weights import WeightFile, bytes_in_memory, read_weight_file
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..kv import attention
+from ..kv import attention, decode_kernel
 from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_gpu
-from ..kv.paged_cache import PagedKVCache
+from ..kv.paged_cache import PagedKVCache, Reads
 from ..kv.pool import BlockPool
 from ..kv.sealing import POLICIES
 from . import vision
@@ -62,8 +62,8 @@ _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Imp
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
-    `pool` has the sealed blocks of all its rows, None if nothing is sealed; `in_place` says whether decode steps read
-    them there; `vision` encodes pictures, None for a model of text."""
+    `pool` has the sealed blocks of all its rows, None if nothing is sealed; `reads` says how decode steps read
+    them; `vision` encodes pictures, None for a model of text."""
 
     model: Any
     folder: Path
@@ -75,7 +75,7 @@ class LoadedModel:
     dtype: str
     weights: str
     pool: BlockPool | None = None
-    in_place: bool = False
+    reads: Reads = Reads.DEQUANTIZED
     vision: Vision | None = None
 
     @property
@@ -90,7 +90,7 @@ class LoadedModel:
 
     def new_caches(self) -> list[Any]:
         """Empty caches for one row, one a layer."""
-        return new_caches(self.spec, make_prompt_cache(self.model), self.pool, in_place=self.in_place)
+        return new_caches(self.spec, make_prompt_cache(self.model), self.pool, self.reads)
 
 
 def load(
@@ -103,7 +103,6 @@ def load(
     weights: str = "auto",
     kv: str = "q4",
     numerics: str = "fast",
-    kernels: Path | None = None,
     digests: Path | None = None,
     trust_remote_code: bool = False,
     warm_up_s: float | None = None,
@@ -116,9 +115,8 @@ def load(
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
         weights: see `prepare_weights`.
         kv: how KV is kept, `q4`, `k8v4` or `fp16`.
-        numerics: `fast` lets a decode step read sealed blocks in the way measured to be faster; `reproducible` lets it
-            compute as prefill does, bit for bit, and encodes pictures one by one.
-        kernels: a file for the measurements.
+        numerics: `fast` lets a decode step read sealed blocks in the pool; `reproducible` lets it compute as prefill
+            does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
         trust_remote_code: whether code in the model's own folder may run.
         warm_up_s: how long to run batches of usual sizes in advance; None for what the device needs.
@@ -157,9 +155,9 @@ def load(
         spec = read_spec(caches, 2, POLICIES.get(kv))
     except _LOAD_ERRORS as error:
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
-    pool, in_place = new_pool(spec), False
-    if pool is not None:
-        in_place = attention.install(whole) and numerics == "fast" and _attends_in_place(model, spec)
+    reads = Reads.DEQUANTIZED
+    if spec.policy is not None:
+        reads = _fastest_reads(model, spec) if attention.install(whole) and numerics == "fast" else reads
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     used = str(logits.dtype).removeprefix("mlx.core.")
@@ -185,8 +183,8 @@ def load(
         eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
         dtype=used,
         weights=kept,
-        pool=pool,
-        in_place=in_place,
+        pool=new_pool(spec, kernels=reads is Reads.KERNEL),
+        reads=reads,
         vision=seen,
     )
     budget_s = default_budget_s() if warm_up_s is None else warm_up_s
@@ -204,19 +202,35 @@ def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bo
         return None
 
 
-def _attends_in_place(model: Any, spec: ModelCacheSpec) -> bool:
-    """Whether all sealed layers come by `attention.py` in a decode step and give there what they give with dequantized
-    blocks: a model may compute attention by itself, or with more than a mask."""
-    tokens, logits, reached = mx.array([[number % 2 for number in range(BLOCK_TOKENS + 2)]]), [], False
-    for in_place in (False, True):
-        caches = new_caches(spec, make_prompt_cache(model), new_pool(spec), in_place=in_place)
+def _fastest_reads(model: Any, spec: ModelCacheSpec) -> Reads:
+    """Returns how decode steps read sealed blocks: the fastest way of this device that agrees with the reference."""
+    wanted = Reads.KERNEL if decode_kernel.is_available() else Reads.IN_PLACE
+    if on_gpu() and wanted is not Reads.KERNEL:
+        return Reads.DEQUANTIZED
+    try:
+        if _agrees(model, spec, wanted):
+            return wanted
+        logger.warning("decode steps dequantize KV: %s reads differ from the reference", wanted.value)
+    except _LOAD_ERRORS as error:
+        logger.warning("decode steps dequantize KV: %s reads fail: %s", wanted.value, first_sentence(error))
+    return Reads.DEQUANTIZED
+
+
+def _agrees(model: Any, spec: ModelCacheSpec, reads: Reads) -> bool:
+    """Whether all sealed layers go through `attention.py` in decode steps and agree there with dequantized blocks: a
+    model may compute attention by itself, or with more than a mask."""
+    tokens, reached = mx.array([[number % 2 for number in range(BLOCK_TOKENS + 2)]]), False
+    logits: list[list[mx.array]] = []
+    for way in (Reads.DEQUANTIZED, reads):
+        caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=way is Reads.KERNEL), way)
         mx.eval(model(tokens, cache=caches), [cache.state for cache in caches])
-        logits.append(model(mx.array([[0]]), cache=caches)[0, -1])
+        logits.append([model(mx.array([[token]]), cache=caches)[0, -1] for token in (0, 1, 0)])
         reached = all(cache.view is None for cache in caches if isinstance(cache, PagedKVCache))
-    wanted, got = logits
-    tolerance = IN_PLACE_TOLERANCE if wanted.dtype == mx.float32 else IN_PLACE_TOLERANCE_16
-    error = mx.abs(wanted.astype(mx.float32) - got.astype(mx.float32)).max()
-    return reached and bool(error <= tolerance * mx.abs(wanted).max())
+    tolerance = IN_PLACE_TOLERANCE if logits[0][0].dtype == mx.float32 else IN_PLACE_TOLERANCE_16
+    return reached and all(
+        bool(mx.abs(expected - got).astype(mx.float32).max() <= tolerance * mx.abs(expected).max())
+        for expected, got in zip(*logits, strict=True)
+    )
 
 
 def _weight_files(folder: Path) -> list[WeightFile]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .paged_cache import DecodeView, PagedKVCache
+from . import decode_kernel
+from .paged_cache import DecodeView, KernelView, PagedKVCache
 from .sealing import KEY_GROUP, SealPolicy, value_group
 
 NAME = "scaled_dot_product_attention"
@@ -51,6 +52,8 @@ class _Attend:
             return self._plain(queries, keys, values, cache, *rest, **named)
         # Taken: whoever looks afterwards sees that the layer came by here.
         cache.view = None
+        if isinstance(view, KernelView):
+            return decode_kernel.attend(queries, view, cache.policy, named["scale"], named.get("sinks"))
         return attend(queries, view, cache.policy, named["scale"], named.get("sinks"))
 
 

@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .paged_cache import Batch, PagedKVCache, first_block
+from .paged_cache import Batch, PagedKVCache, Reads, first_block
 from .pool import BlockPool, BlockTable, Slot
 from .prefix import ReuseRule
 from .sealing import Sealed, SealPolicy, sealed_token_bytes
@@ -149,20 +149,20 @@ def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = No
     return ModelCacheSpec(layers, max(1, per_token), per_row, policy)
 
 
-def new_pool(spec: ModelCacheSpec) -> BlockPool | None:
-    """An empty pool for the model's sealed layers; None where none is sealed."""
-    return None if spec.policy is None else BlockPool(spec.alike)
-
-
-def new_caches(spec: ModelCacheSpec, own: Sequence[Any], pool: BlockPool | None, *, in_place: bool) -> list[Any]:
-    """Empty caches for one row, where the model would take its `own`.
+def new_pool(spec: ModelCacheSpec, *, kernels: bool = False) -> BlockPool | None:
+    """Returns an empty pool for the model's sealed layers; None if none is sealed.
 
     Args:
-        in_place: as `Batch` has it.
+        kernels: as for `SlotGroup`.
     """
+    return None if spec.policy is None else BlockPool(spec.alike, kernels=kernels)
+
+
+def new_caches(spec: ModelCacheSpec, own: Sequence[Any], pool: BlockPool | None, reads: Reads) -> list[Any]:
+    """Returns empty caches for one row; layers that are not sealed keep the model's `own`."""
     if spec.policy is None or pool is None:
         return list(own)
-    batch = Batch.of_rows(pool, 1, in_place=in_place)
+    batch = Batch.of_rows(pool, 1, reads)
     return [
         PagedKVCache(index, spec.policy, layer.window, batch=batch) if layer.sealed else cache
         for index, (layer, cache) in enumerate(zip(spec.layers, own, strict=True))
@@ -374,7 +374,7 @@ def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
     merged = None
     if batches:
         tables = [table for batch in batches for table in batch.tables]
-        merged = Batch(batches[0].pool, tables, in_place=batches[0].in_place)
+        merged = Batch(batches[0].pool, tables, batches[0].reads)
     return [
         PagedKVCache.merge(caches, merged)
         if merged is not None and isinstance(caches[0], PagedKVCache)
@@ -406,7 +406,7 @@ def extract(batch: Sequence[Any], row: int) -> list[Any]:
     pooled = batch_of(batch)
     own = None
     if pooled is not None:
-        own = Batch(pooled.pool, [[table.fork() for table in pooled.tables[row]]], in_place=pooled.in_place)
+        own = Batch(pooled.pool, [[table.fork() for table in pooled.tables[row]]], pooled.reads)
     return [
         cache.extract(row, own) if own is not None and isinstance(cache, PagedKVCache) else cache.extract(row)
         for cache in batch

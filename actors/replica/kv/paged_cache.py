@@ -7,25 +7,36 @@ Sealed blocks lie in the pool (`pool.py`), and a row's block tables say where. T
 the batch: column c of row r is position 256 * (lengths[r] // 256) + c.
 
 A prefill chunk gets its rows' blocks dequantized, then the open ones, as plain arrays, and `make_mask` says which of
-them a query may see. A decode step of a model whose attention goes through `attention.py` gets the open ones alone, and
-`view` says where the blocks are: they are read in place, each row's own and no other.
+them a query may see. In a decode step of a model whose attention goes through `attention.py`, `view` says where the
+blocks are: they are read in place, each row's own and no other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from . import sealing
+from .decode_kernel import RowBlocks
 from .pool import BlockPool, BlockTable, slots_of
 from .sealing import Sealed, SealPolicy
 
 COLUMNS = 64
 """Of a batch with padding: a device prepares itself for every new number of them."""
+
+
+class Reads(Enum):
+    """How decode steps read sealed blocks."""
+
+    DEQUANTIZED = "dequantized"
+    IN_PLACE = "in place"
+    KERNEL = "by a kernel"
 
 
 class Batch:
@@ -34,21 +45,23 @@ class Batch:
 
     Args:
         tables: of every row, one a group of the pool.
-        in_place: whether decode steps read blocks in the pool; else they are dequantized as in prefill.
     """
 
-    def __init__(self, pool: BlockPool, tables: Sequence[Sequence[BlockTable]], *, in_place: bool = False) -> None:
+    def __init__(
+        self, pool: BlockPool, tables: Sequence[Sequence[BlockTable]], reads: Reads = Reads.DEQUANTIZED
+    ) -> None:
         self.pool = pool
         self.tables = [list(row) for row in tables]
-        self.in_place = in_place
+        self.reads = reads
+        self._blocks: dict[int, tuple[Any, tuple[mx.array, mx.array]]] = {}
         self._lengths: list[int] | None = None
         self._ragged: list[int] | None = None
         self._kept: dict[Any, Any] = {}
 
     @classmethod
-    def of_rows(cls, pool: BlockPool, rows: int, *, in_place: bool = False) -> Batch:
-        """Empty rows."""
-        return cls(pool, [[BlockTable([]) for _ in pool.groups] for _ in range(rows)], in_place=in_place)
+    def of_rows(cls, pool: BlockPool, rows: int, reads: Reads = Reads.DEQUANTIZED) -> Batch:
+        """Returns empty rows."""
+        return cls(pool, [[BlockTable([]) for _ in pool.groups] for _ in range(rows)], reads)
 
     def get(self, lengths: list[int], ragged: list[int] | None, what: Any, make: Callable[[], Any]) -> Any:
         """What a layer before has made of these lengths, or else `make` does. A list of lengths is never changed in
@@ -59,15 +72,31 @@ class Batch:
             self._kept[what] = make()
         return self._kept[what]
 
+    def blocks(self, group: int, first: Sequence[int], stop: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """Returns blocks [first, stop) of every row in a group: `(n,) uint32`, their slots, row after row, and `(rows +
+        1,) int32`, where each row's begin. They are kept from step to step: they may be thousands."""
+        asked = (list(first), list(stop))
+        known, made = self._blocks.get(group, (None, None))
+        if made is None or known != asked:
+            rows = [row[group].numbers(*span) for row, *span in zip(self.tables, *asked, strict=True)]
+            slots = [number for numbers in rows for number in numbers]
+            starts = [0, *accumulate(map(len, rows))]
+            made = mx.array(slots or [0], mx.uint32) + 0, mx.array(starts, mx.int32) + 0
+            self._blocks[group] = asked, made
+        return made
+
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
+        """Keeps these rows, in this order."""
         self.tables = [self.tables[row] for row in rows]
-        self._lengths, self._kept = None, {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lengths, self._kept, self._blocks = None, {}, {}
 
     def extend(self, other: Batch) -> None:
-        """Append another batch's rows."""
+        """Appends another batch's rows."""
         self.tables += other.tables
-        self._lengths, self._kept = None, {}
+        self._forget()
 
 
 @dataclass(frozen=True)
@@ -94,6 +123,28 @@ class DecodeView:
     behind: mx.array | None
 
 
+@dataclass(frozen=True)
+class KernelView:
+    """What a decode step's kernel reads in one layer; see `decode_kernel.attend`.
+
+    Attributes:
+        keys, values: (rows, kv_heads, 1, dim), the new token's; also what the model was given.
+        tails: (rows, kv_heads, 256, dim), the open blocks.
+        append: whether the kernel writes the new token into them; else it is there.
+        pool: the layer's slots.
+        rows: what it reads of each row.
+        written: (1,) uint32, as `SlotGroup.written`.
+    """
+
+    keys: mx.array
+    values: mx.array
+    tails: tuple[mx.array, mx.array]
+    append: bool
+    pool: Sealed | None
+    rows: RowBlocks
+    written: mx.array
+
+
 class PagedKVCache:
     """The KV of one layer for one row or several.
 
@@ -115,12 +166,14 @@ class PagedKVCache:
         self.window = window
         self.lengths = list(lengths)
         self.batch = batch
-        self.view: DecodeView | None = None
+        self.view: DecodeView | KernelView | None = None
         self._group, self._place = batch.pool.of(layer)
         self._number = batch.pool.groups.index(self._group)
         self._keys: mx.array | None = None
         self._values: mx.array | None = None
         self._ragged: list[int] | None = None
+        # Whether the open blocks are arrays that a kernel can write into: contiguous, of whole blocks, nobody else's.
+        self._writable = False
 
     # What a model calls.
 
@@ -143,6 +196,9 @@ class PagedKVCache:
         """Append (rows, kv_heads, N, dim) keys and values; returns those that attention is to be given."""
         count = keys.shape[2]
         step = self._step(count)
+        if self._by_kernel(count):
+            return self._decode_by_kernel(keys, values, step)
+        self._writable = False
         in_place = self._reads_in_place(count, step)
         index = self._table(step) if step.used and not in_place else None
         flat = self._flat(step) if in_place else None
@@ -187,9 +243,11 @@ class PagedKVCache:
 
     @property
     def state(self) -> list[mx.array]:
-        """What is to be evaluated after a call."""
+        """Returns what is to be evaluated after a call."""
         arrays = [] if self._keys is None or self._values is None else [self._keys, self._values]
-        return [*arrays, *self._group.layer(self._place)] if self._group.is_written(self._place) else arrays
+        if self._group.is_written(self._place):
+            arrays += [*self._group.layer(self._place), self._group.written(self._place)]
+        return arrays
 
     @property
     def nbytes(self) -> int:
@@ -204,8 +262,8 @@ class PagedKVCache:
         return self._keys[span, :, :count], self._values[span, :, :count]
 
     def restore(self, tail: tuple[mx.array, mx.array] | None, length: int) -> None:
-        """Fill an empty cache of one row, whose block tables have been filled, with its open tail."""
-        self.lengths = [length]
+        """Fills an empty cache of one row, whose block tables have been filled, with its open tail."""
+        self.lengths, self._writable = [length], False
         self._keys, self._values = tail if tail is not None else (None, None)
 
     def extract(self, row: int, batch: Batch) -> PagedKVCache:
@@ -218,7 +276,7 @@ class PagedKVCache:
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. The batch keeps their tables."""
-        self.lengths = [self.lengths[row] for row in rows]
+        self.lengths, self._writable = [self.lengths[row] for row in rows], False
         if self._keys is not None and self._values is not None:
             indices = mx.array(list(rows), dtype=mx.uint32)
             self._keys, self._values = self._keys[indices], self._values[indices]
@@ -239,6 +297,7 @@ class PagedKVCache:
         """Append the rows of another batch's cache. The batch appends their tables."""
         merged = PagedKVCache.merge([self, other], self.batch)
         self.lengths, self._keys, self._values = merged.lengths, merged._keys, merged._values
+        self._writable = False
 
     # Inside.
 
@@ -252,7 +311,47 @@ class PagedKVCache:
         )
 
     def _reads_in_place(self, count: int, step: Step) -> bool:
-        return count == 1 and step.used > 0 and self.batch.in_place and self._ragged is None
+        reads = self.batch.reads is Reads.IN_PLACE and step.used > 0 and count == 1 and self._ragged is None
+        return reads or self._by_kernel(count)
+
+    def _by_kernel(self, count: int) -> bool:
+        return count == 1 and self.batch.reads is Reads.KERNEL and self._ragged is None
+
+    def _decode_by_kernel(self, keys: mx.array, values: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+        """Lets the kernel append one token a row, unless that fills a block, which is to be sealed in this step."""
+        self.view = None
+        if self._keys is None or self._values is None:
+            self._keys, self._values = keys[:, :, :0], values[:, :, :0]
+        rows = self._once(("kernel", self._number), lambda: self._row_blocks(step))
+        fills = any(step.full)
+        if fills:
+            self._append_step(keys, values, step.opened)
+            self._writable = False
+        elif not self._writable:
+            self._reserve(BLOCK_TOKENS)
+            self._keys, self._values = mx.contiguous(self._keys), mx.contiguous(self._values)
+            self._writable = True
+        tails = self._keys, self._values
+        self._seal_full(step)
+        pool = self._group.layer(self._place) if self._group.is_written(self._place) else None
+        written = self._group.written(self._place)
+        self.view = KernelView(keys, values, tails, not fills, pool, rows, written)
+        return keys, values
+
+    def _row_blocks(self, step: Step) -> RowBlocks:
+        self._reach(step)
+        stop = [length // BLOCK_TOKENS for length in self.lengths]
+        slots, starts = self.batch.blocks(self._number, step.first, stop)
+        opened = [length + 1 for length in step.opened]
+        hidden = [0] * len(opened)
+        if self.window:
+            hidden = [
+                max(0, length + 1 - self.window - first * BLOCK_TOKENS)
+                for length, first in zip(self.lengths, step.first, strict=True)
+            ]
+        blocks = [end - first for first, end in zip(step.first, stop, strict=True)]
+        assert self._keys is not None
+        return RowBlocks.of(slots, starts, blocks, opened, hidden, self._keys.shape[1])
 
     def _new(self, count: int) -> list[int]:
         return self._ragged or [count] * len(self.lengths)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .sealing import TOKEN_AXES, Sealed, copied
+from . import decode_kernel
+from .sealing import TOKEN_AXES, Sealed
 
 GROW_MIN, GROW_FRACTION = 16, 0.25
 """A group that is full grows by this many slots at least, and by this part of what it has."""
@@ -44,11 +45,17 @@ class SlotGroup:
 
     Attributes:
         layers: their numbers in the model.
+        kernels: whether blocks are written by `decode_kernel.write`.
         slot_bytes: what a slot takes, of all of them; 0 before the first is written.
     """
 
-    def __init__(self, layers: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[int], *, kernels: bool = False) -> None:
         self.layers = tuple(layers)
+        self.kernels = kernels
+        # By layer a zero that is there once all writes into its arrays are done, for readers to depend on.
+        nothing = mx.zeros((1,), mx.uint32)
+        mx.eval(nothing)
+        self._written = [nothing] * len(self.layers)
         self.capacity = 0
         self.slot_bytes = 0
         self._arrays: list[list[mx.array] | None] = [None] * len(self.layers)
@@ -96,9 +103,17 @@ class SlotGroup:
             arrays = [mx.zeros((self.capacity, *array.shape[1:]), dtype=array.dtype) for array in blocks]
             self._arrays[place] = arrays
             self.slot_bytes += blocks.nbytes // blocks.key_codes.shape[0]
+        if self.kernels:
+            self._written[place] = decode_kernel.write(Sealed(*arrays), slots, blocks, self._written[place])
+            return
         for array, new in zip(arrays, blocks, strict=True):
             # In place, as nobody else refers to what the array was.
             array[slots] = new
+
+    def written(self, place: int) -> mx.array:
+        """Returns `(1,) uint32`, a zero. A reader of the layer's slots in the same evaluation as a kernel's write must
+        depend on it."""
+        return self._written[place]
 
     def gather(self, place: int, table: mx.array) -> Sealed:
         """Blocks of a layer in rows, copied.
@@ -110,20 +125,19 @@ class SlotGroup:
             Them as `sealing.py` has rows of blocks.
         """
         rows, blocks = table.shape
-        pool = self.layer(place)
+        pool, numbers = self.layer(place), table.reshape(-1) + self._written[place]
         return Sealed(
-            *(
-                _joined(array[table.reshape(-1)], rows, blocks, axis)
-                for array, axis in zip(pool, TOKEN_AXES, strict=True)
-            )
+            *(_joined(array[numbers], rows, blocks, axis) for array, axis in zip(pool, TOKEN_AXES, strict=True))
         )
 
     def block(self, place: int, slot: Slot) -> Sealed:
         """Returns a copy of one block of a layer, with a first axis of 1. No view: while one lived, a write would copy
         the whole array."""
-        return Sealed(*(copied(array[slot.number : slot.number + 1]) for array in self.layer(place)))
+        number = self._written[place] + slot.number
+        return Sealed(*(array[number] for array in self.layer(place)))
 
     def _grow(self, more: int) -> None:
+        mx.eval(self._written)
         for arrays in filter(None, self._arrays):
             for kind in range(len(arrays)):
                 shape, dtype = arrays[kind].shape[1:], arrays[kind].dtype
@@ -134,8 +148,8 @@ class SlotGroup:
         self.capacity += more
 
     def arrays(self) -> list[mx.array]:
-        """Everything that the group computes with."""
-        return [array for arrays in self._arrays for array in arrays or ()]
+        """Returns everything that the group computes with."""
+        return [*self._written, *(array for arrays in self._arrays for array in arrays or ())]
 
     def check(self) -> None:
         """Every slot is free or held, and only once.
@@ -179,8 +193,9 @@ def slots_of(sealed: Sealed, blocks: int) -> Sealed:
 class BlockPool:
     """All groups of a model's sealed layers."""
 
-    def __init__(self, groups: Iterable[Sequence[int]]) -> None:
-        self.groups = tuple(SlotGroup(layers) for layers in groups)
+    def __init__(self, groups: Iterable[Sequence[int]], *, kernels: bool = False) -> None:
+        self.kernels = kernels
+        self.groups = tuple(SlotGroup(layers, kernels=kernels) for layers in groups)
         self._of = {layer: (group, place) for group in self.groups for place, layer in enumerate(group.layers)}
 
     def of(self, layer: int) -> tuple[SlotGroup, int]:

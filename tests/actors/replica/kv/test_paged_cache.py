@@ -19,7 +19,7 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import attention, sealing
 from satchel.actors.replica.kv import caches as kv_cache
-from satchel.actors.replica.kv.paged_cache import Batch, PagedKVCache, first_block, mask_of, step_of
+from satchel.actors.replica.kv.paged_cache import Batch, DecodeView, PagedKVCache, Reads, first_block, mask_of, step_of
 from satchel.actors.replica.kv.pool import BlockPool, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES, SealPolicy
 
@@ -241,22 +241,23 @@ def test_a_decode_step_reads_each_rows_own_blocks_where_they_lie(policy: SealPol
 
 def in_place(cache: PagedKVCache, rows: Sequence[Row]) -> np.ndarray:
     """The last token of every row, as a decode step that reads the pool."""
-    cache.batch.in_place = True
+    cache.batch.reads = Reads.IN_PLACE
     queries, keys, values = (mx.concatenate([row[i][:, :, -1:] for row in rows]) for i in range(3))
     mask, scale = cache.make_mask(1, window_size=cache.window or None), queries.shape[3] ** -0.5
     keys, values = cache.update_and_fetch(keys, values)
     if cache.view is None:
         # None of these rows sees a sealed block.
         return np.array(mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask))
+    assert isinstance(cache.view, DecodeView)
     return np.array(attention.attend(queries, cache.view, cache.policy, scale))
 
 
 def test_sinks_take_their_share_of_the_softmax():
     row = make_row(1, 601)
     cache = run_alone(short(row), chunks_of(1000))[1]
-    cache.batch.in_place = True
+    cache.batch.reads = Reads.IN_PLACE
     cache.update_and_fetch(row[1][:, :, -1:], row[2][:, :, -1:])
-    assert cache.view is not None
+    assert isinstance(cache.view, DecodeView)
     sinks = mx.array([-1.0, 0.5, 3.0, 8.0])
     queries = row[0][:, :, -1:]
     plain = np.array(attention.attend(queries, cache.view, Q4, 0.125))

@@ -24,7 +24,7 @@ from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv import sealing
 from satchel.actors.replica.kv.caches import BlockRun, LayerKind, LayerSpec, ModelCacheSpec, PooledBlock, Slab
-from satchel.actors.replica.kv.paged_cache import PagedKVCache
+from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
 from satchel.actors.replica.kv.prefix import Hit
 from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.tiers import slab_codec
@@ -115,7 +115,7 @@ def filled(spec: ModelCacheSpec, slabs: list[Slab], tail: Slab | None = None, us
         kv_cache.RotatingKVCache(layer.window) if layer.window else kv_cache.KVCache() for layer in spec.layers
     ]
     pool = kv_cache.new_pool(spec)
-    caches = kv_cache.new_caches(spec, own, pool, in_place=False)
+    caches = kv_cache.new_caches(spec, own, pool, Reads.DEQUANTIZED)
     kv_cache.restore(spec, caches, slabs if pool is None else kv_cache.into_pool(pool, slabs), tail, used)
     if pool is None:
         return [[cache.keys, cache.values] for cache in caches]

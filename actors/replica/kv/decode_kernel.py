@@ -1,0 +1,446 @@
+"""Decode attention over blocks in the pool as one GPU kernel: flash decoding, in which every row reads its own blocks.
+
+The kernel's body is written once, in what CUDA and Metal have in common; a short prelude for each names the rest.
+`attention.attend` is the reference in plain MLX operations, and a model uses the kernel only if both agree there.
+
+A group of four warps takes a part of one row's units for some query heads of one KV head. A unit is a quarter of a
+sealed block, 64 tokens, or 32 tokens of the open block. Each warp keeps a running maximum, sum and output (Milakov and
+Gimelshein, "Online normalizer calculation for softmax"); the parts are added up at the end, by a second kernel if a row
+has several groups. The kernel also writes the new token's keys and values into the row's open block, in place: MLX
+would copy the array, which the step in flight still reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ...protocol.block_ids import BLOCK_TOKENS
+from .sealing import Sealed, SealPolicy, seal, value_group
+
+if TYPE_CHECKING:
+    from .paged_cache import KernelView
+
+WARPS = 4
+GROUPS_WANTED = 1024
+"""So many groups of threads keep a large device busy."""
+
+SHARED_BYTES_MAX = 30 * 2**10
+"""Of a group: Metal has 32 KiB."""
+
+_CUDA = """
+  const unsigned GROUP = blockIdx.x, THREAD = threadIdx.x, LANE = threadIdx.x & 31, WARP = threadIdx.x >> 5;
+  #define SHARED __shared__
+  #define DEVICE
+  #define SYNC() __syncthreads()
+  #define SYNC_WARP() __syncwarp()
+  #define XOR(x, o) __shfl_xor_sync(0xffffffffu, x, o)
+  #define EXP(x) __expf(x)
+  #define MAX(a, b) fmaxf(a, b)
+"""
+
+_METAL = """
+  const uint GROUP = threadgroup_position_in_grid.x, THREAD = thread_position_in_threadgroup.x;
+  const uint LANE = thread_index_in_simdgroup, WARP = simdgroup_index_in_threadgroup;
+  #define SHARED threadgroup
+  #define DEVICE device
+  #define SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
+  #define SYNC_WARP() simdgroup_barrier(mem_flags::mem_threadgroup)
+  #define XOR(x, o) simd_shuffle_xor(x, (ushort)(o))
+  #define EXP(x) metal::exp(x)
+  #define MAX(a, b) metal::max(a, b)
+"""
+
+# Template: T, DK, DV, PV (padded value channels), VG (their group), KV heads, G queries a KV head, GC of them a group
+# of threads, KB key bits, SINKS. `numbers` are the columns of the open blocks, and whether to append the new token.
+_BODY = """
+  constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = KB == 4 ? 32 : 64;
+  constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
+  constexpr float LOW = -1e30f;
+  SHARED float q_s[GC * DK];
+  SHARED float buf[NW * GC * BW];
+  SHARED float rm[NW * GC];
+  SHARED float rl[NW * GC];
+  const int C = numbers[0]; const bool append = numbers[1] != 0;
+  const int job = GROUP / (CH * KV), kvh = GROUP / CH % KV, chunk = GROUP % CH;
+  const int row = job_rows[job], rk = row * KV + kvh;
+  const int split = job - jobs[row], S = jobs[row + 1] - jobs[row];
+  const int nb = starts[row + 1] - starts[row], tl = opened[row], tu = (tl + 31) / 32, hide = hidden[row];
+  const long head0 = (long)rk * G + chunk * GC;
+  for (int i = THREAD; i < GC * DK; i += NW * 32) q_s[i] = static_cast<float>(queries[head0 * DK + i]) * scale[0];
+  const long tail_at = (long)rk * C;
+  if (append && chunk == 0 && split == 0) {
+    DEVICE T* to_keys = (DEVICE T*)tail_keys; DEVICE T* to_values = (DEVICE T*)tail_values;
+    for (int i = THREAD; i < DK; i += NW * 32) to_keys[(tail_at + tl - 1) * DK + i] = new_keys[(long)rk * DK + i];
+    for (int i = THREAD; i < DV; i += NW * 32) to_values[(tail_at + tl - 1) * DV + i] = new_values[(long)rk * DV + i];
+  }
+  SYNC();
+  float m[GC], l[GC], acc[GC][8];
+  for (int g = 0; g < GC; g++) { m[g] = LOW; l[g] = 0.f; for (int j = 0; j < 8; j++) acc[g][j] = 0.f; }
+  const int word = LANE % LPT, half_ = LANE / LPT;
+  const int probs = WARP * GC * BW;
+  for (int u = split * NW + WARP; u < 4 * nb + tu; u += S * NW) {
+    const bool sealed = u < 4 * nb;
+    const int quarter = u & 3, column0 = (u - 4 * nb) * 32;
+    const long base = sealed ? (long)slots[starts[row] + (u >> 2)] * KV + kvh : 0;
+    float sc[GC][8];
+    for (int g = 0; g < GC; g++) for (int j = 0; j < 8; j++) sc[g][j] = sealed ? 0.f : LOW;
+    if (sealed) {
+      // Eight lanes have eight tokens each, and the four groups of lanes every fourth channel.
+      const int piece = LANE & 7;
+      float bias[GC];
+      for (int g = 0; g < GC; g++) bias[g] = 0.f;
+      const long codes_at = base * DK * KW, scales_at = base * DK * 4 + quarter;
+      #pragma unroll 4
+      for (int d = LANE >> 3; d < DK; d += 4) {
+        const float s = static_cast<float>(key_scales[scales_at + d * 4]);
+        const float b = static_cast<float>(key_biases[scales_at + d * 4]);
+        float k[8];
+        if (KB == 4) {
+          const unsigned int c = key_codes[codes_at + d * KW + quarter * 8 + piece];
+          for (int j = 0; j < 8; j++) k[j] = static_cast<float>((c >> (4 * j)) & 15u);
+        } else {
+          const unsigned int c = key_codes[codes_at + d * KW + quarter * 16 + 2 * piece];
+          const unsigned int e = key_codes[codes_at + d * KW + quarter * 16 + 2 * piece + 1];
+          for (int j = 0; j < 4; j++) k[j] = static_cast<float>((c >> (8 * j)) & 255u);
+          for (int j = 0; j < 4; j++) k[4 + j] = static_cast<float>((e >> (8 * j)) & 255u);
+        }
+        #pragma unroll
+        for (int g = 0; g < GC; g++) {
+          const float q = q_s[g * DK + d], qs = q * s;
+          bias[g] += q * b;
+          #pragma unroll
+          for (int j = 0; j < 8; j++) sc[g][j] += qs * k[j];
+        }
+      }
+      const int first = (u >> 2) * 256 + quarter * 64 + piece * 8;
+      for (int g = 0; g < GC; g++) for (int j = 0; j < 8; j++) {
+        float x = sc[g][j] + bias[g];
+        x += XOR(x, 8);
+        x += XOR(x, 16);
+        sc[g][j] = first + j < hide ? LOW : x;
+      }
+    } else {
+      const int t = column0 + LANE;
+      if (t < tl && nb * 256 + t >= hide) {
+        const bool fresh = append && t == tl - 1;
+        const long at = fresh ? (long)rk * DK : (tail_at + t) * DK;
+        float dot[GC];
+        for (int g = 0; g < GC; g++) dot[g] = 0.f;
+        #pragma unroll 8
+        for (int d = 0; d < DK; d++) {
+          const float k = static_cast<float>(fresh ? new_keys[at + d] : tail_keys[at + d]);
+          for (int g = 0; g < GC; g++) dot[g] += q_s[g * DK + d] * k;
+        }
+        for (int g = 0; g < GC; g++) sc[g][0] = dot[g];
+      }
+    }
+    #pragma unroll
+    for (int g = 0; g < GC; g++) {
+      float top = sc[g][0];
+      for (int j = 1; j < 8; j++) top = MAX(top, sc[g][j]);
+      for (int o = 16; o; o >>= 1) top = MAX(top, XOR(top, o));
+      const float now = MAX(m[g], top), fade = EXP(m[g] - now);
+      float sum = 0.f;
+      for (int j = 0; j < 8; j++) {
+        const float p = sc[g][j] <= LOW ? 0.f : EXP(sc[g][j] - now);
+        sum += p;
+        if (sealed && LANE < 8) buf[probs + g * BW + LANE * 8 + j] = p;
+        if (!sealed && j == 0) buf[probs + g * BW + LANE] = p;
+      }
+      for (int o = 16; o; o >>= 1) sum += XOR(sum, o);
+      if (sealed) sum *= 0.25f;
+      l[g] = l[g] * fade + sum; m[g] = now;
+      for (int j = 0; j < 8; j++) acc[g][j] *= fade;
+    }
+    SYNC_WARP();
+    if (word < WD) {
+      if (sealed) {
+        #pragma unroll 4
+        for (int t = half_; t < 64; t += STEP) {
+          const long at = base * 256 + quarter * 64 + t;
+          const unsigned int c = value_codes[at * WD + word];
+          const float s = static_cast<float>(value_scales[at * (PV / VG) + word * 8 / VG]);
+          const float b = static_cast<float>(value_biases[at * (PV / VG) + word * 8 / VG]);
+          float v[8];
+          for (int j = 0; j < 8; j++) v[j] = s * static_cast<float>((c >> (4 * j)) & 15u) + b;
+          #pragma unroll
+          for (int g = 0; g < GC; g++) {
+            const float p = buf[probs + g * BW + t];
+            #pragma unroll
+            for (int j = 0; j < 8; j++) acc[g][j] += p * v[j];
+          }
+        }
+      } else {
+        const int most = tl - column0 < 32 ? tl - column0 : 32;
+        for (int t = half_; t < most; t += STEP) {
+          const int column = column0 + t;
+          const bool fresh = append && column == tl - 1;
+          const long at = (fresh ? (long)rk * DV : (tail_at + column) * DV) + word * 8;
+          for (int j = 0; j < 8; j++) {
+            if (word * 8 + j >= DV) break;
+            const float v = static_cast<float>(fresh ? new_values[at + j] : tail_values[at + j]);
+            for (int g = 0; g < GC; g++) acc[g][j] += buf[probs + g * BW + t] * v;
+          }
+        }
+      }
+    }
+    SYNC_WARP();
+  }
+  for (int g = 0; g < GC; g++) {
+    for (int j = 0; j < 8; j++) for (int o = LPT; o < 32; o <<= 1) acc[g][j] += XOR(acc[g][j], o);
+    if (half_ == 0 && word < WD) for (int j = 0; j < 8; j++) buf[probs + g * BW + word * 8 + j] = acc[g][j];
+    if (LANE == 0) { rm[WARP * GC + g] = m[g]; rl[WARP * GC + g] = l[g]; }
+  }
+  SYNC();
+  for (int i = THREAD; i < GC * DV; i += NW * 32) {
+    const int g = i / DV, d = i % DV;
+    float top = LOW;
+    for (int w = 0; w < NW; w++) top = MAX(top, rm[w * GC + g]);
+    float o = 0.f, total = 0.f;
+    for (int w = 0; w < NW; w++) {
+      const float e = EXP(rm[w * GC + g] - top);
+      o += e * buf[(w * GC + g) * BW + d]; total += e * rl[w * GC + g];
+    }
+    const long head = head0 + g;
+    FINISH
+  }
+"""
+
+_FINISH_ONE = """
+    if (SINKS) {
+      const float sink = static_cast<float>(sinks[kvh * G + chunk * GC + g]), all = MAX(top, sink);
+      o *= EXP(top - all); total = total * EXP(top - all) + EXP(sink - all);
+    }
+    out[head * DV + d] = static_cast<T>(o / total);
+"""
+
+_FINISH_PART = """
+    const long part = ((long)job * KV + kvh) * G + chunk * GC + g;
+    parts[part * DV + d] = o;
+    if (d == 0) { tops[part] = top; sums[part] = total; }
+"""
+
+_JOIN = """
+  const int row = GROUP / HEADS, head = GROUP % HEADS, d = THREAD;
+  float top = -1e30f, o = 0.f, total = 0.f;
+  for (int job = jobs[row]; job < jobs[row + 1]; job++) top = MAX(top, tops[(long)job * HEADS + head]);
+  float sink = 0.f;
+  if (SINKS) { sink = static_cast<float>(sinks[head]); top = MAX(top, sink); }
+  for (int job = jobs[row]; job < jobs[row + 1]; job++) {
+    const long part = (long)job * HEADS + head;
+    const float e = EXP(tops[part] - top);
+    o += e * parts[part * DV + d]; total += e * sums[part];
+  }
+  if (SINKS) total += EXP(sink - top);
+  out[(long)GROUP * DV + d] = static_cast<T>(o / total);
+"""
+
+_WRITE = """
+  const int n = GROUP / PARTS, from = (GROUP % PARTS) * 256 + THREAD; const long to = slots[n];
+  #define COPY(T, pool, fresh, size) \\
+    for (int i = from; i < size; i += PARTS * 256) ((DEVICE T*)pool)[to * size + i] = fresh[(long)n * size + i];
+  COPY(unsigned int, key_codes, new_key_codes, N0)
+  COPY(S, key_scales, new_key_scales, N1)
+  COPY(S, key_biases, new_key_biases, N2)
+  COPY(unsigned int, value_codes, new_value_codes, N3)
+  COPY(S, value_scales, new_value_scales, N4)
+  COPY(S, value_biases, new_value_biases, N5)
+  if (GROUP == 0 && THREAD == 0) done[0] = 0;
+"""
+
+_POOL = list(Sealed._fields)
+_PARTS = ("parts", "tops", "sums")
+_READ = ["queries", "new_keys", "new_values", *_POOL, "tail_keys", "tail_values"]
+_READ += ["slots", "starts", "opened", "hidden", "jobs", "job_rows", "numbers", "scale", "sinks", "order"]
+
+
+@cache
+def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Any:
+    make, prelude = (mx.fast.metal_kernel, _METAL) if mx.metal.is_available() else (mx.fast.cuda_kernel, _CUDA)
+    return make(name=f"satchel_{name}", input_names=list(inputs), output_names=list(outputs), source=prelude + body)
+
+
+def is_available() -> bool:
+    """Whether this device runs kernels: the default device is a GPU that MLX has custom kernels for."""
+    return mx.default_device() == mx.Device(mx.gpu) and (mx.metal.is_available() or mx.cuda.is_available())
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """What the kernel reads of the rows of a batch, equal for all layers of a group.
+
+    Attributes:
+        slots: (n,) uint32, the sealed blocks of all rows, row after row.
+        starts: (rows + 1,) int32, where each row's begin in `slots`.
+        opened: (rows,) int32, tokens in each row's open block, with the new one.
+        hidden: (rows,) int32, how many tokens from the row's first block on are behind the window.
+        jobs: (rows + 1,) int32, where each row's groups of threads begin, in all `count` ones of a KV head.
+        job_rows: (count,) int32, whose they are.
+    """
+
+    slots: mx.array
+    starts: mx.array
+    opened: mx.array
+    hidden: mx.array
+    jobs: mx.array
+    job_rows: mx.array
+
+    @property
+    def count(self) -> int:
+        return self.job_rows.shape[0]
+
+    @classmethod
+    def of(
+        cls,
+        slots: mx.array,
+        starts: mx.array,
+        blocks: Sequence[int],
+        opened: Sequence[int],
+        hidden: Sequence[int],
+        kv_heads: int,
+    ) -> RowBlocks:
+        """Divides the rows' units among groups of threads, so that a long row has many.
+
+        Args:
+            blocks: sealed blocks of each row.
+            kv_heads: of a layer.
+        """
+        units = [4 * count + -(-tokens // 32) for count, tokens in zip(blocks, opened, strict=True)]
+        each = WARPS * max(1, round(sum(units) * kv_heads / (GROUPS_WANTED * WARPS)))
+        counts = [-(-count // each) for count in units]
+        rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        lists = (list(opened), list(hidden), [0, *accumulate(counts)], rows)
+        return cls(slots, starts, *(mx.array(numbers, mx.int32) for numbers in lists))
+
+
+def attend(
+    queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
+) -> mx.array:
+    """One query a row against its own blocks and open block.
+
+    Args:
+        queries: (rows, heads, 1, key_dim).
+        sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
+
+    Returns:
+        (rows, heads, 1, value_dim), in the dtype of the queries.
+    """
+    rows, tails = view.rows, view.tails
+    count, heads, _, key_dim = queries.shape
+    kv_heads, columns, value_dim = tails[0].shape[1], tails[0].shape[2], tails[1].shape[3]
+    pool = _empty(kv_heads, key_dim, value_dim, tails[0].dtype, policy) if view.pool is None else view.pool
+    plan = _plan(queries.dtype, key_dim, value_dim, kv_heads, heads // kv_heads, policy.key_bits, sinks is not None)
+    one = rows.count == count
+    numbers, scales = _numbers(columns, view.append), _number(scale)
+    sink = scales if sinks is None else sinks
+    shape, dtype = (count, heads, 1, value_dim), queries.dtype
+    made = (plan.one if one else plan.parts)(
+        inputs=[
+            *(queries, view.keys, view.values, *pool, *tails, rows.slots, rows.starts, rows.opened, rows.hidden),
+            *(rows.jobs, rows.job_rows, numbers, scales, sink, view.written),
+        ],
+        template=plan.template,
+        grid=(rows.count * kv_heads * plan.chunks * WARPS * 32, 1, 1),
+        threadgroup=(WARPS * 32, 1, 1),
+        output_shapes=[shape] if one else [(rows.count, heads, value_dim), *[(rows.count, heads)] * 2],
+        output_dtypes=[dtype] if one else [mx.float32] * 3,
+    )
+    if one:
+        return made[0]
+    return plan.join(
+        inputs=[*made, rows.jobs, sink],
+        template=plan.join_template,
+        grid=(count * heads * value_dim, 1, 1),
+        threadgroup=(value_dim, 1, 1),
+        output_shapes=[shape],
+        output_dtypes=[dtype],
+    )[0]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The kernels for the shapes of a layer: for rows in one group of threads each and in several, and what joins
+    these. `chunks` groups share the query heads of a KV head."""
+
+    chunks: int
+    one: Any
+    parts: Any
+    template: list[tuple[str, Any]]
+    join: Any
+    join_template: list[tuple[str, Any]]
+
+
+@cache
+def _plan(dtype: mx.Dtype, key_dim: int, value_dim: int, kv_heads: int, grouped: int, bits: int, sinks: bool) -> _Plan:
+    padded = -(-value_dim // 32) * 32
+    together = _together(grouped, key_dim, padded)
+    template = [("T", dtype), ("DK", key_dim), ("DV", value_dim), ("PV", padded), ("VG", value_group(value_dim))]
+    template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("KB", bits), ("SINKS", sinks)]
+    one = _kernel("decode_one", tuple(_READ), ("out",), _BODY.replace("FINISH", _FINISH_ONE))
+    parts = _kernel("decode_parts", tuple(_READ), _PARTS, _BODY.replace("FINISH", _FINISH_PART))
+    join = _kernel("decode_join", (*_PARTS, "jobs", "sinks"), ("out",), _JOIN)
+    joined = [("T", dtype), ("DV", value_dim), ("HEADS", kv_heads * grouped), ("SINKS", sinks)]
+    return _Plan(grouped // together, one, parts, template, join, joined)
+
+
+def _together(grouped: int, key_dim: int, padded: int) -> int:
+    """Returns how many query heads of a KV head share a group of threads: as many as fit its memory, at most 8."""
+    each = 4 * (key_dim + WARPS * max(64, padded) + 2 * WARPS)
+    most = min(8, SHARED_BYTES_MAX // each)
+    return next(count for count in range(min(most, grouped), 0, -1) if grouped % count == 0)
+
+
+@cache
+def _numbers(columns: int, append: bool) -> mx.array:
+    return mx.array([columns, int(append)], mx.int32)
+
+
+@cache
+def _empty(kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, policy: SealPolicy) -> Sealed:
+    """Returns one slot of zeros, for rows none of which has a sealed block."""
+    shape = (1, kv_heads, BLOCK_TOKENS)
+    empty = seal(mx.zeros((*shape, key_dim), dtype), mx.zeros((*shape, value_dim), dtype), policy)
+    mx.eval(empty)
+    return empty
+
+
+@cache
+def _number(value: float) -> mx.array:
+    return mx.array([value], mx.float32)
+
+
+def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.array:
+    """Puts blocks into slots, in place.
+
+    MLX's own assignment copies a whole array of the pool while a step in flight reads it. Nobody reads these slots yet.
+
+    Args:
+        slots: (n,) uint32.
+        blocks: n of them, in the shapes of the pool's arrays but for the first axis.
+        order: (1,) uint32, the kernel runs after what makes it.
+
+    Returns:
+        (1,) uint32, a zero, which is there once the blocks are.
+    """
+    sizes = [array.size // array.shape[0] for array in blocks]
+    parts = max(1, min(64, max(sizes) // 2048))
+    new = tuple(f"new_{name}" for name in _POOL)
+    kernel = _kernel("write", (*_POOL, *new, "slots", "order"), ("done",), _WRITE)
+    return kernel(
+        inputs=[*pool, *blocks, slots, order],
+        template=[
+            ("S", blocks.key_scales.dtype),
+            ("PARTS", parts),
+            *((f"N{at}", size) for at, size in enumerate(sizes)),
+        ],
+        grid=(slots.size * parts * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.uint32],
+    )[0]
