@@ -1,1 +1,1 @@
-"""A model's folder before any of it is loaded: where it lives, whether it is whole, what in it may run."""
+"""A model's folder before it is loaded: where it is, whether it is complete, and which of its code may run."""

@@ -1,12 +1,12 @@
-"""Digests of files: every byte is read once, and then known by what the file system says of the file.
+"""Digests of model files: each file is read once; later its digest is found by the file's metadata.
 
-A digest is SHA-256 over SHA-256 of pieces of a fixed size, so that several threads can read one file. It names whose KV
-may be restored, so nobody may be able to make two files with one digest: a fast hash that is not cryptographic will not
-do. A piece took a thread 1.7 to 1.9 GB/s on an x86 core with SHA instructions, BLAKE2b 1.1.
+A digest is SHA-256 over the SHA-256 of pieces of a fixed size, so that several threads can read one file. It decides
+which KV may be restored, so nobody may be able to make two files with one digest: a hash that is not cryptographic will
+not do. A thread hashes 1.7 to 1.9 GB/s on an x86 core with SHA instructions; BLAKE2b reaches 1.1.
 
-What is known lies in a file of the home. It is believed for a file of the same resolved path, inode, size and times of
-change, so links into a store of blobs share what they point to; a blob's name is not believed, though it may be the
-digest. The file is replaced as a whole. Where it is damaged or cannot be written, files are read again.
+Known digests are cached in a file of the home. One is used if resolved path, inode, size and times of change are the
+same, so links to one blob share its digest; a blob's name is not trusted, though it may be the digest. The cache is
+replaced as a whole. If it is damaged or cannot be written, files are read again.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 64 * 2**20
 READ_BYTES = 4 * 2**20
 THREADS_MAX = 4
-"""More than a disk is faster than."""
+"""So many threads hash faster than a disk reads."""
 
 FILES_MAX = 4096
-"""How many files are known at a time; those that were met longest ago go first."""
+"""Files in the cache; those used longest ago are removed first."""
 
 SETTLED_NS = 2 * 10**9
-"""A file that was changed less than this before it was read may be changed again within one tick of its file system's
-clock, which nobody would see: its digest is not kept."""
+"""A file that was changed less than this before it was read may be changed again within the same tick of its file
+system's clock, unnoticed: its digest is not cached."""
 
 SHOWN_BYTES_MIN = 256 * 2**20
-"""Reading less is over before anybody looks."""
+"""Below this, reading is too short to show progress."""
 
 LOCK_WAIT_S = 600.0
-"""How long another process may be reading the same files; then they are read twice."""
+"""How long to wait for another process that reads the same files; then they are read twice."""
 
 _VERSION = 1
 _KEPT_BYTES_MAX = 16 * 2**20
 
 
 class Facts(NamedTuple):
-    """What the file system says of a file, as long as nobody changes it."""
+    """The metadata that changes if a file is changed."""
 
     inode: int
     size: int
@@ -61,8 +61,8 @@ class Facts(NamedTuple):
     changed_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> Facts:
-        return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    def of(cls, status: os.stat_result) -> Facts:
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class FileDigest(NamedTuple):
@@ -79,21 +79,20 @@ def digest_files(
     progress: Callable[[float], None],
     now_ns: Callable[[], int] = time.time_ns,
 ) -> dict[str, FileDigest]:
-    """The digests of regular files.
+    """Returns the digests of regular files, by the names of `paths`.
 
     Args:
-        paths: by whatever name they are to be returned by.
-        kept: the file in which digests are kept, None for none.
-        progress: called with the fraction read, where there is much to read.
+        kept: the cache file, None for none.
+        progress: called with the fraction read, if there is much to read.
 
     Raises:
-        ModelLoadError: one cannot be read, or is changed while it is read.
+        ModelLoadError: a file cannot be read, or is changed while it is read.
     """
     found = {name: _facts(path) for name, path in paths.items()}
     known = _known(found, _read(kept))
     if len(known) < len(found):
         with _alone(kept):
-            # Whoever was reading may have read the same ones.
+            # The process that had the lock may have read the same files.
             entries = _read(kept)
             known = _known(found, entries)
             read = _hash_all({name: found[name] for name in found.keys() - known.keys()}, progress, now_ns)
@@ -105,10 +104,10 @@ def digest_files(
 
 
 def check_unchanged(digests: Mapping[str, FileDigest], paths: Mapping[str, Path]) -> None:
-    """Whether the files are still those that had these digests: what was loaded meanwhile is what they name.
+    """Checks that the files have not changed since they were hashed: so what was loaded meanwhile has these digests.
 
     Raises:
-        ModelLoadError: one is not.
+        ModelLoadError: one has changed.
     """
     for name, path in paths.items():
         known = digests[name]
@@ -127,11 +126,11 @@ def _facts(path: Path) -> tuple[Path, Facts]:
 def _hash_all(
     files: Mapping[str, tuple[Path, Facts]], progress: Callable[[float], None], now_ns: Callable[[], int]
 ) -> dict[str, tuple[FileDigest, bool]]:
-    """Digests by name, and whether each file had been left alone long enough for its digest to be kept."""
+    """Returns (digest, whether it may be cached: the file was not changed just before) by name."""
     total, done = sum(facts.size for _, facts in files.values()), 0
     shown = total >= SHOWN_BYTES_MIN
     results: dict[str, tuple[FileDigest, bool]] = {}
-    # No more than there are cores to compute on.
+    # Not more threads than cores.
     pool = ThreadPoolExecutor(min(THREADS_MAX, os.cpu_count() or 1), "digest")
     try:
         for name, (path, facts) in sorted(files.items()):
@@ -150,7 +149,7 @@ def _hash_all(
 
 
 def _hash(path: Path, facts: Facts, pool: ThreadPoolExecutor) -> Iterator[tuple[int, bytes]]:
-    """Size and digest of every piece, in order."""
+    """Yields size and digest of every piece, in order."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -162,7 +161,7 @@ def _hash(path: Path, facts: Facts, pool: ThreadPoolExecutor) -> Iterator[tuple[
                 for (start, end), future in zip(spans, futures, strict=True):
                     yield end - start, future.result()
             finally:
-                # Before the descriptor's number is another file's.
+                # All reads must end before the descriptor is closed: its number may then be another file's.
                 for future in futures:
                     if not future.cancel():
                         future.exception()
@@ -177,7 +176,7 @@ def _hash(path: Path, facts: Facts, pool: ThreadPoolExecutor) -> Iterator[tuple[
 def _hash_piece(path: Path, descriptor: int, start: int, end: int) -> bytes:
     hasher = hashlib.sha256()
     while start < end:
-        # Both of these let other threads run.
+        # Both calls release the interpreter's lock.
         data = os.pread(descriptor, min(READ_BYTES, end - start), start)
         if not data:
             raise _changed(path)
@@ -194,8 +193,8 @@ def _unreadable(path: Path, error: Exception) -> ModelLoadError:
     return ModelLoadError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
-# What is kept: {"version", "files": {path: [inode, size, modified_ns, changed_ns, digest in hexadecimal]}}, the file
-# that was met longest ago first.
+# The cache: {"version", "files": {path: [inode, size, modified_ns, changed_ns, digest in hexadecimal]}}, the file used
+# longest ago first.
 
 
 def _known(found: Mapping[str, tuple[Path, Facts]], entries: Mapping[str, Any]) -> dict[str, FileDigest]:
@@ -206,7 +205,7 @@ def _known(found: Mapping[str, tuple[Path, Facts]], entries: Mapping[str, Any]) 
                 try:
                     known[name] = FileDigest(path, facts, bytes.fromhex(written))
                 except ValueError:
-                    logger.warning("a kept digest of %s makes no sense: it is read again", path)
+                    logger.warning("the cached digest of %s is invalid; the file is read again", path)
     return known
 
 
@@ -220,14 +219,14 @@ def _read(kept: Path | None) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning("%s is of no use, files are read again: %s", kept, error)
+        logger.warning("%s cannot be used, so files are read again: %s", kept, error)
         return {}
     files = data.get("files") if isinstance(data, dict) and data.get("version") == _VERSION else None
     return files if isinstance(files, dict) else {}
 
 
 def _write(kept: Path | None, entries: Mapping[str, Any], met: list[FileDigest], settled: list[FileDigest]) -> None:
-    """Keep what is `settled`, and move what was `met` to the end."""
+    """Adds the digests that are `settled` to the cache, and moves those that were `met` to its end."""
     if kept is None:
         return
     files = dict(entries)
@@ -249,7 +248,7 @@ def _write(kept: Path | None, entries: Mapping[str, Any], met: list[FileDigest],
 
 @contextmanager
 def _alone(kept: Path | None) -> Iterator[None]:
-    """Read while no other process of this home does: replicas of one model that start together read it once."""
+    """Holds the home's lock for reading, so that replicas of one model that start together read it once."""
     with ExitStack() as held:
         if kept is not None:
             try:
@@ -257,7 +256,7 @@ def _alone(kept: Path | None) -> Iterator[None]:
                 lock = FileLock(kept.with_name(f"{kept.name}.lock"), LOCK_WAIT_S, mode=0o600, fallback_to_soft=False)
                 held.enter_context(lock)
             except Timeout:
-                logger.warning("another process has read files for %.0f s: they are read beside it", LOCK_WAIT_S)
+                logger.warning("another process has read files for %.0f s; this one now reads them, too", LOCK_WAIT_S)
             except OSError as error:
                 logger.warning("%s cannot be locked: %s", kept, error)
         yield

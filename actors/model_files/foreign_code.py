@@ -1,9 +1,9 @@
-"""Code that a model's folder brings: none of it runs, unless the model's entry in the config trusts it.
+"""Code in a model's folder: none of it runs, unless the model's entry in the config trusts it.
 
-Two things in a folder name code. mlx-lm and mlx-vlm import the `model_file` of config.json. transformers imports what
-an `auto_map` names, and some of mlx-vlm's processors tell it to trust every folder. Both are looked for before anything
-is imported; and the one function by which transformers gets such a file asks here first. A file of another repository
-never runs: no entry pins it.
+Two settings in a folder name code. mlx-lm and mlx-vlm import the `model_file` of config.json. transformers imports the
+files of an `auto_map`, and some of mlx-vlm's processors tell it to trust every folder. Both settings are checked before
+anything is imported, and the function by which transformers gets such a file is wrapped with a check. A file of another
+repository never runs: no entry pins it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROCESSOR_FILES = tuple(
 
 @dataclass
 class _Loading:
-    """What is being loaded in this context, and why the last file that was asked for was refused."""
+    """The model that this context loads, and the refusal of the last file that was requested."""
 
     source: str
     folder: Path
@@ -46,7 +46,7 @@ _loading: ContextVar[_Loading | None] = ContextVar("loading", default=None)
 
 
 def refuse_model_file(source: str, config: Mapping[str, object], *, trusted: bool) -> None:
-    """Refuse a model whose config.json names a file with its architecture, unless it is trusted and in its folder.
+    """Refuses a model whose config.json names a file with its architecture, unless it is trusted and in its folder.
 
     Raises:
         ModelLoadError: with the file's name.
@@ -57,10 +57,9 @@ def refuse_model_file(source: str, config: Mapping[str, object], *, trusted: boo
 
 
 def refuse_processor_code(source: str, folder: Path, *, trusted: bool) -> None:
-    """Refuse a model whose processor or tokenizer is made by code in its folder, unless it is trusted.
+    """Refuses a model whose processor or tokenizer needs code in its folder, unless it is trusted.
 
-    The `auto_map` of config.json counts for nothing here: many repositories keep one for a family that the libraries
-    know by now.
+    Ignores the `auto_map` of config.json: many repositories still have one for a family that the libraries now know.
 
     Raises:
         ModelLoadError: with the file's name.
@@ -78,14 +77,14 @@ def refuse_processor_code(source: str, folder: Path, *, trusted: bool) -> None:
 
 @contextmanager
 def own_code_only(source: str, folder: Path, *, trusted: bool) -> Iterator[None]:
-    """While this is open transformers imports no code but Satchel's and its libraries', in this thread.
+    """While this is open, transformers imports no code of models in this thread, but for a trusted folder's.
 
     Args:
-        source: what the user calls the model.
-        trusted: whether the code in `folder` may run, but still no other.
+        source: the model's source, as the user gave it.
+        trusted: whether the code in `folder` may run; no other code ever does.
 
     Raises:
-        ModelLoadError: in place of any error that came of it, with the file's name.
+        ModelLoadError: code was refused; with the file's name. It replaces the error that this caused.
     """
     _install()
     loading = _Loading(source, folder, trusted)
@@ -93,7 +92,7 @@ def own_code_only(source: str, folder: Path, *, trusted: bool) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        # By itself transformers refuses in words that tell a Python programmer what to pass.
+        # The message of transformers is for Python programmers: it names an argument to pass.
         refusal = loading.refused or (_refusal(source, "auto_map", True) if _TRUST in str(error) else None)
         if refusal is None or refusal is error:
             raise
@@ -119,15 +118,15 @@ def _refusal(source: str, file: str, own: bool) -> ModelLoadError:
 def _install() -> None:
     from transformers import dynamic_module_utils
 
-    dynamic_module_utils.get_cached_module_file = _asking(dynamic_module_utils.get_cached_module_file)
+    dynamic_module_utils.get_cached_module_file = _checking(dynamic_module_utils.get_cached_module_file)
 
 
-def _asking(fetch: Callable[..., str]) -> Callable[..., str]:
+def _checking(fetch: Callable[..., str]) -> Callable[..., str]:
     @wraps(fetch)
     def get_cached_module_file(repository: Any, file: str, *arguments: Any, **options: Any) -> str:
         loading = _loading.get()
         if loading is None:
-            raise ModelLoadError(f"code of a model's own is not run: {repository}, {file}")
+            raise ModelLoadError(f"a model's own code is not run: {repository}, {file}")
         loading.check(str(repository), file)
         return fetch(repository, file, *arguments, **options)
 

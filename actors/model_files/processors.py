@@ -1,8 +1,8 @@
-"""What a model's own processor makes of pictures: how many tokens they take in a prompt, what its encoder is given.
+"""A model's own processor of pictures: how many tokens a picture has in a prompt, and the encoder's inputs.
 
-Nothing here knows families. A processor of mlx-vlm is asked about one picture at a time, with the text that the chat
-template writes for it, so that a picture means the same whatever stands around it. A video is asked about as a whole;
-every few frames that it counts as one temporal patch are encoded by themselves.
+This works for any model family. A processor of mlx-vlm gets one picture at a time, with the text that the chat template
+writes for it, so that a picture's tokens do not depend on what surrounds it. A video is processed as a whole; the
+frames of each temporal patch are then encoded separately.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .foreign_code import own_code_only, refuse_processor_code
 
 LAYOUTS_KEPT = 256
 CLOCK_HZ = 1000.0
-"""A processor is told when frames are shown in ticks of a clock."""
+"""Ticks per second of the clock in which a processor gets the times of frames."""
 
 _MARK = "satchel-picture"
 _TRIED = (224, 224)
@@ -37,12 +37,12 @@ _PIXELS_MAX = 10**12
 
 @dataclass(frozen=True)
 class SpanLayout:
-    """A *span* of a prompt that stands for a picture, or for some frames of a video.
+    """A *span* of a prompt: the tokens of a picture, or of some frames of a video.
 
     Attributes:
-        tokens: its ids, from the first added token to the last one; so they are the same whatever stands around it.
-        places: which of them the encoder's output replaces.
-        grid: (frames, rows, columns) of patches where positions depend on it, else empty.
+        tokens: its ids, from the first added token to the last one, so that they do not depend on what surrounds it.
+        places: the indices of those that the encoder's output replaces.
+        grid: (frames, rows, columns) of patches if positions depend on it, else empty.
     """
 
     tokens: tuple[int, ...]
@@ -52,7 +52,7 @@ class SpanLayout:
 
 @dataclass(frozen=True)
 class PictureLayout:
-    """What replaces a picture's placeholder: a text with one span."""
+    """The replacement of a picture's placeholder: a text with one span."""
 
     text: str
     span: SpanLayout
@@ -60,9 +60,8 @@ class PictureLayout:
 
 @dataclass(frozen=True)
 class VideoLayout:
-    """What replaces a video's placeholder: a text with a span for every `frames` frames, the last repeated to fill up.
-
-    Frames are `width` x `height` where they are encoded.
+    """The replacement of a video's placeholder: a text with a span for every `frames` frames. The last frame is
+    repeated to fill up the last span. The encoder gets frames of `width` x `height`.
     """
 
     text: str
@@ -73,11 +72,11 @@ class VideoLayout:
 
 
 def sees(folder: Path) -> bool:
-    """Whether the model in `folder` is one for pictures that mlx-vlm knows."""
+    """Returns whether the model in `folder` takes pictures and mlx-vlm knows it."""
     config = json.loads((folder / "config.json").read_text())
     if not config.get("vision_config"):
         return False
-    # Not before: it takes a second.
+    # Imported only now: it takes a second.
     from mlx_vlm.utils import get_model_type
 
     kind = get_model_type(config)
@@ -85,16 +84,16 @@ def sees(folder: Path) -> bool:
 
 
 class PictureProcessor:
-    """A model's processor, and what its chat template and its prompts have in a picture's place. Thread-safe.
+    """A model's processor, and how its chat template and prompts represent a picture. Thread-safe.
 
     Attributes:
         placeholder: the text that the template writes for a picture.
-        token: the id of the tokens that stand for a picture.
-        video_placeholder, video_token: the same for a video; "" and -1 where videos are shown as pictures.
+        token: the token id of a picture's places.
+        video_placeholder, video_token: the same for a video; "" and -1 if videos are processed as pictures.
 
     Args:
         processor: as mlx-vlm loads it.
-        named: ids that are said to stand for a picture.
+        named: token ids that the model's config or processor names as a picture's.
 
     Raises:
         ValueError: the template writes nothing for a picture, or the prompt has no token for it.
@@ -117,7 +116,7 @@ class PictureProcessor:
 
     @classmethod
     def load(cls, folder: Path, *, trusted: bool = False) -> PictureProcessor:
-        """The processor of the model in `folder`, whose own code runs only if it is `trusted`.
+        """Loads the processor of the model in `folder`, whose own code runs only if it is `trusted`.
 
         Raises:
             ModelLoadError: it needs such code.
@@ -125,7 +124,7 @@ class PictureProcessor:
         from mlx_vlm.utils import get_model_and_args, load_image_processor, load_processor
 
         config = json.loads((folder / "config.json").read_text())
-        # A family brings a processor of its own in place of transformers', which often needs PyTorch.
+        # This import registers the family's processor in place of transformers', which often needs PyTorch.
         get_model_and_args(config)
         refuse_processor_code(folder.name, folder, trusted=trusted)
         with own_code_only(folder.name, folder, trusted=trusted):
@@ -137,25 +136,26 @@ class PictureProcessor:
         return cls(processor, frozenset(token for token in ids if isinstance(token, int)))
 
     def token_of(self, media_token: int) -> int:
-        """The model's token in the place of a word."""
+        """Returns the model's token in the place of a media token id."""
         return self.video_token if is_of_video(media_token) else self.token
 
     def layout(self, width: int, height: int) -> PictureLayout:
-        """What a picture of this size is in a prompt. For a size that is new a picture is processed: milliseconds, or a
-        second for 50 million pixels."""
+        """Returns the layout of a picture of this size. A new size takes milliseconds, or a second for 50 million
+        pixels: a blank picture is processed."""
         return self._kept((width, height), lambda: self._layout(width, height))
 
     def video_layout(self, width: int, height: int, seconds: Sequence[float]) -> VideoLayout:
-        """What a video is in a prompt, whose frames of this size are shown at `seconds`."""
+        """Returns the layout of a video with frames of this size at the times `seconds`."""
         shown = tuple(seconds)
         return self._kept((width, height, shown), lambda: self._video_layout(width, height, shown))
 
     def inputs(self, frames: Sequence[Image.Image], *, video: bool) -> dict[str, Any]:
-        """What the encoder is given for the frames of one span, by name: pixels and what goes with them."""
+        """Returns the encoder's inputs for the frames of one span, by name: pixels, and such as grids. Their shapes and
+        dtypes are the processor's."""
         if not video:
             made = self._process(frames[0])
         else:
-            # They have the size already that the whole video's processing gave them.
+            # The frames already have the size that the processing of the whole video gave them.
             made = dict(
                 self._group_processor(
                     text=[self.video_placeholder], videos=[np.stack([np.asarray(frame) for frame in frames])]
@@ -166,7 +166,7 @@ class PictureProcessor:
     def _kept(self, key: Any, make: Any) -> Any:
         if (known := self._known(key)) is not None:
             return known
-        # One at a time: a large picture's takes hundreds of megabytes.
+        # One at a time: processing a large picture takes hundreds of megabytes.
         with self._making:
             if (known := self._known(key)) is not None:
                 return known
@@ -187,22 +187,22 @@ class PictureProcessor:
 
     def _read_token(self, named: frozenset[int]) -> int:
         made = self._process(Image.new("RGB", _TRIED))
-        told = {made[name] for name in _TOKEN_NAMES if isinstance(made.get(name), int)}
-        found = [token for token in _ids(made) if token in named | told]
-        if len(set(found)) != 1:
+        candidates = named | {made[name] for name in _TOKEN_NAMES if isinstance(made.get(name), int)}
+        present = {token for token in _ids(made) if token in candidates}
+        if len(present) != 1:
             raise ValueError("it is not known which of its tokens stand for a picture")
-        return found[0]
+        return present.pop()
 
     def _read_video(self) -> tuple[str, int]:
         token, own = getattr(self._processor, "video_token_id", None), getattr(self._processor, "video_processor", None)
         placeholder = self._placeholder_of("video") if own is not None and isinstance(token, int) else ""
-        # A template that does not know videos writes nothing, or a part's text, which it has none of.
+        # A template that does not know videos writes nothing, or the text of the part, which has none.
         known = placeholder.strip() and self._tokenizer.decode([token]) in placeholder
         return (placeholder, token) if known and isinstance(token, int) else ("", -1)
 
     @staticmethod
     def _any_size(processor: Any) -> Any:
-        """The processor for frames that have been resized: it leaves their size as it is."""
+        """Returns a copy of the processor that does not resize frames, for those that have been resized."""
         other = copy.copy(processor)
         if (own := getattr(processor, "video_processor", None)) is not None:
             other.video_processor = copy.copy(own)
@@ -219,10 +219,12 @@ class PictureProcessor:
 
     def _video_layout(self, width: int, height: int, seconds: tuple[float, ...]) -> VideoLayout:
         ticks = [round(second * CLOCK_HZ) for second in seconds]
-        told = {"frames_indices": ticks, "fps": CLOCK_HZ, "total_num_frames": ticks[-1] + 1}
+        metadata = {"frames_indices": ticks, "fps": CLOCK_HZ, "total_num_frames": ticks[-1] + 1}
         blank = np.zeros((len(ticks), height, width, 3), np.uint8)
         made = dict(
-            self._processor(text=[self.video_placeholder], videos=[blank], fps=[_rate(seconds)], video_metadata=[told])
+            self._processor(
+                text=[self.video_placeholder], videos=[blank], fps=[_rate(seconds)], video_metadata=[metadata]
+            )
         )
         ids, grid, own = _ids(made), _video_grid(made), self._processor.video_processor
         spans = self._video_spans(ids)
@@ -242,10 +244,10 @@ class PictureProcessor:
     def _each_patch(
         self, span: list[int], grid: Sequence[int], processor: Any, width: int, height: int
     ) -> list[list[int]]:
-        """A span cut into its temporal patches, if its tokens are those of each by itself, one after the other; all
-        alike, so without what stands before the first and behind the last.
+        """Splits a span into its temporal patches, if its tokens are those of the single patches in order. All parts
+        are equal: they leave out the added tokens before the first and after the last.
 
-        Models whose videos have such grids encode each temporal patch without looking at others.
+        Models with such grids encode each temporal patch independently of the others.
         """
         group = np.zeros((getattr(processor, "temporal_patch_size", 1), height, width, 3), np.uint8)
         made = dict(self._group_processor(text=[self.video_placeholder], videos=[group]))
@@ -255,7 +257,7 @@ class PictureProcessor:
         return [[self.video_token] * length] * grid[0]
 
     def _video_spans(self, ids: list[int]) -> list[list[int]]:
-        """Every run of the video's token, with the added tokens right around it."""
+        """Returns every run of the video's token, with the added tokens directly around it."""
         spans, at = [], 0
         for is_video, run in groupby(ids, key=lambda token: token == self.video_token):
             length = len(list(run))
@@ -274,7 +276,7 @@ class PictureProcessor:
         return dict(self._processor(text=[self.placeholder], images=[picture]))
 
     def _text(self, ids: list[int]) -> str:
-        """What the ids say, without what the tokenizer puts around every text."""
+        """Returns the text of the ids, without the tokens that the tokenizer puts around every text."""
         while ids and ids[0] in self._edges:
             ids = ids[1:]
         while ids and ids[-1] in self._edges:
@@ -291,6 +293,6 @@ def _ids(made: dict[str, Any]) -> list[int]:
 
 
 def _rate(seconds: Sequence[float]) -> float:
-    """Frames a second."""
+    """Returns frames per second."""
     length = seconds[-1] - seconds[0]
     return (len(seconds) - 1) / length if length > 0 else 1.0

@@ -1,4 +1,4 @@
-"""Where a source lives: what ships with Satchel, folders, and the Hub's cache, which is filled from the Hub if need be.
+"""Finds a model's folder: one that ships with Satchel, any folder, or one in the Hub's cache, downloaded if need be.
 
 A source is `embedded:NAME`, a folder, or a Hub id: `owner/name`, or `owner/name@revision` for a branch, tag or commit.
 """
@@ -26,17 +26,19 @@ HUB_PATTERNS = ["*.json", WEIGHTS, "*.jinja", "tokenizer.model", "*.tiktoken", "
 CODE = "*.py"
 
 Progress = Callable[[str, float | None], None]
-"""Called with what is going on and the fraction done, None where it is unknown."""
+"""Called with the present activity and the fraction done, None if unknown."""
 
 _GB = 1e9
 
 
 def resolve(source: str, progress: Progress, *, code: bool = False) -> Path:
-    """The folder of a model; a Hub id is downloaded if it is not in the Hub's cache yet, with its code if that is
-    wanted.
+    """Returns the folder of a model. A Hub id is downloaded if it is not in the Hub's cache yet.
+
+    Args:
+        code: whether to download its Python files, too.
 
     Raises:
-        ModelLoadError: no such folder or embedded model, or the Hub does not give it; says which and what to do.
+        ModelLoadError: no such folder or embedded model, or the download failed; says what to do.
     """
     if source.startswith("embedded:"):
         folder = EMBEDDED / source.removeprefix("embedded:")
@@ -48,13 +50,13 @@ def resolve(source: str, progress: Progress, *, code: bool = False) -> Path:
 
 
 def resolve_adapter(source: str, progress: Progress) -> Path:
-    """The folder of an adapter, as `resolve` finds that of a model."""
+    """Returns the folder of an adapter; otherwise as `resolve`."""
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     return _find(source, files, files, progress)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Returns the JSON object in a file.
 
     Raises:
         ModelLoadError: the file cannot be read or holds something else.
@@ -89,16 +91,16 @@ def _find(source: str, needed: Sequence[str], patterns: Sequence[str], progress:
     except ModelLoadError:
         raise
     except Exception as error:
-        # The Hub's client lets the errors of three HTTP stacks through.
+        # The Hub's client passes on errors of three HTTP stacks.
         raise ModelLoadError(_sentence(wanted, error)) from error
 
 
 @dataclass(frozen=True)
 class _Download:
-    """One snapshot of a repository, brought into the Hub's cache.
+    """The download of one snapshot of a repository into the Hub's cache.
 
-    The files are chosen before the first byte is fetched, so that what cannot work (no room, not a model) fails at
-    once, and the progress knows its end.
+    The files are chosen before the first byte is fetched, so that a hopeless download (no room, not a model) fails at
+    once, and the total for the progress is known.
     """
 
     source: str
@@ -129,18 +131,18 @@ class _Download:
     def _snapshot(self, **options: Any) -> Any:
         from huggingface_hub import snapshot_download
 
-        # Files in folders of a repository belong to other formats.
+        # Files in subfolders of a repository belong to other formats.
         return snapshot_download(self.repository, revision=self.revision, ignore_patterns=["*/*"], **options)
 
     def _without_other_weights(self, files: dict[str, Any]) -> list[str]:
-        """The files, without weights that the index does not name: some repositories hold the same ones twice."""
+        """Returns the files without weights that the index does not name: some repositories have the weights twice."""
         if INDEX not in files:
             return list(files)
         from huggingface_hub import hf_hub_download
 
         index = hf_hub_download(self.repository, INDEX, revision=files[INDEX].commit_hash)
         named = named_by_index(Path(index))
-        # An index that names what is not there was left over from another layout: mlx-lm does not look at it.
+        # An index that names absent files is left over from another layout; mlx-lm ignores it.
         if not named or not named <= files.keys():
             return list(files)
         return [name for name in files if name in named or not fnmatch(name, WEIGHTS)]
@@ -159,7 +161,7 @@ class _Download:
             )
 
     def _from_cache(self, cause: BaseException) -> Path:
-        """The snapshot as an earlier download left it, where the Hub does not answer; `cause` is why."""
+        """Returns the snapshot of an earlier download; `cause` is why the Hub does not answer."""
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
@@ -178,11 +180,11 @@ class _Download:
         raise ModelLoadError(_unreachable(self, there, cause)) from cause
 
     def _bar(self, total: int) -> type:
-        """A progress bar class that forwards the Hub's byte counters to `progress`."""
+        """Returns a progress bar class that forwards the Hub's byte counters to `progress`."""
         from tqdm.auto import tqdm
 
         progress, what = self.progress, f"downloading {self.source}"
-        # The Hub counts what it received and what it wrote, and which of the two runs ahead depends on the storage.
+        # The Hub has a bar for bytes received and one for bytes written; which is ahead depends on the storage.
         most = [0.0]
 
         class Bar(tqdm):
@@ -203,7 +205,7 @@ class _Download:
 
 
 class _Nowhere:
-    """A text stream that drops what is written; the bar draws itself in the command line, not here."""
+    """A text stream that drops what is written: the command line draws the bar itself."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -213,7 +215,7 @@ class _Nowhere:
 
 
 def named_by_index(path: Path) -> set[str]:
-    """The weight files that an index names."""
+    """Returns the weight files that an index names."""
     weight_map = read_json(path).get("weight_map")
     return {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
 
@@ -235,11 +237,11 @@ def _no_source(source: str) -> str:
 
 
 def _sentence(wanted: _Download, error: BaseException) -> str:
-    """What went wrong with a download, and what to do about it."""
+    """Returns why a download failed, and what to do about it."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
-        # A file's own refusal, told as "not in the cache either".
+        # The client reports a refusal as "not in the cache either"; its cause is the refusal.
         error = error.__cause__
     if isinstance(error, errors.GatedRepoError):
         page = f"{constants.ENDPOINT}/{wanted.repository}"
@@ -259,7 +261,7 @@ def _sentence(wanted: _Download, error: BaseException) -> str:
 
 
 def first_sentence(error: BaseException) -> str:
-    """What an error of somebody else's says, on one line of at most 300 characters; never empty."""
+    """Returns a library error's message on one line of at most 300 characters; never empty."""
     # KeyError shows its message quoted.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

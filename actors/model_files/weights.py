@@ -1,7 +1,7 @@
-"""Weight files: whether they are whole, and what they take in memory. Only headers are read.
+"""Weight files: whether they are complete, and their size in memory. Only headers are read.
 
-The format: eight bytes with the length of a JSON header (little-endian), the header, which gives every tensor's type,
-shape and place, and the data (https://huggingface.co/docs/safetensors).
+The format: eight bytes with the length of a JSON header (little-endian), the header with every tensor's type, shape and
+offsets, and the data (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A safetensors file that is whole: all the data its header promises is there."""
+    """A complete safetensors file: it has all the data that its header describes."""
 
     path: Path
     header: bytes
@@ -39,7 +39,7 @@ class WeightFile:
 
 
 def read_weight_file(path: Path) -> WeightFile:
-    """The file's header, once everything it says about the file is known to be true.
+    """Reads and checks the file's header.
 
     Raises:
         ModelLoadError: the file cannot be read, is cut off, or is something else.
@@ -67,17 +67,17 @@ def read_weight_file(path: Path) -> WeightFile:
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise ModelLoadError(f"{path} is not a safetensors file: its header makes no sense") from None
-    there = size - 8 - length
-    if end > there:
-        raise ModelLoadError(f"{path} is cut off: {there} of its {end} bytes of weights are there; fetch it again")
+    present = size - 8 - length
+    if end > present:
+        raise ModelLoadError(f"{path} is cut off: it has {present} of its {end} bytes of weights; download it again")
     return WeightFile(path, header, tensors, size)
 
 
 def bytes_in_memory(files: Iterable[WeightFile], float_bytes: int | None) -> int:
-    """What the tensors take once loaded.
+    """Returns the size of the tensors once loaded, in bytes.
 
     Args:
-        float_bytes: size of the float type that all floats are converted to; None where they stay as they are.
+        float_bytes: the size of the float type to which all floats are converted; None if they are not converted.
     """
     return sum(
         math.prod(tensor.shape) * float_bytes if float_bytes and tensor.dtype in _FLOATS else tensor.nbytes

@@ -1,1 +1,1 @@
-"""What processes say to each other, and the ids that all use. Pure, but for handles, registry and reporter."""
+"""Messages between processes, and the ids that all of them use. Pure, but for handles, registry and reporter."""

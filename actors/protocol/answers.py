@@ -1,4 +1,4 @@
-"""What makes an actor's method of a plain one: bytes come, bytes go, and errors are data."""
+"""Turns a method on messages into an actor's method on bytes, with errors as data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Request = TypeVar("Request")
 def answers(
     request: type[Request],
 ) -> Callable[[Callable[[Self, Request], Awaitable[Any]]], Callable[[Self, bytes], Coroutine[Any, Any, bytes]]]:
-    """A method that takes a `request` and returns a message or None becomes one that takes and returns bytes. A
-    `SatchelError` that it raises travels as data, and is raised again by `decode` where it comes to.
+    """Returns a decorator for methods that take a `request` and return a message or None: the result takes and returns
+    bytes. A `SatchelError` that the method raises travels as data; the caller's `decode` raises it again.
 
-    A request of another version is answered with an error, which whoever asked finds to be of another version, too.
+    A request of another version is answered with an error, whose version the caller in turn finds to be another one.
     """
 
     def make(
@@ -28,15 +28,15 @@ def answers(
         @wraps(method)
         async def answer(self: Self, data: bytes) -> bytes:
             try:
-                asked = decode(request, data)
+                message = decode(request, data)
             except (TypeError, ValueError) as error:
                 return encode_error(OtherVersion(str(error)))
             except SatchelError as error:
                 return encode_error(error)
             try:
-                return encode(await method(self, asked))
+                return encode(await method(self, message))
             except NoAnswer as error:
-                # Of somebody else; whoever asked is not to take this actor for lost.
+                # A third process did not answer; the caller must not take this actor for lost.
                 return encode_error(Unavailable(error.message, retry_after_s=error.retry_after_s))
             except SatchelError as error:
                 return encode_error(error)

@@ -1,6 +1,6 @@
-"""Block identity: which 256 tokens, after which history, of which model, for whom. Pure.
+"""Block ids: they name 256 tokens, the history before them, the model, and who may share them. Pure.
 
-A block's id is a SHA-256 chain, so equal ids mean equal histories, and a prefix of n blocks is found by n dictionary
+Block ids form a SHA-256 chain, so equal ids mean equal histories, and a prefix of n blocks is found by n dictionary
 look-ups. Every hashed field is tagged and length-prefixed: no two different inputs give the same bytes.
 """
 
@@ -14,7 +14,7 @@ BLOCK_TOKENS = 256
 
 
 def digest(tag: bytes, *parts: bytes) -> bytes:
-    """SHA-256 over a tag and parts: no two different inputs are hashed as the same bytes."""
+    """Returns the SHA-256 of a tag and parts. Different inputs are never hashed as the same bytes."""
     hasher = hashlib.sha256(len(tag).to_bytes(2, "big") + tag)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "big"))
@@ -30,20 +30,23 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def root_id(model_id: bytes, scope: str) -> bytes:
-    """The parent of every first block: 32 bytes that name the model and who may share.
+    """Returns the parent of every first block: 32 bytes that name the model and who may share.
 
     Args:
         model_id: 32 bytes, `models.model_id`.
-        scope: whoever may reuse the block; see `scope_of`.
+        scope: who may reuse the block; see `scope_of`.
     """
     return digest(b"satchel.root.1", model_id, scope.encode())
 
 
 def block_id(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The id of the block of `tokens` after `parent` (32 bytes, `root_id` for the first).
+    """Returns the id (32 bytes) of the block of `tokens` after `parent` (32 bytes, `root_id` for the first).
 
     Args:
-        tokens: exactly `BLOCK_TOKENS` token ids, and words in place of those that stand for pictures (`media`).
+        tokens: exactly `BLOCK_TOKENS` token ids, with media token ids in place of pictures' tokens (`media_ids`).
+
+    Raises:
+        ValueError: another number of tokens.
     """
     if len(tokens) != BLOCK_TOKENS:
         raise ValueError(f"a block is {BLOCK_TOKENS} tokens, got {len(tokens)}")
@@ -51,7 +54,7 @@ def block_id(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def block_ids(root: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """The ids of the whole blocks of `tokens`, in order; the open tail has none."""
+    """Returns the ids of the whole blocks of `tokens`, in order; the open tail has none."""
     ids: list[bytes] = []
     parent = root
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -61,15 +64,15 @@ def block_ids(root: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 
 def is_shared(scope: str) -> bool:
-    """Whether other requests may reuse blocks of this scope."""
+    """Returns whether other requests may reuse blocks of this scope."""
     return not scope.startswith("request:")
 
 
 def scope_of(share: str, tenant: str, agent: str, request_id: str, salt: str = "") -> str:
-    """Who may reuse a request's blocks under the policy `share`: the tenant, this agent, or nobody else.
+    """Returns who may reuse a request's blocks under the policy `share`: the tenant, this agent, or nobody else.
 
-    A request without an agent under `share: agent` shares with nobody. Of one tenant, only requests of the same `salt`
-    share.
+    A request without an agent under `share: agent` shares with nobody. Within a tenant only requests with the same
+    `salt` share.
     """
     if share == "tenant":
         return f"tenant:{tenant}/{salt}" if salt else f"tenant:{tenant}"

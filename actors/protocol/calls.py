@@ -1,8 +1,8 @@
-"""A call to an actor: made by name, bounded in time, with one convention for what goes wrong.
+"""A call to an actor: made by name, bounded in time, with one convention for errors.
 
-What an actor says is its answer as bytes (`codec.encode`), or an error as data in the same bytes. Whoever called
-gets the answer, or that very error raised again. Where no answer comes it is `NoAnswer` or one of its kinds:
-`ActorLost`, `ActorAway`, `ActorSilent`, `OtherVersion`. No error of Ray's leaves this file, but as a cause.
+An actor answers with bytes: a message (`codec.encode`), or an error as data, which is raised again in the caller. If no
+answer comes, the caller gets `NoAnswer` or a subclass: `ActorLost`, `ActorAway`, `ActorSilent`, `OtherVersion`. Ray's
+errors leave this file only as causes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ActorRef:
     """An actor that is called by its name. Its handle is looked up at the first call, and after one without answer.
 
     Args:
-        silent: what is said where no answer comes, such as "the router does not answer now".
-        handle: where it is known already.
-        on_no_answer: called where no answer came.
+        silent: the message of errors if no answer comes, such as "the router does not answer now".
+        handle: the actor's, if known.
+        on_no_answer: called if no answer comes.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class ActorRef:
     def call(
         self, send: Callable[[Any], Any], read: Callable[[Any], T], timeout_s: float, *, large: bool = False
     ) -> Call[T]:
-        """A call that waits to be made.
+        """Returns a call that has not been made yet.
 
         Args:
-            send: begins it at the handle that it is given; the answer's reference.
-            read: the answer as it is to be given. Raises the error that the actor says, `ValueError` or `TypeError` for
-                what another version says.
-            large: whether sending takes so long that no event loop should do it.
+            send: begins the call on the handle, and returns the answer's reference.
+            read: decodes the answer. Raises the actor's error, or `ValueError` or `TypeError` for another version's
+                bytes.
+            large: whether sending takes too long for an event loop.
         """
         return Call(self, send, read, timeout_s, large=large)
 
     def find(self) -> Any:
-        """The handle. Waits for the control store where it is not known: in a thread.
+        """Returns the handle. Call it in a thread: if unknown, the control store is asked.
 
         Raises:
             ValueError: there is no such actor.
@@ -71,24 +71,24 @@ class ActorRef:
         return self._handle if self._handle is not None else await asyncio.to_thread(self.find)
 
     def unanswered(self, error: Exception) -> NoAnswer:
-        """What a caller is told instead of what Ray or the clock has raised. Looks the handle up anew next time, but
-        after silence: who is slow is still there."""
-        found = no_answer(error, self._silent, self._retry_after_s)
-        if not isinstance(found, ActorSilent):
+        """Returns the error to raise instead of Ray's or a timeout. Drops the handle, except after a timeout: a slow
+        actor is still there."""
+        translated = no_answer(error, self._silent, self._retry_after_s)
+        if not isinstance(translated, ActorSilent):
             self._handle = None
         if self._on_no_answer is not None:
             self._on_no_answer()
-        return found
+        return translated
 
 
 def no_answer(error: Exception, silent: str, retry_after_s: float = 1.0) -> NoAnswer:
-    """What one of `UNANSWERED` means."""
+    """Returns the `NoAnswer` for one of `UNANSWERED`, with the message `silent`."""
     return _kind(error)(silent, retry_after_s=retry_after_s)
 
 
 def _kind(error: Exception) -> type[NoAnswer]:
     if isinstance(error, RayTaskError):
-        # The method failed, with whatever error: Ray makes it an instance of that error's class, too.
+        # The method failed. This comes first, because Ray makes it an instance of the method's error class, too.
         return NoAnswer
     if isinstance(error, TimeoutError):
         return ActorSilent
@@ -98,15 +98,15 @@ def _kind(error: Exception) -> type[NoAnswer]:
 
 
 UNANSWERED = (RayError, ValueError, AttributeError, TimeoutError)
-"""What Ray raises where no answer comes, and Python: no such actor, no such method, in time."""
+"""What Ray and Python raise if no answer comes: any error of Ray, no such actor, no such method, a timeout."""
 
 
 class Call(Generic[T]):
-    """A call that is made when it is awaited, or in a thread by `wait`; each time anew.
+    """A call that is made when it is awaited, or in a thread by `wait`; again each time.
 
     Raises:
-        SatchelError: what the actor says.
-        NoAnswer: it says nothing, within the time.
+        SatchelError: the actor's error.
+        NoAnswer: no answer came in time.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Call(Generic[T]):
         self._actor, self._send, self._read, self._timeout_s, self._large = actor, send, read, timeout_s, large
 
     def within(self, timeout_s: float) -> Call[T]:
-        """The same call, with this much time for the answer."""
+        """Returns the same call with another time limit for the answer."""
         return Call(self._actor, self._send, self._read, timeout_s, large=self._large)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -137,17 +137,17 @@ class Call(Generic[T]):
                 answer = await sent
         except UNANSWERED as error:
             raise self._actor.unanswered(error) from error
-        return self._said(answer)
+        return self._decoded(answer)
 
     def wait(self) -> T:
-        """The answer, for a thread that is no event loop's."""
+        """Makes the call and returns the answer. For threads without an event loop."""
         try:
             answer = ray.get(self._send(self._actor.find()), timeout=self._timeout_s)
         except UNANSWERED as error:
             raise self._actor.unanswered(error) from error
-        return self._said(answer)
+        return self._decoded(answer)
 
-    def _said(self, answer: Any) -> T:
+    def _decoded(self, answer: Any) -> T:
         try:
             return self._read(answer)
         except (TypeError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""The router and the replicas as everybody calls them. Each method is a `Call`, which is made when it is awaited, or by
-`wait` in a thread; `within` gives it another time. Errors are as `calls.py` has them.
+"""Clients of the router and of replicas. Each method returns a `Call`, which is made when it is awaited, or by `wait`
+in a thread; `within` changes its time limit. `calls.py` describes the errors.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from .messages import (
 )
 
 CONFIG_S = 30.0
-"""How long the router may take to say the config: it is asked first, and may be starting."""
+"""How long the router may take to return the config: this is the first request, and it may be starting."""
 
 
 class RouterClient:
-    """
+    """The router, for every process that calls it.
+
     Args:
-        timing: of the cluster: an answer may take `answer_s`, where nothing else is said.
-        handle: the router's, where it is known already.
+        timing: of the cluster: an answer may take `answer_s`, unless a method says otherwise.
+        handle: the router's, if known.
     """
 
     def __init__(self, timing: Timing, handle: Any = None) -> None:
@@ -60,7 +61,7 @@ class RouterClient:
         self.actor = ActorRef(ROUTER, "the router does not answer now", handle=handle, retry_after_s=2.0)
 
     def route(self, request: RouteRequest) -> Call[Decision]:
-        """Where the request goes; it counts there at once.
+        """Returns where the request goes; the router counts it there at once.
 
         Raises:
             NoReplica: no replica of the model answers now.
@@ -70,7 +71,7 @@ class RouterClient:
         )
 
     def report(self, report: ReplicaReport | StoreReport) -> Call[bool]:
-        """A heartbeat. False asks for a full one."""
+        """Sends a heartbeat. Returns False if the next one must be full."""
 
         def send(router: Any) -> Any:
             method = router.report if isinstance(report, ReplicaReport) else router.store_report
@@ -79,22 +80,22 @@ class RouterClient:
         return self.actor.call(send, lambda answer: decode(ReportAck, answer).complete, self._answer_s)
 
     def lose(self, replica: str) -> Call[None]:
-        """A call to the replica failed: it is avoided until it reports again."""
+        """Reports that a call to the replica failed: the router avoids it until it reports again."""
         message = ReplicaName(replica)
         return self.actor.call(lambda router: router.lose.remote(encode(message)), _nothing, self._answer_s)
 
     def lose_node(self, node: str) -> Call[None]:
-        """A whole node is gone: its replicas and its disk are avoided until they report again."""
+        """Reports that a node is gone: the router avoids its replicas and its disk until they report again."""
         message = NodeName(node)
         return self.actor.call(lambda router: router.lose_node.remote(encode(message)), _nothing, self._answer_s)
 
     def release(self, replica: str, request_id: str) -> Call[None]:
-        """The request is no load on the replica: it was refused, or has ended before a report mentioned it."""
+        """Reports that the request does not load the replica: it was refused, or ended before a report mentioned it."""
         message = RowLeft(replica, request_id)
         return self.actor.call(lambda router: router.release.remote(encode(message)), _nothing, self._answer_s)
 
     def explain(self, request_id: str) -> Call[Explanation | None]:
-        """Why a recent request went where it did; None where nothing is known of it.
+        """Returns why a recent request went where it did; None if the router does not know it.
 
         Args:
             request_id: the `x-request-id` of a response.
@@ -103,16 +104,16 @@ class RouterClient:
         return self.actor.call(lambda router: router.explain.remote(encode(message)), read, self._answer_s)
 
     def config(self) -> Call[Config]:
-        """The config that the cluster was started with."""
+        """Returns the config that the cluster was started with."""
         return self.actor.call(lambda router: router.config.remote(), _config, CONFIG_S)
 
     def alive(self, model: str) -> Call[list[str]]:
-        """Names of the replicas of the model that reported lately."""
+        """Returns the names of the model's replicas that reported lately."""
         message = ModelName(model)
         return self.actor.call(lambda router: router.alive.remote(encode(message)), _names, self._answer_s)
 
     def places(self, agents: Sequence[str]) -> Call[Places]:
-        """Where agents' memory is.
+        """Returns where agents' memory is.
 
         Args:
             agents: their keys, `tenant/agent_id`.
@@ -123,17 +124,17 @@ class RouterClient:
         )
 
     def moved(self, agent: str, node: str, epoch: int) -> Call[None]:
-        """The agent's home is there since `epoch`: its next turn need not wait for the node's report."""
+        """Reports that `node` is the agent's home since `epoch`: its next turn need not wait for the node's report."""
         message = AgentMoved(agent, node, epoch)
         return self.actor.call(lambda router: router.moved.remote(encode(message)), _nothing, self._answer_s)
 
     def agents_on(self, node: str) -> Call[list[str]]:
-        """Keys of the agents whose home the node is."""
+        """Returns the keys of the agents whose home the node is."""
         message = NodeName(node)
         return self.actor.call(lambda router: router.agents_on.remote(encode(message)), _names, self._answer_s)
 
     def nodes(self) -> Call[list[NodeReport]]:
-        """Every node whose store has reported, by name; those that are still to do so behind them."""
+        """Returns every node, sorted by name; those whose stores have not reported yet come last."""
         message = Nothing()
         return self.actor.call(
             lambda router: router.nodes.remote(encode(message)),
@@ -143,11 +144,12 @@ class RouterClient:
 
 
 class ReplicaClient:
-    """
+    """One replica, for every process that calls it.
+
     Args:
         replica: its id.
         timing: as for `RouterClient`.
-        handle: its actor's, where it is known already.
+        handle: its actor's, if known.
     """
 
     def __init__(self, replica: str, timing: Timing, handle: Any = None) -> None:
@@ -155,7 +157,7 @@ class ReplicaClient:
         self.actor = ActorRef(replica_actor_name(replica), f"replica {replica} does not answer now", handle=handle)
 
     def progress(self) -> Call[ReplicaProgress]:
-        """What the replica is doing until it is ready.
+        """Returns what the replica does until it is ready.
 
         Raises:
             SatchelError: why its model cannot be loaded.
@@ -164,17 +166,17 @@ class ReplicaClient:
         return self.actor.call(lambda replica: replica.progress.remote(encode(message)), read, self._answer_s)
 
     def info(self) -> Call[ModelInfo | None]:
-        """The loaded model, None before."""
+        """Returns the loaded model; None before it is loaded."""
         message, read = Nothing(), partial(decode_any, ModelInfo)
         return self.actor.call(lambda replica: replica.info.remote(encode(message)), read, self._answer_s)
 
     def stats(self) -> Call[ReplicaStats]:
-        """Live numbers: running and waiting rows, token totals, memory."""
+        """Returns current figures: running and waiting rows, token totals, memory."""
         message, read = Nothing(), partial(decode, ReplicaStats)
         return self.actor.call(lambda replica: replica.stats.remote(encode(message)), read, self._answer_s)
 
     def submit(self, request: GenerateRequest) -> Call[None]:
-        """Queue a row; until its deadline it may be waited for that it is accepted.
+        """Queues a row. The replica accepts it by its deadline.
 
         Raises:
             SatchelError: the refusal.
@@ -183,32 +185,32 @@ class ReplicaClient:
         return self.actor.call(lambda replica: replica.submit.remote(encode(request)), _nothing, timeout_s)
 
     def next_frame(self, consumer: str, number: int) -> Call[Frame | None]:
-        """The new tokens of the consumer's rows, of an engine step or of several; an empty frame after a while without
-        any, None when the consumer is gone."""
+        """Returns the new tokens of the consumer's rows, of one engine step or several; an empty frame if there are
+        none for a while, None if the consumer is gone."""
         message, read = NextFrame(consumer, number), partial(decode_any, Frame)
         return self.actor.call(lambda replica: replica.next_frame.remote(encode(message)), read, self._frame_silence_s)
 
     def abort(self, request_ids: Sequence[str]) -> Call[None]:
-        """Take rows out of the queue or the batch, within one step. Unknown ids are ignored."""
+        """Removes rows from the queue or the batch, within one step. Ignores unknown ids."""
         message = RowIds(list(request_ids))
         return self.actor.call(lambda replica: replica.abort.remote(encode(message)), _nothing, self._answer_s)
 
     def release(self, kept: KVSelection) -> Call[int]:
-        """Let go of blocks in memory, of the tails after them, of those that `first` begins with, and of pictures'
-        features; what is on the disk stays. Returns the bytes."""
+        """Drops blocks, the tails after them, the tails that `first` begins with, and image embeddings from memory, but
+        not from the disk. Returns the bytes freed."""
         return self.actor.call(lambda replica: replica.release.remote(encode(kept)), _count, self._answer_s)
 
     def held(self, kept: KVSelection) -> Call[int]:
-        """How many of these blocks are in memory, up to the first that is not; of what is shorter, how many tails."""
+        """Returns how many of these blocks are in memory (before a missing one); without blocks, how many tails."""
         return self.actor.call(lambda replica: replica.held.remote(encode(kept)), _count, self._answer_s)
 
     def clear_cache(self) -> Call[int]:
-        """Let go of everything that is kept in memory for later. Returns the bytes."""
+        """Drops everything that is kept in memory for later requests. Returns the bytes freed."""
         message = Nothing()
         return self.actor.call(lambda replica: replica.clear_cache.remote(encode(message)), _count, self._answer_s)
 
     def drain(self, *, end_rows: bool = False) -> Call[None]:
-        """Refuse new rows from now on; running ones finish, or with `end_rows` end with an error that says so."""
+        """Makes the replica refuse new rows; running ones finish, or with `end_rows` end with an error."""
         message = Drain(end_rows)
         return self.actor.call(lambda replica: replica.drain.remote(encode(message)), _nothing, self._answer_s)
 
@@ -226,7 +228,7 @@ def _count(answer: bytes) -> int:
 
 
 def _config(answer: Any) -> Config:
-    """The one answer that is no message: the config travels as it does to every actor that is started."""
+    """The only answer that is not a message: the config travels as a Ray object, as it does to new actors."""
     if not isinstance(answer, Config):
         raise ValueError("it has another config")
     return answer

@@ -1,7 +1,7 @@
 """Messages as bytes: msgpack lists, field by field, behind the one version number.
 
-A field that is a message, or a list or a table of messages, travels within it. What names its own form (`to_wire` and
-`from_wire`) travels in that one, and is checked where it arrives.
+Fields that are messages, or lists or tables of messages, are nested. A class with `to_wire` and `from_wire` has its own
+form, which is checked on arrival.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ T = TypeVar("T")
 
 
 def encode(message: Any) -> bytes:
-    """`message`, a dataclass or None, as bytes."""
+    """Returns `message`, a dataclass or None, as bytes."""
     packed = msgpack.packb([VERSION, _plain(message)])
     assert packed is not None
     return packed
 
 
 def encode_error(error: SatchelError) -> bytes:
-    """An error in the place of an answer: `decode` raises it."""
+    """Returns bytes that take an answer's place: `decode` raises the error."""
     packed = msgpack.packb([VERSION, None, error.to_wire()])
     assert packed is not None
     return packed
 
 
 def decode(cls: type[T], data: bytes) -> T:
-    """The message of class `cls` in `data`.
+    """Returns the message of class `cls` in `data`.
 
     Raises:
-        SatchelError: the one that `encode_error` put there; `InvalidRecord` for a damaged entry of KV.
+        SatchelError: the error that `encode_error` encoded; `InvalidRecord` for a damaged KV entry.
         ValueError: another protocol version, or no message.
     """
-    found = decode_any(cls, data)
-    if found is None:
+    message = decode_any(cls, data)
+    if message is None:
         raise ValueError(f"no {cls.__name__}")
-    return found
+    return message
 
 
 def decode_any(cls: type[T], data: bytes) -> T | None:
-    """As `decode`, where there may be no message."""
-    # Branches are named by numbers.
+    """As `decode`, but returns None if there is no message."""
+    # Tables by branch have integer keys.
     version, values, *error = msgpack.unpackb(data, strict_map_key=False)
     if version != VERSION:
         raise ValueError(f"message version {version}, this process speaks {VERSION}")
@@ -59,19 +59,19 @@ def decode_any(cls: type[T], data: bytes) -> T | None:
 
 
 def _plain(value: Any) -> Any:
-    take_apart = _taken_apart(type(value))
-    if take_apart is not None:
-        return take_apart(value)
+    flatten = _flattener(type(value))
+    if flatten is not None:
+        return flatten(value)
     if isinstance(value, list):
-        return [_plain(v) for v in value] if value and _taken_apart(type(value[0])) is not None else value
+        return [_plain(v) for v in value] if value and _flattener(type(value[0])) is not None else value
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return value
 
 
 @cache
-def _taken_apart(cls: type[Any]) -> Callable[[Any], Any] | None:
-    """What makes plain data of a message of this class; None where it is none."""
+def _flattener(cls: type[Any]) -> Callable[[Any], Any] | None:
+    """Returns the function that turns a message of this class into plain data; None if it is not a message class."""
     if not is_dataclass(cls):
         return None
     names = [each.name for each in fields(cls)]
@@ -93,10 +93,10 @@ def _build(cls: type[T], values: Any) -> T:
 
 @cache
 def _readers(cls: type[Any]) -> list[tuple[int, Callable[[Any], Any]]]:
-    """What makes messages of the fields that are such, by position."""
+    """Returns (position, function that builds the field's value) of the fields that hold messages."""
     hints = get_type_hints(cls)
-    found = [(index, _reader(hints[each.name])) for index, each in enumerate(fields(cls))]
-    return [(index, read) for index, read in found if read is not None]
+    readers = [(index, _reader(hints[each.name])) for index, each in enumerate(fields(cls))]
+    return [(index, read) for index, read in readers if read is not None]
 
 
 def _reader(hint: Any) -> Callable[[Any], Any] | None:
@@ -104,7 +104,7 @@ def _reader(hint: Any) -> Callable[[Any], Any] | None:
         return lambda value: _build(hint, value)
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        read = next((found for each in inner if (found := _reader(each)) is not None), None)
+        read = next((reader for each in inner if (reader := _reader(each)) is not None), None)
         return None if read is None else (lambda value: None if value is None else read(value))
     if origin is list and (one := _reader(inner[0])) is not None:
         return lambda values: [one(value) for value in values]

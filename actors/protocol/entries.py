@@ -1,8 +1,8 @@
-"""Entries of KV as bytes: identities, hashes, MACs, and the records that travel between processes. Pure.
+"""KV entries as bytes: ids, hashes, MACs, and the records that travel between processes. Pure.
 
-An *entry* is a block or a tail: named arrays, and which tokens they are the KV of. The process that computed it hashes
-it; whoever reads it back compares. Records are sealed with a MAC under the home's key, so that what a damaged or
-foreign file says about itself is never believed.
+An *entry* is a block or a tail: named arrays, and the tokens whose KV they are. The process that computed it hashes it;
+every reader compares. A MAC under the home's key protects each record, so that a damaged or foreign file is never
+believed.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ PARTS_MAX = 8192
 NAME_BYTES_MAX = 256
 RANK_MAX = 8
 OWNERS_MAX = 1024
-"""Owners of one entry; what more agents than this have used is nobody's in particular."""
+"""Owners of one entry; if more agents have used it, it belongs to nobody in particular."""
 
 META_BYTES_MAX = 65_536
 
 DTYPES = {"U8": np.dtype("<u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4"), "F16": np.dtype("<f2")} | {
     "F32": np.dtype("<f4")
 }
-"""By safetensors' names. A bfloat16 travels as U16, and the segment's `meta` says so."""
+"""By safetensors' names. bfloat16 travels as U16; the segment's `meta` names such parts."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def mac(key: bytes, *fields: bytes) -> bytes:
-    """The keyed hash (32 bytes) of `fields`, each prefixed with its length."""
+    """Returns the keyed hash (32 bytes) of `fields`, each prefixed with its length."""
     hasher = hashlib.blake2b(key=key, digest_size=MAC_BYTES, person=b"satchel.kv.mac.1")
     for part in fields:
         hasher.update(len(part).to_bytes(8, "big"))
@@ -65,13 +65,13 @@ def same_mac(left: bytes, right: bytes) -> bool:
 
 
 def tenant_tag(key: bytes, tenant: str) -> bytes:
-    """What the tags of a tenant's agents begin with (8 bytes)."""
+    """Returns the prefix (8 bytes) of the tags of a tenant's agents."""
     return mac(key, b"tenant", tenant.encode("utf-8", "surrogatepass"))[:TENANT_BYTES]
 
 
 def owner_tag(key: bytes, owner: str) -> bytes:
-    """What stands for an owner on disk (16 bytes), so that no agent's name is in any file of KV. Those of one tenant
-    begin alike."""
+    """Returns the tag (16 bytes) of an owner on disk, so that no KV file has an agent's name. Tags of one tenant have
+    the same prefix."""
     if not owner:
         return NOBODY
     own = mac(key, b"owner", owner.encode("utf-8", "surrogatepass"))
@@ -79,26 +79,30 @@ def owner_tag(key: bytes, owner: str) -> bytes:
 
 
 def crowd_tag(owner: bytes) -> bytes:
-    """The tag of nobody in particular of the tenant of an owner's tag."""
+    """Returns the tag of nobody in particular of an owner's tenant."""
     return owner[:TENANT_BYTES].ljust(OWNER_BYTES, b"\0")
 
 
 def is_crowd(owner: bytes) -> bool:
-    """Whether the tag is nobody's in particular, of a tenant or of all."""
+    """Returns whether the tag is of nobody in particular, of one tenant or of all."""
     return owner == crowd_tag(owner)
 
 
 def tenant_of_tag(owner: bytes) -> bytes:
-    """The `tenant_tag` that an owner's tag begins with; b"" of nobody in particular."""
+    """Returns the `tenant_tag` at the beginning of an owner's tag; b"" for `NOBODY`."""
     return b"" if owner == NOBODY else owner[:TENANT_BYTES]
 
 
 TOKEN_BYTES = 4
-"""Of a packed one."""
+"""Size of a packed token id."""
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian 32-bit numbers. Raises `InvalidRecord` where they are none."""
+    """Returns token ids as little-endian 32-bit numbers.
+
+    Raises:
+        InvalidRecord: they are not numbers from 0 below 2^32.
+    """
     try:
         wide = np.asarray(tokens, dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:
@@ -113,7 +117,7 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
 
 
 def tail_id(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The id (32 bytes) of the tail of `tokens` after `parent`. It never equals a block's."""
+    """Returns the id (32 bytes) of the tail of `tokens` after `parent`; it never equals a block's."""
     return _tail_id(parent, pack_tokens(tokens))
 
 
@@ -126,8 +130,8 @@ def _tail_id(parent: bytes, packed: bytes) -> bytes:
 
 
 class Reusable(Protocol):
-    """KV of some tokens, in memory or on a disk. Window layers lack its first `window_from` tokens; `snapshot` says
-    whether the recurrent state after its last token is in it."""
+    """KV of some tokens, in memory or on a disk. Window layers lack its first `window_from` tokens; `snapshot` is
+    whether it has the recurrent state after its last token."""
 
     @property
     def window_from(self) -> int: ...
@@ -137,7 +141,7 @@ class Reusable(Protocol):
 
 
 def adds_to(new: Reusable, old: Reusable) -> bool:
-    """Whether `new` serves where `old`, KV of the same tokens, does not."""
+    """Returns whether `new` can be used in cases in which `old`, KV of the same tokens, cannot."""
     return new.window_from < old.window_from or (new.snapshot and not old.snapshot)
 
 
@@ -158,15 +162,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """What a replica has to keep: the KV of `tokens` after `parent`.
+    """The KV of `tokens` after `parent`, as a replica computed it.
 
     Attributes:
         id, parent: 32 bytes each; the parent of a first block is the root's id.
         tail: False for a block, whose tokens are exactly 256.
-        parts: arrays by name, in the order of layers.
-        owners: such as `default/alice`; "" is nobody in particular.
+        parts: arrays by name, in the order of layers; their dtypes are those of `DTYPES`.
+        owners: agents' keys, such as `default/alice`; "" is nobody in particular.
         window_from, snapshot: as in `replica.prefix.Kept`.
-        digests: of the parts, in order, where they were compared already; None has them computed.
+        digests: of the parts, in order, if they were compared already; if None they are computed.
     """
 
     id: bytes
@@ -181,15 +185,19 @@ class Entry:
 
     @classmethod
     def of_tail(cls, parent: bytes, tokens: Sequence[int], parts: Mapping[str, np.ndarray], **more: Any) -> Entry:
-        """A tail, whose id follows from its parent and tokens."""
+        """Returns a tail, whose id follows from its parent and tokens."""
         return cls(tail_id(parent, tokens), parent, tokens, parts, tail=True, **more)
 
 
 def signature(parts: Mapping[str, np.ndarray]) -> tuple[Part, ...]:
-    """Names, dtypes and shapes, in order. Raises `InvalidRecord` for what cannot be stored."""
+    """Returns names, dtypes and shapes of arrays of any shape, in order.
+
+    Raises:
+        InvalidRecord: an array cannot be stored.
+    """
     if not 1 <= len(parts) <= PARTS_MAX:
         raise InvalidRecord(f"an entry has 1 to {PARTS_MAX} parts, not {len(parts)}")
-    found = []
+    described = []
     for name, array in parts.items():
         code = _CODES.get(array.dtype)
         plain = isinstance(name, str) and name.isascii() and name.isprintable() and 1 <= len(name) <= NAME_BYTES_MAX
@@ -197,12 +205,12 @@ def signature(parts: Mapping[str, np.ndarray]) -> tuple[Part, ...]:
             raise InvalidRecord(f"{name!r:.80} cannot be the name of a part")
         if code is None or array.ndim > RANK_MAX:
             raise InvalidRecord(f"part {name} is {array.dtype} with {array.ndim} axes, which is not stored")
-        found.append(Part(name, code, tuple(array.shape)))
-    return tuple(found)
+        described.append(Part(name, code, tuple(array.shape)))
+    return tuple(described)
 
 
 def flat_bytes(array: np.ndarray) -> memoryview:
-    """The array's bytes in C order, copied only where they lie otherwise."""
+    """Returns the bytes of an array of any shape and dtype in C order; copies only if they are in another order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -211,17 +219,18 @@ def part_digest(data: memoryview) -> bytes:
 
 
 class EntryDigest:
-    """xxh3-128 over the name, dtype, shape and digest of every part: each part can be proven as soon as it is read.
+    """Computes entries' digests: xxh3-128 over the name, dtype, shape and digest of every part. So each part can be
+    checked as soon as it is read.
 
     Args:
-        parts: of all entries whose digests are wanted. There are hundreds, so they are described once.
+        parts: those of every entry to be hashed. There are hundreds, so they are encoded once.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._described = [_described(part) for part in parts]
 
     def __call__(self, digests: Sequence[bytes]) -> bytes:
-        """The digest (16 bytes) of the entry whose parts have these digests."""
+        """Returns the digest (16 bytes) of the entry whose parts have these digests."""
         return xxhash.xxh3_128_digest(b"".join(chain.from_iterable(zip(self._described, digests, strict=True))))
 
 
@@ -233,7 +242,7 @@ def _described(part: Part) -> bytes:
 
 @dataclass(frozen=True)
 class EntryRecord:
-    """What the index knows of an entry. `tokens` is packed, `owners` are tags, `nbytes` is the size of its arrays."""
+    """An entry in the index. `tokens` is packed, `owners` are tags, `nbytes` is the size of its arrays."""
 
     id: bytes
     parent: bytes
@@ -246,7 +255,7 @@ class EntryRecord:
     owners: tuple[bytes, ...] = field(default=(NOBODY,), compare=False)
 
     def facts(self) -> bytes:
-        """Everything but the owners, as bytes."""
+        """Returns everything but the owners, as bytes."""
         return cast(
             bytes,
             msgpack.packb(
@@ -265,7 +274,11 @@ class EntryRecord:
 
     @classmethod
     def from_facts(cls, facts: bytes, owners: tuple[bytes, ...]) -> EntryRecord:
-        """What `facts` gave, unchecked: of bytes that no MAC vouches for ask for `checked`. Raises `InvalidRecord`."""
+        """Returns the record of which `facts` returned these bytes. Call `checked` on it if no MAC covers them.
+
+        Raises:
+            InvalidRecord: they are not such bytes.
+        """
         try:
             values = msgpack.unpackb(facts)
         except (ValueError, msgpack.UnpackException) as error:
@@ -275,7 +288,11 @@ class EntryRecord:
         return cls(*values, owners=owners)
 
     def checked(self) -> EntryRecord:
-        """Itself. Raises `InvalidRecord` where a value cannot be right."""
+        """Returns this record.
+
+        Raises:
+            InvalidRecord: a value is impossible.
+        """
         for value, length in ((self.id, ID_BYTES), (self.parent, ID_BYTES), (self.digest, DIGEST_BYTES)):
             _bytes_of(value, length)
         packed = self.tokens if isinstance(self.tokens, bytes) else b""
@@ -298,15 +315,15 @@ class EntryRecord:
 
 @dataclass(frozen=True)
 class SegmentRecord:
-    """A finished segment file, as its writer describes it to the store.
+    """A complete segment file, as its writer describes it to the store.
 
     Attributes:
         name: the file's name in its model's folder.
         nbytes: the file's size.
         model: the model id, 32 bytes.
-        epoch: of the store that the writer was told.
-        written_s: the writer's clock, for people; nothing is ordered by it but a rebuilt index.
-        meta: what readers must know of all parts, such as which are bfloat16.
+        epoch: the store's, as its `DiskSession` gave it.
+        written_s: the writer's clock, for people; only a rebuilt index is ordered by it.
+        meta: facts about all parts that readers need, such as which are bfloat16.
     """
 
     name: str
@@ -319,11 +336,11 @@ class SegmentRecord:
 
     @property
     def tenant(self) -> bytes:
-        """Whose it is (`tenant_tag`); b"" of nobody in particular."""
-        return next((found for entry in self.entries if (found := tenant_of_tag(entry.owners[0]))), b"")
+        """The owner's `tenant_tag`; b"" for nobody in particular."""
+        return next((tenant for entry in self.entries if (tenant := tenant_of_tag(entry.owners[0]))), b"")
 
     def to_wire(self) -> dict[str, Any]:
-        """As plain data for msgpack."""
+        """Returns plain data for msgpack."""
         return {
             "name": self.name,
             "nbytes": self.nbytes,
@@ -336,7 +353,11 @@ class SegmentRecord:
 
     @classmethod
     def from_wire(cls, data: Any) -> SegmentRecord:
-        """Raises `InvalidRecord` for anything but what `to_wire` gives."""
+        """Returns the record of which `to_wire` returned `data`.
+
+        Raises:
+            InvalidRecord: `data` is anything else.
+        """
         if not isinstance(data, dict) or set(data) != set(cls.__dataclass_fields__):
             raise InvalidRecord("a segment record has other fields")
         if not isinstance(data["name"], str) or len(data["name"]) > NAME_BYTES_MAX:
@@ -347,8 +368,8 @@ class SegmentRecord:
         entries = data["entries"]
         if not isinstance(entries, list | tuple) or not 1 <= len(entries) <= ENTRIES_MAX:
             raise InvalidRecord(f"a segment has 1 to {ENTRIES_MAX} entries")
-        found = tuple(_entry_of(entry) for entry in entries)
-        if len({entry.id for entry in found}) != len(found):
+        records = tuple(_entry_of(entry) for entry in entries)
+        if len({record.id for record in records}) != len(records):
             raise InvalidRecord("a segment has an entry twice")
         written_s = data["written_s"]
         if not isinstance(written_s, int | float) or isinstance(written_s, bool):
@@ -360,13 +381,13 @@ class SegmentRecord:
             data["epoch"],
             float(written_s),
             checked_meta(data["meta"]),
-            found,
+            records,
         )
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where an entry is, and what it must turn out to be. `tokens` is packed; compare them after a hit."""
+    """Where an entry is, and what a reader must find there. `tokens` is packed; compare them after a hit."""
 
     id: bytes
     parent: bytes
@@ -381,12 +402,16 @@ class Location:
     nbytes: int
 
     def to_wire(self) -> dict[str, Any]:
-        """As plain data for msgpack."""
+        """Returns plain data for msgpack."""
         return dict(vars(self))
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Location:
-        """Raises `InvalidRecord` for other fields than `to_wire`'s."""
+        """Returns the location of which `to_wire` returned `data`.
+
+        Raises:
+            InvalidRecord: `data` has other fields.
+        """
         try:
             return cls(**data)
         except TypeError as error:
@@ -395,7 +420,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Failure:
-    """An entry that was not read. `missing` where its file or place is gone; else it is corrupt."""
+    """An entry that could not be read: its file or slot is `missing`, or else it is corrupt."""
 
     location: Location
     reason: str
@@ -403,7 +428,11 @@ class Failure:
 
 
 def checked_meta(meta: Any) -> dict[str, str]:
-    """A copy of `meta`. Raises `InvalidRecord` unless it is a small table of texts."""
+    """Returns a copy of `meta`.
+
+    Raises:
+        InvalidRecord: it is not a table of texts, or too large.
+    """
     if not isinstance(meta, Mapping):
         raise InvalidRecord("a segment's meta is a table of texts")
     if not all(isinstance(name, str) and isinstance(value, str) for name, value in meta.items()):
@@ -418,7 +447,11 @@ def checked_meta(meta: Any) -> dict[str, str]:
 
 
 def split_owners(packed: bytes) -> tuple[bytes, ...]:
-    """Raises `InvalidRecord` where `packed` is not one tag after the other."""
+    """Returns the tags in `packed`, which has one after the other.
+
+    Raises:
+        InvalidRecord: it is not made of whole tags.
+    """
     if not isinstance(packed, bytes) or not packed or len(packed) % OWNER_BYTES:
         raise InvalidRecord("owners are tags of 16 bytes")
     return tuple(packed[start : start + OWNER_BYTES] for start in range(0, len(packed), OWNER_BYTES))
@@ -432,9 +465,9 @@ def _entry_of(data: Any) -> EntryRecord:
 
 def _bytes_of(value: Any, length: int) -> None:
     if not isinstance(value, bytes) or len(value) != length:
-        raise InvalidRecord(f"{length} bytes are wanted, not {value!r:.80}")
+        raise InvalidRecord(f"expected {length} bytes, got {value!r:.80}")
 
 
 def _count_of(value: Any, limit: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-        raise InvalidRecord(f"a number from 0 below {limit} is wanted, not {value!r:.80}")
+        raise InvalidRecord(f"expected a number from 0 below {limit}, got {value!r:.80}")

@@ -1,4 +1,4 @@
-"""The actors' names, and how to find them."""
+"""Names and handles of the actors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def replica_actor_name(replica: str) -> str:
 
 
 def actor_handle(name: str) -> Any:
-    """The handle of a running actor, by name.
+    """Returns the handle of a running actor.
 
     Raises:
         ValueError: there is none.

@@ -1,12 +1,12 @@
-"""What stands for a picture in memory: its hash, its key, and the ids in place of its tokens. Pure.
+"""Ids of pictures: a picture's hash, its key, and the ids in place of its tokens. Pure.
 
-All pictures of one size have the same tokens in a prompt. So wherever tokens decide what is the same (block ids, tails,
-an agent's memory) each token that stands for a picture is replaced by a *media token id*: 29 bits of the picture's key,
-above all token ids of a model. Two prompts are alike if these ids are, and nothing else has to know of pictures. The
-model itself is given its own tokens (`processors.token_of`).
+All pictures of one size have the same tokens in a prompt. So wherever tokens are compared (block ids, tails, an agent's
+memory) each token of a picture is replaced by a *media token id*: 29 bits of the picture's key, above all token ids of
+a model. Two prompts are equal if these ids are, and no other code has to know of pictures. The model itself gets its
+own tokens (`processors.token_of`).
 
-A picture's *image embeddings*, the output of its encoder, are named by its first media token ids. So token ids alone
-tell which embeddings go with them.
+A picture's *image embeddings*, the output of its encoder, are named by its first media token ids. So the token ids of a
+prompt are enough to find them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ FIRST_MEDIA_TOKEN = 1 << 31
 
 _OF_VIDEO = 1 << 30
 _FIRST = 1 << 29
-"""Marks the first id of each picture: two may follow each other with nothing between."""
+"""Marks the first id of each picture: one picture may directly follow another."""
 
 _BITS = _FIRST - 1
 
 NAME_TOKENS = 8
-"""So many of a picture's media token ids, or all if it has fewer, name its image embeddings."""
+"""This many of a picture's media token ids, or all if it has fewer, name its image embeddings."""
 
 Name = tuple[int, ...]
 
 
 def picture_hash(width: int, height: int, pixels: bytes) -> bytes:
-    """32 bytes that name a picture, however it was sent or compressed.
+    """Returns 32 bytes that name a picture, however it was sent or compressed.
 
     Args:
         pixels: RGB, a byte a channel, row by row.
+
+    Raises:
+        ValueError: `pixels` has another size.
     """
     if len(pixels) != 3 * width * height:
         raise ValueError(f"{len(pixels)} bytes are no RGB picture of {width} x {height}")
@@ -46,17 +49,17 @@ def picture_hash(width: int, height: int, pixels: bytes) -> bytes:
 
 
 def media_key(pictures: Sequence[bytes], processing: bytes = b"") -> bytes:
-    """32 bytes that name what an encoder is given.
+    """Returns 32 bytes that name an encoder's input.
 
     Args:
         pictures: their hashes, in order: one for a picture, several for frames that are encoded together.
-        processing: what was asked for besides, such as a resolution.
+        processing: further settings of the request, such as a resolution.
     """
     return digest(b"satchel.media.1", processing, *pictures)
 
 
 def media_tokens(key: bytes, count: int, *, video: bool = False) -> list[int]:
-    """The ids in place of the `count` tokens that stand for the media with this key, which are a video's or not."""
+    """Returns the `count` media token ids of the picture, or of the frames of a `video`, with this key."""
     kind = FIRST_MEDIA_TOKEN | (_OF_VIDEO if video else 0)
     ids = [kind | (token & _BITS) for token in struct.unpack(f"<{count}I", hashlib.shake_256(key).digest(4 * count))]
     return [ids[0] | _FIRST, *ids[1:]] if ids else []
@@ -84,14 +87,14 @@ def names_in(tokens: Iterable[int]) -> Iterator[Name]:
 
 
 def name_at(prompt: Sequence[int], start: int, count: int) -> Name:
-    """Returns the name of the image embeddings of the picture whose `count` tokens begin at `start`. Some of these are
-    media token ids."""
+    """Returns the name of the image embeddings of the picture whose span has `count` tokens from `start`; not all of
+    these are media token ids."""
     return next(names_in(prompt[start : start + count]))
 
 
 def embeddings_parent(root: bytes, name: Name) -> bytes:
-    """Returns the parent id of image embeddings on disk, where they are kept as a tail. `root` says of which model and
-    for whom they are. One name has one parent, so they are found without looking at others."""
+    """Returns the parent id of image embeddings on disk, where they are kept as a tail; `root` names the model and who
+    may share them. Each name has its own parent, so a look-up finds no others."""
     return digest(b"satchel.features.1", root, struct.pack(f"<{len(name)}I", *name))
 
 

@@ -1,8 +1,7 @@
-"""Every message between Satchel's processes but the stores' (`store_messages.py`). One version number covers them all.
+"""Messages between Satchel's processes, but the stores' (`store_messages.py`). One version number covers them all.
 
-How they travel is in `codec.py`: field by field, so both sides must run the same `VERSION`.
-Tokens go from a replica straight to whoever asked (a *consumer*: the endpoint, or a driver with handles); the router
-sees sizes and ids only.
+`codec.py` encodes them field by field, so both sides must run the same `VERSION`. Tokens go from a replica straight to
+the *consumer* (the endpoint, or a driver with handles); the router sees only sizes and ids.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ VERSION = 13
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one row draws its tokens, every field by the row itself and never by its batch mates.
+    """How one row draws its tokens, whatever else is in its batch.
 
-    The order: `logit_bias` (pairs of token and what is added to its logit) and the penalties change the logits,
+    The order: `logit_bias` (pairs of a token and the addend of its logit) and the penalties change the logits,
     `temperature` divides them, then `top_k`, `top_p` and `min_p` leave tokens out, and noise decides among the rest.
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off, as are `repetition_penalty` 1 (it counts
     prompt and answer) and `presence_penalty` and `frequency_penalty` 0 (they count the answer).
 
-    `seed` is always set: the consumer draws one where the caller gave none, so that a row that moves to another
-    replica goes on with the same noise. `choice` tells rows of one request and seed apart.
+    `seed` is always set: the consumer draws one if the caller gave none, so that a row that moves to another replica
+    continues with the same noise. `choice` distinguishes rows of one request and seed.
 
     End-of-sequence tokens and `stop_token_ids` end the row, and cannot be drawn before `min_tokens`; `ignore_eos`
     leaves the `stop_token_ids` in force.
 
-    With `max_tokens` 0 the prompt is computed and kept, and nothing is drawn.
+    With `max_tokens` 0 the prompt is computed and kept, and no token is drawn.
 
     `logprobs` is None, or how many of the likeliest tokens are reported beside each drawn one.
     """
@@ -54,10 +53,10 @@ class Sampling:
 class MediaSpan:
     """A picture in a prompt, or some frames of a video that are encoded together.
 
-    Its span begins at the prompt's token `start`; `tokens` are the ids that the model is given there, where the prompt
-    has words (`media_ids`). `key` names what is encoded, `grid` is (frames, rows, columns) of patches where
-    positions depend on it. `pixels` are RGB, a byte a channel, of `width` x `height`, frame by frame; none where
-    nobody has them any more.
+    Its span begins at the prompt's token `start`; `tokens` are the ids that the model gets there, where the prompt has
+    media token ids (`media_ids`). `key` names the encoder's input. `grid` is (frames, rows, columns) of patches if
+    positions depend on it, else empty. `pixels` are RGB, a byte a channel, of `width` x `height`, frame by frame; empty
+    if no process holds them.
     """
 
     start: int
@@ -74,16 +73,20 @@ class MediaSpan:
 class GenerateRequest:
     """One row to generate.
 
-    `prompt` are token ids, and words where they stand for a picture of `media`; `block_ids` the ids of its whole
-    blocks, in order; `root_id` the parent of the first. `generated` counts how many of the prompt's last tokens were
-    generated for this same request earlier, on a replica that was lost: sampling goes on at that position. `choices`
-    counts the requests with this very prompt that come together, as a caller's `n` does: their prompt is computed once.
-    KV of the prompt's first `pull_tokens` tokens is to be fetched from the node `pull_from` before, as far as it is not
-    here; "" for no node. The agent has had the prompt's first `remembered_tokens` tokens in earlier turns; 0 where that
-    is not known. Where it is not `reusable` no other request can find its KV, so none is kept when it ends. `block_ids`
-    and `root_id` are made of `model_id`, b"" where nobody has said which that is. Tenants take turns, and of one
-    tenant its flows. Of the tenant's KV that nobody uses the replica's memory keeps `memory_bytes_max`, and of its
-    agents' words and KV each node's disk `disk_bytes_max`; None without a limit of its own.
+    Attributes:
+        prompt: token ids, and media token ids where a picture of `media` is.
+        block_ids: of the prompt's whole blocks, in order; `root_id` is the parent of the first. Both are derived from
+            `model_id`, which is b"" if unknown.
+        generated: how many of the prompt's last tokens were generated for this request on a replica that was lost;
+            sampling continues at that position.
+        choices: how many requests with this prompt come together, as for a caller's `n`: it is computed once.
+        pull_from, pull_tokens: the node from which KV of so many of the prompt's first tokens is pulled before prefill,
+            as far as it is missing on the replica's node; "" for none.
+        remembered_tokens: how many of the prompt's first tokens the agent had in earlier turns; 0 if unknown.
+        reusable: if False, no other request can find this one's KV, so none is kept when it ends.
+        tenant, flow: tenants take turns, and within a tenant its flows.
+        memory_bytes_max: the limit of the tenant's unused KV in the replica's memory, in bytes; None for no limit.
+        disk_bytes_max: the limit of its agents' transcripts and KV on each node's disk, in bytes; None for no limit.
     """
 
     request_id: str
@@ -111,12 +114,12 @@ class GenerateRequest:
 
     @property
     def disk_limits(self) -> dict[str, int | None]:
-        """As `store_messages.Limits`."""
+        """The tenant's limit, as `store_messages.Limits`."""
         return {self.tenant: self.disk_bytes_max}
 
 
 TokenLogprobs = tuple[float, list[tuple[int, float]]]
-"""The natural logarithm of a drawn token's probability, and (token, logarithm) of the likeliest ones, best first; by
+"""The natural logarithm of a drawn token's probability, and (token, logarithm) of the likeliest ones, best first; of
 the model's own distribution, before bias, penalties, temperature and filters."""
 
 
@@ -124,9 +127,9 @@ the model's own distribution, before bias, penalties, temperature and filters.""
 class RowUpdate:
     """What one row produced since the last frame.
 
-    `finish` is None while the row goes on, then `stop`, `length`, `abort` or `error`. `cached_tokens` comes with the
-    first update. `error` is `SatchelError.to_wire()` where `finish` is `error`. `logprobs` has an entry for every token
-    where the request asked for them.
+    `finish` is None while the row runs, then `stop`, `length`, `abort` or `error`. `cached_tokens` comes with the first
+    update. `error` is `SatchelError.to_wire()` if `finish` is `error`. `logprobs` has an entry for every token if the
+    request asked for them.
     """
 
     request_id: str
@@ -139,14 +142,14 @@ class RowUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What is new in all rows of one consumer: an engine step, or several where it was slow to ask."""
+    """The updates of all rows of one consumer: of one engine step, or of several if the consumer was slow to ask."""
 
     rows: list[RowUpdate]
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What a request's blocks and pictures are called at replicas of the id `model_id`; as in `RouteRequest`."""
+    """A request's block ids and pictures for replicas whose model has the id `model_id`; as in `RouteRequest`."""
 
     model_id: bytes
     block_ids: list[bytes]
@@ -155,13 +158,15 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What the router needs to choose: ids and sizes, no tokens. `beside` is a replica that has just got a request with
-    the same prompt, "" for none; `near` is the node whose store has the agent's memory or will have it, "" where nobody
-    knows. `pictures` are [id of its features, token of the prompt at which it ends, how many tokens it has, whether
-    there are pixels to encode].
+    """What the router needs to choose a replica: ids and sizes, no tokens.
 
-    All of that is called so at replicas whose model has the id `model_id`; `others` says the same for further ids, as
-    nodes that compute differently have."""
+    `beside` is a replica that has just got a request with the same prompt, "" for none. `near` is the node whose store
+    has or will have the agent's memory, "" if unknown. `pictures` are [id of its image embeddings, its end in the
+    prompt in tokens, its number of tokens, whether there are pixels to encode].
+
+    These ids hold for replicas whose model has the id `model_id`; `others` has those for the ids of nodes that compute
+    differently.
+    """
 
     request_id: str
     model: str
@@ -180,15 +185,15 @@ class RouteRequest:
 class Decision:
     """Where a request goes and why.
 
-    `cached_tokens` is how much of the prompt need not be computed there: what the replica is believed to hold, what its
-    node's disk has, and last the `pull_tokens` that node `pull_from` has and that are to be pulled first. They are
-    whole blocks, the ones that end at `cached_tokens`; "" and 0 where nothing is pulled. `node` is the replica's, ""
-    where it has not said. `move_to` is the node that the agent's memory is to move to after this turn, "" for none.
+    `cached_tokens` is how many of the prompt's tokens need not be computed there: those that the replica should have in
+    memory, then those on its node's disk, then the `pull_tokens` to be pulled from the node `pull_from` first (whole
+    blocks, which end at `cached_tokens`; 0 and "" if nothing is pulled). `node` is the replica's, "" if unknown.
+    `move_to` is the node to which the agent's memory moves after this turn, "" for none.
 
-    `costs_s` has the estimated seconds to first token by term (`total` is what was compared), each a list along
-    `candidates`; of very many candidates the cheapest only.
+    `costs_s` has the estimated seconds to first token by term (`total` was compared), each a list along `candidates`;
+    of very many candidates only the cheapest.
 
-    `model_id` is the replica's, and `model_ids` has those of all replicas of the model that the router knows.
+    `model_id` is the replica's; `model_ids` are those of all replicas of the model that the router knows.
     """
 
     replica: str
@@ -208,14 +213,14 @@ class Decision:
 class ReplicaReport:
     """A replica's heartbeat to the router.
 
-    `incarnation` is new at every start of the process. `sequence` counts reports; the router answers "resync" when it
-    missed one, and then `announced` holds the ids of all blocks and pictures' features that the replica has, and `full`
-    is True. `active` lists the requests that are queued or running there.
+    `incarnation` is new at every start of the process. `sequence` is the heartbeat sequence: if the router missed a
+    report, its answer is not `complete`, and the next report is `full`: then `announced` has the ids of all blocks and
+    image embeddings of the replica. `active` are the requests that are queued or running there.
 
-    Of the figures, 0 is "not measured yet": the rate of prefill, `decode_token_s` (the time of a decode step),
+    These are 0 until they are measured: `prefill_tokens_per_s`, `decode_token_s` (the time of a decode step),
     `restore_bytes_per_s` (KV from the node's disk into memory), `kv_bytes_per_token` (as it is kept and moved) and
     `encode_token_s` (the time to encode a picture, for each of its tokens).
-    `free_bytes` is the memory left for the KV of further rows, -1 where that is not known.
+    `free_bytes` is the memory left for the KV of further rows, -1 if unknown.
     `model_id` is the same for the whole incarnation.
     """
 
@@ -243,21 +248,20 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """A store's heartbeat to the router: what its node's disk holds, and which agents.
+    """A store's heartbeat to the router: what is on its node's disk, and which agents it has.
 
-    `incarnation`, `sequence`, `full` and the answer are as in `ReplicaReport`. A store with very many ids may send
-    some in the full report and the others in those that follow at once.
+    `incarnation`, `sequence`, `full` and the answer are as in `ReplicaReport`. A store with very many ids may send some
+    of them in reports that directly follow the full one.
 
-    `announced` and `retracted` are ids of what is on the disk: blocks, tails and pictures' features. `agents` are
-    [key, home epoch, is home] of those that came or changed, `agents_retracted` keys of those this node has no more,
-    `tombstones` [key, epoch]: whatever has this epoch or a lower one was forgotten. Neither an id nor a key is both
-    announced and retracted in one report. A full report has all ids, agents and tombstones.
+    `announced` and `retracted` are ids of blocks, tails and image embeddings on the disk. `agents` are [key, home
+    epoch, is home] of new or changed agents, `agents_retracted` the keys of agents that this node has lost, and
+    `tombstones` [key, epoch]: everything up to this epoch was forgotten. No id or key is both announced and retracted
+    in one report. A full report has all ids, agents and tombstones.
 
-    `links` are bytes a second, by the node from which this one pulled since its last report, as measured. `blocks` and
-    `used_bytes` are those of KV on the disk, `disk_full` says that no more can be written, and `draining` that no agent
-    is to come here. `memory_free_bytes` is what its machine has left, -1 where that is not known. `disk_error` says why
-    no KV is kept on its disk now, "" where it is, and `agents_let_go` how many agents had to make room for others
-    since the store was started.
+    `links` are measured bytes per second by the node from which this one pulled since its last report. `blocks` and
+    `used_bytes` count KV on the disk, `disk_full` means that no more can be written, and `draining` that no agent may
+    move here. `memory_free_bytes` is the machine's free memory, -1 if unknown. `disk_error` is why no KV is kept on the
+    disk now, "" if it is kept. `agents_let_go` counts the agents evicted since the store was started.
     """
 
     node: str
@@ -280,17 +284,17 @@ class StoreReport:
     agents_let_go: int = 0
 
 
-# What is asked of the router, but for `RouteRequest`, and what it answers.
+# Further requests to the router, and its answers.
 
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """A question that needs no words."""
+    """A request without arguments, or an answer without content."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportAck:
-    """The router has a report. One that is not `complete`, because one before it was missed, asks for a full one."""
+    """The router has a report. If not `complete`, it missed an earlier one and asks for a full one."""
 
     complete: bool
 
@@ -312,14 +316,14 @@ class ModelName:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of replicas, or keys of agents."""
+    """Names of replicas, or keys of agents."""
 
     names: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class RowLeft:
-    """The row is no load on the replica: it was refused, or has ended before a report mentioned it."""
+    """The row does not load the replica: it was refused, or ended before a report mentioned it."""
 
     replica: str
     request_id: str
@@ -345,16 +349,16 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class AgentKeys:
-    """`tenant/agent_id` each."""
+    """Keys of agents, `tenant/agent_id`."""
 
     agents: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class AgentPlace:
-    """Where an agent's memory is: its `home` node, "" where no node that is known is; whether that node's store
-    reported lately; the highest home `epoch` that was heard; and the other nodes that have a copy, the newest first,
-    those whose stores are silent left out."""
+    """Where an agent's memory is: its `home` node, "" if none is known; whether that node's store reported lately; the
+    highest home `epoch` reported; and the other nodes with a copy, the newest first, without those whose stores are
+    silent."""
 
     agent: str
     home: str
@@ -365,8 +369,8 @@ class AgentPlace:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Those of the agents that stores know. While there are nodes `unheard`, which are still to say which agents they
-    have, nothing is known of an agent that is not among them; else no store knows it."""
+    """The places of those agents that a store has reported. If an agent is not among them, no store has it, unless
+    there are `unheard` nodes, whose stores have not reported yet."""
 
     places: list[AgentPlace]
     unheard: list[str] = field(default_factory=list)
@@ -383,12 +387,11 @@ class AgentMoved:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A node as its store has described it; None where it has said nothing yet.
+    """A node as its store has reported it; None for what it has not reported yet.
 
-    `seen_s` is how long ago it reported, `disk_error` why no KV is kept on its disk, "" where it is, and
-    `agents_let_go` how many had to make room since its store was started. `free_bytes` is -1 where not known,
-    `memory_free_bytes` is its machine's. `blocks` are on its disk, `agents` count those that it has as home or copy,
-    `replicas` are names, and `links` bytes a second by the node that it pulled from, as measured.
+    `seen_s` is how long ago it reported. `disk_error`, `disk_full`, `agents_let_go`, `used_bytes`, `free_bytes`,
+    `memory_free_bytes`, `blocks` and `links` are as in `StoreReport`. `agents` counts those that it has as home or
+    copy. `replicas` are names.
     """
 
     name: str
@@ -414,17 +417,17 @@ class NodeReports:
 
 @dataclass(frozen=True, slots=True)
 class StopServing:
-    """The endpoint takes no more connections, and lets clients read the rest of their answers for `timeout_s`."""
+    """The endpoint takes no more connections; clients have `timeout_s` to read the rest of their answers."""
 
     timeout_s: float
 
 
-# What is asked of a replica, but for `GenerateRequest`, and what it answers.
+# Further requests to a replica, and its answers.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaProgress:
-    """What a replica is doing until it is ready, and the fraction of that, None where unknown."""
+    """What a replica does until it is ready, and the fraction done, None if unknown."""
 
     what: str
     fraction: float | None
@@ -433,8 +436,8 @@ class ReplicaProgress:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model as a replica has loaded it. `model_id` and `files_id` are made of `computing` and `files`, each by name;
-    `layers` says in words which of them keep what, and how; `created` is Unix time."""
+    """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
+    alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time."""
 
     replica: str
     node: str
@@ -457,7 +460,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """One replica, read now. `answers` is False where it did not reply in time, is loading or stands still."""
+    """A replica's current figures. `answers` is False if it did not reply in time, is loading or is stuck."""
 
     replica: str
     model: str
@@ -485,12 +488,12 @@ class ReplicaStats:
     node: str = ""
     model_id: str = ""
     computing: dict[str, str] = field(default_factory=dict)
-    """How it computes, by setting: see `identity.computing`."""
+    """How it computes, by setting; see `identity.computing`."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextFrame:
-    """The `number`-th frame of a consumer, counted from 0: those before it have come."""
+    """Asks for the frame `number` of a consumer, counted from 0; acknowledges those before it."""
 
     consumer: str
     number: int
@@ -503,8 +506,8 @@ class RowIds:
 
 @dataclass(frozen=True, slots=True)
 class KVSelection:
-    """Blocks of one chain, or where that is shorter than a block, what `first` (packed tokens) begins with after
-    `root`; and pictures' features."""
+    """Blocks of one chain, and ids of image embeddings. If the chain is shorter than a block, `first` has its packed
+    tokens, which follow `root`."""
 
     root: bytes
     block_ids: list[bytes]
@@ -519,6 +522,6 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse new rows from now on. Running ones finish, or with `end_rows` end with an error that says so."""
+    """Refuse new rows from now on. Running ones finish, or with `end_rows` end with an error."""
 
     end_rows: bool = False

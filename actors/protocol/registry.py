@@ -1,7 +1,7 @@
-"""What the cluster serves and where, in Ray's control store: one key a model, a replica, a node. So no actor owns the
-lists, and every restart of one finds them again. The only file on `ray.experimental.internal_kv`.
+"""What the cluster serves and where, in Ray's control store: one key per model, replica and node. So no actor owns the
+lists, and every restarted one finds them. The only file that uses `ray.experimental.internal_kv`.
 
-Every function here waits for the control store, about a millisecond: call them from a thread, not from an event loop.
+Every function waits for the control store, about a millisecond: call them from a thread, not from an event loop.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _STARTS = "starts:"
 
 @dataclass(frozen=True)
 class ServedEntry:
-    """A served model. No two entries ever have the same `order`; the least is the default model's.
+    """A served model. No two entries ever have the same `order`; the default model has the lowest.
 
-    `replicas` are the ids of its replicas and the nodes they are on, whether or not those are there now.
+    `replicas` has the node of each replica by the replica's id, whether or not it is present now.
     """
 
     order: int
@@ -39,12 +39,12 @@ class ServedEntry:
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """A machine that has joined, whether or not it is there now.
+    """A machine that has joined, whether or not it is present now.
 
     Attributes:
-        links: (address, kind) of every way to its KV, the fastest first.
+        links: (address, kind) of every link to its KV, the fastest first.
         home: the folder of its memory.
-        since_s: when it joined last, seconds since 1970.
+        since_s: when it last joined, in Unix time.
     """
 
     name: str
@@ -56,52 +56,52 @@ class NodeEntry:
 
 
 def entries() -> tuple[ServedEntry, ...]:
-    """Every served model, the default first."""
+    """Returns every served model, the default first."""
     placed = _read(_REPLICA)
-    found = []
+    served = []
     for data in _read(_MODEL).values():
         model = parse_model(**data["model"])
         replicas = {name: where["node"] for name, where in placed.items() if where["model"] == model.slug}
-        found.append(ServedEntry(data["order"], model, dict(sorted(replicas.items(), key=_by_number))))
-    return tuple(sorted(found, key=lambda entry: (entry.order, entry.model.name)))
+        served.append(ServedEntry(data["order"], model, dict(sorted(replicas.items(), key=_by_number))))
+    return tuple(sorted(served, key=lambda entry: (entry.order, entry.model.name)))
 
 
 def nodes() -> tuple[NodeEntry, ...]:
-    """Every node that has joined and not left, by name."""
-    found = []
+    """Returns every node that has joined and not left, sorted by name."""
+    joined = []
     for data in _read(_NODE).values():
         links = tuple((str(address), str(kind)) for address, kind in data.pop("links"))
-        found.append(NodeEntry(links=links, **data))
-    return tuple(sorted(found, key=lambda node: node.name))
+        joined.append(NodeEntry(links=links, **data))
+    return tuple(sorted(joined, key=lambda node: node.name))
 
 
 def add_node(node: NodeEntry) -> None:
-    """The node has joined, or joined again."""
+    """Records that the node has joined, perhaps again."""
     value = json.dumps(asdict(node))
     internal_kv._internal_kv_put(_NODE + node.name, value, overwrite=True, namespace=_NAMESPACE)
 
 
 def remove_node(name: str) -> None:
-    """The node has left for good."""
+    """Records that the node has left for good."""
     internal_kv._internal_kv_del(_NODE + name, namespace=_NAMESPACE)
 
 
 def place(model: Model, replica: str, node: str) -> None:
-    """A replica of the model belongs on a node."""
+    """Records that a replica of the model belongs on a node."""
     value = json.dumps({"model": model.slug, "node": node})
     internal_kv._internal_kv_put(_REPLICA + replica, value, overwrite=True, namespace=_NAMESPACE)
 
 
 def unplace(replica: str) -> None:
-    """There is no such replica any more."""
+    """Removes the replica's entry."""
     internal_kv._internal_kv_del(_REPLICA + replica, namespace=_NAMESPACE)
 
 
 def note_start(replica: str, *, again: bool) -> int:
-    """A process of the replica starts. How many before it, one after the other, have ended soon after their start.
+    """Records the start of a replica's process. Returns how many in a row before it ended soon after their start.
 
     Args:
-        again: whether it takes the place of one that has ended; else it is the first.
+        again: whether it replaces one that has ended; if not, it is the first.
     """
     known = internal_kv._internal_kv_get(_STARTS + replica, namespace=_NAMESPACE) if again else None
     count = int(known or 0)
@@ -110,34 +110,31 @@ def note_start(replica: str, *, again: bool) -> int:
 
 
 def note_served(replica: str) -> None:
-    """The replica's process has served for a while: what ends it now has nothing to do with its start."""
+    """Records that the replica's process has served for a while: its end will not count as an early one."""
     internal_kv._internal_kv_del(_STARTS + replica, namespace=_NAMESPACE)
 
 
 def _read(prefix: str) -> dict[str, dict[str, Any]]:
-    """The values under a prefix, by what follows it."""
-    found = {}
+    """Returns the values under a prefix, by the rest of the key."""
+    values = {}
     for key in internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE):
         value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-        # None where it was removed between the two calls.
+        # None if it was removed between the two calls.
         if value is not None:
-            found[key.decode().removeprefix(prefix)] = json.loads(value)
-    return found
+            values[key.decode().removeprefix(prefix)] = json.loads(value)
+    return values
 
 
 def _by_number(item: tuple[str, str]) -> list[str | int]:
-    """`m-10` after `m-9`."""
+    """Sorts `m-10` after `m-9`."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])]
 
 
 def check_name(model: Model) -> tuple[ServedEntry, ...]:
-    """Refuse a model that could not be added.
-
-    Returns:
-        What is served, which was read for that.
+    """Checks that a model could be added. Returns the served models.
 
     Raises:
-        InvalidRequest: its name is taken, or its replicas would be called like another model's.
+        InvalidRequest: its name is taken, or its replicas would have the names of another model's.
     """
     served = entries()
     refusal = name_refusal(model, (entry.model for entry in served))
@@ -147,13 +144,14 @@ def check_name(model: Model) -> tuple[ServedEntry, ...]:
 
 
 def add(model: Model) -> None:
-    """Serve a model, as the last one. Its replicas must be running, or be started next.
+    """Adds a model, as the last one. Its replicas must be running, or be started next.
 
     Raises:
         InvalidRequest: as `check_name`.
     """
     served = check_name(model)
-    # By the clock, so that a model that is loaded again differs from what it was; after all others whatever it says.
+    # From the clock, so that a model that is loaded again gets another number; and above all others, even if the clock
+    # was set back.
     order = max([time.time_ns(), *(entry.order + 1 for entry in served)])
     value = json.dumps({"order": order, "model": asdict(model)})
     if internal_kv._internal_kv_put(_key(model), value, overwrite=False, namespace=_NAMESPACE):
@@ -161,7 +159,7 @@ def add(model: Model) -> None:
 
 
 def remove(name: str) -> ServedEntry:
-    """Stop serving a model: whoever asks from now on does not find it. Its replicas run on.
+    """Removes a model: new requests do not find it. Its replicas keep running. Returns its last entry.
 
     Raises:
         ModelNotFound: no such model.
@@ -182,7 +180,7 @@ def remove(name: str) -> ServedEntry:
 
 
 def holds(model: Model) -> bool:
-    """Whether a model of that slug is served."""
+    """Returns whether a model of that slug is served."""
     return bool(internal_kv._internal_kv_exists(_key(model), namespace=_NAMESPACE))
 
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def tell_router(report: ReplicaReport | StoreReport, timing: Timing) -> bool:
-    """Send a report. Returns whether the router understood it; False asks for a full one."""
+    """Sends a report. Returns False if the router missed an earlier one; the next must then be full."""
     return RouterClient(timing).report(report).within(timing.brief_answer_s).wait()
 
 
@@ -26,14 +26,14 @@ Report = TypeVar("Report", ReplicaReport, StoreReport)
 
 
 class Reporter(Generic[Report]):
-    """
+    """Sends one process's heartbeats, every `timing.report_s` and at every `wake`.
+
     Args:
-        make: the report with a sequence number, and everything in it if it is to be full.
-        before_full: called before every full report. So what was forgotten while the router did not see this node is
-            known before its agents are announced.
+        make: returns the report with this sequence number; the second argument is whether it must be full.
+        before_full: called before every full report, so that tombstones which arrived while the router did not see this
+            node are known before its agents are announced.
         timing: of the cluster.
-        tell: sends a report, and says whether the next one may leave out what this one had; to the router, where
-            nothing else is given.
+        tell: sends a report and returns whether the next one need not be full; by default to the router.
     """
 
     def __init__(
@@ -52,30 +52,30 @@ class Reporter(Generic[Report]):
         self._sequence, self._full = 0, True
 
     def wake(self) -> None:
-        """Report now."""
+        """Makes `run` report now."""
         self._awake.set()
 
     def stop(self) -> None:
-        """Let `run` return soon."""
+        """Makes `run` return soon."""
         self._stopped = True
         self._awake.set()
 
     def run(self) -> None:
-        """Returns after `stop` only."""
+        """Sends reports until `stop` is called."""
         while not self._stopped:
             self._awake.clear()
             try:
                 self.step()
             except Exception as error:
-                # The router restarts or is slow: what this report said may be lost, so the next one says everything.
-                # Whatever else it is, who stops reporting is taken for lost.
+                # The router restarts or is slow. This report may be lost, so the next one is full. Whatever the error
+                # is, go on: a process that stops reporting is taken for lost.
                 logger.warning("a report did not arrive: %s: %s", type(error).__name__, error)
                 time.sleep(self._report_s)
             if not self._stopped:
                 self._awake.wait(self._report_s)
 
     def step(self) -> None:
-        """Send one report. Whatever it raises, the next one is full."""
+        """Sends one report. If this raises, the next one is full."""
         full, self._full = self._full, True
         if full:
             self._before_full()

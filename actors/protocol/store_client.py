@@ -1,6 +1,6 @@
-"""A node's store as everybody calls it: the endpoint, its node's replicas, other nodes' stores. As `clients.py`.
+"""The client of a node's store, for the endpoint, its node's replicas and other nodes' stores. As `clients.py`.
 
-Replicas get None where the node keeps no KV on disk.
+Replicas get None if the node keeps no KV on disk.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ T = TypeVar("T")
 
 
 class StoreClient:
-    """
+    """The store of one node, for every process that calls it.
+
     Args:
-        node: whose store it is.
-        timing: `answer_s` is how long an answer may take, `store_answer_s` one that waits for other turns, other nodes
-            or a disk.
-        handle: its actor's, where it is known already.
-        unanswered: called where no answer came.
+        node: the store's node.
+        timing: an answer may take `answer_s`, or `store_answer_s` if it waits for other turns, other nodes or a disk.
+        handle: its actor's, if known.
+        unanswered: called if no answer comes.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class StoreClient:
     def recall(
         self, agent: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Call[Recalled]:
-        """What a stateless turn begins with.
+        """Returns the memory that a stateless turn begins with.
 
         Args:
-            words: what the model's token ids belong to; see `Head`.
+            files_id: of the model's files, which define its token ids; see `Head`.
             known: epochs by branch of what the caller has.
-            limits: of the tenant, where the turn is to add words.
+            limits: of the tenant, if the turn will add to the agent's memory.
 
         Raises:
-            QuotaExceeded: it may add none.
+            QuotaExceeded: the tenant may add nothing.
         """
         message, read = Recall(agent, files_id, dict(known), dict(limits or {})), partial(decode, Recalled)
         return self.actor.call(lambda store: store.recall.remote(encode(message)), read, self._patient_s)
@@ -101,39 +101,39 @@ class StoreClient:
     def begin(
         self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Call[Begun]:
-        """Take the agent's turn, in the order of asking.
+        """Begins a turn of the agent. Turns of one agent run in the order of asking.
 
         Raises:
             AgentBusy: another turn has it for too long.
-            QuotaExceeded: the tenant may add no words.
+            QuotaExceeded: the tenant may add nothing.
         """
         message, read = Begin(agent, turn, files_id, dict(known), dict(limits or {})), partial(decode, Begun)
         return self.actor.call(lambda store: store.begin.remote(encode(message)), read, self._patient_s)
 
     def renew(self, agent: str, turn: str) -> Call[bool]:
-        """A sign of life of a long turn. False when the turn was lost."""
+        """Renews the lease of a long turn. Returns False if the turn was lost."""
         message = TurnName(agent, turn)
         return self.actor.call(lambda store: store.renew.remote(encode(message)), _flag, self._patient_s)
 
     def commit(self, agent: str, commit: Commit, limits: Limits | None = None) -> Call[CommitOutcome]:
-        """End a turn; it is on the disk when this returns, and copied, or not.
+        """Ends a turn. If the outcome is `kept`, the turn is on the disk; `copied` says whether other nodes have it.
 
         Args:
-            limits: of the tenant, whose KV makes room for the words.
+            limits: of the tenant, whose KV is evicted to make room.
         """
         message, read = CommitTurn(agent, commit, dict(limits or {})), partial(decode, CommitOutcome)
-        # What a turn leaves may be a megabyte to write down.
+        # Encoding a turn may take long: it can be a megabyte.
         return self.actor.call(lambda store: store.commit.remote(encode(message)), read, self._patient_s, large=True)
 
     def abandon(self, agent: str, turn: str) -> Call[None]:
-        """End the turn without a word, or stop waiting for it."""
+        """Ends the turn without a commit, or stops waiting for it."""
         message = TurnName(agent, turn)
         return self.actor.call(lambda store: store.abandon.remote(encode(message)), _nothing, self._patient_s)
 
     # Agents.
 
     def transcript(self, agent: str) -> Call[bytes]:
-        """What the agent said and heard on its main branch: OpenAI messages as JSON."""
+        """Returns the transcript of the agent's main branch: OpenAI messages as JSON."""
         message = AgentKey(agent)
         return self.actor.call(
             lambda store: store.transcript.remote(encode(message)),
@@ -142,16 +142,16 @@ class StoreClient:
         )
 
     def info(self, agent: str) -> Call[AgentBranches]:
-        """The agent's branches.
+        """Returns the agent's branches.
 
         Raises:
-            AgentNotFound: nothing is known of it.
+            AgentNotFound: the store does not know it.
         """
         message, read = AgentKey(agent), partial(decode, AgentBranches)
         return self.actor.call(lambda store: store.info.remote(encode(message)), read, self._patient_s)
 
     def agents(self, tenant: str, after: str, limit: int) -> Call[list[AgentBranches]]:
-        """Agents of the tenant in the order of their keys, those after the key `after`."""
+        """Returns at most `limit` agents of the tenant, sorted by key, from the first after the key `after`."""
         message = ListAgents(tenant, after, limit)
         return self.actor.call(
             lambda store: store.agents.remote(encode(message)),
@@ -160,11 +160,11 @@ class StoreClient:
         )
 
     def blocks(self, agent: str, replicas: Sequence[tuple[bytes, bytes]] = ()) -> Call[list[BranchKV]]:
-        """What each of the agent's branches stands on. Of one that is shorter than a block its tokens are all there is.
+        """Returns the KV that each of the agent's branches uses.
 
         Args:
-            replicas: (files id, model id) of those that may have computed the same words under an id of their own, of
-                which is told too then.
+            replicas: (files id, model id) of replicas that may have computed the same tokens under another model id;
+                their KV is included.
         """
         message = AskKV(agent, list(replicas))
         return self.actor.call(
@@ -174,114 +174,116 @@ class StoreClient:
         )
 
     def disk_kept(self, agent: str) -> Call[int]:
-        """How many entries of KV on the disk, blocks and tails, the agent's branches stand on."""
+        """Returns how many KV entries on the disk, blocks and tails, the agent's branches use."""
         message = AgentKey(agent)
         return self.actor.call(lambda store: store.disk_kept.remote(encode(message)), _count, self._patient_s)
 
     def fork(self, source: str, target: str, limits: Limits | None = None) -> Call[int]:
-        """Copy an agent. Returns the number of branches.
+        """Copies an agent. Returns the number of branches.
 
         Raises:
-            AgentNotFound, AgentExists, InvalidRequest, QuotaExceeded: there is nothing to copy, or no place for it.
+            AgentNotFound: there is no agent `source`.
+            AgentExists: there is an agent `target`.
+            InvalidRequest, QuotaExceeded: it may not be copied there.
         """
         message = Fork(source, target, dict(limits or {}))
         return self.actor.call(lambda store: store.fork.remote(encode(message)), _count, self._patient_s)
 
     def forget(self, agent: str) -> Call[bool]:
-        """Erase the agent's memory; turns under way cannot commit. Returns whether there was any.
+        """Erases the agent's memory; running turns cannot commit. Returns whether there was any.
 
-        The transcript is off the disk when this returns, and KV blocks soon after.
+        The transcript is erased from the disk when this returns, KV blocks soon after.
         """
         message = AgentKey(agent)
         return self.actor.call(lambda store: store.forget.remote(encode(message)), _flag, self._patient_s)
 
     def stats(self) -> Call[StoreStats]:
-        """Bytes and counts of the memory on this node."""
+        """Returns bytes and counts of the memory on this node."""
         message, read = Nothing(), partial(decode, StoreStats)
         return self.actor.call(lambda store: store.stats.remote(encode(message)), read, self._answer_s)
 
-    # KV on the disk, for replicas of the node. Its bytes go past the store, by files.
+    # KV on the disk, for replicas of the node. They read and write its files themselves.
 
     def disk_session(self) -> Call[DiskSession | None]:
-        """What a writer or reader must know."""
+        """Returns what a writer or reader must know."""
         message, read = Nothing(), partial(decode_any, DiskSession)
         return self.actor.call(lambda store: store.disk_session.remote(encode(message)), read, self._answer_s)
 
     def disk_commit(self, record: SegmentRecord, limits: Limits | None = None) -> Call[list[bytes] | None]:
-        """Make a written segment count; its chain is to be touched afterwards. Returns its ids that are there now.
+        """Commits a written segment; call `disk_touch` with its chain afterwards. Returns its ids that are there now.
 
-        What belongs to nobody but to agents that were forgotten since it was computed is not among them.
+        Entries whose owners were all forgotten since they were computed are not among them.
         """
         message = CommitSegment(record, dict(limits or {}))
         return self.actor.call(lambda store: store.disk_commit.remote(encode(message)), _ids, self._answer_s)
 
     def disk_touch(self, model: bytes, chain: Sequence[bytes], owner: str) -> Call[list[bytes] | None]:
-        """Note that a chain was used. Returns the ids of it that are not there."""
+        """Records the use of a chain. Returns those of its ids that are not there."""
         message = TouchChain(model, list(chain), owner)
         return self.actor.call(lambda store: store.disk_touch.remote(encode(message)), _ids, self._answer_s)
 
     def disk_find(
         self, model: bytes, chain: Sequence[bytes], parent: bytes, tokens: bytes, tails_max: int
     ) -> Call[FoundKV | None]:
-        """What is there of a prompt, pinned for a reader; as `FindKV` says."""
+        """Returns the KV of a prompt that is there, pinned for a reader; see `FindKV`."""
         message, read = FindKV(model, list(chain), parent, tokens, tails_max), partial(decode_any, FoundKV)
         return self.actor.call(lambda store: store.disk_find.remote(encode(message)), read, self._answer_s)
 
     def disk_read(self, lease: str, chain: Sequence[bytes], owner: str, failures: Sequence[Failure] = ()) -> Call[None]:
-        """A reader has done: it gives its lease back, has used `chain`, and tells which entries it could not read."""
+        """Returns a reader's lease; records that it used `chain`, and which entries it could not read."""
         message = ReadDone(lease, list(chain), owner, list(failures))
         return self.actor.call(lambda store: store.disk_read.remote(encode(message)), _nothing, self._answer_s)
 
     def pull(self, wanted: PullKV) -> Call[Fetched]:
-        """Fetch a chain from another node for a request that is about to be computed here."""
+        """Pulls a chain from another node for a request that is about to be computed on this one."""
         timeout_s = self._answer_s + wanted.deadline_s
         return self.actor.call(lambda store: store.pull.remote(encode(wanted)), partial(decode, Fetched), timeout_s)
 
     # Where agents live.
 
     def move(self, agent: str, to: str) -> Call[Moved]:
-        """Hand the agent over to another node, between two of its turns.
+        """Moves the agent to another node, between two of its turns.
 
         Raises:
             AgentNotFound, AgentBusy, AgentElsewhere: it cannot be moved from here.
-            Unavailable: no such node is there now.
+            Unavailable: that node is not present now.
         """
         message, read = AgentTo(agent, to), partial(decode, Moved)
         return self.actor.call(lambda store: store.move.remote(encode(message)), read, self._patient_s)
 
     def promote(self, agent: str, above: int) -> Call[int]:
-        """Become the agent's home after its own was lost, with the latest copy that any node has that answers.
+        """Promotes the node to primary after the old one was lost, from the latest copy on the nodes that answer.
 
         Args:
-            above: the highest home epoch that the caller has heard of.
+            above: the highest home epoch that the caller knows.
 
         Returns:
             The new epoch.
 
         Raises:
-            AgentNotFound: nobody has a copy, or the agent was forgotten.
+            AgentNotFound: no node has a copy, or the agent was forgotten.
         """
         message = Promote(agent, above)
         return self.actor.call(lambda store: store.promote.remote(encode(message)), _epoch, self._answer_s)
 
     def drain(self) -> Call[None]:
-        """The node leaves: it tells the router that no agent is to come here any more."""
+        """Makes the store tell the router that no agent may move here any more: the node leaves."""
         message = Nothing()
         return self.actor.call(lambda store: store.drain.remote(encode(message)), _nothing, self._answer_s)
 
-    # For the stores of other nodes.
+    # Between the stores of nodes.
 
     def promote_here(self, agent: str, above: int) -> Call[int]:
-        """As `adopt`, from the copy that is there: the home itself asks for it. Returns the new epoch."""
+        """As `promote`, but from the copy that is there: the present primary asks for it. Returns the new epoch."""
         message = Promote(agent, above)
         return self.actor.call(lambda store: store.promote_here.remote(encode(message)), _epoch, self._answer_s)
 
     def take_secondary(self, copy: TakeSecondary) -> Call[list[int]]:
-        """Keep a copy of an agent's words. Returns the branches whose contents are missing.
+        """Stores a secondary copy of an agent. Returns the branches whose contents are missing.
 
         Raises:
-            StaleEpoch: a later home is known there.
-            Unavailable: that node was the home before, and hands over first what it has.
+            StaleEpoch: the node knows a later primary.
+            Unavailable: that node was the primary before, and must first hand over what it has.
         """
         return self.actor.call(
             lambda store: store.take_secondary.remote(encode(copy)),
@@ -290,16 +292,16 @@ class StoreClient:
         )
 
     def send_secondary(self, agent: str, to: str) -> Call[int]:
-        """Bring another node's copy of the agent up to date with what is there. Returns the home epoch of that."""
+        """Makes the node update the copy of the agent on the node `to`. Returns the home epoch of what it sent."""
         message = AgentTo(agent, to)
         return self.actor.call(lambda store: store.send_secondary.remote(encode(message)), _epoch, self._answer_s)
 
     def take_in(self, memory: TakeIn) -> Call[int]:
-        """Keep what a former home of the agent has and this one has not. Returns how many branches that were."""
+        """Adds what only a former primary of the agent has. Returns the number of branches added."""
         return self.actor.call(lambda store: store.take_in.remote(encode(memory)), _count, self._answer_s)
 
     def standing(self, agents: Sequence[str]) -> Call[list[Standing]]:
-        """What the node says of these agents, of those that it has heard of."""
+        """Returns what the node knows of these agents, without those that it does not know."""
         message = AgentKeys(list(agents))
         return self.actor.call(
             lambda store: store.standing.remote(encode(message)),
@@ -308,12 +310,12 @@ class StoreClient:
         )
 
     def doubt(self, agent: str) -> Call[None]:
-        """The agent may have another home now; the node finds out."""
+        """Makes the node check whether the agent has another primary now."""
         message = AgentKey(agent)
         return self.actor.call(lambda store: store.doubt.remote(encode(message)), _nothing, self._answer_s)
 
     def buried(self) -> Call[list[Tombstone]]:
-        """The agents that were forgotten there."""
+        """Returns the tombstones of the node."""
         message = Nothing()
         return self.actor.call(
             lambda store: store.buried.remote(encode(message)),
@@ -322,18 +324,18 @@ class StoreClient:
         )
 
     def bury(self, burial: Tombstone) -> Call[bool]:
-        """Forget an agent that was forgotten elsewhere, unless it lives again in a later epoch. Returns whether that
-        was news."""
+        """Forgets an agent that was forgotten on another node, unless it was created again in a later epoch. Returns
+        whether the tombstone was new."""
         return self.actor.call(lambda store: store.bury.remote(encode(burial)), _flag, self._answer_s)
 
     def fetch(self, agent: str, source: str, deadline_s: float) -> Call[Fetched]:
-        """Have the node pull what another one's disk has of the agent's KV and its own has not, of all branches that it
-        knows."""
+        """Makes the node pull the agent's KV that is missing on its disk from the disk of the node `source`, for all
+        branches that it knows."""
         message, read = FetchKV(agent, source, deadline_s), partial(decode, Fetched)
         return self.actor.call(lambda store: store.fetch.remote(encode(message)), read, self._answer_s + deadline_s)
 
     def block_addresses(self) -> Call[list[tuple[str, int]]]:
-        """Where the node's blocks are served, host and port, the fastest link first."""
+        """Returns host and port of every link that serves the node's blocks, the fastest first."""
         message = Nothing()
         return self.actor.call(lambda store: store.block_addresses.remote(encode(message)), _addresses, self._answer_s)
 
@@ -355,8 +357,8 @@ def _epoch(answer: bytes) -> int:
 
 
 def _ids(answer: bytes) -> list[bytes] | None:
-    found = decode_any(EntryIds, answer)
-    return None if found is None else found.ids
+    entries = decode_any(EntryIds, answer)
+    return None if entries is None else entries.ids
 
 
 def _addresses(answer: bytes) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""What is asked of a node's store, and what it answers; `codec.py` says how it travels."""
+"""Requests to a node's store, and its answers; `codec.py` encodes them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from .entries import Failure, Location, SegmentRecord
 from .messages import KVSelection
 
 Limits = Mapping[str, int | None]
-"""Bytes by tenant that it may have on a node's disk, None where it has no limit. Who is not in it is not spoken of."""
+"""The bytes that a tenant may have on a node's disk, by tenant; None for no limit. Limits of other tenants stay."""
 
 
-# Agents' words.
+# Turns and transcripts.
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     """A branch without its content.
 
-    `model` is the id (32 bytes) of the model that took its last turn, under which its KV is kept, and `root` the parent
-    of its first KV block (empty where nobody may share it). `files` is the id of that model's files, the same wherever
-    it is computed with; empty where nobody has said. `messages` and `tokens` are lengths. `turns` counts from the
-    conversation's beginning, on whichever branch they were taken; `injected` says that something was put in without a
-    reply. `created` and `used` are Unix times.
+    `model` is the id (32 bytes) of the model of its last turn, under which its KV is kept, and `root` the parent of its
+    first KV block (empty if it may not be shared). `files` is the id of that model's files, the same however it
+    computes; empty if unknown. `messages` and `tokens` are lengths. `turns` counts from the conversation's beginning,
+    over all branches; `injected` is whether messages were added without a reply. `created` and `used` are Unix times.
     """
 
     agent: str
@@ -42,14 +41,14 @@ class Head:
 
     @property
     def files_id(self) -> bytes:
-        """What its token ids belong to: they mean the same for every model that has it."""
+        """The id of the files that define its token ids, which mean the same for every model with this id."""
         return self.files or self.model
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a branch remembers: token ids as `array('I')` has them in bytes, the text they spell, and the transcript as
-    JSON in UTF-8, a list of messages in OpenAI's form."""
+    """The memory of a branch: token ids as the bytes of an `array('I')`, their text, and the transcript as JSON in
+    UTF-8, a list of OpenAI messages."""
 
     tokens: bytes
     text: str
@@ -58,9 +57,9 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The end of a turn. `branch` and `epoch` are what it continues, None for nothing; `since` is the sequence at which
-    it began (0 where unknown) and `turn` the name of a turn that was taken, "" for a stateless one. `turns` counts with
-    this one."""
+    """The end of a turn. `branch` and `epoch` name what it continues; `branch` is None for a new branch. `since` is the
+    sequence number at its beginning (0 if unknown) and `turn` the name that `Begin` gave it, "" for a stateless one.
+    `turns` includes this one."""
 
     model: bytes
     content: Content
@@ -76,9 +75,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class CommitOutcome:
-    """`kind`: `replaced` or `opened` a branch; or refused, and nothing has changed: the agent was `forgotten`, the turn
-    `lost` to another one, there is `no room`, or its tenant is `over quota`, which the store says. `copied` is whether
-    as many other nodes have the turn as should; nothing is missing where it was refused."""
+    """How a commit ended. `kind` is `replaced` or `opened` for a branch that was written, else why the commit was
+    refused: the agent was `forgotten`, the turn was `lost` to another one, there is `no room`, or its tenant is `over
+    quota`. `copied` is whether as many other nodes have the turn as should; True if it was refused."""
 
     kind: str
     branch: int = 0
@@ -92,7 +91,7 @@ class CommitOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BranchMemory:
-    """A branch; its content is None where whoever asked knows it."""
+    """A branch; its content is None if the caller has it."""
 
     head: Head
     content: Content | None
@@ -100,8 +99,8 @@ class BranchMemory:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """What a stateless turn asks for: branches of these `words` (see `Head`). `known` are epochs by branch of those
-    that need no content; `limits` the tenant's, where the turn is to add words."""
+    """Asks for the branches that a stateless turn may continue, those of this `files_id` (see `Head`). `known` are
+    epochs by branch of those that need no content; `limits` the tenant's, if the turn will add to the memory."""
 
     agent: str
     files_id: bytes
@@ -111,7 +110,7 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """`since` is the sequence now; `let_go` whether the agent said something before and had to make room for others."""
+    """`since` is the present sequence number; `let_go` is whether the agent had a memory that was evicted."""
 
     since: int
     branches: list[BranchMemory]
@@ -120,7 +119,7 @@ class Recalled:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """As `Recall`, for a continuing turn, which has a name."""
+    """As `Recall`, for a turn that continues the main branch and has a name."""
 
     agent: str
     turn: str
@@ -131,14 +130,14 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A turn that was taken. `branch` is the main one, None where there is none; its content comes only if its tokens
-    are of the words that were asked for and not known, its `transcript` always."""
+    """A turn that has begun. `branch` is the main one, None if there is none; its content comes only if it has the
+    requested `files_id` and the caller does not know it, its `transcript` always."""
 
     since: int
     branch: BranchMemory | None
     let_go: bool
     other_transcript: bytes = b""
-    """Where `branch` has no content."""
+    """The transcript if `branch` has no content."""
 
     @property
     def transcript(self) -> bytes:
@@ -154,7 +153,7 @@ class TurnName:
 
 @dataclass(frozen=True, slots=True)
 class CommitTurn:
-    """`limits` are the tenant's, whose KV makes room for the words."""
+    """`limits` are the tenant's, whose KV is evicted to make room."""
 
     agent: str
     commit: Commit
@@ -163,14 +162,14 @@ class CommitTurn:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Whether it is so."""
+    """A yes or no."""
 
     value: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AgentKey:
-    """`tenant/agent_id`."""
+    """The key of an agent, `tenant/agent_id`."""
 
     agent: str
 
@@ -184,8 +183,8 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class AgentBranches:
-    """An agent as a node has it: its `main` branch, None where none has a transcript, all of them, the oldest first,
-    and its place: the home epoch, and whether the node is its home."""
+    """An agent on a node: its `main` branch, None if none has a transcript; all branches, the oldest first; the home
+    epoch, and whether the node has the primary."""
 
     agent: str
     main: int | None
@@ -196,7 +195,7 @@ class AgentBranches:
 
 @dataclass(frozen=True, slots=True)
 class ListAgents:
-    """Agents of the tenant in the order of their keys, those after the key `after`."""
+    """Asks for at most `limit` agents of the tenant, sorted by key, from the first after the key `after`."""
 
     tenant: str
     after: str
@@ -210,7 +209,7 @@ class AgentPage:
 
 @dataclass(frozen=True, slots=True)
 class AskKV:
-    """`replicas` are (files id, model id) of those that may have computed the same words under an id of their own."""
+    """`replicas` are (files id, model id) of replicas that may have computed the same tokens under another model id."""
 
     agent: str
     replicas: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -218,7 +217,7 @@ class AskKV:
 
 @dataclass(frozen=True, slots=True)
 class BranchKV:
-    """What a branch stands on, at replicas of that model id."""
+    """The KV that a branch uses at replicas of the model id `model`."""
 
     model: bytes
     kept: KVSelection
@@ -238,7 +237,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A store's counts since it was started, and its bytes now; `disk` has those of its KV by name."""
+    """A store's counts since it was started, and its present sizes; `disk` has the figures of its KV by name."""
 
     agents_bytes: int
     agents_evicted_total: int
@@ -258,7 +257,7 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class DiskSession:
-    """What a writer or reader must know: the folder, and which process of the store it writes for."""
+    """What a writer or reader must know: the folder `root`, and the session and epoch of the store's process."""
 
     root: str
     session: str
@@ -287,11 +286,11 @@ class TouchChain:
 
 @dataclass(frozen=True, slots=True)
 class FindKV:
-    """What is there of a prompt?
+    """Asks for the KV of a prompt.
 
-    `chain` are the ids of blocks that are wanted, in order; only those up to the first that is missing count, and after
-    these tails are looked for, `tails_max` at most. `parent` is what comes before `chain`, and `tokens` are all that
-    follow it (`pack_tokens`).
+    `chain` are the ids of its blocks, in order. The answer has those before the first that is missing, and at most
+    `tails_max` tails after them. `parent` is the id before `chain`, and `tokens` are all tokens after `parent`
+    (`pack_tokens`).
     """
 
     model: bytes
@@ -303,7 +302,7 @@ class FindKV:
 
 @dataclass(frozen=True, slots=True)
 class FoundTail:
-    """A tail, and how many of the tokens that were asked for it begins with."""
+    """A tail, and how many of its first tokens are those of the prompt."""
 
     location: Location
     tokens: int
@@ -311,7 +310,7 @@ class FoundTail:
 
 @dataclass(frozen=True, slots=True)
 class FoundKV:
-    """Pinned for a reader, who gives the `lease` back."""
+    """KV that is pinned for a reader until it returns the `lease`."""
 
     blocks: list[Location]
     tails: list[FoundTail]
@@ -320,7 +319,7 @@ class FoundKV:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """A reader has done: it gives its lease back, has used `chain`, and tells which entries it could not read."""
+    """A reader returns its lease: it has used `chain`, and could not read the entries of `failures`."""
 
     lease: str
     chain: list[bytes]
@@ -328,12 +327,12 @@ class ReadDone:
     failures: list[Failure] = field(default_factory=list)
 
 
-# Among the nodes.
+# Between nodes.
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTo:
-    """An agent, and the node to which it or a copy of it goes."""
+    """An agent, and the node to which it or a copy of it is sent."""
 
     agent: str
     to: str
@@ -341,7 +340,7 @@ class AgentTo:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The agent lives on `node` since home epoch `epoch`; what went, and what it took."""
+    """The agent's primary is on `node` since home epoch `epoch`; how much KV was moved, and in what time."""
 
     node: str
     epoch: int
@@ -358,7 +357,7 @@ class PrimaryEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """`above` is the highest home epoch that was heard of."""
+    """Asks for a promotion. `above` is the highest home epoch that the caller knows."""
 
     agent: str
     above: int
@@ -366,9 +365,9 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class TakeSecondary:
-    """An agent's words: all its branches, and by branch the contents of those at least that have changed. `epoch` is
-    the home's, and `version` the home's count when it had these: what was sent earlier and comes later changes nothing.
-    `limits` are the tenant's, as the home knows them; a copy is never refused for them, KV makes room for it."""
+    """A secondary copy of an agent: all its branches, and by branch at least the contents that have changed. `epoch`
+    and `version` are the primary's: a copy that was sent earlier and arrives later changes nothing. `limits` are the
+    tenant's, as the primary knows them; a copy is never refused for them, KV is evicted instead."""
 
     agent: str
     epoch: int
@@ -385,7 +384,7 @@ class BranchIds:
 
 @dataclass(frozen=True, slots=True)
 class TakeIn:
-    """What a former home of the agent has, as of home epoch `epoch`."""
+    """The branches that a former primary of the agent has, as of home epoch `epoch`."""
 
     agent: str
     epoch: int
@@ -394,8 +393,9 @@ class TakeIn:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a node says of an agent: its place, when the agent spoke last (0 where it has nothing), up to which epoch it
-    was forgotten, and the number before which turns that began are barred since."""
+    """What a node knows of an agent: the home epoch, the node's role, the sequence number of its latest turn (0 if
+    none), the epoch up to which it was forgotten, and the sequence number before which turns that began cannot
+    commit."""
 
     agent: str
     epoch: int
@@ -412,8 +412,8 @@ class Standings:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """The agent was forgotten: nothing up to that epoch may be there any more, and what turns say that began before
-    that number is not kept."""
+    """A forgotten agent: nothing up to this epoch may be kept, and turns that began before this sequence number cannot
+    commit."""
 
     agent: str
     epoch: int
@@ -427,7 +427,7 @@ class TombstoneList:
 
 @dataclass(frozen=True, slots=True)
 class FetchKV:
-    """Pull what the disk of the node `source` has of the agent's KV, within `deadline_s`."""
+    """Asks to pull the agent's KV from the disk of the node `source`, within `deadline_s`."""
 
     agent: str
     source: str
@@ -436,8 +436,8 @@ class FetchKV:
 
 @dataclass(frozen=True, slots=True)
 class PullKV:
-    """Pull a chain for a request that is about to be computed: `block_ids` after `root`, then tails of the tokens
-    `rest`. `limits` are those of the tenant whose KV it is."""
+    """Asks to pull a chain for a request that is about to be computed: `block_ids` after `root`, then tails of the
+    tokens `rest`. `limits` are those of the tenant whose KV it is."""
 
     source: str
     model: bytes
@@ -451,7 +451,7 @@ class PullKV:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """`tokens` of the chains that are here now, and what has come for it."""
+    """How many `tokens` of the chains the node has now, and how much was pulled."""
 
     tokens: int = 0
     blocks: int = 0

@@ -117,7 +117,7 @@ class Engine:
 
         Args:
             known: about how many of the prompt's first tokens have KV in memory or on disk.
-            features: image embeddings read back from disk, by the pictures' indexes.
+            embeddings: image embeddings read back from disk, by the pictures' indexes.
         """
         self._inbox.put(Submit(request, reply, known, embeddings or {}))
 

@@ -40,7 +40,7 @@ IDLE_S = 2.0
 
 @dataclass(frozen=True)
 class Submit:
-    """Queues a request. `reply` gets None if it is accepted, else the refusal. `known` and `features` as for
+    """Queues a request. `reply` gets None if it is accepted, else the refusal. `known` and `embeddings` as for
     `Engine.submit`."""
 
     request: GenerateRequest

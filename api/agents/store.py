@@ -78,7 +78,7 @@ class Store(Protocol):
         ...
 
     async def release(self, branch: BranchKV) -> int:
-        """Let the replicas of a model drop a branch's KV and its pictures' features from memory. Returns how many bytes
+        """Let the replicas of a model drop a branch's KV and image embeddings from memory. Returns how many bytes
         that were."""
         ...
 

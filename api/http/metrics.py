@@ -45,7 +45,7 @@ class _Replicas(Collector):
         yield self._counter("satchel_unwritten_turns", "Turns whose KV could not be written.", "unwritten_turns_total")
         yield self._counter("satchel_blocks_corrupt", "Entries on disk that were damaged.", "blocks_corrupt_total")
         yield self._counter("satchel_failed_checks", "Times KV was dropped for wrong tables.", "failed_checks_total")
-        hits = "Pictures that were not encoded, because their features or KV were known."
+        hits = "Pictures that were not encoded, because their embeddings or KV were known."
         yield self._counter("satchel_vision_cache_hits", hits, "vision_cache_hits_total")
         yield self._counter("satchel_vision_encodes", "Pictures that were encoded.", "vision_encodes_total")
         went_on = "Answers that went on after their replica was lost."

@@ -94,7 +94,7 @@ class NodeBlocks:
     async def fetch(
         self, agent: str, branches: Sequence[tuple[Head, Content]], source: str, deadline_s: float
     ) -> Fetched:
-        """Pull the KV of these branches and the features of their pictures, as far as they are not here.
+        """Pulls these branches' KV and image embeddings, as far as they are not here.
 
         Raises:
             SatchelError: a pull cannot begin.

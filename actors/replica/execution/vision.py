@@ -2,7 +2,7 @@
 
 Nothing here knows model families. All of mlx-vlm's models have `get_input_embeddings`, which turns token ids and pixels
 into the inputs of their language part: an embedding per token, and for some models (DeepStack) arrays that are added
-after the first layers. It is called for one picture's span alone, and the result is kept as `Features`, the picture's
+after the first layers. It is called for one picture's span alone, and the result is kept as `ImageEmbeddings`, the picture's
 image embeddings. So a prompt may be computed in any chunks and batches, and a picture is encoded once.
 """
 
@@ -76,7 +76,7 @@ class RowPictures:
 
     Attributes:
         spans: (first token, number of tokens) of each.
-        features: the known ones, by the index of the span.
+        embeddings: the known ones, by the index of the span.
         positions: `(axes, tokens)` integers of the prompt up to the last picture's end; None if the model just counts.
         shift: what to add to a later token's index in the row to get its position.
     """
@@ -341,7 +341,7 @@ class Vision:
         return {"position_ids": mx.array(np.tile(np.array(places, np.int32)[None, :, None], (self._axes, 1, 1)))}
 
     def _touched(self, part: RowPart) -> list[tuple[int, int, ImageEmbeddings, int]]:
-        """Returns for every picture in the part its begin and end there, its features, and the index in these of the
+        """Returns for every picture in the part its begin and end there, its embeddings, and the index in these of the
         token at the begin."""
         assert part.pictures is not None
         stop, spans = part.start + len(part.tokens), []

@@ -173,8 +173,8 @@ def test_replicas_that_compute_differently_are_named_with_what_differs():
     assert differing({"a": info("a"), "b": info("b")}) == []
     (said,) = differing({"a": info("a"), "b": info("b", device="metal", dtype="bfloat16, own"), "c": info("c")})
     assert said == (
-        "b on node of b computes otherwise than a on node of a (device: metal, cpu; dtype: bfloat16, own, float32): "
-        "they share agents' words and not their KV"
+        "b on node of b computes differently from a on node of a (device: metal, cpu; dtype: bfloat16, own, float32): "
+        "they share agents' transcripts, but not KV"
     )
 
 
@@ -191,7 +191,7 @@ async def test_a_node_that_joins_is_compared_with_those_that_were_there(monkeypa
     monkeypatch.setattr(start.registry, "entries", lambda: ("qwen",))
     monkeypatch.setattr(start, "find_replicas", lambda entries, timing: found)
     (said,) = await start.compare_models({"a": found["a"]}, USUAL)
-    assert said.startswith("a on node of a computes otherwise than b on node of b (device: metal, cpu)")
+    assert said.startswith("a on node of a computes differently from b on node of b (device: metal, cpu)")
     found["a"] = Replica(info("a", {"tokenizer.json": "5"}))
     with pytest.raises(ModelLoadError, match=r"another model on node of a than on node of b: tokenizer\.json differs"):
         await start.compare_models({"a": found["a"]}, USUAL)
