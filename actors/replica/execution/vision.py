@@ -2,8 +2,8 @@
 
 Nothing here knows model families. All of mlx-vlm's models have `get_input_embeddings`, which turns token ids and pixels
 into the inputs of their language part: an embedding per token, and for some models (DeepStack) arrays that are added
-after the first layers. It is called for one picture's span alone, and the result is kept as `ImageEmbeddings`, the picture's
-image embeddings. So a prompt may be computed in any chunks and batches, and a picture is encoded once.
+after the first layers. It is called for one picture's span alone, and the result is kept as `ImageEmbeddings`. So a
+prompt may be computed in any chunks and batches, and a picture is encoded once.
 """
 
 from __future__ import annotations
