@@ -219,8 +219,8 @@ def differing(infos: Mapping[str, ModelInfo]) -> list[str]:
         if names:
             how = "; ".join(f"{name}: {info.computing.get(name)}, {first.computing.get(name)}" for name in names)
             sentences.append(
-                f"{info.replica} on {info.node} computes otherwise than {first.replica} on {first.node} "
-                f"({how}): they share agents' words and not their KV"
+                f"{info.replica} on {info.node} computes differently from {first.replica} on {first.node} "
+                f"({how}): they share agents' transcripts, but not KV"
             )
     return sentences
 

@@ -165,7 +165,9 @@ def show_status(home: Home, *, as_json: bool) -> None:
     for name, entry in sorted(replicas.items()):
         if differs := entry.get("differs"):
             how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
-            console.print(Text(f"{name} computes otherwise than others ({how}): it shares agents' words, not their KV"))
+            console.print(
+                Text(f"{name} computes differently from others ({how}): it shares agents' transcripts, not their KV")
+            )
 
 
 def show_models(home: Home, *, as_json: bool) -> None:

@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .paged_cache import Batch, PagedKVCache, Reads, first_block
+from .paged_cache import PagedBatch, PagedKVCache, Reads, first_block
 from .pool import BlockPool, BlockTable, Slot
 from .prefix import ReuseRule
 from .sealing import Sealed, SealPolicy, sealed_token_bytes
@@ -162,7 +162,7 @@ def new_caches(spec: ModelCacheSpec, own: Sequence[Any], pool: BlockPool | None,
     """Returns empty caches for one row; layers that are not sealed keep the model's `own`."""
     if spec.policy is None or pool is None:
         return list(own)
-    batch = Batch.of_rows(pool, 1, reads)
+    batch = PagedBatch.of_rows(pool, 1, reads)
     return [
         PagedKVCache(index, spec.policy, layer.window, batch=batch) if layer.sealed else cache
         for index, (layer, cache) in enumerate(zip(spec.layers, own, strict=True))
@@ -363,7 +363,7 @@ def _last_tokens(
     return mx.concatenate([keys for keys, _ in parts], axis=2), mx.concatenate([values for _, values in parts], axis=2)
 
 
-def batch_of(caches: Sequence[Any]) -> Batch | None:
+def batch_of(caches: Sequence[Any]) -> PagedBatch | None:
     """What the sealed layers have in common; None where none is sealed."""
     return next((cache.batch for cache in caches if isinstance(cache, PagedKVCache)), None)
 
@@ -374,7 +374,7 @@ def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
     merged = None
     if batches:
         tables = [table for batch in batches for table in batch.tables]
-        merged = Batch(batches[0].pool, tables, batches[0].reads)
+        merged = PagedBatch(batches[0].pool, tables, batches[0].reads)
     return [
         PagedKVCache.merge(caches, merged)
         if merged is not None and isinstance(caches[0], PagedKVCache)
@@ -406,7 +406,7 @@ def extract(batch: Sequence[Any], row: int) -> list[Any]:
     pooled = batch_of(batch)
     own = None
     if pooled is not None:
-        own = Batch(pooled.pool, [[table.fork() for table in pooled.tables[row]]], pooled.reads)
+        own = PagedBatch(pooled.pool, [[table.fork() for table in pooled.tables[row]]], pooled.reads)
     return [
         cache.extract(row, own) if own is not None and isinstance(cache, PagedKVCache) else cache.extract(row)
         for cache in batch

@@ -364,7 +364,7 @@ def attend(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Kernels:
     """The kernels for the shapes of a layer: for rows in one group of threads each and in several, and what joins
     these. `chunks` groups share the query heads of a KV head."""
 
@@ -377,7 +377,9 @@ class _Plan:
 
 
 @cache
-def _plan(dtype: mx.Dtype, key_dim: int, value_dim: int, kv_heads: int, grouped: int, bits: int, sinks: bool) -> _Plan:
+def _plan(
+    dtype: mx.Dtype, key_dim: int, value_dim: int, kv_heads: int, grouped: int, bits: int, sinks: bool
+) -> _Kernels:
     padded = -(-value_dim // 32) * 32
     together = _together(grouped, key_dim, padded)
     template = [("T", dtype), ("DK", key_dim), ("DV", value_dim), ("PV", padded), ("VG", value_group(value_dim))]
@@ -386,7 +388,7 @@ def _plan(dtype: mx.Dtype, key_dim: int, value_dim: int, kv_heads: int, grouped:
     parts = _kernel("decode_parts", tuple(_READ), _PARTS, _BODY.replace("FINISH", _FINISH_PART))
     join = _kernel("decode_join", (*_PARTS, "jobs", "sinks"), ("out",), _JOIN)
     joined = [("T", dtype), ("DV", value_dim), ("HEADS", kv_heads * grouped), ("SINKS", sinks)]
-    return _Plan(grouped // together, one, parts, template, join, joined)
+    return _Kernels(grouped // together, one, parts, template, join, joined)
 
 
 def _together(grouped: int, key_dim: int, padded: int) -> int:

@@ -39,7 +39,7 @@ class Reads(Enum):
     KERNEL = "by a kernel"
 
 
-class Batch:
+class PagedBatch:
     """What all layers of a batch have in common: the block tables of its rows, and what the layers compute alike in a
     step, kept until the rows' lengths change.
 
@@ -59,7 +59,7 @@ class Batch:
         self._kept: dict[Any, Any] = {}
 
     @classmethod
-    def of_rows(cls, pool: BlockPool, rows: int, reads: Reads = Reads.DEQUANTIZED) -> Batch:
+    def of_rows(cls, pool: BlockPool, rows: int, reads: Reads = Reads.DEQUANTIZED) -> PagedBatch:
         """Returns empty rows."""
         return cls(pool, [[BlockTable([]) for _ in pool.groups] for _ in range(rows)], reads)
 
@@ -93,7 +93,7 @@ class Batch:
     def _forget(self) -> None:
         self._lengths, self._kept, self._blocks = None, {}, {}
 
-    def extend(self, other: Batch) -> None:
+    def extend(self, other: PagedBatch) -> None:
         """Appends another batch's rows."""
         self.tables += other.tables
         self._forget()
@@ -159,7 +159,7 @@ class PagedKVCache:
     """
 
     def __init__(
-        self, layer: int, policy: SealPolicy, window: int = 0, *, lengths: Sequence[int] = (0,), batch: Batch
+        self, layer: int, policy: SealPolicy, window: int = 0, *, lengths: Sequence[int] = (0,), batch: PagedBatch
     ) -> None:
         self.layer = layer
         self.policy = policy
@@ -266,7 +266,7 @@ class PagedKVCache:
         self.lengths, self._writable = [length], False
         self._keys, self._values = tail if tail is not None else (None, None)
 
-    def extract(self, row: int, batch: Batch) -> PagedKVCache:
+    def extract(self, row: int, batch: PagedBatch) -> PagedKVCache:
         """The row as a cache of its own in `batch`, with a copy of its open block."""
         cache = PagedKVCache(self.layer, self.policy, self.window, lengths=[self.lengths[row]], batch=batch)
         if self._keys is not None:
@@ -282,7 +282,7 @@ class PagedKVCache:
             self._keys, self._values = self._keys[indices], self._values[indices]
 
     @staticmethod
-    def merge(caches: Sequence[PagedKVCache], batch: Batch) -> PagedKVCache:
+    def merge(caches: Sequence[PagedKVCache], batch: PagedBatch) -> PagedKVCache:
         """Rows' open blocks as one, in a batch that has their tables."""
         first = caches[0]
         lengths = [length for cache in caches for length in cache.lengths]

@@ -19,7 +19,15 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import attention, sealing
 from satchel.actors.replica.kv import caches as kv_cache
-from satchel.actors.replica.kv.paged_cache import Batch, DecodeView, PagedKVCache, Reads, first_block, mask_of, step_of
+from satchel.actors.replica.kv.paged_cache import (
+    DecodeView,
+    PagedBatch,
+    PagedKVCache,
+    Reads,
+    first_block,
+    mask_of,
+    step_of,
+)
 from satchel.actors.replica.kv.pool import BlockPool, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES, SealPolicy
 
@@ -40,7 +48,7 @@ def pool_adds_up() -> Iterator[None]:
 
 
 def new_cache(policy: SealPolicy = Q4, window: int = 0, dims: tuple[int, int] = (64, 64)) -> PagedKVCache:
-    return PagedKVCache(0, policy, window, batch=Batch.of_rows(POOLS[policy.name, *dims], 1))
+    return PagedKVCache(0, policy, window, batch=PagedBatch.of_rows(POOLS[policy.name, *dims], 1))
 
 
 def merged(caches: Sequence[PagedKVCache]) -> PagedKVCache:
@@ -347,7 +355,7 @@ def test_sealed_blocks_take_what_the_formula_says():
 
 
 def test_layers_share_what_they_have_in_common():
-    batch = Batch.of_rows(BlockPool([[0], [1, 2]]), 2)
+    batch = PagedBatch.of_rows(BlockPool([[0], [1, 2]]), 2)
     caches = [PagedKVCache(layer, Q4, lengths=[3, 300], batch=batch) for layer in (1, 2)]
     assert caches[0].offset is caches[1].offset
     assert caches[0].make_mask(1) is caches[1].make_mask(1)
@@ -370,7 +378,7 @@ def test_one_padded_row_is_a_batch_like_any_other():
 
 def test_layers_that_are_alike_share_slots_and_a_fork_copies_none():
     pool = BlockPool([[0, 1]])
-    batch = Batch.of_rows(pool, 1)
+    batch = PagedBatch.of_rows(pool, 1)
     caches = [PagedKVCache(layer, Q4, batch=batch) for layer in (0, 1)]
     row = make_row(5, 600)
     for cache in caches:
@@ -389,7 +397,7 @@ def test_a_pool_that_grows_keeps_what_it_has():
     pool = BlockPool([[0]])
     caches = []
     for seed in range(12):
-        cache = PagedKVCache(0, Q4, batch=Batch.of_rows(pool, 1))
+        cache = PagedKVCache(0, Q4, batch=PagedBatch.of_rows(pool, 1))
         attend(cache, [make_row(seed, 700)], [0], 700)
         caches.append(cache)
     assert pool.groups[0].capacity > 16 and pool.counts()["slots_free"] == pool.groups[0].capacity - 24
