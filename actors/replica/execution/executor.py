@@ -19,8 +19,9 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling, TokenLogprobs
 from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Slab
-from ..kv.device import on_gpu
+from ..kv.device import on_gpu, size_class
 from ..kv.row_view import RowView, Stacks
+from .compiled_step import CompiledStep
 from .sampling import BatchSampler, Draw
 from .vision import RowPart, RowPictures
 
@@ -33,7 +34,7 @@ PADDING_MAX = 2.0
 """How many times its tokens a padded batch of prompts may have."""
 
 SHAPE_TOKENS = 64
-"""Batches of prompts are padded to a multiple of this."""
+"""Batches of prompts are padded to a `size_class` of this."""
 
 CLEAR_EVERY_TOKENS = 8192
 """Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
@@ -132,6 +133,7 @@ class BatchExecutor:
         self._settles = pool is not None and not (pool.kernels and mx.cuda.is_available())
         # On Metal MLX does not know of what kernels write into arrays that they read.
         self._settles_always = self._settles and pool is not None and pool.kernels
+        self._compiled = CompiledStep(self._model) if loaded.compiled else None
         self._prefilling: dict[str, _Prefilling] = {}
         self._joining: dict[str, _Joining] = {}
         self._leaving: set[str] = set()
@@ -201,7 +203,7 @@ class BatchExecutor:
 
     def _prefill_together(self, rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> None:
         lengths = [len(tokens) for _, tokens in rows]
-        longest = -(-max(lengths) // SHAPE_TOKENS) * SHAPE_TOKENS
+        longest = SHAPE_TOKENS * size_class(-(-max(lengths) // SHAPE_TOKENS))
         padding = [longest - length for length in lengths]
         caches = kv_cache.merge([row.own() for row, _ in rows])
         for cache in caches:
@@ -270,10 +272,14 @@ class BatchExecutor:
         seals = any(row.length % BLOCK_TOKENS == BLOCK_TOKENS - 1 for row in self._rows)
         if seals:
             self._settle()
-        logits = self._model(inputs[:, None], cache=self._caches, **extra)[:, -1, :]
+        logits = None if self._compiled is None else self._compiled(inputs, self._caches, extra)
+        if logits is None:
+            logits = self._model(inputs[:, None], cache=self._caches, **extra)[:, -1, :]
         draw = self._sampler(logits)
         self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
         mx.async_eval(self._inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
+        if seals:
+            self._seal_filled()
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
         drawn = {} if before is None else _read(*before)
         ready = [
@@ -298,6 +304,13 @@ class BatchExecutor:
         """Waits for the step in flight before blocks are written: MLX would copy arrays that it still reads."""
         if self._settles:
             mx.synchronize()
+
+    def _seal_filled(self) -> None:
+        """Seals the blocks that a kernel has filled in the step that was just launched."""
+        if self._settles_always:
+            mx.synchronize()
+        kv_cache.seal_filled(self._caches)
+        mx.async_eval(self._pool_arrays())
 
     def _pool_arrays(self) -> list[mx.array]:
         return [] if self._loaded.pool is None else self._loaded.pool.arrays()

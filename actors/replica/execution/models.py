@@ -33,12 +33,13 @@ from ...model_files.source import (
 from ...model_files.weights import WeightFile, bytes_in_memory, read_weight_file
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..kv import attention, decode_kernel
-from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
+from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_gpu
 from ..kv.paged_cache import PagedKVCache, Reads
 from ..kv.pool import BlockPool
 from ..kv.sealing import POLICIES
 from . import vision
+from .compiled_step import CompiledStep
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .vision import LanguagePart, Vision
@@ -63,7 +64,7 @@ _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Imp
 class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
     `pool` has the sealed blocks of all its rows, None if nothing is sealed; `reads` says how decode steps read
-    them; `vision` encodes pictures, None for a model of text."""
+    them, and `compiled` whether such steps are recorded; `vision` encodes pictures, None for a model of text."""
 
     model: Any
     folder: Path
@@ -76,6 +77,7 @@ class LoadedModel:
     weights: str
     pool: BlockPool | None = None
     reads: Reads = Reads.DEQUANTIZED
+    compiled: bool = False
     vision: Vision | None = None
 
     @property
@@ -185,6 +187,7 @@ def load(
         weights=kept,
         pool=new_pool(spec, kernels=reads is Reads.KERNEL),
         reads=reads,
+        compiled=reads is Reads.KERNEL and _compiles(model, spec),
         vision=seen,
     )
     budget_s = default_budget_s() if warm_up_s is None else warm_up_s
@@ -231,6 +234,39 @@ def _agrees(model: Any, spec: ModelCacheSpec, reads: Reads) -> bool:
         bool(mx.abs(expected - got).astype(mx.float32).max() <= tolerance * mx.abs(expected).max())
         for expected, got in zip(*logits, strict=True)
     )
+
+
+def _compiles(model: Any, spec: ModelCacheSpec) -> bool:
+    """Whether a recorded step computes what the model does; one that decides by lengths cannot be recorded."""
+    if not all(layer.sealed for layer in spec.layers):
+        return False
+    try:
+        plain, recorded = (_steps(model, spec, compiled=compiled) for compiled in (False, True))
+    except _LOAD_ERRORS as error:
+        logger.warning("decode steps are not compiled: %s", first_sentence(error))
+        return False
+    same = all(
+        bool(mx.abs(expected - got).astype(mx.float32).max() <= IN_PLACE_TOLERANCE_16 * mx.abs(expected).max())
+        for expected, got in zip(plain, recorded, strict=True)
+    )
+    if not same:
+        logger.warning("decode steps are not compiled: they would compute something else")
+    return same
+
+
+def _steps(model: Any, spec: ModelCacheSpec, *, compiled: bool) -> list[mx.array]:
+    """Returns the logits of some steps of two rows of different lengths."""
+    pool, rows, logits = new_pool(spec, kernels=True), [], []
+    for count in (BLOCK_TOKENS + 2, 3):
+        rows.append(new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL))
+        prompt = mx.array([[number % 2 for number in range(count)]])
+        mx.eval(model(prompt, cache=rows[-1]), [cache.state for cache in rows[-1]])
+    batch, step = merge(rows), CompiledStep(model)
+    for token in (0, 1, 0):
+        inputs = mx.array([token, 1 - token])
+        logits.append(step(inputs, batch, {}) if compiled else model(inputs[:, None], cache=batch)[:, -1])
+        mx.eval(logits[-1])
+    return logits
 
 
 def _weight_files(folder: Path) -> list[WeightFile]:

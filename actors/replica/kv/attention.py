@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import decode_kernel
+from .device import on_cuda
 from .paged_cache import DecodeView, KernelView, PagedKVCache
 from .sealing import KEY_GROUP, SealPolicy, value_group
 
@@ -47,8 +48,12 @@ class _Attend:
     def __call__(
         self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any = None, *rest: Any, **named: Any
     ) -> mx.array:
-        view = cache.view if isinstance(cache, PagedKVCache) else None
+        view = getattr(cache, "view", None)
         if view is None or keys is not view.keys:
+            mask = named.get("mask")
+            if isinstance(cache, PagedKVCache) and isinstance(mask, mx.array) and mask.dtype == mx.bool_ and on_cuda():
+                # MLX would write the mask out for every head of every layer.
+                named["mask"] = cache.batch.bias(mask, queries.dtype)
             return self._plain(queries, keys, values, cache, *rest, **named)
         # Taken: whoever looks afterwards sees that the layer came by here.
         cache.view = None

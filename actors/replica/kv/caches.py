@@ -401,6 +401,13 @@ def keep(batch: Sequence[Any], rows: Sequence[int]) -> None:
         cache.filter(rows if isinstance(cache, PagedKVCache) else indices)
 
 
+def seal_filled(batch: Sequence[Any]) -> None:
+    """Seals what became full in a step that was launched, where that step did not."""
+    for cache in batch:
+        if isinstance(cache, PagedKVCache):
+            cache.seal_filled()
+
+
 def extract(batch: Sequence[Any], row: int) -> list[Any]:
     """A row's own caches."""
     pooled = batch_of(batch)

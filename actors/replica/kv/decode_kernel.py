@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
+from .device import size_class
 from .sealing import Sealed, SealPolicy, seal, value_group
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ _METAL = """
 """
 
 # Template: T, DK, DV, PV (padded value channels), VG (their group), KV heads, G queries a KV head, GC of them a group
-# of threads, KB key bits, SINKS. `numbers` are the columns of the open blocks, and whether to append the new token.
+# of threads, KB key bits, SINKS. Groups whose row is -1 are padding.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = KB == 4 ? 32 : 64;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
@@ -66,15 +67,15 @@ _BODY = """
   SHARED float buf[NW * GC * BW];
   SHARED float rm[NW * GC];
   SHARED float rl[NW * GC];
-  const int C = numbers[0]; const bool append = numbers[1] != 0;
   const int job = GROUP / (CH * KV), kvh = GROUP / CH % KV, chunk = GROUP % CH;
   const int row = job_rows[job], rk = row * KV + kvh;
+  if (row < 0) return;
   const int split = job - jobs[row], S = jobs[row + 1] - jobs[row];
   const int nb = starts[row + 1] - starts[row], tl = opened[row], tu = (tl + 31) / 32, hide = hidden[row];
   const long head0 = (long)rk * G + chunk * GC;
   for (int i = THREAD; i < GC * DK; i += NW * 32) q_s[i] = static_cast<float>(queries[head0 * DK + i]) * scale[0];
-  const long tail_at = (long)rk * C;
-  if (append && chunk == 0 && split == 0) {
+  const long tail_at = (long)rk * 256;
+  if (chunk == 0 && split == 0) {
     DEVICE T* to_keys = (DEVICE T*)tail_keys; DEVICE T* to_values = (DEVICE T*)tail_values;
     for (int i = THREAD; i < DK; i += NW * 32) to_keys[(tail_at + tl - 1) * DK + i] = new_keys[(long)rk * DK + i];
     for (int i = THREAD; i < DV; i += NW * 32) to_values[(tail_at + tl - 1) * DV + i] = new_values[(long)rk * DV + i];
@@ -128,7 +129,7 @@ _BODY = """
     } else {
       const int t = column0 + LANE;
       if (t < tl && nb * 256 + t >= hide) {
-        const bool fresh = append && t == tl - 1;
+        const bool fresh = t == tl - 1;
         const long at = fresh ? (long)rk * DK : (tail_at + t) * DK;
         float dot[GC];
         for (int g = 0; g < GC; g++) dot[g] = 0.f;
@@ -180,7 +181,7 @@ _BODY = """
         const int most = tl - column0 < 32 ? tl - column0 : 32;
         for (int t = half_; t < most; t += STEP) {
           const int column = column0 + t;
-          const bool fresh = append && column == tl - 1;
+          const bool fresh = column == tl - 1;
           const long at = (fresh ? (long)rk * DV : (tail_at + column) * DV) + word * 8;
           for (int j = 0; j < 8; j++) {
             if (word * 8 + j >= DV) break;
@@ -257,7 +258,7 @@ _WRITE = """
 _POOL = list(Sealed._fields)
 _PARTS = ("parts", "tops", "sums")
 _READ = ["queries", "new_keys", "new_values", *_POOL, "tail_keys", "tail_values"]
-_READ += ["slots", "starts", "opened", "hidden", "jobs", "job_rows", "numbers", "scale", "sinks", "order"]
+_READ += ["slots", "starts", "opened", "hidden", "jobs", "job_rows", "scale", "sinks", "order"]
 
 
 @cache
@@ -281,7 +282,7 @@ class RowBlocks:
         opened: (rows,) int32, tokens in each row's open block, with the new one.
         hidden: (rows,) int32, how many tokens from the row's first block on are behind the window.
         jobs: (rows + 1,) int32, where each row's groups of threads begin, in all `count` ones of a KV head.
-        job_rows: (count,) int32, whose they are.
+        job_rows: (count,) int32, whose they are; -1 for padding, of which there is none if each row has one group.
     """
 
     slots: mx.array
@@ -294,6 +295,10 @@ class RowBlocks:
     @property
     def count(self) -> int:
         return self.job_rows.shape[0]
+
+    def arrays(self) -> list[mx.array]:
+        """Returns all of them, in their order."""
+        return [self.slots, self.starts, self.opened, self.hidden, self.jobs, self.job_rows]
 
     @classmethod
     def of(
@@ -315,6 +320,8 @@ class RowBlocks:
         each = WARPS * max(1, round(sum(units) * kv_heads / (GROUPS_WANTED * WARPS)))
         counts = [-(-count // each) for count in units]
         rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        if len(rows) > len(counts):
+            rows += [-1] * (size_class(len(rows)) - len(rows))
         lists = (list(opened), list(hidden), [0, *accumulate(counts)], rows)
         return cls(slots, starts, *(mx.array(numbers, mx.int32) for numbers in lists))
 
@@ -331,19 +338,18 @@ def attend(
     Returns:
         (rows, heads, 1, value_dim), in the dtype of the queries.
     """
-    rows, tails = view.rows, view.tails
+    step = view.step
+    rows, tails = step.rows, step.tails
     count, heads, _, key_dim = queries.shape
-    kv_heads, columns, value_dim = tails[0].shape[1], tails[0].shape[2], tails[1].shape[3]
-    pool = _empty(kv_heads, key_dim, value_dim, tails[0].dtype, policy) if view.pool is None else view.pool
+    kv_heads, value_dim = tails[0].shape[1], tails[1].shape[3]
     plan = _plan(queries.dtype, key_dim, value_dim, kv_heads, heads // kv_heads, policy.key_bits, sinks is not None)
     one = rows.count == count
-    numbers, scales = _numbers(columns, view.append), _number(scale)
+    scales = _number(scale)
     sink = scales if sinks is None else sinks
     shape, dtype = (count, heads, 1, value_dim), queries.dtype
     made = (plan.one if one else plan.parts)(
         inputs=[
-            *(queries, view.keys, view.values, *pool, *tails, rows.slots, rows.starts, rows.opened, rows.hidden),
-            *(rows.jobs, rows.job_rows, numbers, scales, sink, view.written),
+            *(queries, view.keys, view.values, *step.pool, *tails, *rows.arrays(), scales, sink, step.written),
         ],
         template=plan.template,
         grid=(rows.count * kv_heads * plan.chunks * WARPS * 32, 1, 1),
@@ -399,13 +405,8 @@ def _together(grouped: int, key_dim: int, padded: int) -> int:
 
 
 @cache
-def _numbers(columns: int, append: bool) -> mx.array:
-    return mx.array([columns, int(append)], mx.int32)
-
-
-@cache
-def _empty(kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, policy: SealPolicy) -> Sealed:
-    """Returns one slot of zeros, for rows none of which has a sealed block."""
+def empty_slot(kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, policy: SealPolicy) -> Sealed:
+    """Returns a slot of zeros as a whole pool, for rows none of which has a sealed block."""
     shape = (1, kv_heads, BLOCK_TOKENS)
     empty = seal(mx.zeros((*shape, key_dim), dtype), mx.zeros((*shape, value_dim), dtype), policy)
     mx.eval(empty)

@@ -37,3 +37,13 @@ def device_bytes(*, free: bool = False) -> int:
                 return size
     memory = psutil.virtual_memory()
     return memory.available if free else memory.total
+
+
+def size_class(count: int) -> int:
+    """Returns the smallest power of two, or one and a half times one, that is at least `count`.
+
+    Arrays of a GPU are padded to such sizes: it makes a plan or a kernel for every new shape, which takes longer than
+    computing with it.
+    """
+    whole = 1 << max(0, count - 1).bit_length()
+    return whole * 3 // 4 if count <= whole * 3 // 4 and whole >= 4 else whole

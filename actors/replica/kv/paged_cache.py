@@ -22,13 +22,14 @@ from typing import Any
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from . import sealing
+from . import decode_kernel, sealing
 from .decode_kernel import RowBlocks
+from .device import size_class
 from .pool import BlockPool, BlockTable, slots_of
 from .sealing import Sealed, SealPolicy
 
-COLUMNS = 64
-"""Of a batch with padding: a device prepares itself for every new number of them."""
+SLOTS_MIN = 64
+"""The least that a kernel is given, with padding: few shapes."""
 
 
 class Reads(Enum):
@@ -73,17 +74,26 @@ class PagedBatch:
         return self._kept[what]
 
     def blocks(self, group: int, first: Sequence[int], stop: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Returns blocks [first, stop) of every row in a group: `(n,) uint32`, their slots, row after row, and `(rows +
-        1,) int32`, where each row's begin. They are kept from step to step: they may be thousands."""
+        """Returns blocks [first, stop) of every row in a group: `(n,) uint32`, their slots, row after row, with padding
+        at the end, and `(rows + 1,) int32`, where each row's begin. They are kept from step to step: they may be
+        thousands."""
         asked = (list(first), list(stop))
         known, made = self._blocks.get(group, (None, None))
         if made is None or known != asked:
             rows = [row[group].numbers(*span) for row, *span in zip(self.tables, *asked, strict=True)]
             slots = [number for numbers in rows for number in numbers]
             starts = [0, *accumulate(map(len, rows))]
-            made = mx.array(slots or [0], mx.uint32) + 0, mx.array(starts, mx.int32) + 0
+            slots += [0] * (size_class(max(len(slots), SLOTS_MIN)) - len(slots))
+            made = mx.array(slots, mx.uint32) + 0, mx.array(starts, mx.int32) + 0
             self._blocks[group] = asked, made
         return made
+
+    def bias(self, mask: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Returns a mask as numbers to add to scores, made once for all layers that are given it."""
+        what = ("bias", id(mask))
+        if what not in self._kept:
+            self._kept[what] = mask, mx.where(mask, 0.0, mx.finfo(dtype).min).astype(dtype)
+        return self._kept[what][1]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows, in this order."""
@@ -124,25 +134,30 @@ class DecodeView:
 
 
 @dataclass(frozen=True)
-class KernelView:
-    """What a decode step's kernel reads in one layer; see `decode_kernel.attend`.
+class KernelStep:
+    """What a decode step's kernel reads in one layer, and where it appends each row's new token.
 
     Attributes:
-        keys, values: (rows, kv_heads, 1, dim), the new token's; also what the model was given.
-        tails: (rows, kv_heads, 256, dim), the open blocks.
-        append: whether the kernel writes the new token into them; else it is there.
+        tails: (rows, kv_heads, 256, dim), the open blocks' keys and values.
         pool: the layer's slots.
         rows: what it reads of each row.
         written: (1,) uint32, as `SlotGroup.written`.
     """
 
-    keys: mx.array
-    values: mx.array
     tails: tuple[mx.array, mx.array]
-    append: bool
-    pool: Sealed | None
+    pool: Sealed
     rows: RowBlocks
     written: mx.array
+
+
+@dataclass(frozen=True)
+class KernelView:
+    """A layer in such a step; `keys` and `values`, (rows, kv_heads, 1, dim), are the new token's, and also what the
+    model was given."""
+
+    keys: mx.array
+    values: mx.array
+    step: KernelStep
 
 
 class PagedKVCache:
@@ -174,6 +189,8 @@ class PagedKVCache:
         self._ragged: list[int] | None = None
         # Whether the open blocks are arrays that a kernel can write into: contiguous, of whole blocks, nobody else's.
         self._writable = False
+        # Lengths before and numbers of the last step, if blocks became full in it and are not sealed yet.
+        self._filled: tuple[list[int], Step] | None = None
 
     # What a model calls.
 
@@ -196,12 +213,20 @@ class PagedKVCache:
         """Append (rows, kv_heads, N, dim) keys and values; returns those that attention is to be given."""
         count = keys.shape[2]
         step = self._step(count)
+        assert self._filled is None, "full blocks are sealed before the next token"
         if self._by_kernel(count):
-            return self._decode_by_kernel(keys, values, step)
+            self.view = None
+            if self._keys is None or self._values is None:
+                self._keys, self._values = keys[:, :, :0], values[:, :, :0]
+            self.view = KernelView(keys, values, self.kernel_step())
+            self.end_kernel_step()
+            return keys, values
         self._writable = False
         in_place = self._reads_in_place(count, step)
         index = self._table(step) if step.used and not in_place else None
-        flat = self._flat(step) if in_place else None
+        flat, seen = (
+            (self._flat(step), self._once("seen", lambda: _seen(step, self.window))) if in_place else (None, None)
+        )
         # What it refers to could not be changed in place.
         self.view = None
         if self._keys is None or self._values is None:
@@ -217,9 +242,9 @@ class PagedKVCache:
         else:
             self._append_ragged(keys, values, step)
         open_keys, open_values = self._keys[:, :, : step.columns], self._values[:, :, : step.columns]
-        self._seal_full(step)
+        before, self.lengths = self.lengths, step.after
+        self._seal(before, step)
         if flat is not None:
-            seen = self._once("seen", lambda: _seen(step, self.window))
             self.view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), *flat)
             return open_keys, open_values
         if index is not None:
@@ -232,6 +257,40 @@ class PagedKVCache:
         return open_keys, open_values
 
     # What the executor calls.
+
+    @property
+    def group(self) -> int:
+        """The number of the layer's group in the pool."""
+        return self._number
+
+    def kernel_step(self) -> KernelStep:
+        """What the kernel reads and writes for one token a row. The open blocks become arrays that it can write into:
+        MLX would copy them, as the step in flight still reads them."""
+        assert self._keys is not None and self._values is not None
+        rows = self._once(("kernel", self._number), lambda: self._row_blocks(self._step(1)))
+        if not self._writable:
+            self._reserve(BLOCK_TOKENS)
+            self._keys, self._values = mx.contiguous(self._keys), mx.contiguous(self._values)
+            self._writable = True
+        if self._group.is_written(self._place):
+            pool = self._group.layer(self._place)
+        else:
+            sizes = self._keys.shape[1], self._keys.shape[3], self._values.shape[3]
+            pool = decode_kernel.empty_slot(*sizes, self._keys.dtype, self.policy)
+        return KernelStep((self._keys, self._values), pool, rows, self._group.written(self._place))
+
+    def end_kernel_step(self) -> None:
+        """Counts the token that the kernel appends to each row. `seal_filled` is to follow once the step is launched:
+        MLX does not know that the kernel writes the arrays that are sealed then."""
+        step = self._step(1)
+        self._filled = (self.lengths, step) if any(step.full) else None
+        self.lengths = step.after
+
+    def seal_filled(self) -> None:
+        """Seals blocks that became full in the last kernel's step."""
+        if self._filled is not None:
+            (before, step), self._filled = self._filled, None
+            self._seal(before, step)
 
     def prepare(self, *, lengths: Sequence[int], right_padding: Sequence[int]) -> None:
         """The next call brings this many tokens of every row, and padding after them."""
@@ -317,27 +376,6 @@ class PagedKVCache:
     def _by_kernel(self, count: int) -> bool:
         return count == 1 and self.batch.reads is Reads.KERNEL and self._ragged is None
 
-    def _decode_by_kernel(self, keys: mx.array, values: mx.array, step: Step) -> tuple[mx.array, mx.array]:
-        """Lets the kernel append one token a row, unless that fills a block, which is to be sealed in this step."""
-        self.view = None
-        if self._keys is None or self._values is None:
-            self._keys, self._values = keys[:, :, :0], values[:, :, :0]
-        rows = self._once(("kernel", self._number), lambda: self._row_blocks(step))
-        fills = any(step.full)
-        if fills:
-            self._append_step(keys, values, step.opened)
-            self._writable = False
-        elif not self._writable:
-            self._reserve(BLOCK_TOKENS)
-            self._keys, self._values = mx.contiguous(self._keys), mx.contiguous(self._values)
-            self._writable = True
-        tails = self._keys, self._values
-        self._seal_full(step)
-        pool = self._group.layer(self._place) if self._group.is_written(self._place) else None
-        written = self._group.written(self._place)
-        self.view = KernelView(keys, values, tails, not fills, pool, rows, written)
-        return keys, values
-
     def _row_blocks(self, step: Step) -> RowBlocks:
         self._reach(step)
         stop = [length // BLOCK_TOKENS for length in self.lengths]
@@ -360,14 +398,15 @@ class PagedKVCache:
         return [row[self._number] for row in self.batch.tables]
 
     def _table(self, step: Step) -> mx.array:
-        """(rows, step.used) uint32, slots; those of rows that have fewer are any."""
+        """(rows, step.used) uint32, slots; rows that have fewer repeat their last."""
 
         def make() -> mx.array:
             self._reach(step)
             found = []
             for table, first in zip(self._tables(), step.first, strict=True):
                 numbers = table.numbers(first, first + step.used)
-                found.append(numbers + [0] * (step.used - len(numbers)))
+                # Its own block again: another row's might be no numbers, which spread even if they are masked.
+                found.append(numbers + (numbers[-1:] or [0]) * (step.used - len(numbers)))
             return mx.array(found, dtype=mx.uint32)
 
         return self._once(("table", self._number), make)
@@ -441,13 +480,12 @@ class PagedKVCache:
             widths = [(0, 0), (0, 0), (0, more), (0, 0)]
             self._keys, self._values = mx.pad(self._keys, widths), mx.pad(self._values, widths)
 
-    def _seal_full(self, step: Step) -> None:
-        """Count the new tokens, and seal the blocks that are full now."""
-        assert self._keys is not None and self._values is not None
-        before, self.lengths = self.lengths, step.after
+    def _seal(self, before: list[int], step: Step) -> None:
+        """Seals the blocks that became full in a step of rows with these lengths before it."""
         most = max(step.full, default=0)
         if not most:
             return
+        assert self._keys is not None and self._values is not None
         stop = most * BLOCK_TOKENS
         rows = [row for row, full in enumerate(step.full) if full]
         keys, values = self._keys, self._values
@@ -511,8 +549,8 @@ class Step:
         after: the rows' lengths after.
         first: the first block of every row that its queries can see.
         full: blocks that every row fills.
-        used: sealed blocks that the longest row's queries see.
-        columns: of the tail with the new tokens.
+        used: sealed blocks that the longest row's queries see, and padding.
+        columns: of the tail with the new tokens, and padding.
         rest: (rows, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one row.
     """
 
@@ -526,22 +564,23 @@ class Step:
 
 
 def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None) -> Step:
-    """The numbers of a call; where rows are padded to a `width`, as many columns as a multiple of `COLUMNS`."""
+    """The numbers of a call. If rows are padded to a `width`, tail and sealed blocks are too: together they have
+    `width` columns, and if rows had any before, a `size_class` of blocks more."""
     opened = [length % BLOCK_TOKENS for length in lengths]
     ends = [o + more for o, more in zip(opened, new, strict=True)]
     full = [end // BLOCK_TOKENS for end in ends]
     after = [length + more for length, more in zip(lengths, new, strict=True)]
     first = [first_block(length, window) for length in lengths]
     last = [max(0, (length - 1) // BLOCK_TOKENS - dropped) for length, dropped in zip(after, first, strict=True)]
-    columns = max(ends, default=0)
+    columns, used = max(ends, default=0), max(last, default=0)
     if width is not None:
-        columns = -(-columns // COLUMNS) * COLUMNS
-        columns = columns if any(opened) else min(columns, width)
+        columns = width + BLOCK_TOKENS * any(opened)
+        used = size_class(used + 1) - any(opened) if used or any(opened) else 0
     rest = None
     if any(full) and max(new) > 1 and len(new) > 1:
         places = mx.array(full)[:, None] * BLOCK_TOKENS + mx.arange(BLOCK_TOKENS)
         rest = mx.minimum(places, columns - 1)[:, None, :, None]
-    return Step(opened, after, first, full, max(last, default=0), columns, rest)
+    return Step(opened, after, first, full, used, columns, rest)
 
 
 def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window: int) -> mx.array | None:

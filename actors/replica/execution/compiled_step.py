@@ -1,0 +1,99 @@
+"""A decode step as a recorded graph, for batches in which a kernel reads the KV of every layer.
+
+Python takes 2 to 3 ms to build the graph of a step with 30 layers, as long as a GPU takes to compute it. `mx.compile`
+records a graph for arrays of some shapes, and builds it again in a third of that time. So what changes from step to
+step are arrays: lengths, slots, and how rows are divided among groups of threads. They are padded to size classes, so
+that a batch meets few shapes while its rows grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from cachetools import LRUCache
+
+from ..kv.decode_kernel import RowBlocks
+from ..kv.paged_cache import KernelStep, KernelView, PagedKVCache
+from ..kv.sealing import Sealed, SealPolicy
+
+GRAPHS_MAX = 64
+"""Recorded graphs that are kept, each of a few MB."""
+
+
+@dataclass
+class RecordedCache:
+    """What a model gets as a layer's cache while a step is recorded."""
+
+    policy: SealPolicy
+    offset: mx.array | None = None
+    step: KernelStep | None = None
+    view: KernelView | None = field(default=None, init=False)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """Returns None: the kernel needs no mask."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        assert self.step is not None
+        self.view = KernelView(keys, values, self.step)
+        return keys, values
+
+
+class CompiledStep:
+    """Decode steps of one model. Used on the engine's thread."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._graphs: LRUCache[Any, Callable[..., mx.array]] = LRUCache(GRAPHS_MAX)
+
+    def __call__(
+        self, inputs: mx.array, caches: Sequence[PagedKVCache], extra: Mapping[str, mx.array]
+    ) -> mx.array | None:
+        """Computes what the model does with a batch's next tokens, and counts them.
+
+        Args:
+            inputs: (rows,), an integer dtype.
+            caches: one a layer.
+            extra: what the model is given besides.
+
+        Returns:
+            (rows, vocabulary), logits in the model's dtype; None, with nothing changed, if no row has a token yet.
+        """
+        if not all(cache.nbytes for cache in caches):
+            return None
+        steps = [cache.kernel_step() for cache in caches]
+        groups = {cache.group: step.rows.arrays() for cache, step in zip(caches, steps, strict=True)}
+        layers = [[*step.tails, step.written, *step.pool] for step in steps]
+        shapes = [[array.shape for array in arrays] for arrays in groups.values()]
+        slots = [step.pool.key_codes.shape[0] for step in steps]
+        key = str((shapes, slots, [(name, array.shape) for name, array in extra.items()]))
+        run = self._graphs.get(key)
+        if run is None:
+            run = self._graphs[key] = self._record(caches)
+        logits = run(inputs[:, None], mx.array(caches[0].lengths), groups, layers, dict(extra))
+        for cache in caches:
+            cache.end_kernel_step()
+        return logits
+
+    def _record(self, caches: Sequence[PagedKVCache]) -> Callable[..., mx.array]:
+        recorded = [(RecordedCache(cache.policy), cache.group) for cache in caches]
+
+        def run(
+            tokens: mx.array,
+            offset: mx.array,
+            groups: dict[int, list[mx.array]],
+            layers: list[list[mx.array]],
+            extra: dict[str, mx.array],
+        ) -> mx.array:
+            rows = {number: RowBlocks(*arrays) for number, arrays in groups.items()}
+            for (cache, group), (keys, values, written, *pool) in zip(recorded, layers, strict=True):
+                cache.offset, cache.step = offset, KernelStep((keys, values), Sealed(*pool), rows[group], written)
+            logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]
+            for cache, _ in recorded:
+                # They stood for the inputs.
+                cache.offset = cache.step = cache.view = None
+            return logits
+
+        return mx.compile(run)
