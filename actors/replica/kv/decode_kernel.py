@@ -255,6 +255,51 @@ _WRITE = """
   if (GROUP == 0 && THREAD == 0) done[0] = 0;
 """
 
+# Template: T, DK, DV, PV, VG, KV, KB as above. A group of threads has one block of a row's KV head, or 256 tokens that are
+# not sealed, of which `sizes` has the number. Keys lie transposed, so they pass through shared memory.
+_UNSEAL = """
+  constexpr int KW = KB == 4 ? 32 : 64, PW = PV / 8, TILE = 64;
+  SHARED unsigned int codes_s[TILE * (KW + 1)];
+  SHARED float scales_s[TILE * 4];
+  SHARED float biases_s[TILE * 4];
+  const int used = sizes[0], C = sizes[1], places = used + (C + 255) / 256;
+  const int place = GROUP % places, rk = GROUP / places;
+  const long row0 = (long)rk * (used * 256 + C);
+  if (place >= used) {
+    const int first = (place - used) * 256, count = C - first < 256 ? C - first : 256;
+    const long from = (long)rk * C + first, to = row0 + used * 256 + first;
+    for (int i = THREAD; i < count * DK; i += 256) keys[to * DK + i] = open_keys[from * DK + i];
+    for (int i = THREAD; i < count * DV; i += 256) values[to * DV + i] = open_values[from * DV + i];
+    return;
+  }
+  const long base = (long)slots[rk / KV * used + place] * KV + rk % KV, to = row0 + place * 256;
+  for (int d0 = 0; d0 < DK; d0 += TILE) {
+    const int n = DK - d0 < TILE ? DK - d0 : TILE;
+    for (int i = THREAD; i < n * KW; i += 256) codes_s[i / KW * (KW + 1) + i % KW] = key_codes[(base * DK + d0) * KW + i];
+    for (int i = THREAD; i < n * 4; i += 256) {
+      scales_s[i] = static_cast<float>(key_scales[(base * DK + d0) * 4 + i]);
+      biases_s[i] = static_cast<float>(key_biases[(base * DK + d0) * 4 + i]);
+    }
+    SYNC();
+    for (int i = THREAD; i < 256 * n; i += 256) {
+      const int t = i / n, d = i % n;
+      const unsigned int word = codes_s[d * (KW + 1) + t * KB / 32];
+      const float code = static_cast<float>((word >> (t * KB % 32)) & (KB == 4 ? 15u : 255u));
+      keys[(to + t) * DK + d0 + d] = static_cast<T>(scales_s[d * 4 + t / 64] * code + biases_s[d * 4 + t / 64]);
+    }
+    SYNC();
+  }
+  for (int i = THREAD; i < 256 * PW; i += 256) {
+    const int t = i / PW, w = i % PW;
+    const unsigned int word = value_codes[(base * 256 + t) * PW + w];
+    const float s = static_cast<float>(value_scales[(base * 256 + t) * (PV / VG) + w * 8 / VG]);
+    const float b = static_cast<float>(value_biases[(base * 256 + t) * (PV / VG) + w * 8 / VG]);
+    for (int j = 0; j < 8 && w * 8 + j < DV; j++) {
+      values[(to + t) * DV + w * 8 + j] = static_cast<T>(s * static_cast<float>((word >> (4 * j)) & 15u) + b);
+    }
+  }
+"""
+
 _POOL = list(Sealed._fields)
 _PARTS = ("parts", "tops", "sums")
 _READ = ["queries", "new_keys", "new_values", *_POOL, "tail_keys", "tail_values"]
@@ -447,3 +492,35 @@ def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.
         output_shapes=[(1,)],
         output_dtypes=[mx.uint32],
     )[0]
+
+
+def unseal(
+    pool: Sealed, table: mx.array, keys: mx.array, values: mx.array, policy: SealPolicy, order: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Dequantizes rows' blocks, and puts what is not sealed behind them.
+
+    Args:
+        table: (rows, blocks) uint32, slots.
+        keys, values: (rows, kv_heads, tokens, dim), what is not sealed.
+        order: (1,) uint32, the kernel runs after what makes it.
+
+    Returns:
+        Keys and values, (rows, kv_heads, 256 * blocks + tokens, dim), in the dtype of `keys`.
+    """
+    rows, kv_heads, tokens, key_dim = keys.shape
+    value_dim, blocks = values.shape[3], table.shape[1]
+    groups = rows * kv_heads * (blocks + -(-tokens // BLOCK_TOKENS))
+    length = blocks * BLOCK_TOKENS + tokens
+    inputs = (*_POOL, "slots", "sizes", "open_keys", "open_values", "order")
+    made = _kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(
+        inputs=[*pool, table, mx.array([blocks, tokens], mx.int32), keys, values, order],
+        template=[
+            *(("T", keys.dtype), ("DK", key_dim), ("DV", value_dim), ("PV", -(-value_dim // 32) * 32)),
+            *(("VG", value_group(value_dim)), ("KV", kv_heads), ("KB", policy.key_bits)),
+        ],
+        grid=(groups * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(rows, kv_heads, length, key_dim), (rows, kv_heads, length, value_dim)],
+        output_dtypes=[keys.dtype] * 2,
+    )
+    return made[0], made[1]

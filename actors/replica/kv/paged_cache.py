@@ -247,6 +247,9 @@ class PagedKVCache:
         if flat is not None:
             self.view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), *flat)
             return open_keys, open_values
+        if index is not None and self._group.kernels:
+            pool, order = self._group.layer(self._place), self._group.written(self._place)
+            return decode_kernel.unseal(pool, index, open_keys, open_values, self.policy, order)
         if index is not None:
             sealed = self._group.gather(self._place, index)
             before_keys, before_values = sealing.unseal(sealed, self.policy, values.shape[3], keys.dtype)

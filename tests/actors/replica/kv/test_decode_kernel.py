@@ -61,6 +61,27 @@ def test_the_kernel_agrees_with_the_reference(
     assert all(mx.array_equal(one, two) for one, two in tails), "it wrote them in place"
 
 
+@pytest.mark.skipif(not decode_kernel.is_available(), reason="this device runs no kernels")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("policy", ["q4", "k8v4"])
+@pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_blocks_are_dequantized_as_by_mlx(key_dim: int, value_dim: int, policy: str, dtype: mx.Dtype):
+    mx.random.seed(3)
+    keys, values = (mx.random.normal((1, 2, 5 * BLOCK_TOKENS, dim)).astype(dtype) for dim in (key_dim, value_dim))
+    group, seal = SlotGroup([0], kernels=True), POLICIES[policy]
+    slots = group.take(5)
+    numbers = mx.array([slot.number for slot in slots], mx.uint32)
+    group.write(0, numbers, slots_of(sealing.seal(keys, values, seal), 5))
+    mx.eval(group.arrays())
+    table = mx.array([[4, 0, 2], [1, 1, 3]], mx.uint32)
+    open_keys, open_values = (mx.random.normal((2, 2, 300, dim)).astype(dtype) for dim in (key_dim, value_dim))
+    got = decode_kernel.unseal(group.layer(0), table, open_keys, open_values, seal, group.written(0))
+    before = sealing.unseal(group.gather(0, table), seal, value_dim, dtype)
+    for one, sealed, fresh in zip(got, before, (open_keys, open_values), strict=True):
+        wanted = mx.concatenate([sealed, fresh], axis=2).astype(mx.float32)
+        assert bool(mx.abs(one.astype(mx.float32) - wanted).max() <= 1e-2 * mx.abs(wanted).max())
+
+
 def world(
     lengths: list[int], kv_heads: int, key_dim: int, value_dim: int, grouped: int, policy: str, window: int
 ) -> tuple[mx.array, DecodeView, KernelView]:

@@ -1,0 +1,61 @@
+"""A recorded step computes what the model does, in every company and over every change of the batch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.messages import Sampling
+from satchel.actors.replica.execution import models
+from satchel.actors.replica.execution.executor import BatchExecutor
+from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.kv import decode_kernel
+from tests.worlds.families import write_model
+
+GREEDY = Sampling(temperature=0.0, max_tokens=1000)
+LENGTHS = (3, 250, 256, 300, 700, 90)
+
+
+@pytest.mark.skipif(not decode_kernel.is_available(), reason="this device runs no kernels")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama", "gemma3_text", "glm4", "gpt_oss"])
+def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family: str, tmp_path: Path):
+    write_model(tmp_path / "model", family)
+    folder = str(tmp_path / "model")
+    loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm_up_s=0.0)
+    assert loaded.compiled, "every layer is read by the kernel"
+    assert story(loaded) == story(replace(loaded, compiled=False))
+
+
+def story(loaded: LoadedModel) -> tuple[dict[str, list[int]], list[list[bytes]]]:
+    """Rows join one after the other, decode over the ends of blocks, and half of them leave. Returns their tokens, and
+    what is left in the first layer, before which nothing is rounded."""
+    rng, executor, drawn = random.Random(5), BatchExecutor(loaded), {}
+    for row, length in enumerate(LENGTHS):
+        prompt = [rng.randrange(10, 500) for _ in range(length)]
+        executor.open(str(row), [], None, 0)
+        executor.prefill([(str(row), prompt[:-1])])
+        executor.join(str(row), prompt, GREEDY, 0)
+        for _ in range(5):
+            note(executor, drawn)
+    executor.leave(["0", "3"])
+    for _ in range(BLOCK_TOKENS):
+        note(executor, drawn)
+    left = []
+    for row in ("1", "2", "4", "5"):
+        whole = executor.length(row) // BLOCK_TOKENS * BLOCK_TOKENS
+        spans = [(start, start + BLOCK_TOKENS) for start in range(0, whole, BLOCK_TOKENS)]
+        pieces = [executor.copied(piece) for piece in executor.cut(row, [*spans, (whole, executor.length(row))])]
+        firsts = [piece.layers[0] for piece in pieces if piece.window_from == 0]
+        left.append([np.array(array).tobytes() for first in firsts if first is not None for array in first])
+    executor.check()
+    return drawn, left
+
+
+def note(executor: BatchExecutor, drawn: dict[str, list[int]]) -> None:
+    for ready in executor.step():
+        drawn.setdefault(ready.row_id, []).append(ready.token)
