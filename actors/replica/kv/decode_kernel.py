@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -255,8 +255,8 @@ _WRITE = """
   if (GROUP == 0 && THREAD == 0) done[0] = 0;
 """
 
-# Template: T, DK, DV, PV, VG, KV, KB as above. A group of threads has one block of a row's KV head, or 256 tokens that are
-# not sealed, of which `sizes` has the number. Keys lie transposed, so they pass through shared memory.
+# Template: T, DK, DV, PV, VG, KV, KB as above. A group of threads has one block of a row's KV head, or 256 tokens that
+# are not sealed; `sizes` are the numbers of both. Keys lie transposed, so they pass through shared memory.
 _UNSEAL = """
   constexpr int KW = KB == 4 ? 32 : 64, PW = PV / 8, TILE = 64;
   SHARED unsigned int codes_s[TILE * (KW + 1)];
@@ -275,10 +275,11 @@ _UNSEAL = """
   const long base = (long)slots[rk / KV * used + place] * KV + rk % KV, to = row0 + place * 256;
   for (int d0 = 0; d0 < DK; d0 += TILE) {
     const int n = DK - d0 < TILE ? DK - d0 : TILE;
-    for (int i = THREAD; i < n * KW; i += 256) codes_s[i / KW * (KW + 1) + i % KW] = key_codes[(base * DK + d0) * KW + i];
+    const long from = base * DK + d0;
+    for (int i = THREAD; i < n * KW; i += 256) codes_s[i / KW * (KW + 1) + i % KW] = key_codes[from * KW + i];
     for (int i = THREAD; i < n * 4; i += 256) {
-      scales_s[i] = static_cast<float>(key_scales[(base * DK + d0) * 4 + i]);
-      biases_s[i] = static_cast<float>(key_biases[(base * DK + d0) * 4 + i]);
+      scales_s[i] = static_cast<float>(key_scales[from * 4 + i]);
+      biases_s[i] = static_cast<float>(key_biases[from * 4 + i]);
     }
     SYNC();
     for (int i = THREAD; i < 256 * n; i += 256) {
@@ -494,6 +495,11 @@ def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.
     )[0]
 
 
+@lru_cache(256)
+def _sizes(blocks: int, tokens: int) -> mx.array:
+    return mx.array([blocks, tokens], mx.int32)
+
+
 def unseal(
     pool: Sealed, table: mx.array, keys: mx.array, values: mx.array, policy: SealPolicy, order: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -513,7 +519,7 @@ def unseal(
     length = blocks * BLOCK_TOKENS + tokens
     inputs = (*_POOL, "slots", "sizes", "open_keys", "open_values", "order")
     made = _kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(
-        inputs=[*pool, table, mx.array([blocks, tokens], mx.int32), keys, values, order],
+        inputs=[*pool, table, _sizes(blocks, tokens), keys, values, order],
         template=[
             *(("T", keys.dtype), ("DK", key_dim), ("DV", value_dim), ("PV", -(-value_dim // 32) * 32)),
             *(("VG", value_group(value_dim)), ("KV", kv_heads), ("KB", policy.key_bits)),
