@@ -342,6 +342,11 @@ class Home:
         return self.root / "digests.json"
 
     @property
+    def kernels_folder(self) -> Path:
+        """Compiled kernels, MLX's and Satchel's, for CUDA."""
+        return self.root / "kernels"
+
+    @property
     def log_file(self) -> Path:
         """Ray's output while it started."""
         return self.run / "ray.log"

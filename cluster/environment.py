@@ -61,7 +61,7 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
         "RAY_agent_register_timeout_ms": "90000",
         # Ray's metrics exporter is not started.
         "RAY_enable_metrics_collection": "0",
-        **mlx_settings(),
+        **mlx_settings(home),
         # Transformers would import torch only to say that it is missing.
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -78,7 +78,7 @@ def _tls_settings(home: Home) -> dict[str, str]:
     }
 
 
-def mlx_settings() -> dict[str, str]:
+def mlx_settings(home: Home) -> dict[str, str]:
     """Returns MLX's settings for CUDA; it reads them before it computes anything. A variable that is set stays."""
     if is_macos():
         # Metal reads two of these too, and has its own values for every chip.
@@ -90,6 +90,10 @@ def mlx_settings() -> dict[str, str]:
         # or 30, and 8.2 ms with this.
         "MLX_MAX_OPS_PER_BUFFER": "100",
         "MLX_MAX_MB_PER_BUFFER": "1000",
+        # Plans of attention by shape, each of which takes 50 ms to make.
+        "MLX_CUDA_SDPA_CACHE_SIZE": "1024",
+        # By default in a folder that a restart of the machine empties.
+        "MLX_PTX_CACHE_DIR": str(home.kernels_folder),
     }
     return {name: os.environ.get(name, value) for name, value in settings.items()}
 

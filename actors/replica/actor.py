@@ -338,7 +338,8 @@ class ReplicaActor:
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
             from .engine import Engine
             from .execution import models
-            from .kv.device import on_gpu
+            from .execution.warm_up import WarmUp
+            from .kv.device import on_cuda, on_gpu
             from .reports import EngineReports
             from .tiers.disk_tier import DiskTier
 
@@ -365,7 +366,13 @@ class ReplicaActor:
             store, unwritten_bytes_max = StoreClient(self._node, self._timing), self._scheduling.unwritten_bytes_max
             self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max, self._timing)
         self._engine = engine = Engine(
-            loaded, self._scheduling, self._kv_bytes_max, self._send, self._disk, self._timing
+            loaded,
+            self._scheduling,
+            self._kv_bytes_max,
+            self._send,
+            self._disk,
+            self._timing,
+            WarmUp(loaded, self._scheduling.prefill_chunk_tokens) if on_cuda() else None,
         )
         floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
         self._watchdog.watch(ENGINE, engine.call, lambda: limit_s(floor_s, engine.pace.usual_s))

@@ -22,6 +22,7 @@ from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings
+from .execution.warm_up import WarmUp
 from .intake import Abort, Command, IdleCheck, Inbox, Intake, ReadBack, RunOnEngine, Submit, limits_of
 from .prefill import PrefillLoop
 from .scheduling.prefill_budget import PrefillPace
@@ -42,6 +43,7 @@ class Engine:
         kv_bytes_max: memory for the decoding batch.
         disk: where what agents' rows leave is written; None for nowhere.
         timing: for how long a row waits to be read back.
+        warm_up: what is run while nobody asks for anything; None for nothing.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Engine:
         outbox: Outbox,
         disk: DiskTier | None = None,
         timing: Timing = USUAL,
+        warm_up: WarmUp | None = None,
     ) -> None:
         self.loaded = loaded
+        self._warm_up = warm_up
         limits = limits_of(loaded.spec, scheduling, kv_bytes_max)
         self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.scheduler = scheduler = Scheduler(limits)
@@ -213,6 +217,10 @@ class Engine:
     def _wait(self) -> None:
         """Waits for a command; only briefly if there are rows, whose deadlines may pass."""
         has_rows = bool(self.delivery.rows)
+        if not has_rows and self._warm_up is not None:
+            if not self._warm_up.step():
+                self._warm_up = None
+            return
         if has_rows:
             self._idle.note_work()
         else:

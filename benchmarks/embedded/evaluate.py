@@ -89,7 +89,7 @@ def _load(folder: Path) -> Any:
         """Progress is not shown."""
 
     # No time is measured here, so nothing has to be warm.
-    return load(str(folder), dtype="float32", context_tokens_max=None, progress=ignore, warm_up_s=0.0).model
+    return load(str(folder), dtype="float32", context_tokens_max=None, progress=ignore, warm=False).model
 
 
 def recall_row(speaker: TextSpeaker, rng: random.Random, count: int, facts: int, length: int) -> tuple[float, float]:

@@ -59,7 +59,7 @@ class Desk:
 
     def __init__(self, source: str) -> None:
         # What is timed is warmed up by its like.
-        self.loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None, warm_up_s=0.0)
+        self.loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None, warm=False)
         self.root = root_id(self.loaded.model_id, "tenant:bench")
         self._count = 0
         self._answers: dict[str, TimedAnswer] = {}

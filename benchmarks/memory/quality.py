@@ -30,7 +30,7 @@ def quality(lengths: Sequence[int], samples: int, budget: Budget, say: Say) -> R
         context_tokens_max=None,
         progress=lambda what, fraction: None,
         kv=models.FULL_PRECISION,
-        warm_up_s=0.0,
+        warm=False,
     )
     lengths = sorted(length for length in lengths if length <= loaded.context_tokens)
     reference = caches_of(loaded, spec_of(loaded, models.FULL_PRECISION))

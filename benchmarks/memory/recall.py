@@ -43,7 +43,7 @@ def recall(
         context_tokens_max=None,
         progress=lambda what, fraction: None,
         kv=models.FULL_PRECISION,
-        warm_up_s=0.0,
+        warm=False,
     )
     speaker = evaluate.TextSpeaker(evaluate.MODEL, loaded.model)
     makers = {name: caches_of(loaded, spec_of(loaded, name)) for name in policies}

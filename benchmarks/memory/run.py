@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from satchel.cluster.environment import mlx_settings
+from satchel.cluster.environment import default_home, mlx_settings
 
 from .. import kept, machine
 from ..parts import Budget, ResultTable, markdown
@@ -136,7 +136,7 @@ class MemoryRun:
 def main() -> None:
     options = read_options()
     # As a replica's process has it.
-    os.environ.update(mlx_settings())
+    os.environ.update(mlx_settings(default_home()))
     device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
     facts = machine.facts(device)
     result: dict[str, Any] = {

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from satchel.cluster.environment import mlx_settings
+from satchel.cluster.environment import default_home, mlx_settings
 
 from .. import kept, machine
 from .. import parts as tables
@@ -140,7 +140,7 @@ def label(part: str, shape: str) -> str:
 def main() -> None:
     options = read_options()
     # As a replica's process has it.
-    os.environ.update(mlx_settings())
+    os.environ.update(mlx_settings(default_home()))
     # Ended from outside, it still ends its servers.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     load_before = os.getloadavg()[0]

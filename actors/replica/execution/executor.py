@@ -178,7 +178,8 @@ class BatchExecutor:
             if row.spoiled:
                 raise RuntimeError("the row's caches are half changed")
             caches, row.spoiled = row.own(), True
-            self._model(mx.array([list(tokens)]), cache=caches, **self._inputs_besides([row.part(tokens)], len(tokens)))
+            inputs = mx.array([list(tokens)], mx.uint32)
+            self._model(inputs, cache=caches, **self._inputs_besides([row.part(tokens)], len(tokens)))
             # The logits are not evaluated, so the output layer is not computed.
             mx.eval([cache.state for cache in caches])
             row.spoiled = False
@@ -210,7 +211,7 @@ class BatchExecutor:
             cache.prepare(lengths=lengths, right_padding=padding)
         extra = self._inputs_besides([row.part(tokens) for row, tokens in rows], longest)
         self._model(
-            mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(rows, padding, strict=True)]),
+            mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(rows, padding, strict=True)], mx.uint32),
             cache=caches,
             **extra,
         )

@@ -32,9 +32,9 @@ from ...model_files.source import (
 )
 from ...model_files.weights import WeightFile, bytes_in_memory, read_weight_file
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..kv import attention, decode_kernel
+from ..kv import attention, gpu_kernels
 from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool, read_spec
-from ..kv.device import device_bytes, on_gpu
+from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import PagedKVCache, Reads
 from ..kv.pool import BlockPool
 from ..kv.sealing import POLICIES
@@ -43,7 +43,7 @@ from .compiled_step import CompiledStep
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .vision import LanguagePart, Vision
-from .warm_up import default_budget_s, warm_up
+from .warm_up import meet_usual
 
 FULL_PRECISION = "fp16"
 """The name for keeping KV unsealed; `sealing.POLICIES` has the others."""
@@ -107,9 +107,9 @@ def load(
     numerics: str = "fast",
     digests: Path | None = None,
     trust_remote_code: bool = False,
-    warm_up_s: float | None = None,
+    warm: bool | None = None,
 ) -> LoadedModel:
-    """Loads a source, runs two tokens through it, and warms it up for the first requests.
+    """Loads a source, runs two tokens through it, and lets the device meet the shapes of a first request.
 
     Args:
         dtype: `auto`, or the name of an MLX float type.
@@ -121,7 +121,7 @@ def load(
             does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
         trust_remote_code: whether code in the model's own folder may run.
-        warm_up_s: how long to run batches of usual sizes in advance; None for what the device needs.
+        warm: whether to meet the usual shapes in advance; None where the device needs that.
 
     Raises:
         ModelLoadError: the model cannot be loaded; the message says why in one sentence.
@@ -152,7 +152,7 @@ def load(
             _add_adapter(whole, adapter_folder)
         kept = prepare_weights(whole, chosen, weights, lambda fraction: progress(what, fraction))
         caches = make_prompt_cache(model)
-        logits = model(mx.array([[0, 0]]), cache=caches)
+        logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
         spec = read_spec(caches, 2, POLICIES.get(kv))
     except _LOAD_ERRORS as error:
@@ -190,10 +190,9 @@ def load(
         compiled=reads is Reads.KERNEL and _compiles(model, spec),
         vision=seen,
     )
-    budget_s = default_budget_s() if warm_up_s is None else warm_up_s
-    if budget_s > 0:
+    if on_cuda() if warm is None else warm:
         progress(f"warming up {source}", None)
-        warm_up(loaded, budget_s)
+        meet_usual(loaded)
     return loaded
 
 
@@ -207,7 +206,7 @@ def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bo
 
 def _fastest_reads(model: Any, spec: ModelCacheSpec) -> Reads:
     """Returns how decode steps read sealed blocks: the fastest way of this device that agrees with the reference."""
-    wanted = Reads.KERNEL if decode_kernel.is_available() else Reads.IN_PLACE
+    wanted = Reads.KERNEL if gpu_kernels.is_available() else Reads.IN_PLACE
     if on_gpu() and wanted is not Reads.KERNEL:
         return Reads.DEQUANTIZED
     try:
@@ -222,13 +221,17 @@ def _fastest_reads(model: Any, spec: ModelCacheSpec) -> Reads:
 def _agrees(model: Any, spec: ModelCacheSpec, reads: Reads) -> bool:
     """Whether all sealed layers go through `attention.py` in decode steps and agree there with dequantized blocks: a
     model may compute attention by itself, or with more than a mask."""
-    tokens, reached = mx.array([[number % 2 for number in range(BLOCK_TOKENS + 2)]]), False
+    tokens = mx.array([[number % 2 for number in range(BLOCK_TOKENS + 2)]], mx.uint32)
+    reached, kernels = False, reads is Reads.KERNEL
     logits: list[list[mx.array]] = []
     for way in (Reads.DEQUANTIZED, reads):
-        caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=way is Reads.KERNEL), way)
+        caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
         mx.eval(model(tokens, cache=caches), [cache.state for cache in caches])
-        logits.append([model(mx.array([[token]]), cache=caches)[0, -1] for token in (0, 1, 0)])
+        steps = [mx.array([[token]], mx.uint32) for token in (0, 1, 0)]
+        logits.append([model(step, cache=caches)[0, -1] for step in steps])
         reached = all(cache.view is None for cache in caches if isinstance(cache, PagedKVCache))
+        if kernels and not all(cache.writes() for cache in caches if isinstance(cache, PagedKVCache)):
+            return False
     tolerance = IN_PLACE_TOLERANCE if logits[0][0].dtype == mx.float32 else IN_PLACE_TOLERANCE_16
     return reached and all(
         bool(mx.abs(expected - got).astype(mx.float32).max() <= tolerance * mx.abs(expected).max())
@@ -259,11 +262,11 @@ def _steps(model: Any, spec: ModelCacheSpec, *, compiled: bool) -> list[mx.array
     pool, rows, logits = new_pool(spec, kernels=True), [], []
     for count in (BLOCK_TOKENS + 2, 3):
         rows.append(new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL))
-        prompt = mx.array([[number % 2 for number in range(count)]])
+        prompt = mx.array([[number % 2 for number in range(count)]], mx.uint32)
         mx.eval(model(prompt, cache=rows[-1]), [cache.state for cache in rows[-1]])
     batch, step = merge(rows), CompiledStep(model)
     for token in (0, 1, 0):
-        inputs = mx.array([token, 1 - token])
+        inputs = mx.array([token, 1 - token], mx.uint32)
         logits.append(step(inputs, batch, {}) if compiled else model(inputs[:, None], cache=batch)[:, -1])
         mx.eval(logits[-1])
     return logits

@@ -1,21 +1,24 @@
-"""Runs batches of usual sizes in advance, for devices that compile kernels for every new shape.
+"""Runs work of usual shapes in advance, for devices that compile kernels and plan attention for every new shape.
 
-CUDA compiles kernels, plans attention and allocates memory at the first use of a shape, and a step waits for that: the
-first answers of each number of rows would take several times as long as later ones.
+CUDA does that at the first use of a shape, and a step waits for it: kernels for seconds, plans for 50 ms. A replica
+meets what a single short conversation needs before it is ready, and the rest while nobody asks for anything: batches of
+more rows, and prompts of all padded lengths that go on after histories of all padded lengths.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling
-from ..kv.device import device_bytes, on_cuda
+from ..kv.caches import PooledBlock, Slab
+from ..kv.device import device_bytes, size_class
 from .executor import SHAPE_TOKENS, BatchExecutor
 from .vision import RowPictures, Vision
 
@@ -24,60 +27,87 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CUDA_BUDGET_S = 45.0
-"""The first start on a machine takes most of it; later ones find the kernels on disk and take a tenth."""
-
-ROWS = (1, 2, 4, 8, 16, 32)
+ROWS = (2, 4, 8, 16, 32)
 MEMORY_FRACTION = 1 / 16
 """Share of the free memory for the made-up rows."""
 
 PICTURE_SIDE = 448
 """Side of the made-up picture, pixels."""
 
+HISTORY_TOKENS_MAX = 2**17
 PROMPT_TOKENS = BLOCK_TOKENS - 24
 STEPS = 16
 
 
-def default_budget_s() -> float:
-    """Returns how long to warm up on this device, seconds: 0 unless measurements show that it helps."""
-    return CUDA_BUDGET_S if on_cuda() else 0.0
-
-
-def warm_up(loaded: LoadedModel, budget_s: float, clock: Callable[[], float] = time.monotonic) -> int:
-    """Runs rounds of prefill, decode, filling a block, cutting and leaving, with more and more rows, until the budget
-    is used. After one row a picture is encoded too.
-
-    A round that has begun is finished. One that fails ends the warm-up, which only saves time.
+def meet_usual(loaded: LoadedModel) -> None:
+    """Runs one row: prompts up to a block, and an answer that fills a block; and a picture from its pixels on. What
+    fails is only logged.
 
     Args:
         loaded: the model; its arrays belong to the calling thread.
-        budget_s: seconds after which no round begins.
-
-    Returns:
-        The most rows of a finished round; 0 if there was none.
     """
-    started, reached = clock(), 0
-    per_row = loaded.spec.bytes_per_row + 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
-    rows_max = min(int(device_bytes(free=True) * MEMORY_FRACTION / per_row), ROWS[-1])
-    for rows in ROWS:
-        began = clock()
-        if rows > rows_max or began - started >= budget_s:
-            break
-        try:
-            _round(loaded, rows)
-        except RuntimeError as error:
-            logger.warning("the warm-up of %d rows failed: %s", rows, error)
-            break
-        if rows == 1 and loaded.vision is not None:
-            try:
-                _see(loaded, loaded.vision)
-            except (RuntimeError, ValueError) as error:
-                logger.warning("the warm-up of pictures failed: %s", error)
-        reached = rows
-        logger.debug("warming up for %d rows took %.1f s", rows, clock() - began)
+    try:
+        for piece in _pieces_of(loaded, 1):
+            piece()
+        if loaded.vision is not None:
+            _see(loaded, loaded.vision)
+    except (RuntimeError, ValueError) as error:
+        logger.warning("the warm-up failed: %s", error)
     mx.clear_cache()
-    logger.info("warmed up for %d rows in %.1f s", reached, clock() - started)
-    return reached
+
+
+class WarmUp:
+    """What a replica has not met yet when it is ready, in pieces that each take a fraction of a second, or some seconds
+    where a kernel is compiled.
+
+    Args:
+        loaded: the model; its arrays belong to the calling thread.
+    """
+
+    def __init__(self, loaded: LoadedModel, chunk_tokens: int) -> None:
+        per_row = loaded.spec.bytes_per_row + 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
+        rows_max = device_bytes(free=True) * MEMORY_FRACTION / per_row
+        self._pieces: deque[Callable[[], None]] = deque()
+        for rows in ROWS:
+            if rows <= rows_max:
+                self._pieces += _pieces_of(loaded, rows)
+        self._pieces += _histories(loaded, chunk_tokens)
+
+    def step(self) -> bool:
+        """Runs the next piece. Returns False if there was none. One that fails ends the warm-up, which only saves
+        time."""
+        if not self._pieces:
+            return False
+        try:
+            self._pieces.popleft()()
+        except RuntimeError as error:
+            logger.warning("the warm-up of further shapes failed: %s", error)
+            self._pieces.clear()
+        if not self._pieces:
+            mx.clear_cache()
+        return True
+
+
+def _pieces_of(loaded: LoadedModel, rows: int) -> Iterator[Callable[[], None]]:
+    for length in range(SHAPE_TOKENS, BLOCK_TOKENS + 1, SHAPE_TOKENS):
+        yield partial(_prefill, loaded, rows, length)
+    for spread in (0, 1) if rows > 1 else (0,):
+        yield partial(_decode, loaded, rows, spread)
+
+
+def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Callable[[], None]]:
+    """Short prompts come first: a turn of an agent that goes on is one."""
+    if loaded.pool is None or not BatchExecutor(loaded).batched_prefill:
+        return
+    lengths = sorted({SHAPE_TOKENS * size_class(count) for count in range(1, chunk_tokens // SHAPE_TOKENS + 1)})
+    most = min(loaded.context_tokens, HISTORY_TOKENS_MAX)
+    histories = sorted({size_class(count) for count in range(1, most // BLOCK_TOKENS)})
+    for length in lengths:
+        # What the prompt itself seals is read as history too, and one block more is the open one.
+        own = 1 + length // BLOCK_TOKENS
+        for blocks in histories:
+            if own <= blocks and blocks * BLOCK_TOKENS + length <= most:
+                yield partial(_go_on, loaded, blocks - own, length)
 
 
 def _see(loaded: LoadedModel, vision: Vision) -> None:
@@ -93,28 +123,40 @@ def _see(loaded: LoadedModel, vision: Vision) -> None:
     executor.leave([""])
 
 
-def _round(loaded: LoadedModel, rows: int) -> None:
-    """Prefills prompts of all padded lengths up to a block. Then decodes rows of equal lengths, which need no mask, and
-    of different ones; each fills a block."""
-    for length in range(SHAPE_TOKENS, BLOCK_TOKENS + 1, SHAPE_TOKENS):
-        executor = BatchExecutor(loaded)
-        for row in range(rows):
-            executor.open(str(row), [], None, 0)
-        executor.prefill([(str(row), [0] * length) for row in range(rows)])
-    for spread in (0, 1):
-        executor = BatchExecutor(loaded)
-        names = [str(row) for row in range(rows)]
-        prompts = {name: [0] * (PROMPT_TOKENS + spread * (row % 8)) for row, name in enumerate(names)}
-        for name in names:
-            executor.open(name, [], None, 0)
-        executor.prefill(list(prompts.items()))
-        for name in names:
-            executor.join(name, [*prompts[name], 0], Sampling(temperature=0.0, max_tokens=2 * BLOCK_TOKENS), 0)
-        while executor.length(names[0]) < BLOCK_TOKENS + STEPS:
-            executor.step()
-        if loaded.spec.reusable:
-            length = executor.length(names[0])
-            executor.cut(names[0], [(0, BLOCK_TOKENS), (BLOCK_TOKENS, length)])
-        executor.leave(names[1::2])
+def _prefill(loaded: LoadedModel, rows: int, length: int) -> None:
+    """Prefills prompts of one length."""
+    executor = BatchExecutor(loaded)
+    for row in range(rows):
+        executor.open(str(row), [], None, 0)
+    executor.prefill([(str(row), [0] * length) for row in range(rows)])
+
+
+def _go_on(loaded: LoadedModel, blocks: int, length: int) -> None:
+    """Prefills a prompt after a history of so many blocks, which is one block again and again, and a token."""
+    executor = BatchExecutor(loaded)
+    executor.open("history", [], None, 0)
+    executor.prefill([("history", [0] * (BLOCK_TOKENS + 1))])
+    block, tail = executor.cut("history", [(0, BLOCK_TOKENS), (BLOCK_TOKENS, BLOCK_TOKENS + 1)])
+    assert isinstance(block, PooledBlock) and isinstance(tail, Slab)
+    executor.open("row", [block] * blocks, tail, 1)
+    executor.prefill([("row", [0] * length)])
+
+
+def _decode(loaded: LoadedModel, rows: int, spread: int) -> None:
+    """Decodes rows of equal lengths, which need no mask, or of different ones; each fills a block. Then some leave."""
+    executor = BatchExecutor(loaded)
+    names = [str(row) for row in range(rows)]
+    prompts = {name: [0] * (PROMPT_TOKENS + spread * (row % 8)) for row, name in enumerate(names)}
+    for name in names:
+        executor.open(name, [], None, 0)
+    executor.prefill(list(prompts.items()))
+    for name in names:
+        executor.join(name, [*prompts[name], 0], Sampling(temperature=0.0, max_tokens=2 * BLOCK_TOKENS), 0)
+    while executor.length(names[0]) < BLOCK_TOKENS + STEPS:
         executor.step()
-        executor.leave(names)
+    if loaded.spec.reusable:
+        length = executor.length(names[0])
+        executor.cut(names[0], [(0, BLOCK_TOKENS), (BLOCK_TOKENS, length)])
+    executor.leave(names[1::2])
+    executor.step()
+    executor.leave(names)

@@ -48,13 +48,14 @@ class _Attend:
     def __call__(
         self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any = None, *rest: Any, **named: Any
     ) -> mx.array:
+        named |= zip(("scale", "mask", "sinks"), rest, strict=False)
         view = getattr(cache, "view", None)
         if view is None or keys is not view.keys:
             mask = named.get("mask")
             if isinstance(cache, PagedKVCache) and isinstance(mask, mx.array) and mask.dtype == mx.bool_ and on_cuda():
                 # MLX would write the mask out for every head of every layer.
                 named["mask"] = cache.batch.bias(mask, queries.dtype)
-            return self._plain(queries, keys, values, cache, *rest, **named)
+            return self._plain(queries, keys, values, cache, **named)
         # Taken: whoever looks afterwards sees that the layer came by here.
         cache.view = None
         if isinstance(view, KernelView):

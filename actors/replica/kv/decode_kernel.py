@@ -1,6 +1,5 @@
 """Decode attention over blocks in the pool as one GPU kernel: flash decoding, in which every row reads its own blocks.
 
-The kernel's body is written once, in what CUDA and Metal have in common; a short prelude for each names the rest.
 `attention.attend` is the reference in plain MLX operations, and a model uses the kernel only if both agree there.
 
 A group of four warps takes a part of one row's units for some query heads of one KV head. A unit is a quarter of a
@@ -22,6 +21,7 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from .device import size_class
+from .gpu_kernels import kernel
 from .sealing import Sealed, SealPolicy, seal, value_group
 
 if TYPE_CHECKING:
@@ -33,29 +33,6 @@ GROUPS_WANTED = 1024
 
 SHARED_BYTES_MAX = 30 * 2**10
 """Of a group: Metal has 32 KiB."""
-
-_CUDA = """
-  const unsigned GROUP = blockIdx.x, THREAD = threadIdx.x, LANE = threadIdx.x & 31, WARP = threadIdx.x >> 5;
-  #define SHARED __shared__
-  #define DEVICE
-  #define SYNC() __syncthreads()
-  #define SYNC_WARP() __syncwarp()
-  #define XOR(x, o) __shfl_xor_sync(0xffffffffu, x, o)
-  #define EXP(x) __expf(x)
-  #define MAX(a, b) fmaxf(a, b)
-"""
-
-_METAL = """
-  const uint GROUP = threadgroup_position_in_grid.x, THREAD = thread_position_in_threadgroup.x;
-  const uint LANE = thread_index_in_simdgroup, WARP = simdgroup_index_in_threadgroup;
-  #define SHARED threadgroup
-  #define DEVICE device
-  #define SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
-  #define SYNC_WARP() simdgroup_barrier(mem_flags::mem_threadgroup)
-  #define XOR(x, o) simd_shuffle_xor(x, (ushort)(o))
-  #define EXP(x) metal::exp(x)
-  #define MAX(a, b) metal::max(a, b)
-"""
 
 # Template: T, DK, DV, PV (padded value channels), VG (their group), KV heads, G queries a KV head, GC of them a group
 # of threads, KB key bits, SINKS. Groups whose row is -1 are padding.
@@ -307,17 +284,6 @@ _READ = ["queries", "new_keys", "new_values", *_POOL, "tail_keys", "tail_values"
 _READ += ["slots", "starts", "opened", "hidden", "jobs", "job_rows", "scale", "sinks", "order"]
 
 
-@cache
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Any:
-    make, prelude = (mx.fast.metal_kernel, _METAL) if mx.metal.is_available() else (mx.fast.cuda_kernel, _CUDA)
-    return make(name=f"satchel_{name}", input_names=list(inputs), output_names=list(outputs), source=prelude + body)
-
-
-def is_available() -> bool:
-    """Whether this device runs kernels: the default device is a GPU that MLX has custom kernels for."""
-    return mx.default_device() == mx.Device(mx.gpu) and (mx.metal.is_available() or mx.cuda.is_available())
-
-
 @dataclass(frozen=True)
 class RowBlocks:
     """What the kernel reads of the rows of a batch, equal for all layers of a group.
@@ -436,9 +402,9 @@ def _plan(
     together = _together(grouped, key_dim, padded)
     template = [("T", dtype), ("DK", key_dim), ("DV", value_dim), ("PV", padded), ("VG", value_group(value_dim))]
     template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("KB", bits), ("SINKS", sinks)]
-    one = _kernel("decode_one", tuple(_READ), ("out",), _BODY.replace("FINISH", _FINISH_ONE))
-    parts = _kernel("decode_parts", tuple(_READ), _PARTS, _BODY.replace("FINISH", _FINISH_PART))
-    join = _kernel("decode_join", (*_PARTS, "jobs", "sinks"), ("out",), _JOIN)
+    one = kernel("decode_one", tuple(_READ), ("out",), _BODY.replace("FINISH", _FINISH_ONE))
+    parts = kernel("decode_parts", tuple(_READ), _PARTS, _BODY.replace("FINISH", _FINISH_PART))
+    join = kernel("decode_join", (*_PARTS, "jobs", "sinks"), ("out",), _JOIN)
     joined = [("T", dtype), ("DV", value_dim), ("HEADS", kv_heads * grouped), ("SINKS", sinks)]
     return _Kernels(grouped // together, one, parts, template, join, joined)
 
@@ -480,8 +446,7 @@ def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.
     sizes = [array.size // array.shape[0] for array in blocks]
     parts = max(1, min(64, max(sizes) // 2048))
     new = tuple(f"new_{name}" for name in _POOL)
-    kernel = _kernel("write", (*_POOL, *new, "slots", "order"), ("done",), _WRITE)
-    return kernel(
+    return kernel("write", (*_POOL, *new, "slots", "order"), ("done",), _WRITE)(
         inputs=[*pool, *blocks, slots, order],
         template=[
             ("S", blocks.key_scales.dtype),
@@ -518,7 +483,7 @@ def unseal(
     groups = rows * kv_heads * (blocks + -(-tokens // BLOCK_TOKENS))
     length = blocks * BLOCK_TOKENS + tokens
     inputs = (*_POOL, "slots", "sizes", "open_keys", "open_values", "order")
-    made = _kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(
+    made = kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(
         inputs=[*pool, table, _sizes(blocks, tokens), keys, values, order],
         template=[
             *(("T", keys.dtype), ("DK", key_dim), ("DV", value_dim), ("PV", -(-value_dim // 32) * 32)),

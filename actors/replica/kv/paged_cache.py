@@ -25,7 +25,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from . import decode_kernel, sealing
 from .decode_kernel import RowBlocks
 from .device import size_class
-from .pool import BlockPool, BlockTable, slots_of
+from .pool import BlockPool, BlockTable, SlotGroup, slots_of
 from .sealing import Sealed, SealPolicy
 
 SLOTS_MIN = 64
@@ -295,6 +295,25 @@ class PagedKVCache:
             (before, step), self._filled = self._filled, None
             self._seal(before, step)
 
+    def writes(self) -> bool:
+        """Whether kernels put a block where others read it, for a layer that has a token."""
+        assert self._keys is not None and self._values is not None
+        keys, values = self._keys[:1, :, :1], self._values[:1, :, :1]
+        fresh = [mx.random.normal((1, a.shape[1], BLOCK_TOKENS, a.shape[3])).astype(a.dtype) for a in (keys, values)]
+        sealed = slots_of(sealing.seal(fresh[0], fresh[1], self.policy), 1)
+        group = SlotGroup([self.layer], kernels=True)
+        (slot,) = group.take(1)
+        group.write(0, mx.array([slot.number], mx.uint32), sealed)
+        pool, table, order = group.layer(0), mx.array([[slot.number]], mx.uint32), group.written(0)
+        got = decode_kernel.unseal(pool, table, keys, values, self.policy, order)
+        wanted = sealing.unseal(sealed, self.policy, values.shape[3], keys.dtype)
+        return all(
+            bool(
+                mx.allclose(one[:, :, :BLOCK_TOKENS].astype(mx.float32), other.astype(mx.float32), rtol=1e-2, atol=1e-2)
+            )
+            for one, other in zip(got, wanted, strict=True)
+        )
+
     def prepare(self, *, lengths: Sequence[int], right_padding: Sequence[int]) -> None:
         """The next call brings this many tokens of every row, and padding after them."""
         self._ragged = list(lengths)
@@ -463,7 +482,14 @@ class PagedKVCache:
 
     def _append_ragged(self, keys: mx.array, values: mx.array, step: Step) -> None:
         """Several tokens a row, of different numbers and at different places."""
+        assert self._keys is not None and self._values is not None
         before = max(step.opened)
+        if len(step.opened) == 1:
+            # As below, with operations for which CUDA needs no kernel compiled.
+            self._keys = mx.concatenate([self._keys[:, :, :before], keys], axis=2)
+            self._values = mx.concatenate([self._values[:, :, :before], values], axis=2)
+            self._reserve(step.columns)
+            return
 
         def make() -> mx.array:
             places = mx.arange(step.columns)[None]
@@ -472,7 +498,6 @@ class PagedKVCache:
             return mx.where(places < starts, places, mx.minimum(before + places - starts, last))[:, None, :, None]
 
         places = self._once("gather", make)
-        assert self._keys is not None and self._values is not None
         self._keys = mx.take_along_axis(mx.concatenate([self._keys[:, :, :before], keys], axis=2), places, axis=2)
         self._values = mx.take_along_axis(mx.concatenate([self._values[:, :, :before], values], axis=2), places, axis=2)
 

@@ -46,7 +46,7 @@ class Foreign:
             str(self.folder),
             context_tokens_max=None,
             progress=lambda what, fraction: None,
-            warm_up_s=0,
+            warm=False,
             trust_remote_code=trusted,
         )
 

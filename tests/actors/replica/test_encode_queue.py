@@ -279,7 +279,8 @@ def test_a_row_without_pixels_waits_for_another_that_has_them(seeing: tuple[Load
 
 def test_the_warm_up_of_a_model_for_pictures_sees_one(seeing: tuple[LoadedModel, Path], gate: Gate):
     gate.opened.set()
-    assert warm_up.warm_up(seeing[0], 0.001) == 1 and gate.calls == 1
+    warm_up.meet_usual(seeing[0])
+    assert gate.calls == 1
 
 
 def test_what_is_encoded_for_one_is_given_to_all_that_wait_for_it(seeing: tuple[LoadedModel, Path], gate: Gate):
@@ -356,7 +357,7 @@ def test_features_come_back_from_the_disk_in_any_precision(seeing: tuple[LoadedM
     prompt a picture has its features only."""
     folder = seeing[1]
     loaded = models.load(
-        str(folder), dtype="bfloat16", context_tokens_max=None, progress=lambda *_: None, kv="q4", warm_up_s=0.0
+        str(folder), dtype="bfloat16", context_tokens_max=None, progress=lambda *_: None, kv="q4", warm=False
     )
     node, (prompt, media) = Node(tmp_path), asked(folder, "purple")
     try:
@@ -402,7 +403,7 @@ def test_a_row_has_what_was_read_back_for_it_however_little_is_kept(
 def test_pictures_before_what_a_window_can_reuse_are_read_back_too(tmp_path: Path):
     """The blocks are there and the picture in them, but layers lack the window before the place where prompts part."""
     folder = write_model(tmp_path / "model", "gemma3")
-    loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, kv="q4", warm_up_s=0.0)
+    loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, kv="q4", warm=False)
     shown, (one,) = asked(folder, "olive")
     before = list(range(200, 480))
     prompt = [*before, *shown[len(TEXT) :], *(token % 900 + 50 for token in range(1500))]

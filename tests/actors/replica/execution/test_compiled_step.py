@@ -14,19 +14,19 @@ from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.models import LoadedModel
-from satchel.actors.replica.kv import decode_kernel
+from satchel.actors.replica.kv import gpu_kernels
 from tests.worlds.families import write_model
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1000)
 LENGTHS = (3, 250, 256, 300, 700, 90)
 
 
-@pytest.mark.skipif(not decode_kernel.is_available(), reason="this device runs no kernels")
+@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama", "gemma3_text", "glm4", "gpt_oss"])
 def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family: str, tmp_path: Path):
     write_model(tmp_path / "model", family)
     folder = str(tmp_path / "model")
-    loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm_up_s=0.0)
+    loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False)
     assert loaded.compiled, "every layer is read by the kernel"
     assert story(loaded) == story(replace(loaded, compiled=False))
 

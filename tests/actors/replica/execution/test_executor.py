@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -14,11 +15,15 @@ from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution import warm_up
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.models import LoadedModel
-from satchel.actors.replica.kv import row_view
+from satchel.actors.replica.kv import paged_cache, row_view
 from satchel.actors.replica.kv.caches import Slab
+from satchel.actors.replica.kv.device import size_class
 
 GREEDY = Sampling(temperature=0.0, max_tokens=100)
 LENGTHS = (250, 250, 300, 40, 520)
+
+
+INIT = BatchExecutor.__init__
 
 
 def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
@@ -172,37 +177,49 @@ def test_a_slab_keeps_no_other_row_alive(loaded: LoadedModel):
     assert held - mx.get_active_memory() <= 1.1 * size
 
 
-class Clock:
-    """A clock that a second passes on at every look."""
+def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    """Histories are size classes of blocks with the padding, whatever a prompt seals of its own."""
+    met: set[tuple[int, int]] = set()
+    count = paged_cache.step_of
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def counted(lengths: list[int], window: int, new: list[int], width: int | None = None) -> paged_cache.Step:
+        step = count(lengths, window, new, width)
+        if width is not None:
+            met.add((width, step.used * BLOCK_TOKENS + step.columns - width))
+        return step
 
-    def __call__(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
+    monkeypatch.setattr(paged_cache, "step_of", counted)
+    monkeypatch.setattr(BatchExecutor, "__init__", lambda self, loaded: as_on_a_gpu(self, loaded))
+    before = loaded.pool and loaded.pool.counts()["slots_free"]
+    warm_up.meet_usual(loaded)
+    pieces = warm_up.WarmUp(replace(loaded, context_tokens=1500), 512)
+    while pieces.step():
+        pass
+    assert {width for width, _ in met} == {64, 128, 192, 256, 384, 512}
+    assert {history for width, history in met if width == 64} == {0, 256, 512, 768, 1024}
+    assert all(
+        history % BLOCK_TOKENS == 0 and size_class(history // BLOCK_TOKENS or 1) * 256 in (history, 256)
+        for _, history in met
+    )
+    assert loaded.pool is not None and loaded.pool.counts()["slots_free"] >= (before or 0)
+    loaded.pool.check()
 
 
-def test_the_warm_up_ends_with_its_time(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    met: list[int] = []
-    monkeypatch.setattr(warm_up, "_round", lambda loaded, rows: met.append(rows))
-    assert warm_up.warm_up(loaded, 0.5, Clock()) == 0 and not met
-    assert warm_up.warm_up(loaded, 4.5, Clock()) == met[-1] < warm_up.ROWS[-1]
-    assert warm_up.warm_up(loaded, 1000.0, Clock()) == warm_up.ROWS[-1]
+def as_on_a_gpu(executor: BatchExecutor, loaded: LoadedModel) -> None:
+    INIT(executor, loaded)
+    executor.batched_prefill = True
 
 
 def test_a_warm_up_that_fails_is_over_and_fails_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    def fail(loaded: LoadedModel, rows: int) -> None:
-        if rows > 1:
-            raise RuntimeError("out of memory")
+    def fail(loaded: LoadedModel, rows: int, length: int) -> None:
+        raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(warm_up, "_round", fail)
-    assert warm_up.warm_up(loaded, 1000.0, Clock()) == 1
-
-
-def test_a_round_of_the_warm_up_meets_all_that_a_turn_does(loaded: LoadedModel):
-    warm_up._round(loaded, 2)
-    assert warm_up.default_budget_s() == 0.0 or mx.default_device().type == mx.DeviceType.gpu
+    monkeypatch.setattr(warm_up, "_prefill", fail)
+    warm_up.meet_usual(loaded)
+    pieces = warm_up.WarmUp(loaded, 256)
+    assert pieces.step() and not pieces.step()
 
 
 def test_a_block_is_written_into_the_pool_without_a_copy_of_it(loaded: LoadedModel):

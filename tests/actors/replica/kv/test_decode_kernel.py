@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv import attention, decode_kernel, sealing
+from satchel.actors.replica.kv import attention, decode_kernel, gpu_kernels, sealing
 from satchel.actors.replica.kv.decode_kernel import RowBlocks
 from satchel.actors.replica.kv.device import size_class
 from satchel.actors.replica.kv.paged_cache import DecodeView, KernelStep, KernelView
@@ -39,7 +39,7 @@ def test_every_row_has_its_groups_and_a_long_one_most(rows: list[tuple[int, int]
     assert counts[units.index(max(units))] == max(counts)
 
 
-@pytest.mark.skipif(not decode_kernel.is_available(), reason="this device runs no kernels")
+@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
 @pytest.mark.parametrize("window", [0, 700])
 @pytest.mark.parametrize("policy", ["q4", "k8v4"])
 @pytest.mark.parametrize("grouped, kv_heads", [(1, 8), (2, 4), (5, 2), (8, 2), (16, 1)])
@@ -61,7 +61,7 @@ def test_the_kernel_agrees_with_the_reference(
     assert all(mx.array_equal(one, two) for one, two in tails), "it wrote them in place"
 
 
-@pytest.mark.skipif(not decode_kernel.is_available(), reason="this device runs no kernels")
+@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("policy", ["q4", "k8v4"])
 @pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
