@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..agents.memory import AgentMemory
+from ..generation.history import Message
 from ..generation.options import make_options
 from ..generation.remembered import Remembered
 from ..generation.requests import ChatRequest, agent_key
 from ..generation.streams import Finished
+from ..openai.messages import read_messages
 from ..text.row_text import TextDelta
 from ..views.agents import agent_info, forget_agent, fork_agent, release_agent
 from ..views.generation import Generator
@@ -50,7 +52,7 @@ class Agent:
         self._loop = loop
         self._key = agent_key(agent_id)
         self._model = model
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @on_loop
     async def ask(self, text: str, **options: Any) -> str:
@@ -90,7 +92,7 @@ class Agent:
         Raises:
             AgentBusy: an earlier turn of this agent takes longer than `timeouts.turn_wait_s`.
         """
-        given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        given = _said(messages) if isinstance(messages, str) else await asyncio.to_thread(read_messages, messages)
         usage, self.remembered = await self._generator.inject(self._request(given, {}))
         return Injection(usage.prompt_tokens, usage.cached_tokens, usage.prompt_tokens - usage.cached_tokens)
 
@@ -169,7 +171,7 @@ class Agent:
         assert self._generator.memory is not None
         return self._generator.memory
 
-    def _request(self, messages: Sequence[Any], options: dict[str, Any]) -> ChatRequest:
+    def _request(self, messages: Sequence[Message], options: dict[str, Any]) -> ChatRequest:
         return ChatRequest(
             messages,
             model=self._model,
@@ -183,7 +185,7 @@ class Agent:
         return Feed(self._turn(text, options), self._generator.config.endpoint.unread_tokens_max)
 
     async def _turn(self, text: str, options: dict[str, Any]) -> AsyncGenerator[str, None]:
-        stream = await self._generator.start_chat(self._request([{"role": "user", "content": text}], options))
+        stream = await self._generator.start_chat(self._request(_said(text), options))
         try:
             async with aclosing(aiter(stream)) as events:
                 async for event in events:
@@ -193,3 +195,7 @@ class Agent:
                         self.remembered = stream.remembered
         finally:
             await stream.abort()
+
+
+def _said(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]

@@ -30,6 +30,7 @@ from ..generation.options import make_options
 from ..generation.remembered import Remembered
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.streams import Answer, TextStream
+from ..openai.messages import read_messages
 from ..ray_backend.dispatch import RayBackend, cluster_config
 from ..ray_backend.locator import AgentLocator
 from ..ray_backend.store import RayStore
@@ -219,7 +220,8 @@ class Cluster:
             work = CompletionRequest(prompt, model=model, agent=agent, options=chosen)
             (stream,) = await self._generator.start_completion(work)
         else:
-            stream = await self._generator.start_chat(ChatRequest(prompt, model=model, agent=agent, options=chosen))
+            messages = await asyncio.to_thread(read_messages, prompt)
+            stream = await self._generator.start_chat(ChatRequest(messages, model=model, agent=agent, options=chosen))
         return _reply(stream, await stream.collect())
 
     generate_sync = blocking(generate)

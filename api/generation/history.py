@@ -1,4 +1,4 @@
-"""Transcripts: messages in OpenAI's form, the message of an answer, and whether one conversation continues another.
+"""Messages and transcripts: the message of an answer, and whether one conversation continues another.
 
 Plain functions on plain data; long transcripts belong in a worker thread.
 """
@@ -9,32 +9,35 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 from ..text.json_slices import TooManyValues, check_values
 from ..text.pipeline import ToolCall
 
-Message = dict[str, Any]
-
 _ARGUMENTS_VALUES_MAX = 25_000
 
 
-def openai_form(messages: Sequence[Message]) -> list[Message]:
-    """Converts messages from the templates' form (of `check_messages`) to OpenAI's: arguments are JSON text."""
-    out: list[Message] = []
-    for message in messages:
-        if "tool_calls" in message:
-            message = {**message, "tool_calls": [_openai_call(call) for call in message["tool_calls"]]}
-        out.append(message)
-    return out
+class MessageCall(TypedDict):
+    """A call of a tool. `function` has its `name`, and its `arguments` as text, usually JSON."""
+
+    id: NotRequired[str]
+    type: Literal["function"]
+    function: dict[str, str]
 
 
-def _openai_call(call: Message) -> Message:
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+class Message(TypedDict):
+    """A message, free of the protocol in which it came; in a transcript, as JSON, it is in OpenAI's form.
+
+    `content` is text, or with media a list of parts: text as `{"type": "text", "text": ...}`, a `PictureSource` or a
+    `VideoSource`; in a transcript what `media.prompt.with_references` writes.
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | list[Any]
+    name: NotRequired[str]
+    tool_call_id: NotRequired[str]
+    tool_calls: NotRequired[list[MessageCall]]
+    reasoning_content: NotRequired[str]
 
 
 def called_with(arguments: str) -> Any:
@@ -83,6 +86,5 @@ def _digest(messages: Sequence[Message]) -> bytes:
     return hasher.digest()
 
 
-def _normal_call(function: Message) -> list[Any]:
-    arguments = function["arguments"]
-    return [function["name"], called_with(arguments) if isinstance(arguments, str) else arguments]
+def _normal_call(function: dict[str, str]) -> list[Any]:
+    return [function["name"], called_with(function["arguments"])]

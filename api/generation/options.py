@@ -187,8 +187,17 @@ def invalid(error: ValidationError) -> InvalidRequest:
 
 def invalid_at(place: Sequence[int | str], complaint: str) -> InvalidRequest:
     """Makes an `InvalidRequest` of one pydantic error."""
-    where = ""
-    for part in place:
-        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part
-    message = complaint.removeprefix("Value error, ")
+    where, message = position(place), complaint.removeprefix("Value error, ")
     return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)
+
+
+def position(steps: Sequence[int | str]) -> str:
+    """Returns a place in a body as a caller would write it, such as `messages[2].content`. Steps in `<>`, the names of
+    a union's members, are left out."""
+    where = ""
+    for step in steps:
+        if isinstance(step, int):
+            where += f"[{step}]"
+        elif not step.startswith("<"):
+            where += f".{step}" if where else step
+    return where

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import is_media_token
@@ -18,8 +18,8 @@ from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel
 from .callers import OWNING, Caller
-from .conversation import check_messages, check_prompts, check_tools, check_vocabulary
-from .history import Message, openai_form
+from .conversation import with_arguments, with_shown
+from .history import Message
 from .options import Options
 
 _AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
@@ -60,25 +60,25 @@ class Request:
 class ChatRequest(Request):
     """A conversation to continue.
 
-    `messages` and `tools` are in OpenAI's form, unchecked. With `use_tools` False the tools are checked but not shown
-    to the model. `template_kwargs` are variables for the chat template.
+    `tools` are as chat templates take them, in OpenAI's form. With `use_tools` False they are not shown to the model.
+    `template_kwargs` are variables for the chat template.
 
     With `agent_continue` the messages are appended to the agent's stored transcript, or to `opening` if there is none.
     """
 
-    messages: Sequence[Any]
-    tools: Sequence[Any] = ()
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] = ()
     use_tools: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     agent_continue: bool = False
-    opening: Sequence[Any] = ()
+    opening: Sequence[Message] = ()
 
 
 @dataclass(frozen=True)
 class CompletionRequest(Request):
-    """Text to continue. `prompt` has any of OpenAI's four forms, unchecked."""
+    """Text to continue. `prompt` is a text or its token ids, or several of either."""
 
-    prompt: Any
+    prompt: str | list[str] | list[int] | list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Chat:
 
     `prompt` has media token ids in place of pictures; `media` are their spans, and `shown` their sources. `thinking`
     says that the prompt ends inside a block of reasoning. `text` is the text of `prompt`, `messages` the whole
-    conversation in OpenAI's form, and `continuation` how the prompt continues the agent's memory, None if there is
+    conversation as a transcript, and `continuation` how the prompt continues the agent's memory, None if there is
     nothing to continue.
     """
 
@@ -162,7 +162,7 @@ def prepare_chat(
     *,
     reply: bool = True,
 ) -> Chat:
-    """Checks, renders and encodes a conversation.
+    """Renders and encodes a conversation.
 
     Args:
         past: the agent's memory.
@@ -170,23 +170,22 @@ def prepare_chat(
         reply: whether the prompt ends where the assistant begins, or with the last message.
 
     Raises:
-        InvalidRequest: messages or tools are malformed, or the model's template refuses them.
+        InvalidRequest: the model takes no media or tools, or its template refuses the messages.
         ContextLengthExceeded: they do not fit.
     """
     past, pictures = past or Past(), text.pictures
-    messages = _checked(request.messages, media, pictures)
+    messages = _with_shown(request.messages, media, pictures)
     if request.agent_continue and (before := past.messages or request.opening):
         earlier_media = media_said(before)
-        messages = [*_checked(before, earlier_media, pictures), *messages]
+        messages = [*_with_shown(before, earlier_media, pictures), *messages]
         media = [*earlier_media, *media]
-    tools = check_tools(request.tools)
-    if not request.use_tools:
-        tools = []
+    tools = list(request.tools) if request.use_tools else []
     if tools and not text.has_tool_calls:
         raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
-    rendered = text.render(messages, tools, request.template_kwargs)
+    said = with_arguments(messages)
+    rendered = text.render(said, tools, request.template_kwargs)
     if not reply:
-        closed = text.render(messages, tools, request.template_kwargs, generation_prompt=False)
+        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False)
         # Some templates end a conversation in a way that no answer could follow.
         rendered = closed if closed and rendered.startswith(closed) else rendered
     shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
@@ -208,14 +207,16 @@ def prepare_chat(
         prompt, spans = with_media_tokens(pictures, prompt, placed)
         if continuation is not None and continuation.line is not None and past.media_tokens:
             continuation = _seen_alike(continuation, prompt, past.media_tokens[continuation.line])
-    said = openai_form(with_references(messages, shown))
-    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, said, continuation, spans, shown)
+    transcript = with_references(messages, shown)
+    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, transcript, continuation, spans, shown)
 
 
-def _checked(messages: Any, media: Sequence[Medium], pictures: PictureProcessor | None) -> list[Message]:
+def _with_shown(
+    messages: Sequence[Message], media: Sequence[Medium], pictures: PictureProcessor | None
+) -> list[Message]:
     if pictures is None:
-        return check_messages(messages)
-    return check_messages(messages, iter([[one.part for one in medium.shown(pictures)] for medium in media]))
+        return with_shown(messages, None)
+    return with_shown(messages, iter([[one.part for one in medium.shown(pictures)] for medium in media]))
 
 
 def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Sequence[int]) -> Continuation:
@@ -231,20 +232,33 @@ def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Seq
 def prepare_completion(
     text: TextModel, model: ServedModel, request: CompletionRequest, prompts_max: int
 ) -> list[list[int]]:
-    """Checks and encodes the prompts of a completion.
+    """Encodes the prompts of a completion.
 
     Raises:
-        InvalidRequest: a prompt is malformed or empty.
+        InvalidRequest: there are none or more than `prompts_max`, one is empty, or the model lacks one of their tokens.
         ContextLengthExceeded: one does not fit.
     """
+    given = request.prompt
+    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    asked = cast(list[str | list[int]], given if several else [given])
+    if len(asked) > prompts_max:
+        raise InvalidRequest(
+            f"prompt has {len(asked)} entries; at most {prompts_max} go into one request", param="prompt"
+        )
     prompts: list[list[int]] = []
-    several = isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), None), int)
-    for index, prompt in enumerate(check_prompts(request.prompt, prompts_max=prompts_max)):
+    for index, prompt in enumerate(asked):
         where = f"prompt[{index}]" if several else "prompt"
         tokens = _encode(text, prompt, model, where, special_tokens=True) if isinstance(prompt, str) else prompt
-        check_vocabulary(tokens, model.vocabulary_size, where)
+        _check_vocabulary(tokens, model.vocabulary_size, where)
         if not tokens:
             raise InvalidRequest(f"{where} is empty", param="prompt")
         _check_length(tokens, model, where)
         prompts.append(tokens)
     return prompts
+
+
+def _check_vocabulary(tokens: list[int], size: int, where: str) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= size):
+        index = next(i for i, token in enumerate(tokens) if not 0 <= token < size)
+        where = f"{where}[{index}]"
+        raise InvalidRequest(f"{where} is {tokens[index]}; the model has token ids 0 to {size - 1}", param=where)

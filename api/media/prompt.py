@@ -181,7 +181,7 @@ def _find(tokens: Sequence[int], span: Sequence[int], start: int) -> int:
     raise InvalidRequest("messages: a picture's tokens are missing in the prompt", param="messages")
 
 
-def with_references(messages: Sequence[dict[str, Any]], media: Sequence[Medium]) -> list[dict[str, Any]]:
+def with_references(messages: Sequence[Any], media: Sequence[Medium]) -> list[Any]:
     """Returns messages in the templates' form with each medium named by its references, as transcripts store them."""
     left = iter(media)
     return [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
@@ -37,6 +37,7 @@ from ..generation.options import (
 )
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
+from .messages import Messages, Tools
 
 COMPLETION_MAX_TOKENS = 16
 """The default `max_tokens` of `/v1/completions`, as OpenAI's."""
@@ -69,6 +70,27 @@ def _tool_choice(value: Any) -> Any:
 
 Few = Annotated[dict[str, Any], Field(max_length=100)]
 ToolChoice = Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)]
+
+
+def _prompt_tag(given: Any) -> str | None:
+    if isinstance(given, str):
+        return "<text>"
+    if not isinstance(given, list):
+        return None
+    return {str: "<texts>", list: "<prompts>"}.get(type(given[0]) if given else int, "<tokens>")
+
+
+PromptBody = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Tag("<texts>")]
+    | Annotated[list[int], Tag("<tokens>")]
+    | Annotated[list[list[int]], Tag("<prompts>")],
+    Discriminator(
+        _prompt_tag,
+        custom_error_type="prompt",
+        custom_error_message="must be a string, a list of strings, a list of token ids, or a list of such lists",
+    ),
+]
 
 
 class GenerationBody(BaseModel):
@@ -131,11 +153,11 @@ class GenerationBody(BaseModel):
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[Any]
+    messages: Messages
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: list[Any] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
@@ -152,7 +174,7 @@ class ChatBody(GenerationBody):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return ChatRequest(
             messages=self.messages,
-            tools=self.tools or (),
+            tools=[{**tool} for tool in self.tools or ()],
             use_tools=self.tool_choice != "none",
             template_kwargs=effort | (self.chat_template_kwargs or {}),
             model=self.model or "",
@@ -173,7 +195,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`."""
 
-    prompt: Any
+    prompt: PromptBody
     logprobs: TopLogprobs | None = None
 
     def check(self) -> None:
@@ -200,7 +222,7 @@ class InjectBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    messages: list[Any]
+    messages: Messages
     model: str | None = None
 
 

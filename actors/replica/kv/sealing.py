@@ -133,33 +133,6 @@ def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) 
     return keys, values if values.shape[3] == value_dim else values[..., :value_dim]
 
 
-def blocks_of(sealed: Sealed, start: int, stop: int) -> Sealed:
-    """Returns blocks [start, stop) as a view."""
-    tokens = sealed.tokens
-    if start == 0 and stop * BLOCK_TOKENS == tokens:
-        return sealed
-    parts = []
-    for array, axis in zip(sealed, TOKEN_AXES, strict=True):
-        width = array.shape[axis] * BLOCK_TOKENS // tokens
-        span = [slice(None)] * 4
-        span[axis] = slice(start * width, stop * width)
-        parts.append(array[tuple(span)])
-    return Sealed(*parts)
-
-
-def rows_of(sealed: Sealed, rows: slice | mx.array) -> Sealed:
-    """Returns some rows: a view for a slice, copies for `(rows,)` indices of an integer dtype."""
-    return Sealed(*(array[rows] for array in sealed))
-
-
-def join_tokens(parts: Sequence[Sealed]) -> Sealed:
-    """Concatenates blocks of equal rows along the tokens."""
-    if len(parts) == 1:
-        return parts[0]
-    arrays = zip(*parts, strict=True)
-    return Sealed(*(mx.concatenate(list(pieces), axis=axis) for pieces, axis in zip(arrays, TOKEN_AXES, strict=True)))
-
-
 def rows_joined(parts: Sequence[mx.array | None], rows: Sequence[int], axis: int) -> mx.array:
     """Concatenates arrays along the rows, the first axis, padding shorter ones along `axis` with zeros.
 
@@ -183,45 +156,6 @@ def rows_joined(parts: Sequence[mx.array | None], rows: Sequence[int], axis: int
     return joined
 
 
-def join_rows(parts: Sequence[Sealed | None], rows: Sequence[int]) -> Sealed | None:
-    """Concatenates rows with different numbers of blocks into one batch, as `rows_joined`; None if none has any."""
-    if all(part is None for part in parts):
-        return None
-    pieces = zip(*(part or (None,) * len(TOKEN_AXES) for part in parts), strict=True)
-    return Sealed(*(rows_joined(list(same), rows, axis) for same, axis in zip(pieces, TOKEN_AXES, strict=True)))
-
-
-def pad_blocks(sealed: Sealed, blocks: int) -> Sealed:
-    """Returns the same with `blocks` blocks in all. New ones are zero: even a masked NaN would spoil the result."""
-    more = blocks * BLOCK_TOKENS - sealed.tokens
-    if more == 0:
-        return sealed
-    parts = []
-    for array, axis in zip(sealed, TOKEN_AXES, strict=True):
-        widths = [(0, 0)] * 4
-        widths[axis] = (0, array.shape[axis] * more // sealed.tokens)
-        parts.append(mx.pad(array, widths))
-    return Sealed(*parts)
-
-
-def part_of(sealed: Sealed, start: int, stop: int, blocks: int) -> Sealed:
-    """Returns the first `blocks` blocks of rows [start, stop) as a view."""
-    rows = sealed if stop - start == sealed.key_codes.shape[0] else rows_of(sealed, slice(start, stop))
-    return blocks_of(rows, 0, blocks)
-
-
-def place(sealed: Sealed, row: int, block: int, new: Sealed) -> Sealed:
-    """Returns `sealed` with the rows of `new` placed from row `row` and block `block` on."""
-    rows = slice(row, row + new.key_codes.shape[0])
-    parts = []
-    for array, fresh, axis in zip(sealed, new, TOKEN_AXES, strict=True):
-        start = block * (array.shape[axis] * BLOCK_TOKENS // sealed.tokens)
-        span = [rows, slice(None), slice(None), slice(None)]
-        span[axis] = slice(start, start + fresh.shape[axis])
-        parts.append(put(array, tuple(span), fresh))
-    return Sealed(*parts)
-
-
 def put(array: mx.array, span: tuple[slice, ...], new: mx.array) -> mx.array:
     """Returns the array with `new`, of its dtype and the span's shape, at `span`; in place if it has no other
     reference."""
@@ -236,8 +170,3 @@ def copied(array: mx.array) -> mx.array:
     contiguous."""
     # Adding -0.0 changes no number, not even the sign of a zero.
     return array + (-0.0 if mx.issubdtype(array.dtype, mx.floating) else 0)
-
-
-def copy(sealed: Sealed) -> Sealed:
-    """Returns copies of all arrays, as `copied`."""
-    return Sealed(*map(copied, sealed))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
+
+from cachetools import LRUCache
 
 from ...kv_store.disk.placement import Changes
 from ..execution.vision import ImageEmbeddings
@@ -18,34 +19,38 @@ class EmbeddingCache:
     """
 
     def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
-        self.nbytes = 0
         self.hits = self.encodes = 0
         self.changes = Changes()
-        self._embeddings: OrderedDict[bytes, ImageEmbeddings] = OrderedDict()
+        self._embeddings: LRUCache[bytes, ImageEmbeddings] = LRUCache(bytes_max, getsizeof=lambda one: one.nbytes)
 
     def __contains__(self, entry: bytes) -> bool:
         return entry in self._embeddings
 
+    @property
+    def bytes_max(self) -> int:
+        return int(self._embeddings.maxsize)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._embeddings.currsize)
+
     def ids(self) -> list[bytes]:
-        """Returns all ids, the least recently used first."""
+        """Returns all ids."""
         return list(self._embeddings)
 
     def get(self, entry: bytes) -> ImageEmbeddings | None:
         """Returns image embeddings and marks them as used; None if they are not cached."""
-        embeddings = self._embeddings.get(entry)
-        if embeddings is not None:
-            self._embeddings.move_to_end(entry)
-        return embeddings
+        return self._embeddings.get(entry)
 
     def put(self, entry: bytes, embeddings: ImageEmbeddings) -> None:
         """Caches image embeddings, unless they are cached already or larger than the cache."""
         if entry in self._embeddings or embeddings.nbytes > self.bytes_max:
             return
+        # The cache would make room itself, but not say whose.
+        while self.nbytes + embeddings.nbytes > self.bytes_max:
+            self.changes.note([], [self._embeddings.popitem()[0]])
         self._embeddings[entry] = embeddings
-        self.nbytes += embeddings.nbytes
         self.changes.note([entry], [])
-        self._shrink(self.bytes_max)
 
     def clear(self) -> int:
         """Drops everything. Returns the freed bytes."""
@@ -54,15 +59,5 @@ class EmbeddingCache:
     def drop(self, entries: Iterable[bytes]) -> int:
         """Drops entries; unknown ones are ignored. Returns the freed bytes."""
         before = self.nbytes
-        for entry in entries:
-            if entry in self._embeddings:
-                self._remove(entry)
+        self.changes.note([], [entry for entry in entries if self._embeddings.pop(entry, None) is not None])
         return before - self.nbytes
-
-    def _shrink(self, bytes_max: int) -> None:
-        while self.nbytes > bytes_max:
-            self._remove(next(iter(self._embeddings)))
-
-    def _remove(self, entry: bytes) -> None:
-        self.nbytes -= self._embeddings.pop(entry).nbytes
-        self.changes.note([], [entry])

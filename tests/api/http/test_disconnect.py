@@ -15,6 +15,7 @@ from satchel.api.generation.requests import ChatRequest
 from satchel.api.http import exchange as http
 from satchel.api.http.app import create_app
 from satchel.api.http.exchange import CancelOnDisconnect
+from satchel.api.openai.messages import read_messages
 from satchel.api.views.generation import Generator
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -136,7 +137,7 @@ async def test_a_cancelled_handler_stops_its_row(backend, config, stream):
 
 async def test_the_pipeline_without_http_stops_its_row_when_left_early(backend, config):
     generator = Generator(backend, config)
-    request = ChatRequest(messages=BODY["messages"], agent="ann")
+    request = ChatRequest(messages=read_messages(BODY["messages"]), agent="ann")
     backend.say("one two three four")
 
     stream = await generator.start_chat(request)
@@ -163,7 +164,7 @@ async def test_a_tokenizer_is_loaded_once_for_requests_that_come_together(backen
         return text
 
     generator = Generator(backend, config, load_text=load)
-    request = ChatRequest(messages=BODY["messages"])
+    request = ChatRequest(messages=read_messages(BODY["messages"]))
     streams = await asyncio.gather(*(generator.start_chat(request) for _ in range(8)))
     for stream in streams:
         await stream.abort()

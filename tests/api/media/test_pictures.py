@@ -26,6 +26,7 @@ from satchel.api.generation.requests import ChatRequest
 from satchel.api.http.app import create_app
 from satchel.api.media.prompt import Medium, Resized, referred, with_references
 from satchel.api.media.sources import Picture
+from satchel.api.openai.messages import read_messages
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config
@@ -179,7 +180,7 @@ async def test_pictures_count_as_long_as_their_answers_run(backend: FakeBackend,
     generator = Generator(backend, replace(config, media=Limits(held_bytes_max=100_000)))
 
     def looking(color: str) -> ChatRequest:
-        return ChatRequest(messages=[{"role": "user", "content": shown(picture(color))}])
+        return ChatRequest(messages=read_messages([{"role": "user", "content": shown(picture(color))}]))
 
     running = [await generator.start_chat(looking(color)) for color in ("red", "green", "blue")]
     with pytest.raises(Unavailable, match=r"media\.held_bytes_max"):

@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 
-from satchel.api.media.sources import Picture, PictureSource, VideoSource, media_part
+from satchel.api.media.sources import Picture, PictureSource, VideoSource, check_urls
+from satchel.api.openai.messages import media_part
 from satchel.cluster.errors import InvalidRequest
 
 HERE = "messages[2].content[0]"
 URL = "https://example.com/cat.png"
+
+
+def read(part: dict[str, Any]) -> PictureSource | VideoSource | None:
+    source = media_part(part, HERE)
+    if source is not None:
+        check_urls(source)
+    return source
 
 
 @pytest.mark.parametrize(
@@ -60,7 +68,7 @@ URL = "https://example.com/cat.png"
     ],
 )
 def test_every_form_names_its_source(part: dict[str, Any], source: PictureSource | VideoSource | None) -> None:
-    assert media_part(part, HERE) == source
+    assert read(part) == source
 
 
 @pytest.mark.parametrize(
@@ -82,6 +90,8 @@ def test_every_form_names_its_source(part: dict[str, Any], source: PictureSource
         ({"type": "image", "image": [URL]}, "image"),
         ({"type": "video", "video": []}, "video"),
         ({"type": "video", "video": [URL, 3]}, "video[1]"),
+        ({"type": "video", "video": [URL, "ftp://example.com/cat.png"]}, "video[1]"),
+        ({"type": "video", "video": [URL, {"url": "ftp://example.com/cat.png"}]}, "video[1].url"),
         ({"type": "video", "video": URL, "fps": 0}, "fps"),
         ({"type": "video", "video": URL, "fps": float("nan")}, "fps"),
         ({"type": "video", "video": URL, "fps": "2"}, "fps"),
@@ -103,14 +113,14 @@ def test_every_form_names_its_source(part: dict[str, Any], source: PictureSource
 )
 def test_a_wrong_form_is_named_by_its_place(part: dict[str, Any], place: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        media_part(part, HERE)
+        read(part)
     assert caught.value.param == f"{HERE}.{place}"
     assert caught.value.message.startswith(f"{HERE}.{place} ")
 
 
 def test_an_unknown_option_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        media_part({"type": "video_url", "video_url": {"url": URL, "nframes": 4}}, HERE)
+        read({"type": "video_url", "video_url": {"url": URL, "nframes": 4}})
     assert caught.value.message == (
         f"{HERE}.video_url.nframes is not supported; possible are fps, max_frames, min_pixels, max_pixels"
     )

@@ -1,0 +1,278 @@
+"""OpenAI's wire format on the way in: messages and tools, also as clients of other servers write them.
+
+Errors name the place as a caller would write it, such as `messages[2].content[0].type`. Large inputs belong in a worker
+thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    with_config,
+)
+from typing_extensions import TypedDict
+
+from ...cluster.errors import InvalidRequest, quoted
+from ..generation.history import Message
+from ..generation.options import invalid_at, position
+from ..media.sources import PictureSource, VideoSource
+
+_PICTURE_KEYS = {"image_url": ("image_url",), "input_image": ("image_url",), "image": ("image", "url", "image_url")}
+_VIDEO_KEYS = {"video_url": ("video_url",), "video": ("video", "url", "video_url")}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT = ("text", "input_text", "output_text")
+_UNSUPPORTED = {"input_audio": "audio", "audio": "audio", "file": "files", "input_file": "files"}
+_PICTURE_OPTIONS = ("detail", "min_pixels", "max_pixels")
+_VIDEO_OPTIONS = ("fps", "max_frames", "min_pixels", "max_pixels")
+# `cache_control` is a hint for other servers and changes no answer; text parts may have it too.
+_BESIDE = ("type", "cache_control")
+_STRICT = ConfigDict(strict=True)
+
+
+# The parts are checked by hand, because pydantic would copy thousands of them.
+MessageContent = str | list[Any]
+Label = Annotated[str, Field(max_length=1024)]
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: NotRequired[str]
+
+
+class CallBody(TypedDict):
+    id: NotRequired[Label | None]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
+class UserMessage(TypedDict):
+    role: Literal["system", "developer", "user"]
+    content: MessageContent
+    name: NotRequired[Label | None]
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: NotRequired[MessageContent | None]
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[CallBody] | None]
+    name: NotRequired[Label | None]
+
+
+class ToolMessage(TypedDict):
+    role: Literal["tool"]
+    content: MessageContent
+    tool_call_id: NotRequired[Label | None]
+    name: NotRequired[Label | None]
+
+
+MessageBody = Annotated[UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+@with_config(ConfigDict(strict=True, extra="allow"))
+class ToolFunction(TypedDict):
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+
+
+@with_config(ConfigDict(strict=True, extra="allow"))
+class ToolBody(TypedDict):
+    """A tool. Other fields are kept, because templates print tools as they are given."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+_MESSAGES: TypeAdapter[list[Any]] = TypeAdapter(list[MessageBody], config=_STRICT)
+
+
+def read_messages(messages: Any) -> list[Message]:
+    """Checks and converts messages in OpenAI's form.
+
+    Raises:
+        InvalidRequest: a message is malformed; `param` is the place.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise _wrong("messages", "must be a list")
+    if not messages:
+        raise _wrong("messages", "is empty")
+    try:
+        bodies = _MESSAGES.validate_python(list(messages))
+    except ValidationError as error:
+        raise _refused(error) from None
+    return [_message(body, index) for index, body in enumerate(bodies)]
+
+
+def _refused(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_context=False)[0]
+    where, given = f"messages[{first['loc'][0]}]", first["input"]
+    if len(first["loc"]) == 1:
+        if not isinstance(given, dict):
+            return _wrong(where, "must be an object with role and content")
+        return _wrong(f"{where}.role", f"is {quoted(given.get('role'))}; known are {', '.join(_ROLES)}")
+    # The union adds the role to the place, and which kind of content was tried.
+    steps = first["loc"][2:]
+    if steps[0] == "content" and len(steps) > 1:
+        return _wrong(f"{where}.content", "must be a string or a list of parts")
+    return invalid_at((where, *steps), first["msg"])
+
+
+_OBJECTS = WithJsonSchema({"type": "array", "items": {"type": "object"}})
+Messages = Annotated[list[Any], PlainValidator(read_messages), _OBJECTS]
+Tools = Annotated[list[ToolBody], _OBJECTS]
+
+
+def _message(body: dict[str, Any], index: int) -> Any:
+    if None in body.values():
+        body = {name: value for name, value in body.items() if value is not None}
+    if body["role"] == "developer":
+        body["role"] = "system"
+    if calls := body.get("tool_calls"):
+        for call in calls:
+            call.setdefault("type", "function")
+            call["function"].setdefault("arguments", "")
+            if call.get("id", "") is None:
+                del call["id"]
+    elif calls is not None:
+        del body["tool_calls"]
+    content = body.get("content")
+    if not isinstance(content, str):
+        where = f"messages[{index}].content"
+        if content is None and not calls:
+            raise _wrong(where, "is missing (only an assistant message with tool_calls may do without)")
+        body["content"] = _content(content or [], where)
+    return body
+
+
+def _content(parts: list[Any], where: str) -> str | list[Any]:
+    """Returns the text of text parts, joined without a separator; with media, the parts."""
+    content: list[Any] = []
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _TEXT and isinstance(text := part.get("text"), str):
+            content.append(text)
+        else:
+            content.append(_media(part, f"{where}[{index}]"))
+    if not any(isinstance(part, PictureSource | VideoSource) for part in content):
+        return "".join(content)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+
+
+def _media(part: Any, where: str) -> PictureSource | VideoSource:
+    if not isinstance(part, dict):
+        raise _wrong(where, "must be an object with a type")
+    if (source := media_part(part, where)) is not None:
+        return source
+    kind = part.get("type")
+    if kind in _TEXT:
+        raise _wrong(f"{where}.text", "must be a string")
+    if isinstance(kind, str) and kind in _UNSUPPORTED:
+        raise InvalidRequest(f"{where}: this model takes no {_UNSUPPORTED[kind]}", param=where)
+    raise _wrong(f"{where}.type", f"is {quoted(kind)}; known is 'text'")
+
+
+Whole = Annotated[int, Field(ge=1, le=10**9)]
+
+
+class MediaOptions(BaseModel):
+    model_config = _STRICT
+
+    detail: Literal["auto", "low", "high"] | None = None
+    fps: Annotated[float, Field(ge=0.001, le=1000)] | None = None
+    max_frames: Whole | None = None
+    min_pixels: Whole | None = None
+    max_pixels: Whole | None = None
+
+
+def media_part(part: dict[str, Any], where: str) -> PictureSource | VideoSource | None:
+    """Returns the picture or video in a part of a message's content; None if its type is another one.
+
+    Raises:
+        InvalidRequest: its form is wrong, or it has an unknown option; `param` is the place.
+    """
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        return None
+    if kind in _PICTURE_KEYS:
+        return _picture(part, _PICTURE_KEYS[kind], where)
+    return _video(part, _VIDEO_KEYS[kind], where) if kind in _VIDEO_KEYS else None
+
+
+def _video(part: dict[str, Any], keys: tuple[str, ...], where: str) -> VideoSource:
+    value, options, place = _named(part, keys, _VIDEO_OPTIONS, where)
+    more = (options.fps, options.max_frames, options.min_pixels, options.max_pixels)
+    if not isinstance(value, list):
+        return VideoSource(where, _url(value, place), (), *more, place)
+    if not value:
+        raise _wrong(place, "has no frames")
+    frames = tuple(_frame(frame, f"{place}[{index}]", options) for index, frame in enumerate(value))
+    return VideoSource(where, None, frames, *more)
+
+
+def _frame(given: Any, where: str, options: MediaOptions) -> PictureSource:
+    """Reads a frame of a list: a URL, or a part as for a picture."""
+    if not isinstance(given, dict):
+        return PictureSource(where, _url(given, where), "auto", options.min_pixels, options.max_pixels, where)
+    pixels = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+    return _picture({**pixels, **given}, ("image_url", "image", "url"), where)
+
+
+def _picture(part: dict[str, Any], keys: tuple[str, ...], where: str) -> PictureSource:
+    # Some clients give a picture's MIME type as `format`. It is ignored, because the file's bytes tell its format.
+    value, options, place = _named(part, keys, _PICTURE_OPTIONS, where, ignored=("format",))
+    detail = options.detail or "auto"
+    return PictureSource(where, _url(value, place), detail, options.min_pixels, options.max_pixels, place)
+
+
+def _named(
+    part: dict[str, Any], keys: tuple[str, ...], known: tuple[str, ...], where: str, *, ignored: tuple[str, ...] = ()
+) -> tuple[Any, MediaOptions, str]:
+    """Returns the value of the first of `keys` in the part, the part's options, and the place of the value.
+
+    OpenAI wraps a URL and its options into an object, which may also have the `ignored` keys. Other servers put both
+    beside the type.
+    """
+    key = next((key for key in keys if part.get(key) is not None), None)
+    if key is None:
+        raise _wrong(f"{where}.{keys[0]}", "is missing")
+    _check_known(part, (*_BESIDE, *keys), known, where)
+    value, place = part[key], f"{where}.{key}"
+    if isinstance(value, dict):
+        _check_known(value, ("url", *ignored), known, place)
+        part, value, place = {**part, **value}, value.get("url"), f"{place}.url"
+    try:
+        options = MediaOptions.model_validate(part)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _wrong(position((where, *first["loc"])), first["msg"].removeprefix("Input ")) from None
+    if (options.min_pixels or 0) > (options.max_pixels or math.inf):
+        raise _wrong(f"{where}.min_pixels", "is more than max_pixels")
+    return value, options, place
+
+
+def _check_known(given: dict[str, Any], keys: tuple[str, ...], options: tuple[str, ...], where: str) -> None:
+    """Raises for unknown keys. Clients write null for fields that they leave out."""
+    for key, value in given.items():
+        if value is not None and key not in keys and key not in options:
+            raise _wrong(f"{where}.{key}", f"is not supported; possible are {', '.join(options)}")
+
+
+def _url(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise _wrong(where, "must be a URL")
+    return value
+
+
+def _wrong(where: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{where} {what}", param=where)
