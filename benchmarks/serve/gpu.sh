@@ -40,7 +40,7 @@ fi
 # 330 s: everything. No measurement is begun after 230 s, which leaves time for the profile; a run that hangs is ended,
 # with its servers, and what was measured until then is in OUT.
 cd "$root" || exit 1
-timeout --kill-after=30 "${LIMIT_S:-330}" "$python" -m benchmarks.serve.run --models qwen3-0.6b-4bit --streams 1,4,16,32 \
-	--tokens 128 --prompt-tokens 128 --rounds 3 --together --profile --budget-s "${BUDGET_S:-230}" --only "$targets" \
+timeout --kill-after=30 "${LIMIT_S:-330}" "$python" -m benchmarks.serve.run --models "${MODELS:-qwen3-0.6b-4bit}" --streams "${STREAMS:-1,16}" \
+	--tokens 128 --prompt-tokens "${LOADS:-128,1500,8000}" --rounds "${ROUNDS:-1}" --together --profile --budget-s "${BUDGET_S:-230}" --only "$targets" \
 	--start-timeout-s 100 --answer-timeout-s 40 \
 	--out "$out" ${vllm[@]+"${vllm[@]}"} "$@" 2>&1 | tee "$out/log.txt"

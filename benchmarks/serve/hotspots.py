@@ -87,9 +87,9 @@ def _under(load: BurstLoad, target: Target, prompts: Prompts) -> Iterator[list[f
 
     def burst(turn: int, tokens: int) -> float:
         trace = target.run(
-            Burst(prompts.some(load.streams, load.prompt_tokens, f"profile/{turn}", as_ids=False), tokens, TIMEOUT_S)
+            Burst(prompts.some([load.prompt_tokens] * load.streams, f"profile/{turn}", as_ids=False), tokens, TIMEOUT_S)
         )
-        return level(trace, tokens, 0.0).tokens_per_s
+        return level(trace, str(load.prompt_tokens), tokens, 0.0).tokens_per_s
 
     def run() -> None:
         while not stop.is_set():

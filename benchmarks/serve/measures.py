@@ -23,9 +23,10 @@ def gaps_ms(stream: StreamedTimes) -> list[float]:
 
 @dataclass(frozen=True)
 class BurstMeasures:
-    """One burst of `streams` answers. Times are in milliseconds; `tokens_per_piece` says how many tokens a server put
-    into one piece of a stream, of which the gaps are counted."""
+    """One burst of `streams` answers to prompts of `load` tokens, or mixed ones. Times are in milliseconds;
+    `tokens_per_piece` says how many tokens a server put into one piece of a stream, of which the gaps are counted."""
 
+    load: str
     streams: int
     tokens: int
     prompt_tokens: int
@@ -53,6 +54,17 @@ class Interference:
     gaps: int
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Times to the first token of a conversation of `tokens` tokens, in milliseconds: when it is new, at its next turn,
+    and at those after that (their median)."""
+
+    tokens: int
+    cold_ttft_ms: float
+    next_ttft_ms: float
+    later_ttft_ms: float
+
+
 class Incomplete(Exception):
     """Streams failed or did not bring what was asked for, so there is nothing to compare."""
 
@@ -69,7 +81,7 @@ def check(streams: Sequence[StreamedTimes], tokens: int) -> None:
             raise Incomplete(f"{stream.tokens} tokens in {len(stream.times)} pieces instead of {tokens} tokens")
 
 
-def level(trace: Trace, max_tokens: int, server_cpu_s: float) -> BurstMeasures:
+def level(trace: Trace, load: str, max_tokens: int, server_cpu_s: float) -> BurstMeasures:
     streams = trace.streams
     check(streams, max_tokens)
     wall = max(stream.ended for stream in streams) - min(stream.sent for stream in streams)
@@ -78,6 +90,7 @@ def level(trace: Trace, max_tokens: int, server_cpu_s: float) -> BurstMeasures:
     waits = [(stream.times[0] - stream.sent) * 1e3 for stream in streams]
     gaps = [gap for stream in streams for gap in gaps_ms(stream)]
     return BurstMeasures(
+        load=load,
         streams=len(streams),
         tokens=tokens,
         prompt_tokens=sum(stream.prompt_tokens or 0 for stream in streams),
@@ -90,6 +103,17 @@ def level(trace: Trace, max_tokens: int, server_cpu_s: float) -> BurstMeasures:
         client_cpu_share=trace.cpu_share,
         server_cpu_ms_per_token=server_cpu_s * 1e3 / tokens,
     )
+
+
+def turns_of(traces: Sequence[Trace], tokens: int, max_tokens: int) -> Turns:
+    """
+    Raises:
+        Incomplete: an answer failed.
+    """
+    for trace in traces:
+        check(trace.streams, max_tokens)
+    cold, following, *later = [(stream.times[0] - stream.sent) * 1e3 for trace in traces for stream in trace.streams]
+    return Turns(tokens, cold, following, percentile(later, 0.5))
 
 
 def interference(trace: Trace, long_tokens: int) -> Interference:

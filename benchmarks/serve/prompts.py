@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,5 +23,5 @@ class Prompts:
         chosen = random.Random(seed).choices(self._words, k=tokens)
         return [id for _, id in chosen] if as_ids else " " + " ".join(word for word, _ in chosen)
 
-    def some(self, count: int, tokens: int, seed: str, *, as_ids: bool) -> list[Any]:
-        return [self.one(tokens, f"{seed}/{index}", as_ids=as_ids) for index in range(count)]
+    def some(self, lengths: Sequence[int], seed: str, *, as_ids: bool) -> list[Any]:
+        return [self.one(tokens, f"{seed}/{index}", as_ids=as_ids) for index, tokens in enumerate(lengths)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-SUBJECT = "satchel"
+SUBJECTS = ("satchel (4-bit KV)", "satchel")
 ROWS = 10
 """Of a table of hot spots."""
 
@@ -17,6 +17,7 @@ class SaidSoFar(Protocol):
     """The part of a session that is told while it runs."""
 
     levels: list[Any]
+    turns: list[Any]
     interference: Any
     start_s: float
     rss_mb: float
@@ -36,8 +37,13 @@ def say_session(session: SaidSoFar, say: Callable[[str], None]) -> None:
     for row in session.levels:
         client = "" if row.client_cpu_share is None else f", client {row.client_cpu_share:.0%} of a core"
         say(
-            f"    {row.streams:3d} streams {row.tokens_per_s:8.1f} tok/s, TTFT {row.ttft_p50_ms:.0f}/"
+            f"    {row.streams:3d} streams of {row.load} {row.tokens_per_s:8.1f} tok/s, TTFT {row.ttft_p50_ms:.0f}/"
             f"{row.ttft_p99_ms:.0f} ms, gaps {row.gap_p50_ms:.1f}/{row.gap_p99_ms:.1f} ms{client}"
+        )
+    for turns in session.turns:
+        say(
+            f"    a conversation of {turns.tokens}: first token after {turns.cold_ttft_ms:.0f} ms, next turn "
+            f"{turns.next_ttft_ms:.0f}, later ones {turns.later_ttft_ms:.0f}"
         )
     if session.interference is not None:
         long = session.interference
@@ -49,6 +55,14 @@ def say_session(session: SaidSoFar, say: Callable[[str], None]) -> None:
     say(f"    started in {session.start_s:.1f} s; {session.rss_mb:.0f} MB resident{pss}")
 
 
+Level = tuple[str, int]
+"""A load and a number of streams."""
+
+
+def _of_level(session: dict[str, Any], level: Level) -> list[dict[str, Any]]:
+    return [row for row in session["levels"] if (row["load"], row["streams"]) == level]
+
+
 class _ModelReport:
     """One model's sessions, looked up by target."""
 
@@ -56,28 +70,27 @@ class _ModelReport:
         self.failures: dict[str, str] = entry["failures"]
         self._rounds = entry["rounds"]
         self.targets = [name for name in targets if self.sessions(name)]
+        # With its defaults, if that was measured.
+        self.subject = next((name for name in SUBJECTS if name in self.targets), "")
 
     def sessions(self, target: str) -> list[dict[str, Any]]:
         return [row for row in self._rounds if row["target"] == target]
 
-    def values(self, target: str, streams: int, name: str) -> list[float]:
+    def values(self, target: str, level: Level, name: str) -> list[float]:
         """A round's median of a level's field, for every round that has one."""
         found = []
         for session in self.sessions(target):
-            rows = [row[name] for row in session["levels"] if row["streams"] == streams and row[name] is not None]
+            rows = [row[name] for row in _of_level(session, level) if row[name] is not None]
             if rows:
                 found.append(statistics.median(rows))
         return found
 
-    def ratios(self, target: str, streams: int) -> list[float]:
+    def ratios(self, target: str, level: Level) -> list[float]:
         """Satchel's tokens/s over the target's, in every round that has both."""
         found = []
         for session in self.sessions(target):
-            mine = [row for row in self.sessions(SUBJECT) if row["round"] == session["round"]]
-            pairs = [
-                [row["tokens_per_s"] for row in side["levels"] if row["streams"] == streams]
-                for side in (*mine, session)
-            ]
+            mine = [row for row in self.sessions(self.subject) if row["round"] == session["round"]]
+            pairs = [[row["tokens_per_s"] for row in _of_level(side, level)] for side in (*mine, session)]
             if len(pairs) == 2 and all(pairs):
                 found.append(statistics.median(pairs[0]) / statistics.median(pairs[1]))
         return found
@@ -103,35 +116,57 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
-def _levels(model: _ModelReport, streams: list[int]) -> list[str]:
+def _levels(model: _ModelReport, load: str, streams: list[int]) -> list[str]:
     def pair(target: str, count: int, name: str, digits: int) -> str:
-        low, high = (model.values(target, count, f"{name}_{share}_ms") for share in ("p50", "p99"))
+        low, high = (model.values(target, (load, count), f"{name}_{share}_ms") for share in ("p50", "p99"))
         return f"{_number(low, digits)} / {_number(high, digits)}"
 
     def gap(target: str, count: int) -> str:
-        tokens = model.values(target, count, "tokens_per_piece")
+        tokens = model.values(target, (load, count), "tokens_per_piece")
         merged = f" ({statistics.median(tokens):.1f})" if tokens and statistics.median(tokens) > 1.05 else ""
         return pair(target, count, "gap", 1) + merged
 
     def cpu(target: str, count: int) -> str:
-        share = model.values(target, count, "client_cpu_share")
+        share = model.values(target, (load, count), "client_cpu_share")
         client = f"; {statistics.median(share):.0%}" if share else ""
-        return _number(model.values(target, count, "server_cpu_ms_per_token"), 2) + client
+        return _number(model.values(target, (load, count), "server_cpu_ms_per_token"), 2) + client
+
+    def rate(target: str, count: int) -> str:
+        return _number(model.values(target, (load, count), "tokens_per_s"), 1)
 
     columns = [f"{count} stream{'s' if count > 1 else ''}" for count in streams]
-    lines = ["Tokens a second:", ""]
-    rows = [[name, *(_number(model.values(name, n, "tokens_per_s"), 1) for n in streams)] for name in model.targets]
-    lines += _table(["", *columns], rows)
-    if SUBJECT in model.targets:
-        lines += ["Satchel's tokens a second over the other's (median and range of the rounds):", ""]
-        others = [name for name in model.targets if name != SUBJECT]
-        lines += _table(["", *columns], [[name, *(_spread(model.ratios(name, n)) for n in streams)] for name in others])
+    what = f"prompts of {int(load):,} tokens" if load.isdigit() else "prompts of mixed lengths"
+    lines = [f"### {what[0].upper()}{what[1:]}", "", "Tokens a second:", ""]
+    lines += _table(["", *columns], [[name, *(rate(name, n) for n in streams)] for name in model.targets])
+    if model.subject:
+        lines += [f"Those of {model.subject} over the other's (median and range of the rounds):", ""]
+        others = [name for name in model.targets if name != model.subject]
+        ratios = [[name, *(_spread(model.ratios(name, (load, n))) for n in streams)] for name in others]
+        lines += _table(["", *columns], ratios)
     lines += ["Time to first token, p50 / p99 in ms:", ""]
     lines += _table(["", *columns], [[name, *(pair(name, n, "ttft", 0) for n in streams)] for name in model.targets])
     lines += ["Between two pieces of a stream, p50 / p99 in ms (and tokens a piece, where it is not one):", ""]
     lines += _table(["", *columns], [[name, *(gap(name, n) for n in streams)] for name in model.targets])
     lines += ["CPU time of all of the server's processes, ms a token; the client's share of a core:", ""]
     return lines + _table(["", *columns], [[name, *(cpu(name, n) for n in streams)] for name in model.targets])
+
+
+def _turns(model: _ModelReport, lengths: list[int]) -> list[str]:
+    lines = [
+        "### Conversations that go on",
+        "",
+        "Time to first token in ms, of a new prompt and of its next turns:",
+        "",
+    ]
+    rows = []
+    for name in model.targets:
+        row = [name]
+        for length in lengths:
+            found = [turns for each in model.sessions(name) for turns in each["turns"] if turns["tokens"] == length]
+            row += [_number([turns[f"{kind}_ttft_ms"] for turns in found]) for kind in ("cold", "next", "later")]
+        rows.append(row)
+    head = [f"{length:,}, {kind}" for length in lengths for kind in ("new", "next turn", "later turns")]
+    return [*lines, *_table(["", *head], rows)]
 
 
 def _rest(model: _ModelReport, long_prompt_tokens: int) -> list[str]:
@@ -150,8 +185,8 @@ def _rest(model: _ModelReport, long_prompt_tokens: int) -> list[str]:
         rss, start, count = ([row[key] for row in found] for key in ("rss_mb", "start_s", "processes"))
         rows.append([name, _number(rss), _number(pss), _number(count), _number(start, 1)])
     lines += _table(["", "resident", "proportional", "processes", "start, s"], rows)
-    if SUBJECT in model.targets:
-        parts = model.sessions(SUBJECT)[-1]["memory_by_process"]
+    if model.subject:
+        parts = model.sessions(model.subject)[-1]["memory_by_process"]
         lines += ["Satchel's processes, in MB (last round):", ""]
         rows = [[name, f"{row['processes']:.0f}", f"{row['rss_mb']:.0f}", f"{row['pss_mb']:.0f}"]
                 for name, row in parts.items()]  # fmt: skip
@@ -199,7 +234,7 @@ def markdown(result: dict[str, Any]) -> str:
         *(f"- {name}: " + ", ".join(f"{key} {value}" for key, value in found.items())
           for name, found in versions.items()),
         "",
-        f"{options['prompt_tokens']} tokens in, {options['tokens']} out, streamed over HTTP on loopback; "
+        f"Answers of {options['tokens']} tokens, streamed over HTTP on loopback; "
         f"medians of at most {options['rounds']} rounds in one run"
         f"{', all servers started once' if options['together'] else ', every server started anew in each'}. "
         "Bare engines have no HTTP. Ratios hold for this machine and this run only.",
@@ -212,7 +247,10 @@ def markdown(result: dict[str, Any]) -> str:
         errors = sorted({f"{row['target']}: {error}" for row in entry["rounds"] for error in row["errors"]})
         lines += [*(f"- {error}" for error in errors), *([""] if model.failures or errors else [])]
         if model.targets:
-            lines += _levels(model, options["streams"]) + _rest(model, options["long_prompt_tokens"])
+            for load in options["prompt_tokens"]:
+                lines += _levels(model, load, options["streams"])
+            lines += _turns(model, options["turns"]) if options["turns"] else []
+            lines += _rest(model, options["long_prompt_tokens"])
         lines += _profile(entry["profile"])
     return "\n".join(lines)
 

@@ -27,11 +27,18 @@ from .. import machine
 from ..programs import RESULTS, ROOT, program
 from . import report
 from .hotspots import BurstLoad, profile
-from .measures import BurstMeasures, Incomplete, Interference, interference, level
+from .measures import BurstMeasures, Incomplete, Interference, Turns, interference, level, turns_of
 from .prompts import Prompts
 from .protocol import Burst, Mix
 from .shapes import SHAPES
 from .targets import NAMES, CannotStart, RunFolder, Target, TargetFailed, make_place, vllm_mlx_python, with_path
+
+MIXED = "mixed"
+MIXED_TOKENS = (128, 8000, 512, 1500)
+"""Prompts of this load, taken in turn: what agents send at the same time."""
+
+TURN_TOKENS = 200
+"""What a next turn adds to a conversation."""
 
 WARM_UP_TOKENS = 8
 WARM_UP_PROMPT_TOKENS = 32
@@ -53,7 +60,8 @@ class RunOptions:
     rounds: int
     only: list[str]
     tokens: int
-    prompt_tokens: int
+    prompt_tokens: list[str]
+    turns: list[int]
     long_prompt_tokens: int
     together: bool
     profile: bool
@@ -66,6 +74,7 @@ class TargetSession:
     """What one target gave in one round."""
 
     levels: list[BurstMeasures] = field(default_factory=list)
+    turns: list[Turns] = field(default_factory=list)
     interference: Interference | None = None
     start_s: float = 0.0
     rss_mb: float = 0.0
@@ -77,6 +86,11 @@ class TargetSession:
 
 def say(text: str) -> None:
     print(text, flush=True)
+
+
+def lengths_of(load: str, streams: int) -> list[int]:
+    """Returns the prompts' lengths in tokens."""
+    return [MIXED_TOKENS[index % len(MIXED_TOKENS)] if load == MIXED else int(load) for index in range(streams)]
 
 
 def measure(target: Target, prompts: Prompts, options: RunOptions, round: int, *, long: bool) -> TargetSession:
@@ -91,18 +105,26 @@ def measure(target: Target, prompts: Prompts, options: RunOptions, round: int, *
             session.errors.append(f"{what}: {error}")
             say(f"    {target.name}: {what}: {error}")
 
-    for streams in options.streams:
-        # A GPU compiles a kernel for every new shape; on a CPU a short prompt warms as well.
-        tokens = options.prompt_tokens if streams == 1 or options.together else WARM_UP_PROMPT_TOKENS
-        warm = Burst(some(streams, tokens, f"{round}/warm/{streams}"), WARM_UP_TOKENS, WARM_UP_TIMEOUT_S)
-        attempt("warm-up", lambda warm=warm: target.run(warm))
+    for load in options.prompt_tokens:
+        for streams in options.streams:
+            # A GPU compiles a kernel for every new shape; on a CPU a short prompt warms as well.
+            whole = streams == 1 or options.together
+            lengths = lengths_of(load, streams) if whole else [WARM_UP_PROMPT_TOKENS] * streams
+            warm = Burst(some(lengths, f"{round}/warm/{load}/{streams}"), WARM_UP_TOKENS, WARM_UP_TIMEOUT_S)
+            attempt("warm-up", lambda warm=warm: target.run(warm))
+        for streams in options.streams:
+            for turn in range(PASSES_OF_ONE if streams == 1 else 1):
+                seed = f"{round}/{load}/{streams}/{turn}"
+                burst = Burst(some(lengths_of(load, streams), seed), options.tokens, options.answer_timeout_s)
+                what = f"{streams} streams of {load}"
+                attempt(what, lambda burst=burst, load=load: session.levels.append(_level(target, burst, load)))
+    for length in options.turns:
+        attempt(
+            f"turns of {length}",
+            lambda length=length: session.turns.append(_turns(target, prompts, options, length, f"{round}/{length}")),
+        )
     if long and options.together and options.long_prompt_tokens:
         attempt("warm-up", lambda: target.run(_mix(target, prompts, options, f"{round}/warm")))
-    for streams in options.streams:
-        for turn in range(PASSES_OF_ONE if streams == 1 else 1):
-            seed = f"{round}/{streams}/{turn}"
-            burst = Burst(some(streams, options.prompt_tokens, seed), options.tokens, options.answer_timeout_s)
-            attempt(f"{streams} streams", lambda burst=burst: session.levels.append(_level(target, burst)))
     assert target.server is not None
     memory = target.server.memory()
     session.rss_mb, session.processes = memory.rss_bytes / 1e6, memory.processes
@@ -120,16 +142,26 @@ def measure(target: Target, prompts: Prompts, options: RunOptions, round: int, *
 
 def _mix(target: Target, prompts: Prompts, options: RunOptions, seed: str) -> Mix:
     """A running stream, and a long prompt that comes meanwhile."""
-    running = prompts.some(1, options.prompt_tokens, f"{seed}/running", as_ids=target.is_engine)
+    running = prompts.some(lengths_of(options.prompt_tokens[0], 1), f"{seed}/running", as_ids=target.is_engine)
     prompt = prompts.one(options.long_prompt_tokens, f"{seed}/long", as_ids=target.is_engine)
     return Mix(running, prompt, MIX_TOKENS, options.answer_timeout_s)
 
 
-def _level(target: Target, burst: Burst) -> BurstMeasures:
+def _level(target: Target, burst: Burst, load: str) -> BurstMeasures:
     assert target.server is not None
     before = sum(target.server.cpu_s().values())
     trace = target.run(burst)
-    return level(trace, burst.max_tokens, sum(target.server.cpu_s().values()) - before)
+    return level(trace, load, burst.max_tokens, sum(target.server.cpu_s().values()) - before)
+
+
+def _turns(target: Target, prompts: Prompts, options: RunOptions, length: int, seed: str) -> Turns:
+    """A conversation of that length, and then three times a next turn; the first of these meets what is new to the
+    device."""
+    text, traces = prompts.one(length, seed, as_ids=target.is_engine), []
+    for turn in range(4):
+        traces.append(target.run(Burst([text], WARM_UP_TOKENS, options.answer_timeout_s)))
+        text += prompts.one(TURN_TOKENS, f"{seed}/{turn}", as_ids=target.is_engine)
+    return turns_of(traces, length, WARM_UP_TOKENS)
 
 
 class Targets:
@@ -212,7 +244,10 @@ def read_options() -> tuple[RunOptions, argparse.Namespace]:
         return read
 
     def counts(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in text.split(",") if part]
+
+    def loads(text: str) -> list[str]:
+        return [part if part == MIXED else str(int(part)) for part in text.split(",")]
 
     add = parser.add_argument
     add("--models", type=names_among(tuple(SHAPES)), default=["recall", "random-30m"], help=", ".join(SHAPES))
@@ -221,7 +256,8 @@ def read_options() -> tuple[RunOptions, argparse.Namespace]:
     unquantized = [name for name in NAMES if "(" not in name]
     add("--only", type=names_among(NAMES), default=unquantized, help=", ".join(NAMES))
     add("--tokens", type=int, default=64, help="tokens of each answer")
-    add("--prompt-tokens", type=int, default=64)
+    add("--prompt-tokens", type=loads, default=["128", "1500"], help="of each prompt, as 128,512,1500,8000,mixed")
+    add("--turns", type=counts, default=[], help="lengths of conversations that go on, as 10000,30000")
     add("--long-prompt-tokens", type=int, default=3000, help="0 leaves that measurement out")
     add("--together", action="store_true", help="start all targets once; for a machine with cores to spare")
     add("--profile", action="store_true", help="also look where Satchel's time outside the model goes, with py-spy")
@@ -263,7 +299,12 @@ def all_versions(options: RunOptions, place: RunFolder, failures: dict[str, str]
 
 def _profile(folder: Path, place: RunFolder, options: RunOptions) -> dict[str, Any]:
     try:
-        return profile(folder, place, BurstLoad(max(options.streams), options.tokens, options.prompt_tokens), say)
+        return profile(
+            folder,
+            place,
+            BurstLoad(max(options.streams), options.tokens, lengths_of(options.prompt_tokens[0], 1)[0]),
+            say,
+        )
     except (Incomplete, TargetFailed) as error:
         return {"error": str(error)}
 

@@ -18,7 +18,7 @@ class ServedShape:
     intermediate: int
     vocabulary: int
     bits: int | None = None
-    context: int = 8192
+    context: int = 40960
 
     def config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -47,4 +47,5 @@ SHAPES: dict[str, ServedShape | None] = {
     "recall": None,  # The model that ships with Satchel.
     "random-30m": ServedShape(512, 8, 8, 4, 64, 1792, 3072),
     "qwen3-0.6b-4bit": ServedShape(1024, 28, 16, 8, 128, 3072, 151936, bits=4),
+    "qwen3-8b-4bit": ServedShape(4096, 36, 32, 8, 128, 12288, 151936, bits=4),
 }

@@ -94,6 +94,10 @@ def free_port() -> int:
 def _satchel(folder: Path, port: int, place: RunFolder, weights: str = "auto", kv: str = "fp16") -> Launch:
     home = place.work / f"home-{port}"
     home.mkdir(mode=0o700)
+    # Kernels are kept from round to round, as MLX keeps those of its servers.
+    kernels = place.work / "kernels"
+    kernels.mkdir(exist_ok=True)
+    (home / "kernels").symlink_to(kernels)
     config = home / "config.yaml"
     # JSON is YAML.
     model = {"name": "bench", "source": str(folder), "weights": weights, "kv": kv}
