@@ -124,7 +124,8 @@ class Scheduling:
 
     rows_max: Count = 32
     queue_requests_max: Count = 256
-    prefill_chunk_tokens: Annotated[int, Field(ge=256, multiple_of=256)] = 2048
+    prefill_chunk_tokens: Annotated[int, Field(ge=256, multiple_of=256)] = 4096
+    """The most that a step prefills; how much it is depends on the measured rate and `prefill_pause_s`."""
     prefill_rows_max: Count = 8
     """How many prompts share the prefill work of a step."""
     prefill_pause_s: Seconds = 0.25

@@ -92,7 +92,8 @@ class PagedBatch:
         """Returns a mask as numbers to add to scores, made once for all layers that are given it."""
         what = ("bias", id(mask))
         if what not in self._kept:
-            self._kept[what] = mask, mx.where(mask, 0.0, mx.finfo(dtype).min).astype(dtype)
+            # Not the least number: cuDNN multiplies it by log2(e), and infinity minus infinity is no number.
+            self._kept[what] = mask, mx.where(mask, 0.0, mx.finfo(dtype).min / 4).astype(dtype)
         return self._kept[what][1]
 
     def keep(self, rows: Sequence[int]) -> None:
