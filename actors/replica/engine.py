@@ -22,7 +22,8 @@ from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings
-from .intake import Abort, Command, IdleCheck, Inbox, Intake, ReadBack, RunOnEngine, Submit, limits_of
+from .intake import Abort, Command, IdleCheck, Inbox, Intake, ReadBack, RunOnEngine, Submit
+from .memory_room import MemoryRoom, limits_of
 from .prefill import PrefillLoop
 from .scheduling.prefill_budget import PrefillPace
 from .scheduling.scheduler import Scheduler
@@ -39,7 +40,7 @@ class Engine:
     Args:
         loaded: the model; its arrays belong to the calling thread.
         outbox: where tokens go, once a step.
-        kv_bytes_max: memory for the decoding batch.
+        memory_bytes_max: memory for all that it holds besides the model, and besides what a step needs for a moment.
         disk: where what agents' rows leave is written; None for nowhere.
         timing: for how long a row waits to be read back.
     """
@@ -48,13 +49,13 @@ class Engine:
         self,
         loaded: LoadedModel,
         scheduling: Scheduling,
-        kv_bytes_max: int,
+        memory_bytes_max: int,
         outbox: Outbox,
         disk: DiskTier | None = None,
         timing: Timing = USUAL,
     ) -> None:
         self.loaded = loaded
-        limits = limits_of(loaded.spec, scheduling, kv_bytes_max)
+        limits = limits_of(loaded, scheduling, memory_bytes_max)
         self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.scheduler = scheduler = Scheduler(limits)
         self.executor = executor = BatchExecutor(loaded)
@@ -63,9 +64,19 @@ class Engine:
         self._inbox = Inbox()
         self.pictures = pictures = PictureQueue(
             loaded.vision,
-            scheduling.vision_bytes_max,
+            memory_bytes_max if scheduling.vision_bytes_max is None else scheduling.vision_bytes_max,
             EmbeddingTier(disk) if disk is not None else None,
             self._inbox.wake,
+        )
+        self.room = MemoryRoom(
+            loaded,
+            scheduling,
+            memory_bytes_max,
+            scheduler,
+            executor,
+            memory,
+            pictures,
+            lambda: 0 if disk is None else disk.waiting_bytes,
         )
         self.restores = Restores(
             disk,
@@ -196,6 +207,7 @@ class Engine:
         for row in self.pictures.step(delivery.attempt):
             self.scheduler.add(row)
             moved = True
+        self.room.fit()
         now = time.monotonic()
         plan = self.scheduler.plan(now)
         for request_id in [*plan.expired, *self.pictures.expired(now)]:

@@ -72,6 +72,7 @@ class PrefillLoop:
         if self._restores.asks(sequence, hot, plain=self._memory.prefixes.is_plain):
             # Other rows must not evict them meanwhile.
             self._memory.pin(sequence, hot)
+            self._memory.fit()
             self._scheduler.await_restore(request_id, hot)
             self._restores.begin(sequence, hot, self.pace.tokens_per_s)
         else:
@@ -96,6 +97,7 @@ class PrefillLoop:
             self._keeping.put_back(sequence, restored)
         hit = self._memory.find(sequence, row.prompt)
         assert not isinstance(hit.tail, PooledBlock), "a tail is no whole block"
+        self._memory.fit()
         slabs = self._memory.slabs(hit, restored)
         self._executor.open(request_id, slabs, hit.tail, hit.tail_tokens, sequence.pictures)
         reused = hit.tokens

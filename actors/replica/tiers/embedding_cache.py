@@ -47,6 +47,11 @@ class EmbeddingCache:
         self.changes.note([entry], [])
         self._shrink(self.bytes_max)
 
+    def resize(self, bytes_max: int) -> None:
+        """Changes how many bytes are kept."""
+        self.bytes_max = bytes_max
+        self._shrink(bytes_max)
+
     def clear(self) -> int:
         """Drops everything. Returns the freed bytes."""
         return self.drop(self.ids())
