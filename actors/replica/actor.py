@@ -177,6 +177,7 @@ class ReplicaActor:
             vision_cache_hits_total=engine.pictures.embeddings.hits,
             vision_encodes_total=engine.pictures.embeddings.encodes,
             vision_bytes=engine.pictures.embeddings.nbytes,
+            **engine.room.usage,
             **self._disk_stats(),
         )
 

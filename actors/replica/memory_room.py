@@ -50,6 +50,9 @@ class MemoryRoom:
     Args:
         bytes_max: what the replica may hold besides its weights and what a step needs for a moment.
         unwritten_bytes: returns what waits to be written to the disk.
+
+    Attributes:
+        usage: figures of the last step, as `ReplicaStats` has them; for any thread.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class MemoryRoom:
         self._scheduler, self._executor = scheduler, executor
         self._memory, self._pictures = memory, pictures
         self._unwritten_bytes = unwritten_bytes
+        self.usage: dict[str, int] = {}
         self._much_free_since: float | None = None
         self._shrank = -PAUSE_S
         memory.room = self._kept_bytes
@@ -108,6 +112,18 @@ class MemoryRoom:
             if self.budget.pool_is_too_large(rows, held) and time.monotonic() - self._shrank >= PAUSE_S:
                 self._executor.give_back(self.budget.pool_bytes(rows, held))
                 self._shrank = time.monotonic()
+        self.usage = self._usage(rows, held)
+
+    def _usage(self, rows: Rows, held: Held) -> dict[str, int]:
+        kept = self._memory.prefixes.loose_slots
+        counts = self._loaded.pool.counts() if self._loaded.pool is not None else {"slots": 0, "slots_free": 0}
+        return {
+            "slots_running": max(0, counts["slots"] - counts["slots_free"] - kept),
+            "slots_kept": kept,
+            "slots_free": counts["slots_free"],
+            "memory_bytes": self.budget.used(rows, held),
+            "memory_bytes_max": self.budget.bytes_max,
+        }
 
     def resize(self, share_bytes: int, free_bytes: int, device_bytes: int) -> None:
         """Changes the memory, and gives back what has been free for long. Call it every second or so.

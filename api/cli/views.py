@@ -124,7 +124,7 @@ def show_status(home: Home, *, as_json: bool) -> None:
     replicas = _replicas(metrics.text)
     for each in cluster.get("replicas", []):
         if each["id"] in replicas:
-            names = ("node", "tokens_per_s", "pid", "model_id", "differs")
+            names = ("node", "tokens_per_s", "pid", "model_id", "differs", "slots", "memory_bytes", "memory_bytes_max")
             replicas[each["id"]].update({name: each.get(name) for name in names})
     if as_json:
         found = {
@@ -151,13 +151,15 @@ def show_status(home: Home, *, as_json: bool) -> None:
             if node.get("agents_let_go"):
                 count = node["agents_let_go"]
                 console.print(Text(f"{node['name']} let {count} agents go for others (transcripts_bytes_max)"))
-    shown = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s"))
+    shown = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s", "KV and pictures"))
     for name, entry in sorted(replicas.items()):
         numbers = [str(entry.get(metric, "")) for metric in _COLUMNS]
         rate = entry.get("tokens_per_s")
         up = "yes" if entry.get("up") else "no"
         names = [Text(name), Text(entry.get("node", "")), Text(entry.get("model", ""))]
-        shown.add_row(*names, up, *numbers, "" if rate is None else f"{rate:g}")
+        most = entry.get("memory_bytes_max")
+        memory = f"{size(entry.get('memory_bytes'))} of {size(most)}" if most else ""
+        shown.add_row(*names, up, *numbers, "" if rate is None else f"{rate:g}", memory)
     for name, answers in health.get("models", {}).items():
         if not any(entry.get("model") == name for entry in replicas.values()):
             shown.add_row("", "", Text(name), "yes" if answers else "no")
