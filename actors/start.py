@@ -85,8 +85,7 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
         served = registry.entries()
     here = {replica: entry.model for entry in served for replica, where in entry.replicas.items() if where == node.name}
     return {
-        replica: _start_replica(replica, model, config, node, get_if_exists=True)
-        for replica, model in here.items()
+        replica: _start_replica(replica, model, config, node, get_if_exists=True) for replica, model in here.items()
     }
 
 
@@ -95,9 +94,7 @@ def _on(node: Node) -> dict[str, Any]:
     return {**_OPTIONS, "resources": {node.resource: 1}}
 
 
-def _start_replica(
-    replica: str, model: Model, config: Config, node: Node, **more: Any
-) -> ReplicaClient:
+def _start_replica(replica: str, model: Model, config: Config, node: Node, **more: Any) -> ReplicaClient:
     """Starts one replica.
 
     Raises:
@@ -119,9 +116,7 @@ def located(model: Model) -> Model:
     return replace(model, source=full(model.source) or "", adapter=full(model.adapter))
 
 
-def start_replicas(
-    model: Model, config: Config, placed: Mapping[str, Node]
-) -> dict[str, ReplicaClient]:
+def start_replicas(model: Model, config: Config, placed: Mapping[str, Node]) -> dict[str, ReplicaClient]:
     """Starts the replicas of a model on present nodes. Returns them by id; they load in the background.
 
     Raises:

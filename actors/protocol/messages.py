@@ -463,8 +463,8 @@ class ReplicaStats:
     """A replica's current figures. `answers` is False if it did not reply in time, is loading or is stuck.
 
     A block has a slot of the pool in each group of layers that are alike: `slots_running` are of rows and of what waits
-    to be written, `slots_kept` of prefixes that nobody needs now. `memory_bytes` is all that it holds besides its model,
-    of `memory_bytes_max` that it may use now.
+    to be written, `slots_kept` of prefixes that nobody needs now. `memory_bytes` is all that the replica holds besides
+    its model, of `memory_bytes_max` that it may use now.
     """
 
     replica: str

@@ -89,9 +89,7 @@ class ReplicaActor:
         node: where it runs.
     """
 
-    def __init__(
-        self, name: str, model: Model, scheduling: Scheduling, node: Node, timing: Timing
-    ) -> None:
+    def __init__(self, name: str, model: Model, scheduling: Scheduling, node: Node, timing: Timing) -> None:
         self._timing = timing
         self._name = name
         self._model = model

@@ -88,7 +88,9 @@ class Engine:
             scheduler, executor, memory, keeping, pictures, self.restores, loaded.eos_token_ids, outbox
         )
         self.counters = delivery.counters
-        self.prefill = PrefillLoop(scheduler, executor, memory, keeping, pictures, self.restores, self.pace, delivery)
+        self.prefill = PrefillLoop(
+            scheduler, executor, memory, keeping, pictures, self.restores, self.pace, delivery, self.room.fit
+        )
         self.decode = DecodeLoop(scheduler, executor, keeping, self.pace, delivery)
         self._disk = disk
         self._intake = Intake(loaded, scheduler, memory, pictures, delivery)
@@ -216,6 +218,8 @@ class Engine:
             delivery.end(request_id, "length", ended=True)
         for request_id in plan.preempted:
             delivery.attempt(request_id, self.decode.send_back, request_id)
+        if plan.expired or plan.cut or plan.preempted:
+            self.room.fit()
         self.prefill.open_overdue()
         prefilled = self.prefill.step()
         decoded = self.decode.step()

@@ -21,9 +21,6 @@ IDLE_S = 30.0
 MUCH_BYTES = 64 * 2**20
 """A pool of fewer bytes keeps free slots."""
 
-PAUSE_S = 1.0
-"""After giving slots back the pool waits so long before it does so again: rows may hold slots at its end."""
-
 
 def limits_of(loaded: LoadedModel, scheduling: Scheduling, memory_bytes_max: int) -> Limits:
     """Returns the scheduler's limits for a replica's memory."""
@@ -67,14 +64,15 @@ class MemoryRoom:
         unwritten_bytes: Callable[[], int],
     ) -> None:
         spec = loaded.spec
-        self.budget = MemoryBudget(bytes_max, spec.bytes_per_token, spec.open_row_bytes, spec.policy is not None)
+        self.budget = MemoryBudget(
+            bytes_max, spec.bytes_per_token, spec.open_row_bytes, scheduler.limits.rows_max, spec.policy is not None
+        )
         self._loaded, self._scheduling, self._share_bytes = loaded, scheduling, bytes_max
         self._scheduler, self._executor = scheduler, executor
         self._memory, self._pictures = memory, pictures
         self._unwritten_bytes = unwritten_bytes
         self.usage: dict[str, int] = {}
         self._much_free_since: float | None = None
-        self._shrank = -PAUSE_S
         memory.room = self._kept_bytes
 
     def held(self) -> Held:
@@ -91,9 +89,9 @@ class MemoryRoom:
         )
 
     def rows(self) -> Rows:
-        """What the scheduler counts."""
+        """What the scheduler counts, and rows that the next step takes out."""
         scheduler = self._scheduler
-        return Rows(scheduler.running, scheduler.cost_tokens, scheduler.held_tokens)
+        return Rows(scheduler.running + self._executor.leaving, scheduler.cost_tokens, scheduler.held_tokens)
 
     def _kept_bytes(self) -> int:
         return self.budget.kept_bytes(self.rows(), self.held())
@@ -109,9 +107,8 @@ class MemoryRoom:
         pool = self._loaded.pool
         if pool is not None:
             pool.limit(self.budget.pool_bytes(rows, held))
-            if self.budget.pool_is_too_large(rows, held) and time.monotonic() - self._shrank >= PAUSE_S:
+            if self.budget.pool_is_too_large(rows, held) and held.pool > held.slots:
                 self._executor.give_back(self.budget.pool_bytes(rows, held))
-                self._shrank = time.monotonic()
         self.usage = self._usage(rows, held)
 
     def _usage(self, rows: Rows, held: Held) -> dict[str, int]:

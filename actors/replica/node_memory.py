@@ -33,8 +33,8 @@ from .scheduling.memory_budget import Claim, share_bytes, workspace_bytes
 logger = logging.getLogger(__name__)
 
 CPU_PART, CUDA_PART, LEAST_PART = 1 / 2, 15 / 16, 1 / 16
-"""Of the machine's memory what replicas may use on a CPU, of a card's free memory what they may use on CUDA (the rest is
-for kernels and graphs), and of either what a replica has at the least where the config names no figure."""
+"""Of a machine's memory what its replicas use on a CPU, of a card's free memory what they use on CUDA (the rest is for
+kernels and graphs), and of either what a replica has at the least where the config names no figure."""
 
 POLL_S = 1.0
 
@@ -103,8 +103,8 @@ class NodeMemory:
         share = self.share_bytes()
         if limits_of(loaded, self._scheduling, share).prompt_tokens_max < 1:
             raise ModelLoadError(
-                f"{share / 2**20:.0f} MiB are left beside the model's weights ({weights / 2**20:.0f} MiB) and the other "
-                "replicas, which is not enough for one row: raise memory_bytes_max, or unload another model"
+                f"{share / 2**20:.0f} MiB are left beside the weights ({weights / 2**20:.0f} MiB) and other replicas, "
+                "which is not enough for one row: raise memory_bytes_max, or unload another model"
             )
         return share
 

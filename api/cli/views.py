@@ -151,20 +151,22 @@ def show_status(home: Home, *, as_json: bool) -> None:
             if node.get("agents_let_go"):
                 count = node["agents_let_go"]
                 console.print(Text(f"{node['name']} let {count} agents go for others (transcripts_bytes_max)"))
-    shown = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s", "KV and pictures"))
+    shown = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s"))
     for name, entry in sorted(replicas.items()):
         numbers = [str(entry.get(metric, "")) for metric in _COLUMNS]
         rate = entry.get("tokens_per_s")
         up = "yes" if entry.get("up") else "no"
         names = [Text(name), Text(entry.get("node", "")), Text(entry.get("model", ""))]
-        most = entry.get("memory_bytes_max")
-        memory = f"{size(entry.get('memory_bytes'))} of {size(most)}" if most else ""
-        shown.add_row(*names, up, *numbers, "" if rate is None else f"{rate:g}", memory)
+        shown.add_row(*names, up, *numbers, "" if rate is None else f"{rate:g}")
     for name, answers in health.get("models", {}).items():
         if not any(entry.get("model") == name for entry in replicas.values()):
             shown.add_row("", "", Text(name), "yes" if answers else "no")
     console.print(shown)
     for name, entry in sorted(replicas.items()):
+        if most := entry.get("memory_bytes_max"):
+            used = f"{size(entry['memory_bytes'])} of {size(most)} for KV and pictures"
+            slots = ", ".join(f"{count} {state}" for state, count in entry["slots"].items())
+            console.print(Text(f"{name} has {used}; slots for blocks: {slots}"))
         if differs := entry.get("differs"):
             how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
             console.print(

@@ -300,21 +300,22 @@ class BatchExecutor:
         if self._loaded.pool is not None:
             self._loaded.pool.check()
 
+    @property
+    def leaving(self) -> int:
+        """Rows that have left, but whose KV is here until the next step."""
+        return len(self._leaving)
+
     def give_back(self, bytes_max: int) -> None:
-        """Shrinks the pool to `bytes_max` bytes or to what is held; blocks of rows stay where they are. Only between
-        two steps."""
+        """Shrinks the pool to `bytes_max` bytes or to what is held; blocks get other slots. Only between two steps."""
         pool = self._loaded.pool
         if pool is None:
             return
         mx.synchronize()
         single = [*self._prefilling.values(), *(entry.prefilled for entry in self._joining.values())]
         caches = [self._caches, *(row.caches if row.together is None else row.together.caches for row in single)]
-        fixed: list[set[int]] = [set() for _ in pool.groups]
+        pool.shrink(bytes_max)
         for batch in filter(None, map(kv_cache.batch_of, caches)):
-            for row in batch.tables:
-                for numbers, table in zip(fixed, row, strict=True):
-                    numbers.update(slot.number for slot in table.slots)
-        pool.shrink(bytes_max, fixed)
+            batch.forget()
         mx.clear_cache()
 
     def _settle(self) -> None:

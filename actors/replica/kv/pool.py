@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -151,19 +151,14 @@ class SlotGroup:
         self._free.extend(range(self.capacity, self.capacity + more))
         self.capacity += more
 
-    def shrink(self, capacity: int, fixed: Container[int] = ()) -> None:
-        """Gives slots at the end back, down to `capacity` or to those that are held: blocks there move to free slots.
-        Nothing that reads or writes the pool may be in flight.
-
-        Args:
-            fixed: numbers of slots that cannot move.
-        """
+    def shrink(self, capacity: int) -> None:
+        """Gives slots at the end back, down to `capacity` or to those that are held: blocks there move to free slots,
+        so slots get other numbers. Nothing that reads or writes the pool may be in flight."""
         free, held = sorted(self._free), list(self._taken)
         if len(free) + len(held) != self.capacity:
             # The last reference to a slot is just going on another thread.
             return
-        last = max((slot.number for slot in held if slot.number in fixed), default=-1)
-        capacity = max(capacity, len(held), last + 1)
+        capacity = max(capacity, len(held))
         if capacity >= self.capacity:
             return
         places = iter([number for number in free if number < capacity])
@@ -267,19 +262,13 @@ class BlockPool:
         for group in self.groups:
             group.capacity_max = group.capacity + more // group.slot_bytes if group.slot_bytes else inf
 
-    def shrink(self, bytes_max: int, fixed: Sequence[Container[int]]) -> None:
+    def shrink(self, bytes_max: int) -> None:
         """Gives slots back until the pool has `bytes_max` bytes, or as few as it can: those first of which most are
-        free.
-
-        Args:
-            fixed: as for `SlotGroup.shrink`, of each group.
-        """
-        groups = list(zip(self.groups, fixed, strict=True))
-        groups.sort(key=lambda one: (one[0].taken - one[0].capacity) * one[0].slot_bytes)
-        for group, still in groups:
+        free. As `SlotGroup.shrink`."""
+        for group in sorted(self.groups, key=lambda group: (group.taken - group.capacity) * group.slot_bytes):
             excess = self.nbytes - bytes_max
             if excess > 0 and group.slot_bytes:
-                group.shrink(group.capacity - -(-excess // group.slot_bytes), still)
+                group.shrink(group.capacity - -(-excess // group.slot_bytes))
 
     def arrays(self) -> list[mx.array]:
         return [array for group in self.groups for array in group.arrays()]

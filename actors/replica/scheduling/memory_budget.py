@@ -18,6 +18,9 @@ SLACK_PART = 32
 """The part of the memory that is used only for a moment, so that the block pool, which copies itself to change its
 size, does not do so at every token. It does not grow either by less than this part of itself."""
 
+OPEN_PART = 8
+"""At most this part is reserved for open blocks of rows that are not there yet."""
+
 FREE_PART = 32
 """The part of the device's memory that is left free for others."""
 
@@ -85,10 +88,15 @@ class Held:
     seen: int = 0
     unwritten: int = 0
 
+    @property
+    def outside(self) -> int:
+        """What is not in the pool."""
+        return self.kept + self.pictures + self.seen + self.unwritten
+
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that have a place. `cost` and `held` are as `Scheduler.cost_tokens` and `held_tokens`."""
+    """The rows that have a place or just had one; `cost` and `held` are as `Scheduler.cost_tokens` and `held_tokens`."""
 
     count: int = 0
     cost: int = 0
@@ -103,12 +111,14 @@ class MemoryBudget:
         bytes_max: all of it.
         token_bytes: what the scheduler's tokens cost.
         row_bytes: what a row has outside of the pool: its open block, its states, in a dense model its windows.
+        rows_max: how many rows may have a place.
         paged: whether rows have their blocks in the pool, where kept prefixes lie too.
     """
 
     bytes_max: int
     token_bytes: int
     row_bytes: int
+    rows_max: int
     paged: bool
 
     @property
@@ -119,7 +129,7 @@ class MemoryBudget:
     def used(self, rows: Rows, held: Held) -> int:
         """Returns what is used now."""
         own = rows.count * self.row_bytes if self.paged else rows.held * self.token_bytes
-        return own + held.pool + held.kept + held.pictures + held.seen + held.unwritten
+        return own + held.pool + held.outside
 
     def others(self, rows: Rows, held: Held) -> int:
         """Returns what is held that neither counts as a row's nor can be evicted."""
@@ -144,13 +154,17 @@ class MemoryBudget:
         return max(0, self._rest(rows, held) - held.seen - too_little)
 
     def _rest(self, rows: Rows, held: Held) -> int:
-        return max(0, self.usable - self.others(rows, held) - rows.cost * self.token_bytes)
+        spare = self._open_bytes(rows) - rows.count * self.row_bytes
+        return max(0, self.usable - self.others(rows, held) - rows.cost * self.token_bytes - spare)
+
+    def _open_bytes(self, rows: Rows) -> int:
+        """Returns what is reserved for rows outside of the pool: it should not have to shrink for every further row."""
+        return max(rows.count * self.row_bytes, min(self.rows_max * self.row_bytes, self.bytes_max // OPEN_PART))
 
     def pool_bytes(self, rows: Rows, held: Held) -> int:
         """Returns what the block pool may grow to."""
-        outside = held.kept + held.pictures + held.seen + held.unwritten
-        return self.usable - outside - rows.count * self.row_bytes
+        return self.usable - held.outside - self._open_bytes(rows)
 
     def pool_is_too_large(self, rows: Rows, held: Held) -> bool:
         """Whether the pool must give memory back."""
-        return held.pool > self.pool_bytes(rows, held) + self.bytes_max // SLACK_PART
+        return held.pool > self.bytes_max - held.outside - rows.count * self.row_bytes

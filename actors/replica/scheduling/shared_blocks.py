@@ -34,8 +34,9 @@ class SharedBlocks:
             coming: keys of a row beside them, which takes those of its first blocks that they hold.
         """
         rows = [self._of[name] for name in names if name in self._of]
-        # Only a part of the rows has to be counted anew.
-        held: Collection[bytes] = self._holders if len(rows) == len(self._of) else {key for keys in rows for key in keys}
+        held: Collection[bytes] = self._holders
+        if len(rows) < len(self._of):
+            held = {key for keys in rows for key in keys}
         known = next((index for index, key in enumerate(coming) if key not in held), len(coming))
         return sum(map(len, rows)) - len(held) + known
 

@@ -115,9 +115,9 @@ class RowMemory:
         self.prefixes: PrefixCache[Piece] = PrefixCache(self._bytes_max, spec.rule)
         self._spec = spec
         self._executor = executor
-        # A placed row and the cache hold the same slots, so evicting them would free nothing. But kept blocks have
-        # slots of window layers that the row has left behind.
-        self._pins_rows = spec.policy is not None and not spec.rule.window
+        # A placed row and the cache hold the same slots, so evicting them would free nothing. Of other layers kept
+        # blocks have more than the row: windows that it has left behind, snapshots.
+        self._pins_rows = spec.policy is not None and self.prefixes.is_plain
         self._block_bytes = spec.bytes_per_token * BLOCK_TOKENS
         self._writes = writes
         # Holders of KV that is not on disk yet.
@@ -150,13 +150,18 @@ class RowMemory:
 
     def leave(self, sequence: Sequence) -> None:
         """Unpins what is pinned for a row that was preempted or ended."""
-        self.fit()
-        self.prefixes.unpin(sequence.id)
-        self.prefixes.unpin(_as_row(sequence))
+        self._unpin(sequence.id, _as_row(sequence))
 
     def fit(self) -> None:
         """Evicts the least recently used KV that nobody needs until the rest has room beside the rows."""
         self.prefixes.resize(max(0, min(self._bytes_max, self.room())))
+
+    def _unpin(self, *holders: str) -> None:
+        # What was pinned keeps the room that it had.
+        self.prefixes.resize(self._bytes_max)
+        for holder in holders:
+            self.prefixes.unpin(holder)
+        self.fit()
 
     def _pin_row(self, sequence: Sequence, start: int, stop: int) -> None:
         """Pins blocks [start, stop) of a row that holds them, until `leave`."""
@@ -179,7 +184,7 @@ class RowMemory:
             hit = self.prefixes.match(sequence.request.root_id, sequence.ids, sequence.tokens, tokens_max)
             self._pin_row(sequence, 0, len(hit.blocks))
         finally:
-            self.prefixes.unpin(sequence.id)
+            self._unpin(sequence.id)
         sequence.kept = len(hit.blocks)
         return hit
 
@@ -212,8 +217,7 @@ class RowMemory:
         if len(slabs) < len(blocks):
             return blocks
         return [
-            (tokens, kept_of(piece))
-            for (tokens, _), piece in zip(blocks, self._executor.adopt(slabs), strict=True)
+            (tokens, kept_of(piece)) for (tokens, _), piece in zip(blocks, self._executor.adopt(slabs), strict=True)
         ]
 
     def copied(self, item: Unsaved) -> Unsaved:
@@ -257,8 +261,7 @@ class RowMemory:
     def release(self, writer: str) -> None:
         """Unpins what `hold` pinned, once it is on disk or could not be written."""
         self._writers.discard(writer)
-        self.fit()
-        self.prefixes.unpin(writer)
+        self._unpin(writer)
 
     def used(self, sequence: Sequence) -> list[bytes]:
         """Returns the ids of the row's entries on disk, without the open tail, which later turns replace."""
