@@ -336,21 +336,21 @@ class ReplicaActor:
             from .reports import EngineReports
             from .tiers.disk_tier import DiskTier
 
-            memory = NodeMemory(default_home().memory_claims, self._name, self._of_node, self._scheduling)
-            loaded = models.load(
-                self._model.source,
-                dtype=self._model.dtype,
-                adapter=self._model.adapter,
-                weights=self._model.weights,
-                kv=self._model.kv,
-                numerics=self._model.numerics,
-                digests=default_home().digests_file,
-                trust_remote_code=self._model.trust_remote_code,
-                context_tokens_max=self._model.context_tokens_max,
-                progress=self._note_progress,
-                claim=memory.make_way,
-            )
-            memory_bytes = memory.settle(loaded)
+            with NodeMemory(default_home().memory_claims, self._name, self._of_node, self._scheduling) as memory:
+                loaded = models.load(
+                    self._model.source,
+                    dtype=self._model.dtype,
+                    adapter=self._model.adapter,
+                    weights=self._model.weights,
+                    kv=self._model.kv,
+                    numerics=self._model.numerics,
+                    digests=default_home().digests_file,
+                    trust_remote_code=self._model.trust_remote_code,
+                    context_tokens_max=self._model.context_tokens_max,
+                    progress=self._note_progress,
+                    claim=memory.make_way,
+                )
+                memory_bytes = memory.settle(loaded)
         except SatchelError as error:
             self._loading.error = error
             return

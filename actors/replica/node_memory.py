@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import mlx.core as mx
 import psutil
@@ -54,7 +55,7 @@ class _Noted(Claim):
 
 
 class NodeMemory:
-    """The node's memory as one replica sees it. For one thread at a time.
+    """The node's memory as one replica sees it. For one thread at a time. As a context it is given up if that fails.
 
     Args:
         folder: where all replicas of the node write their claims.
@@ -107,6 +108,17 @@ class NodeMemory:
                 "which is not enough for one row: raise memory_bytes_max, or unload another model"
             )
         return share
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.withdraw()
+
+    def withdraw(self) -> None:
+        """Claims nothing any more."""
+        os.close(self._file)
 
     def share_bytes(self) -> int:
         """Returns this replica's part for KV and pictures."""

@@ -48,12 +48,12 @@ class PagedReplica:
         self._live: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._new = count(2**31)
 
-    def submit(self, name: str, tokens: list[int], max_tokens: int, **how: int) -> str | None:
+    def submit(self, name: str, tokens: list[int], max_tokens: int, priority: int = 0) -> str | None:
         """Queues a row. Returns why it is refused."""
         refused = self.scheduler.refusal(len(tokens) - 1)
         if refused is None:
             self.rows[name] = row = Row(list(tokens), max_tokens, ids=block_ids(ROOT, tokens))
-            self.scheduler.add(ScheduledRow(name, len(tokens) - 1, max_tokens, keys=tuple(row.ids), **how))
+            self.scheduler.add(ScheduledRow(name, len(tokens) - 1, max_tokens, priority, keys=tuple(row.ids)))
         return refused
 
     def run(self, name: str, tokens: list[int], max_tokens: int) -> Row:

@@ -96,7 +96,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that have a place or just had one; `cost` and `held` are as `Scheduler.cost_tokens` and `held_tokens`."""
+    """Rows that have a place or just had one. `cost` and `held` are as `Scheduler.cost_tokens` and `held_tokens`."""
 
     count: int = 0
     cost: int = 0

@@ -1,13 +1,15 @@
-"""An engine's memory: rows of any lengths in a small budget, a pool that gives slots back, and what other programs need."""
+"""An engine's memory: rows of any lengths in a small budget, a pool that gives slots back, and other programs."""
 
 from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
+from satchel.actors.replica import memory_room
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.models import LoadedModel
 from tests.worlds.bench import Bench, load_tiny
@@ -25,7 +27,7 @@ def prompt_of(tokens: int, seed: int, vocabulary: int = 64) -> list[int]:
     return [(seed * 31 + at * 7 + at // 11) % vocabulary for at in range(tokens)]
 
 
-def fresh(loaded: LoadedModel, **how: int) -> Bench:
+def fresh(loaded: LoadedModel, **how: Any) -> Bench:
     """An engine with an empty pool of its own."""
     pool = loaded.pool
     assert pool is not None
@@ -33,6 +35,13 @@ def fresh(loaded: LoadedModel, **how: int) -> Bench:
     bench = Bench(loaded, **how)
     bench.engine.executor.give_back(0)
     return bench
+
+
+def check(bench: Bench, budget: int) -> None:
+    """As the next step begins; before, rows that have just ended are there twice."""
+    room = bench.engine.room
+    room.fit()
+    assert room.budget.used(room.rows(), room.held()) <= budget
 
 
 def of_blocks(loaded: LoadedModel, rows: int, blocks: int) -> int:
@@ -50,15 +59,15 @@ def test_a_long_row_and_31_short_ones_say_what_each_says_alone(loaded: LoadedMod
     for number, prompt in enumerate(prompts):
         bench.submit(str(number), prompt, max_tokens=9)
     while bench.turn():
-        room = bench.engine.room
-        assert loaded.pool.nbytes <= budget and room.budget.used(room.rows(), room.held()) <= budget
+        assert loaded.pool.nbytes <= budget
+        check(bench, budget)
         most = max(most, bench.engine.scheduler.running)
     assert not bench.refused and [bench.rows[str(number)].tokens for number in range(32)] == alone
     assert most >= 4
 
 
 def test_kept_prefixes_take_what_rows_do_not_need(loaded: LoadedModel):
-    """Without being told how much: a prompt is found again until rows need its room, the least recent one goes first."""
+    """Without being told how much: a prompt is found again until rows need its room; the least recent one goes."""
     budget = of_blocks(loaded, rows=1, blocks=20)
     bench = fresh(loaded, memory_bytes_max=budget, kv_bytes_max=budget)
     first, second = prompt_of(6 * BLOCK_TOKENS + 1, 1), prompt_of(6 * BLOCK_TOKENS + 1, 2)
@@ -75,8 +84,6 @@ def test_kept_prefixes_take_what_rows_do_not_need(loaded: LoadedModel):
 
 
 def bench_ids(bench: Bench, prompt: list[int]) -> list[bytes]:
-    from satchel.actors.protocol.block_ids import block_ids, root_id
-
     return block_ids(root_id(bench.loaded.model_id, "tenant:test"), prompt)
 
 
@@ -133,8 +140,6 @@ def test_a_replica_yields_to_other_programs_and_comes_back(loaded: LoadedModel):
 
 
 def test_free_slots_are_given_back_after_a_while(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    from satchel.actors.replica import memory_room
-
     monkeypatch.setattr(memory_room, "MUCH_BYTES", 1)
     bench = fresh(loaded)
     pool = loaded.pool
@@ -160,6 +165,5 @@ def test_windows_states_and_dense_caches_stay_within_the_budget(tmp_path: Path, 
     for number, prompt in enumerate(prompts):
         bench.submit(str(number), prompt, max_tokens=9)
     while bench.turn():
-        room = bench.engine.room
-        assert room.budget.used(room.rows(), room.held()) <= budget
+        check(bench, budget)
     assert not bench.refused and all(row.finish == "length" for row in bench.rows.values())
