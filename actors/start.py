@@ -85,8 +85,7 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
         served = registry.entries()
     here = {replica: entry.model for entry in served for replica, where in entry.replicas.items() if where == node.name}
     return {
-        replica: _start_replica(replica, model, config, node, len(here), get_if_exists=True)
-        for replica, model in here.items()
+        replica: _start_replica(replica, model, config, node, get_if_exists=True) for replica, model in here.items()
     }
 
 
@@ -95,16 +94,14 @@ def _on(node: Node) -> dict[str, Any]:
     return {**_OPTIONS, "resources": {node.resource: 1}}
 
 
-def _start_replica(
-    replica: str, model: Model, config: Config, node: Node, neighbours: int, **more: Any
-) -> ReplicaClient:
+def _start_replica(replica: str, model: Model, config: Config, node: Node, **more: Any) -> ReplicaClient:
     """Starts one replica.
 
     Raises:
         ValueError: it runs already, unless `more` has `get_if_exists`.
     """
     options = ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **_on(node), **more)
-    started = options.remote(replica, model, config.scheduling, node, neighbours, config.timing)
+    started = options.remote(replica, model, config.scheduling, node, config.timing)
     return ReplicaClient(replica, config.timing, started)
 
 
@@ -119,13 +116,8 @@ def located(model: Model) -> Model:
     return replace(model, source=full(model.source) or "", adapter=full(model.adapter))
 
 
-def start_replicas(
-    model: Model, config: Config, placed: Mapping[str, Node], neighbours: int
-) -> dict[str, ReplicaClient]:
+def start_replicas(model: Model, config: Config, placed: Mapping[str, Node]) -> dict[str, ReplicaClient]:
     """Starts the replicas of a model on present nodes. Returns them by id; they load in the background.
-
-    Args:
-        neighbours: how many replicas share the memory of each node.
 
     Raises:
         InvalidRequest: a replica of that name runs already; those that were started are ended.
@@ -133,7 +125,7 @@ def start_replicas(
     replicas: dict[str, ReplicaClient] = {}
     for name, node in placed.items():
         try:
-            replicas[name] = _start_replica(name, model, config, node, neighbours)
+            replicas[name] = _start_replica(name, model, config, node)
         except ValueError:
             kill(replicas)
             what = f"a replica {name} runs already: somebody else loads {model.name!r}, or it has just been unloaded"
@@ -265,13 +257,11 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
         ModelLoadError: the model cannot be loaded, or not within `timeouts.model_load_s`, or has other files somewhere.
     """
     model = located(model)
-    served = await asyncio.to_thread(registry.check_name, model)
+    await asyncio.to_thread(registry.check_name, model)
     nodes = await asyncio.to_thread(present_nodes, config)
     free = await _memory_free_bytes(config.timing)
     placed = {replica: nodes[name] for replica, name in place(model, list(nodes), free_bytes=free).items()}
-    here = [name for entry in served for name in entry.replicas.values()] + [node.name for node in placed.values()]
-    neighbours = max(map(here.count, here))
-    replicas = await asyncio.to_thread(start_replicas, model, config, placed, neighbours)
+    replicas = await asyncio.to_thread(start_replicas, model, config, placed)
     try:
         await wait_until_ready(replicas, config.timeouts.model_load_s, report)
         for sentence in differing(await _infos(replicas, config.timing)):

@@ -5,6 +5,7 @@ Units are the last word of each name: `_s` seconds, `_bytes`, `_tokens`. Sizes m
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from .errors import ConfigError
 from .nodes import Node
 from .timing import Timing, broken
 from .units import STRICT, Bytes, Count, Seconds, StrictOrSeconds
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -132,14 +135,18 @@ class Scheduling:
     """How long running rows may wait for one prefill chunk; chunks are sized by the measured rate."""
     max_tokens_max: Count | None = None
     """The most tokens a request may ask for; None is limited by the context alone."""
+    memory_bytes_max: Bytes | None = None
+    """Memory of each node for all of its replicas: models, KV and pictures. None takes the recommended working set on
+    Metal, what is free at the first model's loading on CUDA, and half of the RAM for a CPU."""
     kv_bytes_max: Bytes | None = None
-    """KV memory of the running batch; None takes a quarter of the machine's memory, shared by its replicas."""
-    prefix_bytes_max: Bytes = 512 * 2**20
-    """Finished conversations' KV kept in memory for reuse."""
+    """Deprecated, use `memory_bytes_max`. Of that, a node's running rows have at most so much."""
+    prefix_bytes_max: Bytes | None = None
+    """Deprecated, use `memory_bytes_max`. Of a replica's part, KV that no row needs has at most so much."""
     unwritten_bytes_max: Bytes = 512 * 2**20
     """KV that waits to be written to the disk. While there is more, no new row begins."""
-    vision_bytes_max: Bytes = 512 * 2**20
-    """Image embeddings kept in memory for reuse."""
+    vision_bytes_max: Bytes | None = None
+    """Deprecated, use `memory_bytes_max`. Of a replica's part, image embeddings that no row needs have at most so much;
+    None is an eighth."""
     stuck_s: Seconds = 30.0
     """A step that takes longer than this, and longer than 20 measured steps, counts as stuck: its replica is
     restarted. The limit is four times as long on a GPU, and 20 times as long for the first step."""
@@ -348,6 +355,11 @@ class Home:
         return self.root / "kernels"
 
     @property
+    def memory_claims(self) -> Path:
+        """What each replica of this node needs of its memory."""
+        return self.run / "memory"
+
+    @property
     def log_file(self) -> Path:
         """Ray's output while it started."""
         return self.run / "ray.log"
@@ -386,6 +398,10 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
         raise ConfigError(f"{source}: {where}: {refusal}", param=where)
     if unfitting := tuple(broken(config)):
         raise ConfigError(f"{source}: {'; '.join(unfitting)}", param=unfitting[0].partition(" ")[0])
+    for settings in (config.scheduling, *config.nodes):
+        for name in ("kv_bytes_max", "prefix_bytes_max", "vision_bytes_max"):
+            if getattr(settings, name, None) is not None:
+                logger.warning("%s: %s bounds only a part of the memory: use memory_bytes_max instead", source, name)
     return config
 
 

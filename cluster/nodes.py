@@ -50,8 +50,10 @@ class Node:
     links: tuple[Link, ...] = ()
     home: Annotated[str, Field(min_length=1)] | None = None
     command: Annotated[str, Field(min_length=1)] = "satchel"
+    memory_bytes_max: Bytes | None = None
+    """Memory of all of its replicas; None takes the config's `scheduling.memory_bytes_max`."""
     kv_bytes_max: Bytes | None = None
-    """KV memory of its replicas' running batches; None takes the config's `scheduling.kv_bytes_max`."""
+    """Deprecated, use `memory_bytes_max`. None takes the config's `scheduling.kv_bytes_max`."""
     disk_bytes_max: Bytes | None = None
     """Agents' KV on its disk; None takes the config's."""
     give_bytes_per_s_max: Bytes | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 13
+VERSION = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,7 +460,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """A replica's current figures. `answers` is False if it did not reply in time, is loading or is stuck."""
+    """A replica's current figures. `answers` is False if it did not reply in time, is loading or is stuck.
+
+    A block has a slot of the pool in each group of layers that are alike: `slots_running` are of rows and of what waits
+    to be written, `slots_kept` of prefixes that nobody needs now. `memory_bytes` is all that the replica holds besides
+    its model, of `memory_bytes_max` that it may use now.
+    """
 
     replica: str
     model: str
@@ -485,6 +490,11 @@ class ReplicaStats:
     vision_cache_hits_total: int = 0
     vision_encodes_total: int = 0
     vision_bytes: int = 0
+    slots_running: int = 0
+    slots_kept: int = 0
+    slots_free: int = 0
+    memory_bytes: int = 0
+    memory_bytes_max: int = 0
     node: str = ""
     model_id: str = ""
     computing: dict[str, str] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The replica actor: one model in one process. A thin shell: Ray outside, `Engine` inside.
 
-Six threads: the engine (all MLX work), the reporter (reports to the router), the disk writer, a check that the model is
-still served, the watchdog, and Ray's event loop (calls).
+Seven threads: the engine (all MLX work), the reporter (reports to the router), the disk writer, a look at the node's
+memory, a check that the model is still served, the watchdog, and Ray's event loop (calls).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -66,9 +65,6 @@ COMPILES_TIMES = 4.0
 UNWANTED_POLLS = 6
 """How often it is looked, within `unwanted_s`, whether anybody wants the replica."""
 
-KV_MEMORY_FRACTION = 0.25
-"""Of a machine's memory, what its replicas may use for decoding rows where the config names no figure."""
-
 SERVED_S = 30.0
 """A replica that ends sooner after its model was loaded has ended at once, and the next one waits."""
 
@@ -91,18 +87,14 @@ class ReplicaActor:
     Args:
         name: the replica's id, unique in the cluster.
         node: where it runs.
-        neighbours: how many replicas share the node's memory, including this one.
     """
 
-    def __init__(
-        self, name: str, model: Model, scheduling: Scheduling, node: Node, neighbours: int, timing: Timing
-    ) -> None:
+    def __init__(self, name: str, model: Model, scheduling: Scheduling, node: Node, timing: Timing) -> None:
         self._timing = timing
         self._name = name
         self._model = model
         self._scheduling = scheduling
-        self._node = node.name
-        self._kv_bytes_max = _kv_bytes_max(node, scheduling, neighbours)
+        self._node, self._of_node = node.name, node
         sys.setswitchinterval(SWITCH_S)
         self._loading = _LoadProgress()
         self._engine: Engine | None = None
@@ -183,6 +175,7 @@ class ReplicaActor:
             vision_cache_hits_total=engine.pictures.embeddings.hits,
             vision_encodes_total=engine.pictures.embeddings.encodes,
             vision_bytes=engine.pictures.embeddings.nbytes,
+            **engine.room.usage,
             **self._disk_stats(),
         )
 
@@ -340,21 +333,25 @@ class ReplicaActor:
             from .execution import models
             from .execution.warm_up import WarmUp
             from .kv.device import on_cuda, on_gpu
+            from .node_memory import NodeMemory
             from .reports import EngineReports
             from .tiers.disk_tier import DiskTier
 
-            loaded = models.load(
-                self._model.source,
-                dtype=self._model.dtype,
-                adapter=self._model.adapter,
-                weights=self._model.weights,
-                kv=self._model.kv,
-                numerics=self._model.numerics,
-                digests=default_home().digests_file,
-                trust_remote_code=self._model.trust_remote_code,
-                context_tokens_max=self._model.context_tokens_max,
-                progress=self._note_progress,
-            )
+            with NodeMemory(default_home().memory_claims, self._name, self._of_node, self._scheduling) as memory:
+                loaded = models.load(
+                    self._model.source,
+                    dtype=self._model.dtype,
+                    adapter=self._model.adapter,
+                    weights=self._model.weights,
+                    kv=self._model.kv,
+                    numerics=self._model.numerics,
+                    digests=default_home().digests_file,
+                    trust_remote_code=self._model.trust_remote_code,
+                    context_tokens_max=self._model.context_tokens_max,
+                    progress=self._note_progress,
+                    claim=memory.make_way,
+                )
+                memory_bytes = memory.settle(loaded)
         except SatchelError as error:
             self._loading.error = error
             return
@@ -365,15 +362,10 @@ class ReplicaActor:
         if loaded.spec.reusable:
             store, unwritten_bytes_max = StoreClient(self._node, self._timing), self._scheduling.unwritten_bytes_max
             self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max, self._timing)
-        self._engine = engine = Engine(
-            loaded,
-            self._scheduling,
-            self._kv_bytes_max,
-            self._send,
-            self._disk,
-            self._timing,
-            WarmUp(loaded, self._scheduling.prefill_chunk_tokens) if on_cuda() else None,
-        )
+        scheduling = replace(self._scheduling, kv_bytes_max=memory.rows_bytes_max())
+        further = WarmUp(loaded, scheduling.prefill_chunk_tokens) if on_cuda() else None
+        self._engine = engine = Engine(loaded, scheduling, memory_bytes, self._send, self._disk, self._timing, further)
+        threading.Thread(target=memory.watch, args=(engine,), name="memory", daemon=True).start()
         floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
         self._watchdog.watch(ENGINE, engine.call, lambda: limit_s(floor_s, engine.pace.usual_s))
 
@@ -439,10 +431,3 @@ class ReplicaActor:
             ray.kill(actor_handle(replica_actor_name(self._name)), no_restart=True)
         except (RayError, ValueError):
             os._exit(0)
-
-
-def _kv_bytes_max(node: Node, scheduling: Scheduling, neighbours: int) -> int:
-    """One replica's share of this machine's memory for the KV of decoding rows, where so many run."""
-    if node.kv_bytes_max is not None:
-        return node.kv_bytes_max // neighbours
-    return scheduling.kv_bytes_max or int(psutil.virtual_memory().total * KV_MEMORY_FRACTION / neighbours)

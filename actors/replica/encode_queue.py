@@ -220,9 +220,14 @@ class PictureQueue:
         ready = any(embeddings and name not in self._waiting for name, embeddings in self._holding.items())
         return ready and self._is_crowded()
 
-    def _is_crowded(self) -> bool:
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the image embeddings that rows need."""
         held = {id(one): one.nbytes for embeddings in self._holding.values() for one in embeddings.values()}
-        return sum(held.values()) >= self.embeddings.bytes_max
+        return sum(held.values())
+
+    def _is_crowded(self) -> bool:
+        return self.held_bytes >= self.embeddings.bytes_max
 
     def _begin(self, sequence: Sequence, index: int) -> None:
         if not sequence.request.media[index].pixels:

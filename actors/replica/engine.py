@@ -23,7 +23,8 @@ from .execution.executor import BatchExecutor
 from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings
 from .execution.warm_up import WarmUp
-from .intake import Abort, Command, IdleCheck, Inbox, Intake, ReadBack, RunOnEngine, Submit, limits_of
+from .intake import Abort, Command, IdleCheck, Inbox, Intake, ReadBack, RunOnEngine, Submit
+from .memory_room import MemoryRoom, limits_of
 from .prefill import PrefillLoop
 from .scheduling.prefill_budget import PrefillPace
 from .scheduling.scheduler import Scheduler
@@ -40,7 +41,7 @@ class Engine:
     Args:
         loaded: the model; its arrays belong to the calling thread.
         outbox: where tokens go, once a step.
-        kv_bytes_max: memory for the decoding batch.
+        memory_bytes_max: memory for all that it holds besides the model, and besides what a step needs for a moment.
         disk: where what agents' rows leave is written; None for nowhere.
         timing: for how long a row waits to be read back.
         warm_up: what is run while nobody asks for anything; None for nothing.
@@ -50,7 +51,7 @@ class Engine:
         self,
         loaded: LoadedModel,
         scheduling: Scheduling,
-        kv_bytes_max: int,
+        memory_bytes_max: int,
         outbox: Outbox,
         disk: DiskTier | None = None,
         timing: Timing = USUAL,
@@ -58,7 +59,7 @@ class Engine:
     ) -> None:
         self.loaded = loaded
         self._warm_up = warm_up
-        limits = limits_of(loaded.spec, scheduling, kv_bytes_max)
+        limits = limits_of(loaded, scheduling, memory_bytes_max)
         self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.scheduler = scheduler = Scheduler(limits)
         self.executor = executor = BatchExecutor(loaded)
@@ -67,9 +68,19 @@ class Engine:
         self._inbox = Inbox()
         self.pictures = pictures = PictureQueue(
             loaded.vision,
-            scheduling.vision_bytes_max,
+            memory_bytes_max if scheduling.vision_bytes_max is None else scheduling.vision_bytes_max,
             EmbeddingTier(disk) if disk is not None else None,
             self._inbox.wake,
+        )
+        self.room = MemoryRoom(
+            loaded,
+            scheduling,
+            memory_bytes_max,
+            scheduler,
+            executor,
+            memory,
+            pictures,
+            lambda: 0 if disk is None else disk.waiting_bytes,
         )
         self.restores = Restores(
             disk,
@@ -81,7 +92,9 @@ class Engine:
             scheduler, executor, memory, keeping, pictures, self.restores, loaded.eos_token_ids, outbox
         )
         self.counters = delivery.counters
-        self.prefill = PrefillLoop(scheduler, executor, memory, keeping, pictures, self.restores, self.pace, delivery)
+        self.prefill = PrefillLoop(
+            scheduler, executor, memory, keeping, pictures, self.restores, self.pace, delivery, self.room.fit
+        )
         self.decode = DecodeLoop(scheduler, executor, keeping, self.pace, delivery)
         self._disk = disk
         self._intake = Intake(loaded, scheduler, memory, pictures, delivery)
@@ -200,6 +213,7 @@ class Engine:
         for row in self.pictures.step(delivery.attempt):
             self.scheduler.add(row)
             moved = True
+        self.room.fit()
         now = time.monotonic()
         plan = self.scheduler.plan(now)
         for request_id in [*plan.expired, *self.pictures.expired(now)]:
@@ -208,6 +222,8 @@ class Engine:
             delivery.end(request_id, "length", ended=True)
         for request_id in plan.preempted:
             delivery.attempt(request_id, self.decode.send_back, request_id)
+        if plan.expired or plan.cut or plan.preempted:
+            self.room.fit()
         self.prefill.open_overdue()
         prefilled = self.prefill.step()
         decoded = self.decode.step()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ...cluster.config import Scheduling
 from ...cluster.errors import (
     ContextLengthExceeded,
     Draining,
@@ -27,8 +26,7 @@ from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings
-from .kv.caches import ModelCacheSpec
-from .scheduling.scheduler import Limits, ScheduledRow, Scheduler
+from .scheduling.scheduler import ScheduledRow, Scheduler
 from .tiers.memory import Restored, RowMemory, Sequence
 from .tiers.restores import Reading
 
@@ -109,22 +107,6 @@ class Inbox:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
-
-
-def limits_of(spec: ModelCacheSpec, scheduling: Scheduling, kv_bytes_max: int) -> Limits:
-    """Returns the scheduler's limits for `kv_bytes_max` bytes: every place costs its windows, states and open block,
-    and the rest is for tokens."""
-    rows_max = scheduling.rows_max
-    if spec.bytes_per_row:
-        rows_max = max(1, min(rows_max, kv_bytes_max // 2 // spec.bytes_per_row))
-    chunk = scheduling.prefill_chunk_tokens
-    return Limits(
-        rows_max=rows_max,
-        queue_requests_max=scheduling.queue_requests_max,
-        prefill_chunk_tokens=min(chunk, spec.snapshot_tokens) if spec.recurrent else chunk,
-        prefill_rows_max=scheduling.prefill_rows_max,
-        kv_tokens_max=max(1, (kv_bytes_max - rows_max * spec.bytes_per_row) // spec.bytes_per_token),
-    )
 
 
 class Intake:
@@ -213,7 +195,7 @@ class Intake:
         draws = request.sampling.max_tokens > 0
         reason = scheduler.refusal(len(tokens) - draws, len(self._pictures), request.tenant, request.flow)
         if reason == "too_long":
-            most = scheduler.limits.kv_tokens_max
+            most = max(0, scheduler.limits.prompt_tokens_max + draws)
             return ContextLengthExceeded(f"the prompt has {len(tokens)} tokens; memory holds {most} on this machine")
         if reason == "full":
             return QueueFull(f"the queue is full ({scheduler.limits.queue_requests_max} requests wait)")

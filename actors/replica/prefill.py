@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from ..protocol.messages import RowUpdate
 from .delivery import Delivery
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 class PrefillLoop:
     """The prefill part of a step. Used on the engine's thread.
 
+    Args:
+        make_room: does `MemoryRoom.fit` for a row that was admitted.
+
     Attributes:
         pace: limits what a step may prefill, and measures it.
     """
@@ -36,6 +40,7 @@ class PrefillLoop:
         restores: Restores,
         pace: PrefillPace,
         delivery: Delivery,
+        make_room: Callable[[], None],
     ) -> None:
         self.pace = pace
         self._scheduler = scheduler
@@ -45,6 +50,7 @@ class PrefillLoop:
         self._pictures = pictures
         self._restores = restores
         self._delivery = delivery
+        self._make_room = make_room
 
     def step(self) -> bool:
         """Admits rows and prefills a step's budget. Returns False if there was nothing to do."""
@@ -55,6 +61,7 @@ class PrefillLoop:
             while not self._keeping.behind and (admitted := scheduler.admit()) is not None:
                 busy = True
                 delivery.attempt(admitted, self._admit, admitted)
+                self._make_room()
             chunks = self._next_chunks(budget, step_budget)
             if not chunks:
                 break

@@ -124,7 +124,7 @@ def show_status(home: Home, *, as_json: bool) -> None:
     replicas = _replicas(metrics.text)
     for each in cluster.get("replicas", []):
         if each["id"] in replicas:
-            names = ("node", "tokens_per_s", "pid", "model_id", "differs")
+            names = ("node", "tokens_per_s", "pid", "model_id", "differs", "slots", "memory_bytes", "memory_bytes_max")
             replicas[each["id"]].update({name: each.get(name) for name in names})
     if as_json:
         found = {
@@ -163,6 +163,10 @@ def show_status(home: Home, *, as_json: bool) -> None:
             shown.add_row("", "", Text(name), "yes" if answers else "no")
     console.print(shown)
     for name, entry in sorted(replicas.items()):
+        if most := entry.get("memory_bytes_max"):
+            used = f"{size(entry['memory_bytes'])} of {size(most)} for KV and pictures"
+            slots = ", ".join(f"{count} {state}" for state, count in entry["slots"].items())
+            console.print(Text(f"{name} has {used}; slots for blocks: {slots}"))
         if differs := entry.get("differs"):
             how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
             console.print(

@@ -122,6 +122,13 @@ class AgentRoutes:
             "tokens_saved": sum(each.cached_tokens_total for each in stats),
             "entry_count": sum(each.prefix_blocks for each in stats),
             "current_memory_bytes": sum(each.prefix_bytes for each in stats),
+            "slots": {
+                "running": sum(each.slots_running for each in stats),
+                "kept": sum(each.slots_kept for each in stats),
+                "free": sum(each.slots_free for each in stats),
+            },
+            "memory_bytes": sum(each.memory_bytes for each in stats),
+            "memory_bytes_max": sum(each.memory_bytes_max for each in stats),
         }
         return JSONResponse(answer)
 

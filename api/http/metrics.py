@@ -36,6 +36,10 @@ class _Replicas(Collector):
         yield self._gauge("satchel_requests_waiting", "Requests in the replica's queue.", "waiting")
         yield self._gauge("satchel_prefix_blocks", "KV blocks kept for reuse.", "prefix_blocks")
         yield self._gauge("satchel_prefix_bytes", "Bytes of KV kept for reuse.", "prefix_bytes")
+        yield self._slots()
+        memory = "Bytes of KV, pictures and free slots in memory."
+        yield self._gauge("satchel_memory_bytes", memory, "memory_bytes")
+        yield self._gauge("satchel_memory_bytes_max", "Bytes that these may take now.", "memory_bytes_max")
         yield self._counter("satchel_requests", "Requests accepted.", "requests_total")
         yield self._counter("satchel_prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens_total")
         yield self._counter("satchel_cached_tokens", "Prompt tokens not computed again.", "cached_tokens_total")
@@ -50,6 +54,14 @@ class _Replicas(Collector):
         yield self._counter("satchel_vision_encodes", "Pictures that were encoded.", "vision_encodes_total")
         went_on = "Answers that went on after their replica was lost."
         yield CounterMetricFamily("satchel_failovers", went_on, value=self._failovers)
+
+    def _slots(self) -> Metric:
+        what = "Slots of the block pool by who holds them."
+        family = GaugeMetricFamily("satchel_slots", what, labels=["replica", "state"])
+        for stats in self._stats:
+            for state in ("running", "kept", "free"):
+                family.add_metric([stats.replica, state], getattr(stats, f"slots_{state}"))
+        return family
 
     def _gauge(self, name: str, help_text: str, field: str) -> Metric:
         family = GaugeMetricFamily(name, help_text, labels=["replica"])

@@ -180,7 +180,7 @@ def test_settings_switch_parts_off() -> None:
     for name, settings in servers.KEPT.items():
         config = parse_config({"models": [{"name": "bench", "source": "folder"}], **settings})
         limits = (config.scheduling.vision_bytes_max, config.scheduling.prefix_bytes_max)
-        found[name] = tuple(limit > 1 for limit in limits)
+        found[name] = tuple(limit is None or limit > 1 for limit in limits)
     assert found == {"both": (True, True), "features": (True, False), "KV": (False, True), "none": (False, False)}
 
 

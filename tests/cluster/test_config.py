@@ -104,3 +104,12 @@ def test_the_built_in_config_is_the_file_for_one_mac() -> None:
     """A wheel has no `configs/`; serving without a config must do the same from a wheel and from a checkout."""
     assert default_config() == load_config(ROOT / "configs" / "one-mac.yaml")
     assert [model.name for model in default_config().models] == ["satchel/recall", "satchel/shapes"]
+
+
+def test_names_of_parts_of_the_memory_are_read_and_say_what_to_use(caplog: pytest.LogCaptureFixture) -> None:
+    data = {"models": [{"name": "x", "source": "x"}], "scheduling": {"prefix_bytes_max": "1 MiB"}}
+    assert parse_config(data).scheduling.prefix_bytes_max == 2**20
+    assert "prefix_bytes_max bounds only a part of the memory: use memory_bytes_max instead" in caplog.text
+    caplog.clear()
+    parse_config({**data, "scheduling": {"memory_bytes_max": "1 GiB"}})
+    assert not caplog.text

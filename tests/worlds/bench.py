@@ -46,15 +46,23 @@ class Bench:
     """An engine without its thread: `submit`, `turn`, and what came out. Every turn checks the engine's tables."""
 
     def __init__(
-        self, loaded: LoadedModel, *, kv_tokens_max: int | None = None, disk: DiskTier | None = None, **scheduling: int
+        self,
+        loaded: LoadedModel,
+        *,
+        kv_tokens_max: int | None = None,
+        memory_bytes_max: int = 2**32,
+        disk: DiskTier | None = None,
+        **scheduling: int,
     ) -> None:
         self.loaded = loaded
         spec, rows = loaded.spec, scheduling.get("rows_max", 8)
         kv_bytes = 100_000 * spec.bytes_per_token + 2 * rows * spec.bytes_per_row
-        self.engine = Engine(loaded, Scheduling(**{"rows_max": rows, **scheduling}), kv_bytes, self._take, disk)
+        settings = Scheduling(**{"rows_max": rows, "kv_bytes_max": kv_bytes, **scheduling})
+        self.engine = Engine(loaded, settings, memory_bytes_max, self._take, disk)
         if kv_tokens_max is not None:
+            # Open blocks, which are large in these models, cost nothing then.
             scheduler = self.engine.scheduler
-            scheduler.limits = dataclasses.replace(scheduler.limits, kv_tokens_max=kv_tokens_max)
+            scheduler.limits = dataclasses.replace(scheduler.limits, kv_tokens_max=kv_tokens_max, row_tokens=0)
         self.rows: dict[str, Row] = {}
         self.refused: dict[str, SatchelError] = {}
 

@@ -46,6 +46,9 @@ def make_world(seed: int) -> World:
         prefill_chunk_tokens=rng.choice([256, 512]),
         kv_tokens_max=10**7 if kind == 0 else rng.choice([700, 1500, 2500, 8000, 30_000]),
         prefill_rows_max=rng.randint(1, 4),
+        row_tokens=rng.choice([0, 0, 200]),
+        paged=(paged := rng.random() < 0.6),
+        shares=paged and rng.random() < 0.7,
     )
     world = World(seed, limits, bursts=rng.choice([0.03, 0.1, 0.4]))
     if kind == 1:

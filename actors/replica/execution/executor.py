@@ -121,6 +121,9 @@ class BatchExecutor:
     With `batched_prefill` prompts run as padded batches, even a single one: a short prompt alone leaves a GPU idle, and
     without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba layers
     would take the padding into their state.
+
+    Attributes:
+        workspace_bytes: the most that a prefill has needed for a moment, beyond what it left.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -138,6 +141,7 @@ class BatchExecutor:
         self._joining: dict[str, _Joining] = {}
         self._leaving: set[str] = set()
         self._since_clear = 0
+        self.workspace_bytes = 0
         self._steps = 0
         self._forget()
 
@@ -169,6 +173,7 @@ class BatchExecutor:
         """
         rows = [(self._prefilling[row_id], tokens) for row_id, tokens in work]
         self._settle()
+        mx.reset_peak_memory()
         while self.batched_prefill and rows:
             # A power of two, for few different shapes: devices compile kernels for every new one.
             count = 1 << (len(rows).bit_length() - 1) if self._is_dense(rows) else 1
@@ -184,6 +189,7 @@ class BatchExecutor:
             mx.eval([cache.state for cache in caches])
             row.spoiled = False
             row.length += len(tokens)
+        self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
         self._since_clear += sum(len(tokens) for _, tokens in work)
         if self._since_clear >= CLEAR_EVERY_TOKENS:
             self._since_clear = 0
@@ -300,6 +306,24 @@ class BatchExecutor:
         """Checks the pool: see `BlockPool.check`."""
         if self._loaded.pool is not None:
             self._loaded.pool.check()
+
+    @property
+    def leaving(self) -> int:
+        """Rows that have left, but whose KV is here until the next step."""
+        return len(self._leaving)
+
+    def give_back(self, bytes_max: int) -> None:
+        """Shrinks the pool to `bytes_max` bytes or to what is held; blocks get other slots. Only between two steps."""
+        pool = self._loaded.pool
+        if pool is None:
+            return
+        mx.synchronize()
+        single = [*self._prefilling.values(), *(entry.prefilled for entry in self._joining.values())]
+        caches = [self._caches, *(row.caches if row.together is None else row.together.caches for row in single)]
+        pool.shrink(bytes_max)
+        for batch in filter(None, map(kv_cache.batch_of, caches)):
+            batch.forget()
+        mx.clear_cache()
 
     def _settle(self) -> None:
         """Waits for the step in flight before blocks are written: MLX would copy arrays that it still reads."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ def load(
     digests: Path | None = None,
     trust_remote_code: bool = False,
     warm: bool | None = None,
+    claim: Callable[[int], None] = lambda weights_bytes: None,
 ) -> LoadedModel:
     """Loads a source, runs two tokens through it, and lets the device meet the shapes of a first request.
 
@@ -122,6 +123,7 @@ def load(
         digests: a file for the digests of the model's files.
         trust_remote_code: whether code in the model's own folder may run.
         warm: whether to meet the usual shapes in advance; None where the device needs that.
+        claim: called with the bytes of the weights before they are read.
 
     Raises:
         ModelLoadError: the model cannot be loaded; the message says why in one sentence.
@@ -135,7 +137,9 @@ def load(
     refuse_model_file(source, named, trusted=trust_remote_code)
     refuse_elsewhere(source, named)
     weight_files = _weight_files(folder)
-    _check_memory(source, weight_files, chosen)
+    needed = bytes_in_memory(weight_files, chosen.size if chosen is not None else None)
+    claim(needed)
+    _check_memory(source, needed)
     # Before loading, which then reads the files from the system's cache if memory allows.
     paths = files_of(folder, adapter_folder)
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
@@ -284,13 +288,13 @@ def _weight_files(folder: Path) -> list[WeightFile]:
     return files
 
 
-def _check_memory(source: str, files: Sequence[WeightFile], dtype: mx.Dtype | None) -> None:
+def _check_memory(source: str, needed: int) -> None:
     """Refuses weights that do not fit the free memory: the machine would swap, or the kernel would kill a process.
 
     Raises:
         ModelLoadError: they do not fit; the message has both sizes.
     """
-    needed, free = bytes_in_memory(files, dtype.size if dtype is not None else None), device_bytes(free=True)
+    free = device_bytes(free=True)
     if needed > free:
         raise ModelLoadError(
             f"{source} needs {needed / _GIB:.2f} GiB of memory for its weights alone, and {free / _GIB:.2f} GiB are "

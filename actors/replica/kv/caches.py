@@ -73,6 +73,12 @@ class ModelCacheSpec:
         return all(layer.kind is not LayerKind.OTHER for layer in self.layers)
 
     @property
+    def open_row_bytes(self) -> int:
+        """Of `bytes_per_row` what is not in the pool."""
+        windows = sum(layer.token_bytes * layer.window for layer in self.layers if not layer.sealed)
+        return windows + sum(layer.state_bytes + layer.open_bytes for layer in self.layers)
+
+    @property
     def recurrent(self) -> bool:
         return any(layer.kind is LayerKind.RECURRENT for layer in self.layers)
 
@@ -118,6 +124,12 @@ def _read_layer(cache: Any, tokens: int, policy: SealPolicy | None) -> LayerSpec
     return LayerSpec(kind, window, sealed, open_bytes=BLOCK_TOKENS * per_token, sealed=True)
 
 
+def _window_bytes(layer: LayerSpec) -> int:
+    """Of a row: a sealed window may begin and end inside of a block."""
+    blocks = -(-layer.window // BLOCK_TOKENS) + 1
+    return layer.token_bytes * (blocks * BLOCK_TOKENS if layer.sealed and layer.window else layer.window)
+
+
 def _has_kv(cache: Any) -> bool:
     return type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
 
@@ -145,7 +157,7 @@ def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = No
         policy = None
     layers = tuple(_read_layer(cache, tokens, policy) for cache in caches)
     per_token = sum(layer.token_bytes for layer in layers if not layer.window)
-    per_row = sum(layer.token_bytes * layer.window + layer.state_bytes + layer.open_bytes for layer in layers)
+    per_row = sum(_window_bytes(layer) + layer.state_bytes + layer.open_bytes for layer in layers)
     return ModelCacheSpec(layers, max(1, per_token), per_row, policy)
 
 
@@ -155,7 +167,10 @@ def new_pool(spec: ModelCacheSpec, *, kernels: bool = False) -> BlockPool | None
     Args:
         kernels: as for `SlotGroup`.
     """
-    return None if spec.policy is None else BlockPool(spec.alike, kernels=kernels)
+    if spec.policy is None:
+        return None
+    sizes = [sum(spec.layers[layer].token_bytes for layer in layers) * BLOCK_TOKENS for layers in spec.alike]
+    return BlockPool(spec.alike, kernels=kernels, slot_bytes=sizes)
 
 
 def new_caches(spec: ModelCacheSpec, own: Sequence[Any], pool: BlockPool | None, reads: Reads) -> list[Any]:

@@ -99,15 +99,16 @@ class PagedBatch:
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows, in this order."""
         self.tables = [self.tables[row] for row in rows]
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Forgets what layers have computed of rows and slots, which are other ones now."""
         self._lengths, self._kept, self._blocks = None, {}, {}
 
     def extend(self, other: PagedBatch) -> None:
         """Appends another batch's rows."""
         self.tables += other.tables
-        self._forget()
+        self.forget()
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import mlx.core as mx
 
@@ -24,7 +25,7 @@ from . import decode_kernel
 from .sealing import TOKEN_AXES, Sealed
 
 GROW_MIN, GROW_FRACTION = 16, 0.25
-"""A group that is full grows by this many slots at least, and by this part of what it has."""
+"""A group that is full grows by this many slots at least, and by this part of what it has, within its limit."""
 
 
 class Slot:
@@ -46,18 +47,21 @@ class SlotGroup:
     Attributes:
         layers: their numbers in the model.
         kernels: whether blocks are written by `decode_kernel.write`.
-        slot_bytes: what a slot takes, of all of them; 0 before the first is written.
+        slot_bytes: what a slot takes, of all of them; without being told, 0 before the first is written.
+        capacity_max: beyond this it grows only by what is missing.
     """
 
-    def __init__(self, layers: Sequence[int], *, kernels: bool = False) -> None:
+    def __init__(self, layers: Sequence[int], *, kernels: bool = False, slot_bytes: int = 0) -> None:
         self.layers = tuple(layers)
         self.kernels = kernels
+        self.capacity_max: float = inf
+        self._told_bytes = slot_bytes
         # By layer a zero that is there once all writes into its arrays are done, for readers to depend on.
         nothing = mx.zeros((1,), mx.uint32)
         mx.eval(nothing)
         self._written = [nothing] * len(self.layers)
         self.capacity = 0
-        self.slot_bytes = 0
+        self._seen_bytes = 0
         self._arrays: list[list[mx.array] | None] = [None] * len(self.layers)
         self._free: deque[int] = deque()
         self._taken: weakref.WeakSet[Slot] = weakref.WeakSet()
@@ -68,15 +72,20 @@ class SlotGroup:
         return self.capacity - len(self._free)
 
     @property
+    def slot_bytes(self) -> int:
+        return self._told_bytes or self._seen_bytes
+
+    @property
     def nbytes(self) -> int:
         """What the group's arrays take, free slots included."""
-        return sum(array.nbytes for arrays in self._arrays for array in arrays or ())
+        return self.capacity * self.slot_bytes
 
     def take(self, count: int) -> list[Slot]:
         """Slots that nobody holds; the group grows if there are too few."""
         missing = count - len(self._free)
         if missing > 0:
-            self._grow(max(missing, GROW_MIN, int(self.capacity * GROW_FRACTION)))
+            step = max(GROW_MIN, int(self.capacity * GROW_FRACTION))
+            self._grow(int(max(missing, min(step, self.capacity_max - self.capacity))))
         slots = [Slot(self._free.popleft(), self._free) for _ in range(count)]
         self._taken.update(slots)
         return slots
@@ -102,7 +111,7 @@ class SlotGroup:
         if arrays is None:
             arrays = [mx.zeros((self.capacity, *array.shape[1:]), dtype=array.dtype) for array in blocks]
             self._arrays[place] = arrays
-            self.slot_bytes += blocks.nbytes // blocks.key_codes.shape[0]
+            self._seen_bytes += blocks.nbytes // blocks.key_codes.shape[0]
         if self.kernels:
             self._written[place] = decode_kernel.write(Sealed(*arrays), slots, blocks, self._written[place])
             return
@@ -138,14 +147,40 @@ class SlotGroup:
 
     def _grow(self, more: int) -> None:
         mx.eval(self._written)
-        for arrays in filter(None, self._arrays):
-            for kind in range(len(arrays)):
-                shape, dtype = arrays[kind].shape[1:], arrays[kind].dtype
-                arrays[kind] = mx.concatenate([arrays[kind], mx.zeros((more, *shape), dtype=dtype)])
-                # One at a time, so that little is held twice.
-                mx.eval(arrays[kind])
+        self._replace(lambda array: mx.concatenate([array, mx.zeros((more, *array.shape[1:]), dtype=array.dtype)]))
         self._free.extend(range(self.capacity, self.capacity + more))
         self.capacity += more
+
+    def shrink(self, capacity: int) -> None:
+        """Gives slots at the end back, down to `capacity` or to those that are held: blocks there move to free slots,
+        so slots get other numbers. Nothing that reads or writes the pool may be in flight."""
+        free, held = sorted(self._free), list(self._taken)
+        if len(free) + len(held) != self.capacity:
+            # The last reference to a slot is just going on another thread.
+            return
+        capacity = max(capacity, len(held))
+        if capacity >= self.capacity:
+            return
+        places = iter([number for number in free if number < capacity])
+        moves = {slot: next(places) for slot in held if slot.number >= capacity}
+        source = list(range(capacity))
+        for slot, number in moves.items():
+            source[number] = slot.number
+        mx.eval(self._written)
+        self._replace(lambda array: array[mx.array(source, mx.uint32)])
+        for slot, number in moves.items():
+            slot.number = number
+        self._free.clear()
+        self._free.extend(places)
+        self.capacity = capacity
+
+    def _replace(self, make: Callable[[mx.array], mx.array]) -> None:
+        for arrays in filter(None, self._arrays):
+            for kind, array in enumerate(arrays):
+                arrays[kind] = make(array)
+                # One at a time, so that little is held twice.
+                mx.eval(arrays[kind])
+                del array
 
     def arrays(self) -> list[mx.array]:
         """Returns everything that the group computes with."""
@@ -191,11 +226,21 @@ def slots_of(sealed: Sealed, blocks: int) -> Sealed:
 
 
 class BlockPool:
-    """All groups of a model's sealed layers."""
+    """All groups of a model's sealed layers.
 
-    def __init__(self, groups: Iterable[Sequence[int]], *, kernels: bool = False) -> None:
+    Args:
+        slot_bytes: of each group; None where that shows when they are written.
+    """
+
+    def __init__(
+        self, groups: Iterable[Sequence[int]], *, kernels: bool = False, slot_bytes: Sequence[int] | None = None
+    ) -> None:
         self.kernels = kernels
-        self.groups = tuple(SlotGroup(layers, kernels=kernels) for layers in groups)
+        layers = list(groups)
+        self.groups = tuple(
+            SlotGroup(each, kernels=kernels, slot_bytes=nbytes)
+            for each, nbytes in zip(layers, slot_bytes or [0] * len(layers), strict=True)
+        )
         self._of = {layer: (group, place) for group in self.groups for place, layer in enumerate(group.layers)}
 
     def of(self, layer: int) -> tuple[SlotGroup, int]:
@@ -205,6 +250,25 @@ class BlockPool:
     @property
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self.groups)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the slots that somebody holds."""
+        return sum(group.taken * group.slot_bytes for group in self.groups)
+
+    def limit(self, bytes_max: int) -> None:
+        """Lets the groups grow within `bytes_max` bytes together, and beyond that only by what is missing."""
+        more = (bytes_max - self.nbytes) // len(self.groups)
+        for group in self.groups:
+            group.capacity_max = group.capacity + more // group.slot_bytes if group.slot_bytes else inf
+
+    def shrink(self, bytes_max: int) -> None:
+        """Gives slots back until the pool has `bytes_max` bytes, or as few as it can: those first of which most are
+        free. As `SlotGroup.shrink`."""
+        for group in sorted(self.groups, key=lambda group: (group.taken - group.capacity) * group.slot_bytes):
+            excess = self.nbytes - bytes_max
+            if excess > 0 and group.slot_bytes:
+                group.shrink(group.capacity - -(-excess // group.slot_bytes))
 
     def arrays(self) -> list[mx.array]:
         return [array for group in self.groups for array in group.arrays()]

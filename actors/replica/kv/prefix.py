@@ -45,12 +45,15 @@ class ReuseRule:
 @dataclass(frozen=True)
 class PrefixKV(Generic[Value]):
     """The KV of consecutive tokens, of `nbytes` bytes. Window layers lack the first `window_from` tokens; `snapshot`
-    says whether it has the recurrent state after the last token."""
+    says whether it has the recurrent state after the last token. Of the bytes `pool_bytes` are in `slots` slots of the
+    block pool."""
 
     value: Value
     nbytes: int
     window_from: int = 0
     snapshot: bool = False
+    pool_bytes: int = 0
+    slots: int = 0
 
 
 @dataclass
@@ -112,12 +115,17 @@ class PrefixCache(Generic[Value]):
 
     A tenant with a limit of its own keeps at most that, apart from pinned entries: its own oldest ones are evicted
     first. `drain_events` returns added and removed block ids for the router's directory.
+
+    Attributes:
+        nbytes, pool_bytes: of all entries; as in `PrefixKV`.
+        loose_bytes, loose_slots: of those that are not pinned.
     """
 
     def __init__(self, bytes_max: int, rule: ReuseRule = ReuseRule()) -> None:
         self.bytes_max = bytes_max
         self._rule = rule
-        self.nbytes = 0
+        self.nbytes = self.pool_bytes = 0
+        self.loose_bytes = self.loose_slots = 0
         self.blocks = 0
         self._inserted = 0
         # A block is keyed (id, None); a tail (parent id, its tokens). One order for both, oldest first.
@@ -145,6 +153,11 @@ class PrefixCache(Generic[Value]):
         else:
             self._shares.change(tenant, bytes_max)
         self._fit(tenant)
+
+    def resize(self, bytes_max: int) -> None:
+        """Changes how many unpinned bytes are kept."""
+        self.bytes_max = bytes_max
+        self._evict()
 
     def most(self, tenant: str) -> int:
         """Returns how many unpinned bytes a tenant may keep."""
@@ -205,8 +218,7 @@ class PrefixCache(Generic[Value]):
         held = self._pins.setdefault(holder, set())
         new = ({(block, None) for block in block_ids} | {(parent, tuple(tail)) for tail in tails}) - held
         held |= new
-        if self._shares:
-            self._count(new - self._pinned.keys(), -1)
+        self._count(new - self._pinned.keys(), -1)
         self._pinned.update(new)
 
     def unpin(self, holder: str) -> None:
@@ -218,9 +230,8 @@ class PrefixCache(Generic[Value]):
             self._pinned[key] -= 1
             if not self._pinned[key]:
                 del self._pinned[key]
-        if self._shares:
-            for tenant in self._count(held - self._pinned.keys(), 1):
-                self._fit(tenant)
+        for tenant in self._count(held - self._pinned.keys(), 1):
+            self._fit(tenant)
         self._evict()
 
     def drop(self, root: bytes, block_ids: Iterable[bytes], first: Sequence[int]) -> int:
@@ -348,7 +359,7 @@ class PrefixCache(Generic[Value]):
         for table in (self._entries, self._tails, self._pins, self._pinned, self._announced):
             table.clear()
         self._shares.clear()
-        self.nbytes = self.blocks = 0
+        self.nbytes = self.pool_bytes = self.loose_bytes = self.loose_slots = self.blocks = 0
 
     def check(self) -> None:
         """Checks all counts and tables.
@@ -361,11 +372,13 @@ class PrefixCache(Generic[Value]):
 
     def recount(self) -> Iterator[None]:
         """Does `check` in steps of `RECOUNT_STEP` entries; the cache must not change between them."""
-        nbytes = blocks = 0
+        nbytes = pooled = blocks = loose = slots = 0
         tails: dict[bytes, int] = {}
         shares: dict[str, tuple[int, list[tuple[bytes, tuple[int, ...] | None]]]] = {}
         for number, ((parent, tail), entry) in enumerate(self._entries.items(), 1):
-            nbytes += entry.kept.nbytes
+            nbytes, pooled = nbytes + entry.kept.nbytes, pooled + entry.kept.pool_bytes
+            if not self._is_pinned((parent, tail)):
+                loose, slots = loose + entry.kept.nbytes, slots + entry.kept.slots
             if self._shares.bytes_max(entry.tenant) is not None:
                 counted, keys = shares.get(entry.tenant, (0, []))
                 keys.append((parent, tail))
@@ -381,9 +394,10 @@ class PrefixCache(Generic[Value]):
             if number % RECOUNT_STEP == 0:
                 yield
         _ensure(nbytes == self.nbytes, f"{nbytes} bytes are kept, not {self.nbytes}")
+        _ensure(pooled == self.pool_bytes, f"{pooled} bytes are in the pool, not {self.pool_bytes}")
+        _ensure((loose, slots) == (self.loose_bytes, self.loose_slots), "what is not pinned is counted wrong")
         _ensure(blocks == self.blocks, f"{blocks} blocks are kept, not {self.blocks}")
-        within = nbytes <= self.bytes_max or all(map(self._is_pinned, self._entries))
-        _ensure(within, f"{nbytes} bytes are kept, of {self.bytes_max}")
+        _ensure(loose <= self.bytes_max, f"{loose} bytes are kept, of {self.bytes_max}")
         for tenant, counted in self._shares.counted().items():
             _ensure(counted == shares.get(tenant, (0, [])), f"what {tenant} has is counted wrong")
             _ensure(counted[0] <= (self._shares.bytes_max(tenant) or 0), f"{counted[0]} bytes of {tenant} are kept")
@@ -427,12 +441,12 @@ class PrefixCache(Generic[Value]):
         self._inserted += 1
         entry.age = self._inserted
         self._entries[key] = entry
-        self.nbytes += entry.kept.nbytes
+        self._tally(entry, 1, loose=not self._is_pinned(key))
         self._shares.add(entry.tenant, key, self._loose(key, entry))
 
     def _remove(self, key: tuple[bytes, tuple[int, ...] | None]) -> None:
         entry = self._entries.pop(key)
-        self.nbytes -= entry.kept.nbytes
+        self._tally(entry, -1, loose=not self._is_pinned(key))
         self._shares.remove(entry.tenant, key, self._loose(key, entry))
         block, tail = key
         if tail is None:
@@ -444,6 +458,17 @@ class PrefixCache(Generic[Value]):
         siblings.remove(tail)
         if not siblings:
             del self._tails[block]
+
+    def _tally(self, entry: _KeptEntry[Value], sign: int, *, loose: bool) -> None:
+        """Counts an entry that comes (`sign` 1) or goes (-1)."""
+        self.nbytes += sign * entry.kept.nbytes
+        self.pool_bytes += sign * entry.kept.pool_bytes
+        if loose:
+            self._tally_loose(entry, sign)
+
+    def _tally_loose(self, entry: _KeptEntry[Value], sign: int) -> None:
+        self.loose_bytes += sign * entry.kept.nbytes
+        self.loose_slots += sign * entry.kept.slots
 
     def _is_pinned(self, key: tuple[bytes, tuple[int, ...] | None]) -> bool:
         return key in self._pinned
@@ -457,6 +482,7 @@ class PrefixCache(Generic[Value]):
         tenants."""
         entries = [entry for key in keys if (entry := self._entries.get(key)) is not None]
         for entry in entries:
+            self._tally_loose(entry, sign)
             self._shares.count(entry.tenant, sign * entry.kept.nbytes)
         return list(dict.fromkeys(entry.tenant for entry in entries))
 
@@ -475,14 +501,10 @@ class PrefixCache(Generic[Value]):
             self._remove(key)
 
     def _evict(self) -> None:
-        excess, victims = self.nbytes - self.bytes_max, []
-        if excess <= 0:
-            return
-        for key, entry in self._entries.items():
-            if excess <= 0:
-                break
-            if not self._is_pinned(key):
-                victims.append(key)
-                excess -= entry.kept.nbytes
-        for key in victims:
-            self._remove(key)
+        while self.loose_bytes > self.bytes_max:
+            key = next(iter(self._entries))
+            if self._is_pinned(key):
+                # In use, so the next search need not pass it again.
+                self._use(key)
+            else:
+                self._remove(key)

@@ -10,8 +10,8 @@ used, then one decode step of every running row; so a long prompt never stops th
 
 Admission goes by priority first: a higher number is admitted first, and preempts lower ones if there is no room. Among
 equal priorities the tenant and then the flow that have been given least come first, and in a flow the oldest row
-(`fairness.py`). A row without a place may preempt one of a tenant or flow that has several. A dense batch costs rows x
-longest row; admission and preemption bound that product, in tokens.
+(`fairness.py`). A row without a place may preempt one of a tenant or flow that has several. Admission and preemption
+bound what the rows' KV costs, in tokens: `Limits` says how it is counted, and `room_tokens` what is there now.
 
 What two prompts have in common is computed once: a row that could reuse what an earlier one is computing waits for it,
 while others go ahead. It waits only for rows before it in rank, so it waits for finitely many, and never for a less
@@ -24,17 +24,20 @@ and raise KeyError for an unknown one.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop
 from itertools import pairwise
+from math import inf
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from .fairness import DRAWN_TOKENS, FairShares, depths, queues_too_many
 from .prefill_budget import stop_inside
+from .shared_blocks import SharedBlocks
 
 HEADROOM_TOKENS = 256
-"""Tokens reserved for a row beyond its prompt at admission: one growth step of a dense cache."""
+"""Tokens reserved for a row beyond its prompt at admission: a block, or one growth step of a dense cache."""
 
 STEP_TOKENS = 2
 """Tokens that a running row may gain before the next `plan`: one step read, one in flight."""
@@ -53,13 +56,40 @@ class RowState(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """The bounds of a batch and its queue. `kv_tokens_max` bounds rows x longest row."""
+    """The bounds of a batch and its queue.
+
+    Attributes:
+        kv_tokens_max: bounds what the KV of all rows costs, at most.
+        row_tokens: what a row costs besides its tokens: its open block, windows and states.
+        paged: a row costs its own whole blocks; else the batch is dense, and each row costs as much as the longest.
+        shares: rows hold the same memory for the blocks of equal `keys` that have KV, which are counted once; a row
+            that is admitted finds those that another one holds.
+    """
 
     rows_max: int
     queue_requests_max: int
     prefill_chunk_tokens: int
     kv_tokens_max: int
     prefill_rows_max: int = 4
+    row_tokens: int = 0
+    paged: bool = False
+    shares: bool = False
+
+    def cost(self, lengths: Sequence[int]) -> int:
+        """Returns what rows of these lengths cost that share nothing, in tokens."""
+        if not self.paged:
+            return len(lengths) * (max(lengths, default=0) + self.row_tokens)
+        # The rest of a row is in its open block, which `row_tokens` has.
+        whole = sum(length // BLOCK_TOKENS for length in lengths)
+        return whole * BLOCK_TOKENS + len(lengths) * self.row_tokens
+
+    @property
+    def prompt_tokens_max(self) -> int:
+        """The longest prompt that memory can hold; negative if none."""
+        room = self.kv_tokens_max - self.row_tokens
+        if self.paged:
+            room = (room // BLOCK_TOKENS + 1) * BLOCK_TOKENS - 1
+        return room - STEP_TOKENS
 
 
 @dataclass(eq=False)
@@ -129,7 +159,11 @@ class Plan:
 
 
 class Scheduler:
-    """Continuous batching for one replica. The module's docstring describes the life of a row."""
+    """Continuous batching for one replica. The module's docstring describes the life of a row.
+
+    Attributes:
+        room_tokens: what the rows' KV may cost now, where others hold memory too. A row alone goes on beyond it.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -144,6 +178,8 @@ class Scheduler:
         self._shares = FairShares()
         self._expected: ScheduledRow | None = None
         """The row for which room was just made."""
+        self._blocks = SharedBlocks()
+        self.room_tokens: float = inf
         self._arrivals = 0
 
     @property
@@ -165,7 +201,23 @@ class Scheduler:
     @property
     def free_tokens(self) -> int:
         """Tokens of KV not used by the rows that hold a place."""
-        return max(0, self.limits.kv_tokens_max - self._cost(self._placed()))
+        return max(0, int(self._room) - self.cost_tokens)
+
+    @property
+    def cost_tokens(self) -> int:
+        """What the rows that hold a place cost when all their prompts have KV."""
+        return self._cost(self._placed())
+
+    @property
+    def held_tokens(self) -> int:
+        """What they cost with the KV that they have now, or will have after the next step."""
+        prefilling = [row.done for row in self._prefilling.values()]
+        lengths = [*(row.length + STEP_TOKENS for row in self._running.values()), *prefilling]
+        return self.limits.cost(lengths) - self._blocks.common(self._placed_ids()) * BLOCK_TOKENS
+
+    @property
+    def _room(self) -> float:
+        return min(self.limits.kv_tokens_max, self.room_tokens)
 
     def row(self, request_id: str) -> ScheduledRow | None:
         """Returns the row of a request; None if it is unknown."""
@@ -181,7 +233,7 @@ class Scheduler:
             `full` if the queue is, `full_for_it` if only this tenant or flow may queue no more, `too_long` if memory
             can never hold the prompt, None if `add` may follow.
         """
-        if prompt + STEP_TOKENS > self.limits.kv_tokens_max:
+        if prompt > self.limits.prompt_tokens_max:
             return "too_long"
         free = max(0, self.limits.rows_max - self.running)
         room = self.limits.queue_requests_max + free - len(self._waiting) - coming
@@ -221,6 +273,7 @@ class Scheduler:
         row = self._rows[request_id]
         row.restoring = False
         row.done = min(tokens, row.prompt)
+        self._hold_blocks(row)
         if row.done == row.prompt:
             self._start_decoding(row)
 
@@ -231,6 +284,7 @@ class Scheduler:
         first.passed = row is not first
         self._shares.charge(row, chunk.stop - row.done)
         row.done = chunk.stop
+        self._hold_blocks(row)
         if row.done >= row.prompt:
             self._start_decoding(row)
 
@@ -342,6 +396,7 @@ class Scheduler:
         assert all(before.rank < after.rank for before, after in pairwise(self._waiting))
         assert self.running <= self.limits.rows_max
         assert len(self._prefilling) <= self.limits.prefill_rows_max
+        self._blocks.check(self._placed_ids())
         suspects = [row for row in self._placed() if row.suspect]
         assert len(suspects) <= 1, "two suspects in one batch could not be told apart"
 
@@ -363,6 +418,9 @@ class Scheduler:
     def _placed(self) -> list[ScheduledRow]:
         return [*self._running.values(), *self._prefilling.values()]
 
+    def _placed_ids(self) -> list[str]:
+        return [*self._running, *self._prefilling]
+
     def _enqueue(self, row: ScheduledRow) -> None:
         row.state = RowState.WAITING
         insort(self._waiting, row, key=lambda waiting: waiting.rank)
@@ -381,9 +439,10 @@ class Scheduler:
             self._waiting.remove(row)
         else:
             del (self._prefilling if row.state is RowState.PREFILLING else self._running)[row.request_id]
+            self._blocks.leave(row.request_id)
 
     def _start_decoding(self, row: ScheduledRow) -> None:
-        self._take_out(row)
+        del self._prefilling[row.request_id]
         row.state = RowState.RUNNING
         self._running[row.request_id] = row
 
@@ -419,27 +478,31 @@ class Scheduler:
         prefilling = sum(other.state is RowState.PREFILLING for other in placed)
         if len(placed) >= self.limits.rows_max or prefilling >= self.limits.prefill_rows_max:
             return False
-        return not placed or self._cost(placed, row) <= self.limits.kv_tokens_max
+        return not placed or self._cost(placed, row) <= self._room
 
-    @staticmethod
-    def _cost(rows: list[ScheduledRow], extra: ScheduledRow | None = None) -> int:
-        """Returns the tokens of the dense batch with room for one more step (and for `extra` with its headroom)."""
+    def _hold_blocks(self, row: ScheduledRow) -> None:
+        if self.limits.shares:
+            self._blocks.hold(row.request_id, row.keys[: row.done // BLOCK_TOKENS])
+
+    def _cost(self, rows: list[ScheduledRow], extra: ScheduledRow | None = None) -> int:
+        """Returns what the rows cost, with room for one more step (and for `extra` with its headroom)."""
         lengths = [row.length + STEP_TOKENS for row in rows]
         if extra:
             lengths.append(extra.prompt + max(STEP_TOKENS, min(extra.max_tokens, HEADROOM_TOKENS)))
-        return len(lengths) * max(lengths, default=0)
+        keys = extra.keys[: extra.prompt // BLOCK_TOKENS] if extra and self.limits.shares else ()
+        return self.limits.cost(lengths) - self._blocks.common([row.request_id for row in rows], keys) * BLOCK_TOKENS
 
     def _make_room(self) -> tuple[list[str], list[str]]:
         """Preempts rows until the batch fits: the least urgent ones, of these a tenant's or flow's with the most
-        places, of these the youngest. A single row that does not fit is cut."""
+        places, of these the youngest. A single row that could never fit is cut."""
         preempted: list[str] = []
         placed = self._placed()
-        if self._cost(placed) <= self.limits.kv_tokens_max:
+        if self._cost(placed) <= self._room:
             return [], []
         placed = _by_claim(placed)
-        while self._cost(placed) > self.limits.kv_tokens_max:
+        while (cost := self._cost(placed)) > self._room:
             if len(placed) == 1:
-                return preempted, [placed[0].request_id]
+                return preempted, [placed[0].request_id] if cost > self.limits.kv_tokens_max else []
             last = placed.pop()
             self._requeue(last)
             preempted.append(last.request_id)
@@ -447,8 +510,8 @@ class Scheduler:
 
     def _give_way(self) -> list[str]:
         """Preempts as few rows as let the next queued row in: less urgent ones, or rows whose tenant or flow has more
-        places than the next one's would have. A row longer than all of the batch may take one such place only: in a
-        dense batch it would cost the room of many."""
+        places than the next one's would have. A row longer than all of the batch may take one such place only: it could
+        cost the room of many."""
         placed = self._placed()
         if not self._waiting or not placed:
             return []

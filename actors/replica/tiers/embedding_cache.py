@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from cachetools import LRUCache
@@ -14,21 +15,20 @@ class EmbeddingCache:
     """An LRU cache of image embeddings by `features_id`.
 
     Attributes:
+        bytes_max: how many bytes are kept.
         hits, encodes: how often a picture was found, and how often encoded.
         changes: added and removed ids, for the router.
     """
 
     def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
         self.hits = self.encodes = 0
         self.changes = Changes()
-        self._embeddings: LRUCache[bytes, ImageEmbeddings] = LRUCache(bytes_max, getsizeof=lambda one: one.nbytes)
+        # It would evict by itself, but not say what, and its size cannot be changed.
+        self._embeddings: LRUCache[bytes, ImageEmbeddings] = LRUCache(sys.maxsize, getsizeof=lambda one: one.nbytes)
 
     def __contains__(self, entry: bytes) -> bool:
         return entry in self._embeddings
-
-    @property
-    def bytes_max(self) -> int:
-        return int(self._embeddings.maxsize)
 
     @property
     def nbytes(self) -> int:
@@ -46,11 +46,18 @@ class EmbeddingCache:
         """Caches image embeddings, unless they are cached already or larger than the cache."""
         if entry in self._embeddings or embeddings.nbytes > self.bytes_max:
             return
-        # The cache would make room itself, but not say whose.
-        while self.nbytes + embeddings.nbytes > self.bytes_max:
-            self.changes.note([], [self._embeddings.popitem()[0]])
+        self._shrink(self.bytes_max - embeddings.nbytes)
         self._embeddings[entry] = embeddings
         self.changes.note([entry], [])
+
+    def resize(self, bytes_max: int) -> None:
+        """Changes how many bytes are kept."""
+        self.bytes_max = bytes_max
+        self._shrink(bytes_max)
+
+    def _shrink(self, bytes_max: int) -> None:
+        while self.nbytes > bytes_max:
+            self.changes.note([], [self._embeddings.popitem()[0]])
 
     def clear(self) -> int:
         """Drops everything. Returns the freed bytes."""

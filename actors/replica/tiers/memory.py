@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 
@@ -99,15 +100,24 @@ class RowMemory:
     """The KV that rows reuse and leave in memory. Keeps nothing for a model whose KV cannot be cut.
 
     Args:
-        bytes_max: bytes for KV that is not pinned.
+        bytes_max: bytes for KV that is not pinned; None for as many as there is room for.
         writes: whether kept KV goes to disk.
+
+    Attributes:
+        room: returns how many bytes kept KV may have now, apart from pinned KV.
     """
 
-    def __init__(self, spec: ModelCacheSpec, executor: BatchExecutor, bytes_max: int, *, writes: bool = False) -> None:
-        self.prefixes: PrefixCache[Piece] = PrefixCache(bytes_max, spec.rule)
+    def __init__(
+        self, spec: ModelCacheSpec, executor: BatchExecutor, bytes_max: int | None, *, writes: bool = False
+    ) -> None:
+        self._bytes_max = sys.maxsize if bytes_max is None else bytes_max
+        self.room: Callable[[], int] = lambda: self._bytes_max
+        self.prefixes: PrefixCache[Piece] = PrefixCache(self._bytes_max, spec.rule)
         self._spec = spec
         self._executor = executor
-        self._bytes_max = bytes_max
+        # A placed row and the cache hold the same slots, so evicting them would free nothing. Of other layers kept
+        # blocks have more than the row: windows that it has left behind, snapshots.
+        self._pins_rows = spec.policy is not None and self.prefixes.is_plain
         self._block_bytes = spec.bytes_per_token * BLOCK_TOKENS
         self._writes = writes
         # Holders of KV that is not on disk yet.
@@ -140,7 +150,23 @@ class RowMemory:
 
     def leave(self, sequence: Sequence) -> None:
         """Unpins what is pinned for a row that was preempted or ended."""
-        self.prefixes.unpin(sequence.id)
+        self._unpin(sequence.id, _as_row(sequence))
+
+    def fit(self) -> None:
+        """Evicts the least recently used KV that nobody needs until the rest has room beside the rows."""
+        self.prefixes.resize(max(0, min(self._bytes_max, self.room())))
+
+    def _unpin(self, *holders: str) -> None:
+        # What was pinned keeps the room that it had.
+        self.prefixes.resize(self._bytes_max)
+        for holder in holders:
+            self.prefixes.unpin(holder)
+        self.fit()
+
+    def _pin_row(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Pins blocks [start, stop) of a row that holds them, until `leave`."""
+        if self._pins_rows and start < stop:
+            self.prefixes.pin(_as_row(sequence), sequence.request.root_id, sequence.ids[start:stop], [])
 
     def peek(self, sequence: Sequence) -> int:
         """Returns about how many of the row's tokens `find` would find now."""
@@ -156,8 +182,9 @@ class RowMemory:
             return Hit()
         try:
             hit = self.prefixes.match(sequence.request.root_id, sequence.ids, sequence.tokens, tokens_max)
+            self._pin_row(sequence, 0, len(hit.blocks))
         finally:
-            self.prefixes.unpin(sequence.id)
+            self._unpin(sequence.id)
         sequence.kept = len(hit.blocks)
         return hit
 
@@ -190,8 +217,7 @@ class RowMemory:
         if len(slabs) < len(blocks):
             return blocks
         return [
-            (tokens, PrefixKV(piece, kept.nbytes, kept.window_from, kept.snapshot))
-            for (tokens, kept), piece in zip(blocks, self._executor.adopt(slabs), strict=True)
+            (tokens, kept_of(piece)) for (tokens, _), piece in zip(blocks, self._executor.adopt(slabs), strict=True)
         ]
 
     def copied(self, item: Unsaved) -> Unsaved:
@@ -235,7 +261,7 @@ class RowMemory:
     def release(self, writer: str) -> None:
         """Unpins what `hold` pinned, once it is on disk or could not be written."""
         self._writers.discard(writer)
-        self.prefixes.unpin(writer)
+        self._unpin(writer)
 
     def used(self, sequence: Sequence) -> list[bytes]:
         """Returns the ids of the row's entries on disk, without the open tail, which later turns replace."""
@@ -342,6 +368,7 @@ class RowMemory:
             (index, sequence.tokens[start:stop], kept_of(slab))
             for index, (start, stop), slab in zip(wanted, spans, slabs, strict=True)
         ]
+        self._pin_row(sequence, first, last)
         self.prefixes.put_blocks(sequence.ids[:last], new, sequence.request.tenant)
         sequence.kept = last
         if self._on_disk(sequence):
@@ -413,4 +440,14 @@ class RowMemory:
 
 def kept_of(slab: Piece) -> PrefixKV[Piece]:
     """A piece as the prefix cache takes it."""
-    return PrefixKV(slab, slab.nbytes, slab.window_from, slab.states is not None)
+    snapshot = slab.states is not None
+    if isinstance(slab, Slab):
+        return PrefixKV(slab, slab.nbytes, slab.window_from, snapshot)
+    pool_bytes = slab.nbytes - sum(array.nbytes for array in slab.arrays())
+    slots = sum(slot is not None for slot in slab.slots)
+    return PrefixKV(slab, slab.nbytes, slab.window_from, snapshot, pool_bytes, slots)
+
+
+def _as_row(sequence: Sequence) -> str:
+    """The holder of what a placed row has; under its id alone it holds what it waits for."""
+    return f"row {sequence.id}"

@@ -391,7 +391,7 @@ def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
     engine.submit("empty", [])
     engine.submit("vocabulary", [loaded.vocabulary_size])
     engine.submit("context", [1] * loaded.context_tokens)
-    engine.submit("memory", [1] * 2001)
+    engine.submit("memory", [1] * 2048)
     for name in ("runs", "waits", "too many"):
         engine.submit(name, [1, 2, 3], max_tokens=5)
     engine.submit("runs", [1, 2, 3])
@@ -405,7 +405,8 @@ def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
         "too many": "QueueFull",
         "runs": "Unavailable",
     }
-    assert "2001" in engine.refused["memory"].message
+    message = engine.refused["memory"].message
+    assert "2048" in message and "memory holds 2046" in message
     engine.drain()
     assert {row.finish for row in engine.rows.values()} == {"length"}
     engine.engine.drain()
@@ -436,12 +437,12 @@ def test_a_draining_engine_can_end_its_rows(bench: MakeBench):
     assert engine.engine.scheduler.running == 0
 
 
-def test_memory_for_prefixes_is_bounded(bench: MakeBench, prompts: list[list[int]]):
-    engine = bench()
-    engine.engine.prefixes.bytes_max = 400 * engine.loaded.spec.bytes_per_token
+def test_memory_for_prefixes_is_bounded(bench: MakeBench, loaded: LoadedModel, prompts: list[list[int]]):
+    room = 400 * loaded.spec.bytes_per_token
+    engine = bench(prefix_bytes_max=room)
     for index, prompt in enumerate(prompts):
         engine.run(str(index), prompt, max_tokens=2)
-        assert engine.engine.prefixes.nbytes <= engine.engine.prefixes.bytes_max
+        assert engine.engine.prefixes.nbytes <= room
 
 
 @pytest.mark.parametrize("seed", range(3))

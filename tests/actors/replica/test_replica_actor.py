@@ -40,7 +40,7 @@ class Engine:
 def replica(monkeypatch: pytest.MonkeyPatch) -> ReplicaActor:
     monkeypatch.setattr(ReplicaActor, "_run_engine", lambda self: None)
     monkeypatch.setattr(ReplicaActor, "_end_when_unwanted", lambda self: None)
-    actor = ReplicaActor("m-0", Model(name="m", source="s"), Scheduling(), Node(name="mac0"), 1, USUAL)
+    actor = ReplicaActor("m-0", Model(name="m", source="s"), Scheduling(), Node(name="mac0"), USUAL)
     actor._engine = Engine()  # type: ignore[assignment]
     return actor
 

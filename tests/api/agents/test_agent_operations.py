@@ -182,7 +182,7 @@ async def test_every_route_refuses_what_is_no_agent_id_and_a_store_that_is_down(
 async def test_the_replicas_cache_is_cleared_and_counted(endpoint, backend):
     backend.replicas = [
         ReplicaStats("r0", "m", True, cached_tokens_total=40, prefix_blocks=2, prefix_bytes=1024, prefix_hits_total=3),
-        ReplicaStats("r1", "m", True, cached_tokens_total=2, prefix_misses_total=1),
+        ReplicaStats("r1", "m", True, cached_tokens_total=2, prefix_misses_total=1, slots_running=3, slots_kept=4),
         ReplicaStats("r2", "m", False),
     ]
     body = (await endpoint.client.get("/v1/cache/stats")).json()
@@ -193,6 +193,9 @@ async def test_the_replicas_cache_is_cleared_and_counted(endpoint, backend):
         "tokens_saved": 42,
         "entry_count": 2,
         "current_memory_bytes": 1024,
+        "slots": {"running": 3, "kept": 4, "free": 0},
+        "memory_bytes": 0,
+        "memory_bytes_max": 0,
     }
     assert (await endpoint.client.delete("/v1/cache")).json()["bytes"] == 7
     assert endpoint.store.cleared == 1

@@ -26,6 +26,8 @@ from tests.worlds.remembering import Remembering
 
 from ..http.test_operations import samples
 
+MEMORY = {"slots": {"running": 0, "kept": 0, "free": 0}, "memory_bytes": 0, "memory_bytes_max": 0}
+
 TWO = [
     NodeState(
         "mac0",
@@ -116,6 +118,7 @@ async def test_nodes_and_replicas_are_shown_with_what_is_known_and_null_for_what
             "running": 0,
             "waiting": 2,
             "tokens_per_s": 0.0,
+            **MEMORY,
         },
         {
             "id": "m-1",
@@ -128,6 +131,7 @@ async def test_nodes_and_replicas_are_shown_with_what_is_known_and_null_for_what
             "running": 0,
             "waiting": 0,
             "tokens_per_s": None,
+            **MEMORY,
         },
     ]
 

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import inf
 
 import pytest
 
@@ -96,7 +97,10 @@ class Simulation:
             if self.alive and self.chance(self.world.aborts):
                 self.leave(self.rng.choice(self.alive), "abort")
             if self.world.forgetful and self.cached:
-                self.cached -= set(self.rng.sample(sorted(self.cached), len(self.cached) // 4))
+                lost = set(self.rng.sample(sorted(self.cached), len(self.cached) // 4))
+                # What rows hold stays, where they share it.
+                held = self.rows(RowState.PREFILLING, RowState.RUNNING) if self.world.limits.shares else []
+                self.cached -= lost - {key for row in held for key in row.keys[: row.done // BLOCK]}
             self.plan()
             self.prefill()
             self.decode()
@@ -112,7 +116,8 @@ class Simulation:
         if rng.random() < 0.2:
             length += -length % BLOCK
         elif rng.random() < 0.05:
-            length = max(1, min(24 * BLOCK, self.world.limits.kv_tokens_max) - rng.randrange(30))
+            most = self.world.limits.kv_tokens_max - self.world.limits.row_tokens
+            length = max(1, min(24 * BLOCK, most) - rng.randrange(30))
         family, shared = rng.randrange(2), rng.choice([0, 1, 3, 9, 9])
         keys = tuple(
             f"{f'family{family}' if index < shared else name}:{index}".encode() for index in range(length // BLOCK)
@@ -121,7 +126,7 @@ class Simulation:
         for copy in range(copies):
             limits, free = self.world.limits, self.world.limits.rows_max - self.scheduler.running
             reason = self.scheduler.refusal(length - 1)
-            if length - 1 + STEP_TOKENS > limits.kv_tokens_max:
+            if self.crowd([], length - 1 + STEP_TOKENS) > limits.kv_tokens_max:
                 assert reason == "too_long"
             else:
                 room = limits.queue_requests_max + free - self.scheduler.waiting
@@ -191,16 +196,32 @@ class Simulation:
         for name in plan.preempted:
             rank, state = before[name]
             kept = [row for row in self.rows(state) if row.request_id in before]
-            assert all(row.rank < rank for row in kept), self.say(f"{name} should have kept its place")
+            # Where each row costs its own, one that costs less may stay beside whom this one has no room.
+            least = min((row.length // BLOCK for row in kept if row.rank > rank), default=inf)
+            limits = self.world.limits
+            costs_less = limits.shares or (limits.paged and least < self.row(name).length // BLOCK)
+            assert costs_less or all(row.rank < rank for row in kept), self.say(f"{name} should have kept its place")
         if plan.preempted and not crowded:
             urgency = max(-before[name][0][0] for name in plan.preempted)
             admitted = self.admit()
             assert admitted is not None, self.say("sent back in vain")
             assert admitted.priority > urgency, self.say("equals send nobody back")
 
-    def crowd(self, rows: list[ScheduledRow]) -> int:
-        """Tokens of the batch when the next step has been launched."""
-        return len(rows) * max((row.length + STEP_TOKENS for row in rows), default=0)
+    def crowd(self, rows: list[ScheduledRow], *coming: int, keys: tuple[bytes, ...] = ()) -> int:
+        """Tokens of the batch when the next step has been launched.
+
+        Args:
+            coming: lengths of a row beside them.
+            keys: its blocks.
+        """
+        limits, lengths = self.world.limits, [*(row.length + STEP_TOKENS for row in rows), *coming]
+        besides = len(lengths) * limits.row_tokens
+        if not limits.paged:
+            return len(lengths) * max(lengths, default=0) + besides
+        held = [row.keys[: row.done // BLOCK] for row in rows] if limits.shares else []
+        once = {key for each in held for key in each}
+        again = sum(map(len, held)) - len(once) + len(list(takewhile(once.__contains__, keys)))
+        return (sum(length // BLOCK for length in lengths) - again) * BLOCK + besides
 
     def waits_for(self, row: ScheduledRow, other: ScheduledRow) -> bool:
         """Whether `row` gains by waiting for `other`, which is being prefilled, by comparing all of their blocks."""
@@ -213,11 +234,10 @@ class Simulation:
         placed, limits = self.rows(RowState.PREFILLING, RowState.RUNNING), self.world.limits
         prefilling = sum(other.state is RowState.PREFILLING for other in placed)
         need = row.prompt + max(STEP_TOKENS, min(row.max_tokens, HEADROOM_TOKENS))
-        longest = max(need, *(other.length + STEP_TOKENS for other in placed)) if placed else 0
-        return (
+        return bool(
             len(placed) == limits.rows_max
             or prefilling == limits.prefill_rows_max
-            or (len(placed) + 1) * longest > limits.kv_tokens_max
+            or (placed and self.crowd(placed, need, keys=row.keys[: row.prompt // BLOCK]) > limits.kv_tokens_max)
             or any(other.suspect for other in [row, *placed])
         )
 

@@ -321,7 +321,7 @@ def test_a_row_that_is_sent_back_while_it_speaks_goes_on_where_it_was(
         str(folder), context_tokens_max=None, progress=lambda *_: None, weights="stored", numerics="reproducible"
     )
     prompts = {f"row {seed}": prompt_of(300, seed=seed) for seed in (1, 2)}
-    bench = Bench(loaded, kv_tokens_max=1112)
+    bench = Bench(loaded, kv_tokens_max=900)
     counts, sent = count_prefilled(bench, monkeypatch), note_sent_back(bench, monkeypatch)
     how: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.2, "logprobs": 1}
     for name, prompt in prompts.items():

@@ -250,14 +250,14 @@ def test_pictures_that_kv_was_to_stand_for_are_read_back_where_it_does_not_come(
 
 
 def test_a_prompt_that_is_only_computed_needs_room_for_all_of_it(loaded: LoadedModel):
-    bench = Bench(loaded, kv_tokens_max=801, prefill_chunk_tokens=256)
-    bench.submit("row", prompt_of(800), agent=AGENT, max_tokens=0)
+    bench = Bench(loaded, kv_tokens_max=1023, prefill_chunk_tokens=256)
+    bench.submit("row", prompt_of(1022), agent=AGENT, max_tokens=0)
     bench.drain()
     assert "row" in bench.refused
 
 
 def test_a_row_whose_last_token_cannot_be_read_ends_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    bench = Bench(loaded, kv_tokens_max=1112)
+    bench = Bench(loaded, kv_tokens_max=900)
 
     def broken(row_id: str) -> Any:
         raise RuntimeError("the device fails")
