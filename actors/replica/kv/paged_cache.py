@@ -7,7 +7,7 @@ Sealed blocks lie in the pool (`pool.py`), and a row's block tables say where. T
 the batch: column c of row r is position 256 * (lengths[r] // 256) + c.
 
 A prefill chunk gets its rows' blocks dequantized, then the open ones, as plain arrays, and `make_mask` says which of
-them a query may see. In a decode step of a model whose attention goes through `attention.py`, `view` says where the
+them a query may see: blocks that the chunk fills are there twice, unless sealed ones are as computed. In a decode step of a model whose attention goes through `attention.py`, `view` says where the
 blocks are: they are read in place, each row's own and no other.
 """
 
@@ -184,11 +184,15 @@ class PagedKVCache:
             return self.lengths[0]
         return self._once("offset", lambda: on_device(self.lengths))
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """(rows, 1, N, columns) bool, true where a query may look; None where every query may look everywhere."""
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """(rows, 1, N, columns) bool, true where a query may look; None where every query may look everywhere, "causal"
+        where each sees the columns up to its own."""
         step = self._step(N)
         if self._reads_in_place(N, step):
             return None
+        if N > 1 and step.exact and not (window_size or return_array or self._ragged) and len(set(self.lengths)) == 1:
+            # Its columns are the positions themselves.
+            return "causal"
         what = ("mask", self._number, N, window_size)
         return self._once(what, lambda: mask_of(step, self.lengths, step.first, N, window_size or 0))
 
@@ -306,8 +310,9 @@ class PagedKVCache:
 
     def _step(self, count: int) -> Step:
         width = count if self._ragged else None
+        exact = not self.policy.quantizes
         return self._once(
-            ("step", self.window, count), lambda: step_of(self.lengths, self.window, self._new(count), width)
+            ("step", self.window, count), lambda: step_of(self.lengths, self.window, self._new(count), width, exact)
         )
 
     def _reads_in_place(self, count: int, step: Step) -> bool:
@@ -460,7 +465,7 @@ class PagedKVCache:
         real = [index * most + block for index, row in enumerate(rows) for block in range(step.full[row])]
         if len(real) < len(rows) * most:
             which = mx.array(real, mx.uint32)
-            fresh = Sealed(*(array[which] for array in fresh))
+            fresh = fresh._make(array[which] for array in fresh)
         self._group.write(self._place, self._fresh_slots(step, before, rows), fresh)
         if step.rest is not None:
             self._keys = mx.take_along_axis(self._keys, step.rest, axis=2)
@@ -514,6 +519,7 @@ class Step:
         used: sealed blocks that the longest row's queries see.
         columns: of the tail with the new tokens.
         rest: (rows, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one row.
+        exact: whether sealed blocks are as computed, so that the blocks that the call fills need not be read as sealed.
     """
 
     opened: list[int]
@@ -523,16 +529,20 @@ class Step:
     used: int
     columns: int
     rest: mx.array | None
+    exact: bool = False
 
 
-def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None) -> Step:
+def step_of(
+    lengths: list[int], window: int, new: list[int], width: int | None = None, exact: bool = False
+) -> Step:
     """The numbers of a call; where rows are padded to a `width`, as many columns as a multiple of `COLUMNS`."""
     opened = [length % BLOCK_TOKENS for length in lengths]
     ends = [o + more for o, more in zip(opened, new, strict=True)]
     full = [end // BLOCK_TOKENS for end in ends]
     after = [length + more for length, more in zip(lengths, new, strict=True)]
     first = [first_block(length, window) for length in lengths]
-    last = [max(0, (length - 1) // BLOCK_TOKENS - dropped) for length, dropped in zip(after, first, strict=True)]
+    ends_at = lengths if exact else [length - 1 for length in after]
+    last = [max(0, length // BLOCK_TOKENS - dropped) for length, dropped in zip(ends_at, first, strict=True)]
     columns = max(ends, default=0)
     if width is not None:
         columns = -(-columns // COLUMNS) * COLUMNS
@@ -541,7 +551,7 @@ def step_of(lengths: list[int], window: int, new: list[int], width: int | None =
     if any(full) and max(new) > 1 and len(new) > 1:
         places = mx.array(full)[:, None] * BLOCK_TOKENS + mx.arange(BLOCK_TOKENS)
         rest = mx.minimum(places, columns - 1)[:, None, :, None]
-    return Step(opened, after, first, full, max(last, default=0), columns, rest)
+    return Step(opened, after, first, full, max(last, default=0), columns, rest, exact)
 
 
 def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window: int) -> mx.array | None:
@@ -557,8 +567,9 @@ def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window
     before, after = mx.array(lengths)[:, None], mx.array(step.after)[:, None]
     # A query in the padding sees what the row's last one sees: with nothing to see it would be no number.
     queries = mx.minimum(before + mx.arange(count)[None], after - 1)[:, None, :, None]
-    blocks = queries // BLOCK_TOKENS * BLOCK_TOKENS
-    inside = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None] + mx.arange(step.columns)
+    opened = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None]
+    blocks = mx.broadcast_to(opened, queries.shape) if step.exact else queries // BLOCK_TOKENS * BLOCK_TOKENS
+    inside = opened + mx.arange(step.columns)
     columns, seen = inside, (inside >= blocks) & (inside <= queries)
     if step.used:
         starts = mx.array([dropped * BLOCK_TOKENS for dropped in first])[:, None, None, None]
