@@ -86,7 +86,7 @@ def _measure(model: str, lengths: list[int], policies: list[str], samples: int, 
         dtype=dtype.value,
         context_tokens_max=None,
         progress=tell,
-        kv=FULL_PRECISION,
+        kv="fp16",
         numerics="reproducible",
     )
     texts = Texts(load_tokenizer(loaded.folder))

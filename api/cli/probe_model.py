@@ -164,7 +164,7 @@ def probe(
 
 
 def spec_of(loaded: LoadedModel, policy: str) -> ModelCacheSpec:
-    """Returns the cache spec of a loaded model under a policy; its `policy` is None if the layers' KV cannot be sealed."""
+    """Returns a loaded model's cache spec under a policy; its `policy` is None if the layers' KV cannot be sealed."""
     caches = make_prompt_cache(loaded.model)
     logits = loaded.model(mx.array([[0, 0]]), cache=caches)
     mx.eval(logits, [cache.state for cache in caches])

@@ -410,7 +410,14 @@ def _plan(
         raise ValueError(f"the kernel reads values by eights, and a head has {value_dim}")
     dtype, padded = types[0], value_dim if plain else -(-value_dim // 32) * 32
     together = _together(grouped, key_dim, padded)
-    template = [("T", dtype), ("P", types[1]), ("DK", key_dim), ("DV", value_dim), ("PV", padded), ("VG", value_group(value_dim))]
+    template = [
+        ("T", dtype),
+        ("P", types[1]),
+        ("DK", key_dim),
+        ("DV", value_dim),
+        ("PV", padded),
+        ("VG", value_group(value_dim)),
+    ]
     template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("KB", bits), ("SINKS", sinks)]
     name, body = f"{kind.__name__.lower()}_decode", f"  #define PLAIN {int(plain)}\n{_BODY}"
     read = (*_ROWS[0], *kind._fields, *_ROWS[1], *_NUMBERS)

@@ -532,9 +532,7 @@ class Step:
     exact: bool = False
 
 
-def step_of(
-    lengths: list[int], window: int, new: list[int], width: int | None = None, exact: bool = False
-) -> Step:
+def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None, exact: bool = False) -> Step:
     """The numbers of a call; where rows are padded to a `width`, as many columns as a multiple of `COLUMNS`."""
     opened = [length % BLOCK_TOKENS for length in lengths]
     ends = [o + more for o, more in zip(opened, new, strict=True)]

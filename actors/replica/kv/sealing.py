@@ -1,10 +1,10 @@
 """Sealed KV: full blocks, quantized once and never again, or kept as computed.
 
-Quantized keys are so per channel, in groups along the *token* axis, because a key channel keeps its magnitude from token
+Keys are quantized per channel, in groups along the *token* axis, because a key channel keeps its magnitude from token
 to token and channels differ much; so they are stored transposed. Values are quantized per token, in groups along the
 channels. Sealing rounds scales and biases to 16 bits (float16, or bfloat16 for bfloat16 keys), and attention uses the
-rounded ones: 4.5 bits per element with 4-bit codes in groups of 64. Blocks as computed have their keys transposed too:
-so a decode step reads them fastest.
+rounded ones: 4.5 bits per element with 4-bit codes in groups of 64. Keys as computed are stored transposed too: so a
+decode step reads them fastest.
 
 Shapes, for `rows` rows of `blocks` blocks and T = 256 * blocks tokens; keys and values are in the model's dtype, codes
 are uint32, and `padded` is `value_dim` rounded up to a multiple of 32:

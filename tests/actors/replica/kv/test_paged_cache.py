@@ -348,8 +348,9 @@ def test_a_models_own_range_is_kept(dtype: mx.Dtype):
 
 def test_sealed_blocks_take_what_the_formula_says():
     keys, values = mx.zeros((1, 8, 256, 128), mx.bfloat16), mx.zeros((1, 8, 256, 128), mx.bfloat16)
-    sealed = sealing.seal(keys, values, Q4)
-    assert sealed.nbytes == 256 * sealing.sealed_token_bytes(8, 128, 128, Q4) <= 0.285 * (keys.nbytes + values.nbytes)
+    for policy, most in ((Q4, 0.285), (POLICIES["fp16"], 1.0)):
+        nbytes = sum(array.nbytes for array in sealing.seal(keys, values, policy))
+        assert nbytes == 256 * sealing.sealed_token_bytes(8, 128, 128, policy) <= most * (keys.nbytes + values.nbytes)
     with pytest.raises(ValueError, match="no whole blocks"):
         sealing.seal(keys[:, :, :255], values[:, :, :255], Q4)
 
