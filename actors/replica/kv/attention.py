@@ -74,7 +74,9 @@ def attend(
     grouped = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, dim)
     pool = view.pool
     if isinstance(pool, Plain):
-        scores = _multiply_plain(grouped, view.rows, pool.block_keys, view.slots).astype(mx.float32)
+        assert view.heads is not None
+        of_rows, of_slots, of_blocks = view.heads
+        scores = mx.gather_mm(grouped, pool.block_keys, of_rows, of_slots).astype(mx.float32)
     else:
         keys = (pool.key_codes, pool.key_scales, pool.key_biases)
         scores = _multiply(grouped[view.rows], keys, view.slots, KEY_GROUP, policy.key_bits).astype(mx.float32)
@@ -94,7 +96,7 @@ def attend(
         total = total + mx.exp(sinks.reshape(kv_heads, -1).astype(mx.float32) - most)
     weights = before.astype(dtype)
     if isinstance(pool, Plain):
-        parts = _multiply_plain(weights, mx.arange(weights.shape[0]), pool.block_values, view.slots)
+        parts = mx.gather_mm(weights, pool.block_values, of_blocks, of_slots)
     else:
         values = (pool.value_codes, pool.value_scales, pool.value_biases)
         parts = _multiply(weights, values, view.slots, value_group(value_dim), policy.value_bits)[..., :value_dim]
@@ -115,11 +117,3 @@ def _multiply(
     return mx.quantized_matmul(
         left, codes, scales.astype(dtype), biases.astype(dtype), transpose=False, group_size=group, bits=bits
     )
-
-
-def _multiply_plain(left: mx.array, rows: mx.array, right: mx.array, slots: mx.array) -> mx.array:
-    """`left[rows[i]]` times the block in `slots[i]`: (n, kv_heads, group, k) by (slots, kv_heads, k, columns), read where
-    it is."""
-    heads = mx.arange(left.shape[1], dtype=mx.uint32)
-    at = (indices[:, None] * len(heads) + heads for indices in (rows, slots))
-    return mx.gather_mm(left, right, *at)

@@ -111,6 +111,8 @@ class DecodeView:
         rows: (n,) uint32, whose they are.
         counts: how many of them each row has.
         behind: (n, 1, 1, 256) bool, which of their tokens are behind the window; None for none.
+        heads: for blocks as computed, (n, kv_heads) uint32 each: their heads among those of all rows, of the slots, and of
+            the n blocks.
     """
 
     keys: mx.array
@@ -121,6 +123,7 @@ class DecodeView:
     rows: mx.array
     counts: list[int]
     behind: mx.array | None
+    heads: tuple[mx.array, mx.array, mx.array] | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ class PagedKVCache:
         self._writable = False
         in_place = self._reads_in_place(count, step)
         index = self._table(step) if step.used and not in_place else None
-        flat = self._flat(step) if in_place else None
+        flat = self._flat(step, keys.shape[1]) if in_place else None
         # What it refers to could not be changed in place.
         self.view = None
         if self._keys is None or self._values is None:
@@ -224,7 +227,7 @@ class PagedKVCache:
         self._seal_full(step)
         if flat is not None:
             seen = self._once("seen", lambda: _seen(step, self.window))
-            self.view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), *flat)
+            self.view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), **flat)
             return open_keys, open_values
         if index is not None:
             sealed = self._group.gather(self._place, index)
@@ -377,15 +380,16 @@ class PagedKVCache:
 
         return self._once(("table", self._number), make)
 
-    def _flat(self, step: Step) -> tuple[mx.array, mx.array, list[int], mx.array | None]:
-        """As `DecodeView` has `slots`, `rows`, `counts` and `behind`."""
+    def _flat(self, step: Step, kv_heads: int) -> dict[str, Any]:
+        """What all layers of the group have alike in a `DecodeView`."""
 
-        def make() -> tuple[mx.array, mx.array, list[int], mx.array | None]:
+        def make() -> dict[str, Any]:
             tables = zip(self._tables(), step.first, self.lengths, strict=True)
             numbers = [table.numbers(first, length // BLOCK_TOKENS) for table, first, length in tables]
-            slots = [number for row in numbers for number in row]
-            rows = [row for row, those in enumerate(numbers) for _ in those]
-            behind = None
+            owners = [row for row, those in enumerate(numbers) for _ in those]
+            slots = mx.array([number for row in numbers for number in row], mx.uint32) + 0
+            rows = mx.array(owners, mx.uint32) + 0
+            behind = heads = None
             if self.window:
                 starts = [
                     (first + at) * BLOCK_TOKENS
@@ -393,15 +397,18 @@ class PagedKVCache:
                     for at in range(len(those))
                 ]
                 ends = mx.array(
-                    [self.lengths[row] - self.window - start for row, start in zip(rows, starts, strict=True)]
+                    [self.lengths[row] - self.window - start for row, start in zip(owners, starts, strict=True)]
                 )
                 behind = mx.arange(BLOCK_TOKENS) <= ends[:, None, None, None]
-            return (
-                mx.array(slots, mx.uint32) + 0,
-                mx.array(rows, mx.uint32) + 0,
-                [len(those) for those in numbers],
-                behind,
-            )
+            if step.exact:
+                heads = heads_of(rows, slots, kv_heads)
+            return {
+                "slots": slots,
+                "rows": rows,
+                "counts": [len(those) for those in numbers],
+                "behind": behind,
+                "heads": heads,
+            }
 
         return self._once(("flat", self._number), make)
 
@@ -491,6 +498,12 @@ class PagedKVCache:
 def on_device(numbers: list[int]) -> mx.array:
     """What every layer will read: made by the device, which would go to the host's memory for it each time."""
     return mx.array(numbers) + 0
+
+
+def heads_of(rows: mx.array, slots: mx.array, kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    """As `DecodeView.heads`."""
+    heads, blocks = mx.arange(kv_heads, dtype=mx.uint32), mx.arange(slots.size, dtype=mx.uint32)
+    return tuple(numbers[:, None] * kv_heads + heads for numbers in (rows, slots, blocks))  # type: ignore[return-value]
 
 
 def _seen(step: Step, window: int) -> mx.array | None:
