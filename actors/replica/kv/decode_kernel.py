@@ -56,9 +56,9 @@ _METAL = """
   #define MAX(a, b) metal::max(a, b)
 """
 
-# Template: T, P (of sealed blocks as computed), DK, DV, PV (padded value channels), VG (their group), KV heads, G queries
-# a KV head, GC of them a group of threads, KB key bits, SINKS. `numbers` are the columns of the open blocks, and whether
-# to append the new token. PLAIN: sealed blocks are as computed, and read eight numbers at a time.
+# Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
+# heads, G queries a KV head, GC of them a group of threads, KB key bits, SINKS. `numbers` are the columns of the open
+# blocks, and whether to append the new token. PLAIN: sealed blocks are as computed, and read eight numbers at a time.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = KB == 4 ? 32 : 64;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;

@@ -7,8 +7,9 @@ Sealed blocks lie in the pool (`pool.py`), and a row's block tables say where. T
 the batch: column c of row r is position 256 * (lengths[r] // 256) + c.
 
 A prefill chunk gets its rows' blocks dequantized, then the open ones, as plain arrays, and `make_mask` says which of
-them a query may see: blocks that the chunk fills are there twice, unless sealed ones are as computed. In a decode step of a model whose attention goes through `attention.py`, `view` says where the
-blocks are: they are read in place, each row's own and no other.
+them a query may see: blocks that the chunk fills are there twice, unless sealed ones are as computed. In a decode step
+of a model whose attention goes through `attention.py`, `view` says where the blocks are: they are read in place, each
+row's own and no other.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class DecodeView:
         rows: (n,) uint32, whose they are.
         counts: how many of them each row has.
         behind: (n, 1, 1, 256) bool, which of their tokens are behind the window; None for none.
-        heads: for blocks as computed, (n, kv_heads) uint32 each: their heads among those of all rows, of the slots, and of
-            the n blocks.
+        heads: for blocks as computed, (n, kv_heads) uint32 each: their heads' numbers among those of all rows, of all
+            slots, and of the n blocks.
     """
 
     keys: mx.array
