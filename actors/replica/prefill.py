@@ -103,8 +103,7 @@ class PrefillLoop:
             self._keeping.put_back(sequence, restored)
         hit = self._memory.find(sequence, row.prompt)
         assert not isinstance(hit.tail, PooledBlock), "a tail is no whole block"
-        slabs = self._memory.slabs(hit, restored)
-        self._executor.open(request_id, slabs, hit.tail, hit.tail_tokens, sequence.pictures)
+        self._executor.open(request_id, hit.blocks, hit.tail, hit.tail_tokens, sequence.pictures)
         reused = hit.tokens
         if sequence.cached is None:
             sequence.cached = reused

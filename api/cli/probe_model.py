@@ -20,10 +20,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...actors.model_files.source import Progress, first_sentence
 from ...actors.protocol.block_ids import BLOCK_TOKENS
-from ...actors.replica.execution.models import FULL_PRECISION, LoadedModel
+from ...actors.replica.execution.models import LoadedModel
 from ...actors.replica.kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
 from ...actors.replica.kv.paged_cache import Reads
-from ...actors.replica.kv.sealing import POLICIES
+from ...actors.replica.kv.sealing import FULL_PRECISION, POLICIES
 from ...cluster.errors import GenerationFailed, InvalidRequest
 from .probe_text import Quiz, Texts
 
@@ -126,8 +126,8 @@ def probe(
     """
     if samples < 1 or not lengths or min(lengths) < LENGTH_MIN:
         raise InvalidRequest(f"a probe needs a sample at least, and lengths of {LENGTH_MIN} tokens or more")
-    if unknown := [name for name in policies if name != FULL_PRECISION and name not in POLICIES]:
-        raise InvalidRequest(f"{unknown[0]!r} is no policy; there are {', '.join(sorted((*POLICIES, FULL_PRECISION)))}")
+    if unknown := [name for name in policies if name not in POLICIES]:
+        raise InvalidRequest(f"{unknown[0]!r} is no policy; there are {', '.join(sorted(POLICIES))}")
     fitting = sorted({length for length in lengths if length <= loaded.context_tokens})
     notes = [
         f"{length} tokens are left out: the model's context is {loaded.context_tokens}"
@@ -164,12 +164,11 @@ def probe(
 
 
 def spec_of(loaded: LoadedModel, policy: str) -> ModelCacheSpec:
-    """Returns the cache spec of a loaded model under a policy; its `policy` is None for `fp16`, and if the layers' KV
-    cannot be sealed."""
+    """Returns a loaded model's cache spec under a policy; its `policy` is None if the layers' KV cannot be sealed."""
     caches = make_prompt_cache(loaded.model)
     logits = loaded.model(mx.array([[0, 0]]), cache=caches)
     mx.eval(logits, [cache.state for cache in caches])
-    return read_spec(caches, 2, POLICIES.get(policy))
+    return read_spec(caches, 2, POLICIES[policy])
 
 
 def caches_of(loaded: LoadedModel, spec: ModelCacheSpec) -> NewCaches:

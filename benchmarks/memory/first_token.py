@@ -76,7 +76,7 @@ def restore_prefix(desk: Desk, store: DiskStore, entry_ids: Sequence[bytes]) -> 
     pool."""
     found = store.locate(desk.loaded.model_id, list(entry_ids))
     locations: list[Location] = [location for location in found if location is not None]
-    slabs, _ = read_slabs(desk.loaded.spec, store.root, store.key, locations)
+    slabs = read_slabs(desk.loaded.spec, store.root, store.key, locations)
     good = [slab for slab in slabs if not isinstance(slab, Failure)]
     if len(good) < len(slabs):
         raise RuntimeError("an entry is damaged")

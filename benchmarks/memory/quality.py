@@ -11,6 +11,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from tokenizers import Tokenizer
 
 from satchel.actors.replica.execution import models
+from satchel.actors.replica.kv.sealing import FULL_PRECISION
 from satchel.api.cli.probe_model import Scores, caches_of, compare, row_of, scored_spans, spec_of
 
 from ..embedded import data
@@ -29,11 +30,11 @@ def quality(lengths: Sequence[int], samples: int, budget: Budget, say: Say) -> R
         "embedded:recall",
         context_tokens_max=None,
         progress=lambda what, fraction: None,
-        kv=models.FULL_PRECISION,
+        kv=FULL_PRECISION,
         warm=False,
     )
     lengths = sorted(length for length in lengths if length <= loaded.context_tokens)
-    reference = caches_of(loaded, spec_of(loaded, models.FULL_PRECISION))
+    reference = caches_of(loaded, spec_of(loaded, FULL_PRECISION))
     others = {name: caches_of(loaded, spec_of(loaded, name)) for name in OURS}
 
     def mlx_caches() -> list[Any]:

@@ -10,13 +10,14 @@ import mlx.core as mx
 
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.kv.caches import merge
+from satchel.actors.replica.kv.sealing import FULL_PRECISION
 from satchel.api.cli.probe_model import caches_of, spec_of
 
 from ..embedded import evaluate
 from ..embedded import questions as questioner
 from ..parts import Budget, ResultTable, Say
 
-POLICIES: tuple[str, ...] = (models.FULL_PRECISION, "q4", "k8v4")
+POLICIES: tuple[str, ...] = (FULL_PRECISION, "q4", "k8v4")
 LOSS_MAX = 0.005
 SEED = 23
 SHAPE_TOKENS = 64
@@ -42,7 +43,7 @@ def recall(
         str(evaluate.MODEL),
         context_tokens_max=None,
         progress=lambda what, fraction: None,
-        kv=models.FULL_PRECISION,
+        kv=FULL_PRECISION,
         warm=False,
     )
     speaker = evaluate.TextSpeaker(evaluate.MODEL, loaded.model)
@@ -62,7 +63,7 @@ def recall(
             said = {name: _answers(speaker, make(), tokens, cases) for name, make in makers.items()}
             for name, found in said.items():
                 right[name] += sum(found)
-            differ += sum(a != b for a, b in zip(said["q4"], said[models.FULL_PRECISION], strict=True))
+            differ += sum(a != b for a, b in zip(said["q4"], said[FULL_PRECISION], strict=True))
             count += len(cases)
         say(f"  {count} codes in {length:,} tokens")
         if not count:
@@ -76,7 +77,7 @@ def recall(
         total = {name: total[name] + right[name] for name in policies}
         asked += count
     if asked:
-        loss = (total[models.FULL_PRECISION] - total["q4"]) / asked
+        loss = (total[FULL_PRECISION] - total["q4"]) / asked
         part.at_most(f"share of {asked:,} answers that q4 loses", loss, LOSS_MAX)
     part.notes.append("An answer is right if greedy decoding says all of it, to its end; the names are made up.")
     return part

@@ -103,7 +103,7 @@ def _restore(store: DiskStore, ids: list[bytes]) -> None:
     spec = _spec()
     locations = [location for location in store.locate(MODEL, ids) if location is not None]
     assert len(locations) == len(ids)
-    slabs, _ = read_slabs(spec, store.root, store.key, locations, joins=True)
+    slabs = read_slabs(spec, store.root, store.key, locations, joins=True)
     good = [slab for slab in slabs if not isinstance(slab, Failure)]
     assert len(good) == len(slabs), "every part is as it was written"
     pool = kv_cache.new_pool(spec)

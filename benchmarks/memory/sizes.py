@@ -41,7 +41,6 @@ def sizes() -> ResultTable:
     part = ResultTable("Bytes of KV a token")
     for shape in SHAPES:
         full = shape.layers * shape.kv_heads * shape.dim * 2 * 2
-        part.rows.append(_row(shape, "fp16", full, full, full))
         for name, policy in POLICIES.items():
             formula = shape.layers * sealed_token_bytes(shape.kv_heads, shape.dim, shape.dim, policy)
             sealed = _counted(shape, name) if shape.counted else formula

@@ -67,17 +67,17 @@ class CompiledStep:
         groups = {cache.group: step.rows.arrays() for cache, step in zip(caches, steps, strict=True)}
         layers = [[*step.tails, step.written, *step.pool] for step in steps]
         shapes = [[array.shape for array in arrays] for arrays in groups.values()]
-        slots = [step.pool.key_codes.shape[0] for step in steps]
+        slots = [step.pool[0].shape[0] for step in steps]
         key = str((shapes, slots, [(name, array.shape) for name, array in extra.items()]))
         run = self._graphs.get(key)
         if run is None:
-            run = self._graphs[key] = self._record(caches)
+            run = self._graphs[key] = self._record(caches, type(steps[0].pool))
         logits = run(inputs[:, None], mx.array(caches[0].lengths), groups, layers, dict(extra))
         for cache in caches:
             cache.end_kernel_step()
         return logits
 
-    def _record(self, caches: Sequence[PagedKVCache]) -> Callable[..., mx.array]:
+    def _record(self, caches: Sequence[PagedKVCache], kind: type[Sealed]) -> Callable[..., mx.array]:
         recorded = [(RecordedCache(cache.policy), cache.group) for cache in caches]
 
         def run(
@@ -89,7 +89,7 @@ class CompiledStep:
         ) -> mx.array:
             rows = {number: RowBlocks(*arrays) for number, arrays in groups.items()}
             for (cache, group), (keys, values, written, *pool) in zip(recorded, layers, strict=True):
-                cache.offset, cache.step = offset, KernelStep((keys, values), Sealed(*pool), rows[group], written)
+                cache.offset, cache.step = offset, KernelStep((keys, values), kind._make(pool), rows[group], written)
             logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]
             for cache, _ in recorded:
                 # They stood for the inputs.

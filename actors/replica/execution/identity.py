@@ -50,7 +50,6 @@ from ...model_files.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, WEIGHT
 from ...model_files.weights import WeightFile
 from ...protocol.block_ids import digest
 from ..kv.device import device_kind, device_name, on_gpu
-from ..kv.sealing import FORMAT_VERSION
 
 _FILES_TAG = b"satchel.files.1"
 _MODEL_TAG = b"satchel.model.2"
@@ -121,7 +120,7 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
     Args:
         dtype: the compute dtype, and whether it is the weights' own.
         weights: as `prepare_weights` returns it.
-        kv: the policy's name.
+        kv: the policy's format.
         seeing: whether the model takes pictures.
     """
     kind, name = device_kind(), f"{device_name()} {platform.machine()}"
@@ -129,7 +128,7 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
     return {
         "dtype": dtype,
         "weights": weights,
-        "kv": f"{kv}.{FORMAT_VERSION}",
+        "kv": kv,
         "numerics": numerics,
         "device": f"{kind}, {name}" if numerics == "reproducible" else kind,
         **(mlx_rounding() if on_gpu() else {}),

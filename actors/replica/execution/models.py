@@ -37,16 +37,13 @@ from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import PagedKVCache, Reads
 from ..kv.pool import BlockPool
-from ..kv.sealing import POLICIES
+from ..kv.sealing import FULL_PRECISION, POLICIES
 from . import vision
 from .compiled_step import CompiledStep
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .vision import LanguagePart, Vision
 from .warm_up import meet_usual
-
-FULL_PRECISION = "fp16"
-"""The name for keeping KV unsealed; `sealing.POLICIES` has the others."""
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +155,7 @@ def load(
         caches = make_prompt_cache(model)
         logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
-        spec = read_spec(caches, 2, POLICIES.get(kv))
+        spec = read_spec(caches, 2, POLICIES[kv])
     except _LOAD_ERRORS as error:
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
     reads = Reads.DEQUANTIZED
@@ -174,7 +171,7 @@ def load(
         computing=computing(
             dtype=used if chosen is not None else f"{used}, own",
             weights=kept,
-            kv=spec.policy.name if spec.policy else FULL_PRECISION,
+            kv=spec.policy.format if spec.policy else f"{FULL_PRECISION}.1",
             numerics=numerics,
             seeing=seeing,
         ),
@@ -216,9 +213,9 @@ def _fastest_reads(model: Any, spec: ModelCacheSpec) -> Reads:
     try:
         if _agrees(model, spec, wanted):
             return wanted
-        logger.warning("decode steps dequantize KV: %s reads differ from the reference", wanted.value)
+        logger.warning("decode steps copy KV together: %s reads differ from the reference", wanted.value)
     except _LOAD_ERRORS as error:
-        logger.warning("decode steps dequantize KV: %s reads fail: %s", wanted.value, first_sentence(error))
+        logger.warning("decode steps copy KV together: %s reads fail: %s", wanted.value, first_sentence(error))
     return Reads.DEQUANTIZED
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 from . import decode_kernel
 from .device import on_cuda
 from .paged_cache import DecodeView, KernelView, PagedKVCache
-from .sealing import KEY_GROUP, SealPolicy, value_group
+from .sealing import KEY_GROUP, Plain, SealPolicy, value_group
 
 NAME = "scaled_dot_product_attention"
 
@@ -78,8 +78,14 @@ def attend(
     rows, heads, _, dim = queries.shape
     kv_heads, value_dim, dtype = view.keys.shape[1], view.values.shape[3], queries.dtype
     grouped = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, dim)
-    keys = (view.pool.key_codes, view.pool.key_scales, view.pool.key_biases)
-    scores = _multiply(grouped[view.rows], keys, view.slots, KEY_GROUP, policy.key_bits).astype(mx.float32)
+    pool = view.pool
+    if isinstance(pool, Plain):
+        assert view.heads is not None
+        of_rows, of_slots, of_blocks = view.heads
+        scores = mx.gather_mm(grouped, pool.block_keys, of_rows, of_slots).astype(mx.float32)
+    else:
+        keys = (pool.key_codes, pool.key_scales, pool.key_biases)
+        scores = _multiply(grouped[view.rows], keys, view.slots, KEY_GROUP, policy.key_bits).astype(mx.float32)
     opened = (grouped @ view.keys.swapaxes(2, 3)).astype(mx.float32)
     least = mx.finfo(mx.float32).min
     if view.behind is not None:
@@ -94,10 +100,13 @@ def attend(
     total = inside.sum(axis=-1).at[view.rows].add(before.sum(axis=-1))
     if sinks is not None:
         total = total + mx.exp(sinks.reshape(kv_heads, -1).astype(mx.float32) - most)
-    values = (view.pool.value_codes, view.pool.value_scales, view.pool.value_biases)
-    parts = _multiply(before.astype(dtype), values, view.slots, value_group(value_dim), policy.value_bits)
-    parts = parts[..., :value_dim].astype(mx.float32)
-    out = (inside.astype(dtype) @ view.values).astype(mx.float32).at[view.rows].add(parts)
+    weights = before.astype(dtype)
+    if isinstance(pool, Plain):
+        parts = mx.gather_mm(weights, pool.block_values, of_blocks, of_slots)
+    else:
+        values = (pool.value_codes, pool.value_scales, pool.value_biases)
+        parts = _multiply(weights, values, view.slots, value_group(value_dim), policy.value_bits)[..., :value_dim]
+    out = (inside.astype(dtype) @ view.values).astype(mx.float32).at[view.rows].add(parts.astype(mx.float32))
     return (out / total[..., None]).astype(dtype).reshape(rows, heads, 1, value_dim)
 
 

@@ -2,8 +2,8 @@
 
 `ModelCacheSpec` is read from a model's own caches; nothing else knows architectures. Three kinds of layers are kept
 for reuse. A *full* layer has KV for every token, a *window* layer for the last ones, and a *recurrent* layer has one
-state that stands for all tokens so far; a copy of it is a *snapshot*. Under a sealing policy full and window layers
-have whole blocks sealed, in the pool, and the open one in full precision, else everything in full precision.
+state that stands for all tokens so far; a copy of it is a *snapshot*. Full and window layers have whole blocks sealed,
+in the pool, and the open one in full precision; in models that cannot be sealed the model's own caches have everything.
 
 Shapes: keys of one layer are `(rows, kv_heads, tokens, key_dim)`, values `(rows, kv_heads, tokens, value_dim)`, in the
 model's dtype; a row's own caches and slabs have one row. `sealing.py` gives the shapes of sealed blocks.
@@ -12,7 +12,7 @@ model's dtype; a row's own caches and slabs have one row. `sealing.py` gives the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -120,7 +120,8 @@ def _read_layer(cache: Any, tokens: int, policy: SealPolicy | None) -> LayerSpec
     per_token = sum(array.shape[1] * array.shape[3] * array.itemsize for array in (cache.keys, cache.values))
     if policy is None:
         return LayerSpec(kind, window, per_token)
-    sealed = sealed_token_bytes(cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3], policy)
+    _, heads, _, key_dim = cache.keys.shape
+    sealed = sealed_token_bytes(heads, key_dim, cache.values.shape[3], policy, cache.keys.itemsize)
     return LayerSpec(kind, window, sealed, open_bytes=BLOCK_TOKENS * per_token, sealed=True)
 
 
@@ -218,14 +219,12 @@ class Slab:
         tokens: number of tokens.
         states: a snapshot of the recurrent layers' arrays after the last token, or None. Each has one row; the other
             axes and the dtype are the model's.
-        stacks: the KV of several layers in one array, `(layers, kv_heads, tokens, dim)`. `layers` has views of it.
     """
 
     layers: list[LayerKV | None]
     tokens: int
     window_from: int = 0
     states: list[list[mx.array]] | None = None
-    stacks: Mapping[Layers, LayerKV] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -245,11 +244,7 @@ class Slab:
         for together, entry in entries.items():
             for place, index in enumerate(together):
                 layers[index] = _row_of(entry, place) if len(together) > 1 else entry
-        return cls(layers, tokens, window_from, states, {key: entries[key] for key in entries if len(key) > 1})
-
-    def entry(self, layers: Layers) -> LayerKV | None:
-        """Returns the KV of these layers, one row per layer; None if the slab lacks it or has it in other stacks."""
-        return self.layers[layers[0]] if len(layers) == 1 else self.stacks.get(layers)
+        return cls(layers, tokens, window_from, states)
 
     @property
     def nbytes(self) -> int:
@@ -261,22 +256,10 @@ class Slab:
         return kv + [array for state in self.states or () for array in state]
 
 
-@dataclass(frozen=True)
-class BlockRun(Slab):
-    """Consecutive whole blocks as one slab. Only full layers are joined; the KV of the others is in `blocks`.
-
-    It shares no memory with `blocks`, so each of those may be freed while others stay.
-    """
-
-    blocks: tuple[Slab, ...] = ()
-
-
-def _row_of(entry: Any, row: int) -> Any:
-    """Returns a row of KV, whose arrays have rows on the first axis, as a view with one row; None for None."""
-    if entry is None:
-        return None
+def _row_of(entry: LayerKV, row: int) -> LayerKV:
+    """Returns a row of KV, whose arrays have rows on the first axis, as a view with one row."""
     arrays = [array[row : row + 1] for array in entry]
-    return Sealed(*arrays) if isinstance(entry, Sealed) else tuple(arrays)
+    return entry._make(arrays) if isinstance(entry, Sealed) else (arrays[0], arrays[1])
 
 
 def restore(
@@ -284,8 +267,7 @@ def restore(
 ) -> None:
     """Fill empty `caches` with whole blocks and the first `used` tokens of a tail, which the spec's rule allows.
 
-    Blocks in the pool are taken as they are. Of others, layers that every slab has together are joined together: a GPU
-    takes as long for one as for all.
+    Blocks in the pool are taken as they are.
     """
     total = sum(block.tokens for block in blocks) + used
     if total == 0:
@@ -323,42 +305,19 @@ def _restore_slabs(
     spec: ModelCacheSpec, caches: Sequence[Any], slabs: Sequence[Slab], tail: Slab | None, used: int
 ) -> None:
     total = sum(slab.tokens for slab in slabs) + used
-    for layers in _together(spec, slabs, tail):
-        layer = spec.layers[layers[0]]
+    for index, layer in enumerate(spec.layers):
         if layer.kind is LayerKind.RECURRENT:
             continue
         wanted = min(total, layer.window) if layer.window else total
-        pair = _last_tokens(layers, _with_layers(slabs, layers), tail, used, wanted)
-        for place, index in enumerate(layers):
-            keys, values = _row_of(pair, place)
-            more = (0, layer.window, keys.shape[2]) if layer.window else ()
-            caches[index].state = (keys, values, total, *more)
-
-
-def _together(spec: ModelCacheSpec, slabs: Sequence[Slab], tail: Slab | None) -> list[Layers]:
-    """Returns all layers, grouped if they share an array in every slab that has them."""
-    last = tail or slabs[-1]
-    groups: list[Layers] = []
-    for layers in last.stacks:
-        sources = [*_with_layers(slabs, layers), last]
-        if all(layers in slab.stacks or slab.layers[layers[0]] is None for slab in sources):
-            groups.append(layers)
-    grouped = {index for layers in groups for index in layers}
-    return groups + [(index,) for index in range(len(spec.layers)) if index not in grouped]
-
-
-def _with_layers(slabs: Sequence[Slab], layers: Layers) -> list[Slab]:
-    """Returns the slabs, with runs that have not joined these layers replaced by their blocks."""
-    held: list[Slab] = []
-    for slab in slabs:
-        held += slab.blocks if isinstance(slab, BlockRun) and slab.layers[layers[0]] is None else [slab]
-    return held
+        keys, values = _last_tokens(index, slabs, tail, used, wanted)
+        more = (0, layer.window, keys.shape[2]) if layer.window else ()
+        caches[index].state = (keys, values, total, *more)
 
 
 def _last_tokens(
-    layers: Layers, slabs: Sequence[Slab], tail: Slab | None, used: int, wanted: int
+    layer: int, slabs: Sequence[Slab], tail: Slab | None, used: int, wanted: int
 ) -> tuple[mx.array, mx.array]:
-    """Returns keys and values of the last `wanted` tokens, `(layers, kv_heads, wanted, dim)` in the model's dtype."""
+    """Returns a layer's keys and values of the last `wanted` tokens, in the model's dtype."""
     parts: list[tuple[mx.array, mx.array]] = []
     sources = [(slab, slab.tokens) for slab in slabs]
     if tail is not None:
@@ -366,7 +325,7 @@ def _last_tokens(
     for slab, stop in reversed(sources):
         if wanted <= 0:
             break
-        pair = slab.entry(layers)
+        pair = slab.layers[layer]
         assert pair is not None and not isinstance(pair, Sealed), "the rule promised this layer's KV"
         # A window layer's arrays begin later than the slab.
         missing = slab.tokens - pair[0].shape[2]
@@ -446,7 +405,7 @@ def into_pool(pool: BlockPool, slabs: Sequence[Slab]) -> list[PooledBlock]:
         numbers = mx.array([slot.number for slot in slots], mx.uint32)
         for place, layer in enumerate(group.layers):
             parts: Any = [slabs[at].layers[layer] for at in here]
-            group.write(place, numbers, Sealed(*(mx.concatenate(list(same)) for same in zip(*parts, strict=True))))
+            group.write(place, numbers, parts[0]._make(mx.concatenate(list(same)) for same in zip(*parts, strict=True)))
         for at, slot in zip(here, slots, strict=True):
             taken[number][at] = slot
     return [

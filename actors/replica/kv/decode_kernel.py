@@ -22,7 +22,7 @@ import mlx.core as mx
 from ...protocol.block_ids import BLOCK_TOKENS
 from .device import size_class
 from .gpu_kernels import kernel
-from .sealing import Sealed, SealPolicy, seal, value_group
+from .sealing import Plain, Sealed, SealPolicy, seal, value_group
 
 if TYPE_CHECKING:
     from .paged_cache import KernelView
@@ -34,12 +34,16 @@ GROUPS_WANTED = 1024
 SHARED_BYTES_MAX = 30 * 2**10
 """Of a group: Metal has 32 KiB."""
 
-# Template: T, DK, DV, PV (padded value channels), VG (their group), KV heads, G queries a KV head, GC of them a group
-# of threads, KB key bits, SINKS. Groups whose row is -1 are padding.
+# Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
+# heads, G queries a KV head, GC of them a group of threads, KB key bits, SINKS. Groups whose row is -1 are
+# padding. PLAIN: sealed blocks are as computed, and read eight numbers at a time.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = KB == 4 ? 32 : 64;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
   constexpr float LOW = -1e30f;
+  #if PLAIN
+  struct alignas(16) Eight { P x[8]; };
+  #endif
   SHARED float q_s[GC * DK];
   SHARED float buf[NW * GC * BW];
   SHARED float rm[NW * GC];
@@ -73,12 +77,20 @@ _BODY = """
       const int piece = LANE & 7;
       float bias[GC];
       for (int g = 0; g < GC; g++) bias[g] = 0.f;
+      #if PLAIN
+      const DEVICE Eight* keys = (const DEVICE Eight*)block_keys + base * DK * 32 + quarter * 8 + piece;
+      #else
       const long codes_at = base * DK * KW, scales_at = base * DK * 4 + quarter;
+      #endif
       #pragma unroll 4
       for (int d = LANE >> 3; d < DK; d += 4) {
+        float k[8];
+        #if PLAIN
+        const Eight eight = keys[d * 32];
+        for (int j = 0; j < 8; j++) k[j] = static_cast<float>(eight.x[j]);
+        #else
         const float s = static_cast<float>(key_scales[scales_at + d * 4]);
         const float b = static_cast<float>(key_biases[scales_at + d * 4]);
-        float k[8];
         if (KB == 4) {
           const unsigned int c = key_codes[codes_at + d * KW + quarter * 8 + piece];
           for (int j = 0; j < 8; j++) k[j] = static_cast<float>((c >> (4 * j)) & 15u);
@@ -88,10 +100,15 @@ _BODY = """
           for (int j = 0; j < 4; j++) k[j] = static_cast<float>((c >> (8 * j)) & 255u);
           for (int j = 0; j < 4; j++) k[4 + j] = static_cast<float>((e >> (8 * j)) & 255u);
         }
+        #endif
         #pragma unroll
         for (int g = 0; g < GC; g++) {
+          #if PLAIN
+          const float qs = q_s[g * DK + d];
+          #else
           const float q = q_s[g * DK + d], qs = q * s;
           bias[g] += q * b;
+          #endif
           #pragma unroll
           for (int j = 0; j < 8; j++) sc[g][j] += qs * k[j];
         }
@@ -142,11 +159,16 @@ _BODY = """
         #pragma unroll 4
         for (int t = half_; t < 64; t += STEP) {
           const long at = base * 256 + quarter * 64 + t;
+          float v[8];
+          #if PLAIN
+          const Eight eight = ((const DEVICE Eight*)block_values)[at * WD + word];
+          for (int j = 0; j < 8; j++) v[j] = static_cast<float>(eight.x[j]);
+          #else
           const unsigned int c = value_codes[at * WD + word];
           const float s = static_cast<float>(value_scales[at * (PV / VG) + word * 8 / VG]);
           const float b = static_cast<float>(value_biases[at * (PV / VG) + word * 8 / VG]);
-          float v[8];
           for (int j = 0; j < 8; j++) v[j] = s * static_cast<float>((c >> (4 * j)) & 15u) + b;
+          #endif
           #pragma unroll
           for (int g = 0; g < GC; g++) {
             const float p = buf[probs + g * BW + t];
@@ -223,12 +245,7 @@ _WRITE = """
   const int n = GROUP / PARTS, from = (GROUP % PARTS) * 256 + THREAD; const long to = slots[n];
   #define COPY(T, pool, fresh, size) \\
     for (int i = from; i < size; i += PARTS * 256) ((DEVICE T*)pool)[to * size + i] = fresh[(long)n * size + i];
-  COPY(unsigned int, key_codes, new_key_codes, N0)
-  COPY(S, key_scales, new_key_scales, N1)
-  COPY(S, key_biases, new_key_biases, N2)
-  COPY(unsigned int, value_codes, new_value_codes, N3)
-  COPY(S, value_scales, new_value_scales, N4)
-  COPY(S, value_biases, new_value_biases, N5)
+  COPIES
   if (GROUP == 0 && THREAD == 0) done[0] = 0;
 """
 
@@ -278,10 +295,9 @@ _UNSEAL = """
   }
 """
 
-_POOL = list(Sealed._fields)
 _PARTS = ("parts", "tops", "sums")
-_READ = ["queries", "new_keys", "new_values", *_POOL, "tail_keys", "tail_values"]
-_READ += ["slots", "starts", "opened", "hidden", "jobs", "job_rows", "scale", "sinks", "order"]
+_ROWS = ["queries", "new_keys", "new_values"], ["tail_keys", "tail_values"]
+_NUMBERS = ["slots", "starts", "opened", "hidden", "jobs", "job_rows", "scale", "sinks", "order"]
 
 
 @dataclass(frozen=True)
@@ -354,7 +370,9 @@ def attend(
     rows, tails = step.rows, step.tails
     count, heads, _, key_dim = queries.shape
     kv_heads, value_dim = tails[0].shape[1], tails[1].shape[3]
-    plan = _plan(queries.dtype, key_dim, value_dim, kv_heads, heads // kv_heads, policy.key_bits, sinks is not None)
+    grouped, kind = heads // kv_heads, type(step.pool)
+    types = queries.dtype, step.pool[-1].dtype
+    plan = _plan(kind, types, key_dim, value_dim, kv_heads, grouped, policy.key_bits, sinks is not None)
     one = rows.count == count
     scales = _number(scale)
     sink = scales if sinks is None else sinks
@@ -396,14 +414,33 @@ class _Kernels:
 
 @cache
 def _plan(
-    dtype: mx.Dtype, key_dim: int, value_dim: int, kv_heads: int, grouped: int, bits: int, sinks: bool
+    kind: type[Sealed],
+    types: tuple[mx.Dtype, mx.Dtype],
+    key_dim: int,
+    value_dim: int,
+    kv_heads: int,
+    grouped: int,
+    bits: int,
+    sinks: bool,
 ) -> _Kernels:
-    padded = -(-value_dim // 32) * 32
+    plain = kind is Plain
+    if plain and value_dim % 8:
+        raise ValueError(f"the kernel reads values by eights, and a head has {value_dim}")
+    dtype, padded = types[0], value_dim if plain else -(-value_dim // 32) * 32
     together = _together(grouped, key_dim, padded)
-    template = [("T", dtype), ("DK", key_dim), ("DV", value_dim), ("PV", padded), ("VG", value_group(value_dim))]
+    template = [
+        ("T", dtype),
+        ("P", types[1]),
+        ("DK", key_dim),
+        ("DV", value_dim),
+        ("PV", padded),
+        ("VG", value_group(value_dim)),
+    ]
     template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("KB", bits), ("SINKS", sinks)]
-    one = kernel("decode_one", tuple(_READ), ("out",), _BODY.replace("FINISH", _FINISH_ONE))
-    parts = kernel("decode_parts", tuple(_READ), _PARTS, _BODY.replace("FINISH", _FINISH_PART))
+    name, body = f"{kind.__name__.lower()}_decode", f"  #define PLAIN {int(plain)}\n{_BODY}"
+    read = (*_ROWS[0], *kind._fields, *_ROWS[1], *_NUMBERS)
+    one = kernel(f"{name}_one", read, ("out",), body.replace("FINISH", _FINISH_ONE))
+    parts = kernel(f"{name}_parts", read, _PARTS, body.replace("FINISH", _FINISH_PART))
     join = kernel("decode_join", (*_PARTS, "jobs", "sinks"), ("out",), _JOIN)
     joined = [("T", dtype), ("DV", value_dim), ("HEADS", kv_heads * grouped), ("SINKS", sinks)]
     return _Kernels(grouped // together, one, parts, template, join, joined)
@@ -445,12 +482,14 @@ def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.
     """
     sizes = [array.size // array.shape[0] for array in blocks]
     parts = max(1, min(64, max(sizes) // 2048))
-    new = tuple(f"new_{name}" for name in _POOL)
-    return kernel("write", (*_POOL, *new, "slots", "order"), ("done",), _WRITE)(
+    names = pool._fields
+    copies = "".join(f"COPY(T{at}, {name}, new_{name}, N{at})\n  " for at, name in enumerate(names))
+    read = (*names, *(f"new_{name}" for name in names), "slots", "order")
+    return kernel(f"write_{len(names)}", read, ("done",), _WRITE.replace("COPIES", copies))(
         inputs=[*pool, *blocks, slots, order],
         template=[
-            ("S", blocks.key_scales.dtype),
             ("PARTS", parts),
+            *((f"T{at}", array.dtype) for at, array in enumerate(blocks)),
             *((f"N{at}", size) for at, size in enumerate(sizes)),
         ],
         grid=(slots.size * parts * 256, 1, 1),
@@ -482,7 +521,7 @@ def unseal(
     value_dim, blocks = values.shape[3], table.shape[1]
     groups = rows * kv_heads * (blocks + -(-tokens // BLOCK_TOKENS))
     length = blocks * BLOCK_TOKENS + tokens
-    inputs = (*_POOL, "slots", "sizes", "open_keys", "open_values", "order")
+    inputs = (*pool._fields, "slots", "sizes", "open_keys", "open_values", "order")
     made = kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(
         inputs=[*pool, table, _sizes(blocks, tokens), keys, values, order],
         template=[

@@ -7,8 +7,9 @@ Sealed blocks lie in the pool (`pool.py`), and a row's block tables say where. T
 the batch: column c of row r is position 256 * (lengths[r] // 256) + c.
 
 A prefill chunk gets its rows' blocks dequantized, then the open ones, as plain arrays, and `make_mask` says which of
-them a query may see. In a decode step of a model whose attention goes through `attention.py`, `view` says where the
-blocks are: they are read in place, each row's own and no other.
+them a query may see: blocks that the chunk fills are there twice, unless sealed ones are as computed. In a decode step
+of a model whose attention goes through `attention.py`, `view` says where the blocks are: they are read in place, each
+row's own and no other.
 """
 
 from __future__ import annotations
@@ -123,6 +124,8 @@ class DecodeView:
         rows: (n,) uint32, whose they are.
         counts: how many of them each row has.
         behind: (n, 1, 1, 256) bool, which of their tokens are behind the window; None for none.
+        heads: for blocks as computed, (n, kv_heads) uint32 each: their heads' numbers among those of all rows, of all
+            slots, and of the n blocks.
     """
 
     keys: mx.array
@@ -133,6 +136,7 @@ class DecodeView:
     rows: mx.array
     counts: list[int]
     behind: mx.array | None
+    heads: tuple[mx.array, mx.array, mx.array] | None = None
 
 
 @dataclass(frozen=True)
@@ -203,11 +207,15 @@ class PagedKVCache:
             return self.lengths[0]
         return self._once("offset", lambda: on_device(self.lengths))
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """(rows, 1, N, columns) bool, true where a query may look; None where every query may look everywhere."""
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """(rows, 1, N, columns) bool, true where a query may look; None where every query may look everywhere, "causal"
+        where each sees the columns up to its own."""
         step = self._step(N)
         if self._reads_in_place(N, step):
             return None
+        if N > 1 and step.exact and not (window_size or return_array or self._ragged) and len(set(self.lengths)) == 1:
+            # Its columns are the positions themselves.
+            return "causal"
         what = ("mask", self._number, N, window_size)
         return self._once(what, lambda: mask_of(step, self.lengths, step.first, N, window_size or 0))
 
@@ -226,9 +234,8 @@ class PagedKVCache:
         self._writable = False
         in_place = self._reads_in_place(count, step)
         index = self._table(step) if step.used and not in_place else None
-        flat, seen = (
-            (self._flat(step), self._once("seen", lambda: _seen(step, self.window))) if in_place else (None, None)
-        )
+        flat = self._flat(step, keys.shape[1]) if in_place else None
+        seen = self._once("seen", lambda: _seen(step, self.window)) if in_place else None
         # What it refers to could not be changed in place.
         self.view = None
         if self._keys is None or self._values is None:
@@ -247,9 +254,9 @@ class PagedKVCache:
         before, self.lengths = self.lengths, step.after
         self._seal(before, step)
         if flat is not None:
-            self.view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), *flat)
+            self.view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), **flat)
             return open_keys, open_values
-        if index is not None and self._group.kernels:
+        if index is not None and self._group.kernels and self.policy.quantizes:
             pool, order = self._group.layer(self._place), self._group.written(self._place)
             return decode_kernel.unseal(pool, index, open_keys, open_values, self.policy, order)
         if index is not None:
@@ -300,21 +307,14 @@ class PagedKVCache:
     def writes(self) -> bool:
         """Whether kernels put a block where others read it, for a layer that has a token."""
         assert self._keys is not None and self._values is not None
-        keys, values = self._keys[:1, :, :1], self._values[:1, :, :1]
-        fresh = [mx.random.normal((1, a.shape[1], BLOCK_TOKENS, a.shape[3])).astype(a.dtype) for a in (keys, values)]
-        sealed = slots_of(sealing.seal(fresh[0], fresh[1], self.policy), 1)
+        shapes = [(1, tail.shape[1], BLOCK_TOKENS, tail.shape[3]) for tail in (self._keys, self._values)]
+        keys, values = (mx.random.normal(shape).astype(self._keys.dtype) for shape in shapes)
+        fresh = slots_of(sealing.seal(keys, values, self.policy), 1)
         group = SlotGroup([self.layer], kernels=True)
         (slot,) = group.take(1)
-        group.write(0, mx.array([slot.number], mx.uint32), sealed)
-        pool, table, order = group.layer(0), mx.array([[slot.number]], mx.uint32), group.written(0)
-        got = decode_kernel.unseal(pool, table, keys, values, self.policy, order)
-        wanted = sealing.unseal(sealed, self.policy, values.shape[3], keys.dtype)
-        return all(
-            bool(
-                mx.allclose(one[:, :, :BLOCK_TOKENS].astype(mx.float32), other.astype(mx.float32), rtol=1e-2, atol=1e-2)
-            )
-            for one, other in zip(got, wanted, strict=True)
-        )
+        group.write(0, mx.array([slot.number], mx.uint32), fresh)
+        mx.eval(group.arrays())
+        return all(mx.array_equal(array[slot.number], new[0]) for array, new in zip(group.layer(0), fresh, strict=True))
 
     def prepare(self, *, lengths: Sequence[int], right_padding: Sequence[int]) -> None:
         """The next call brings this many tokens of every row, and padding after them."""
@@ -389,8 +389,9 @@ class PagedKVCache:
 
     def _step(self, count: int) -> Step:
         width = count if self._ragged else None
+        exact = not self.policy.quantizes
         return self._once(
-            ("step", self.window, count), lambda: step_of(self.lengths, self.window, self._new(count), width)
+            ("step", self.window, count), lambda: step_of(self.lengths, self.window, self._new(count), width, exact)
         )
 
     def _reads_in_place(self, count: int, step: Step) -> bool:
@@ -435,15 +436,16 @@ class PagedKVCache:
 
         return self._once(("table", self._number), make)
 
-    def _flat(self, step: Step) -> tuple[mx.array, mx.array, list[int], mx.array | None]:
-        """As `DecodeView` has `slots`, `rows`, `counts` and `behind`."""
+    def _flat(self, step: Step, kv_heads: int) -> dict[str, Any]:
+        """What all layers of the group have alike in a `DecodeView`."""
 
-        def make() -> tuple[mx.array, mx.array, list[int], mx.array | None]:
+        def make() -> dict[str, Any]:
             tables = zip(self._tables(), step.first, self.lengths, strict=True)
             numbers = [table.numbers(first, length // BLOCK_TOKENS) for table, first, length in tables]
-            slots = [number for row in numbers for number in row]
-            rows = [row for row, those in enumerate(numbers) for _ in those]
-            behind = None
+            owners = [row for row, those in enumerate(numbers) for _ in those]
+            slots = mx.array([number for row in numbers for number in row], mx.uint32) + 0
+            rows = mx.array(owners, mx.uint32) + 0
+            behind = heads = None
             if self.window:
                 starts = [
                     (first + at) * BLOCK_TOKENS
@@ -451,15 +453,18 @@ class PagedKVCache:
                     for at in range(len(those))
                 ]
                 ends = mx.array(
-                    [self.lengths[row] - self.window - start for row, start in zip(rows, starts, strict=True)]
+                    [self.lengths[row] - self.window - start for row, start in zip(owners, starts, strict=True)]
                 )
                 behind = mx.arange(BLOCK_TOKENS) <= ends[:, None, None, None]
-            return (
-                mx.array(slots, mx.uint32) + 0,
-                mx.array(rows, mx.uint32) + 0,
-                [len(those) for those in numbers],
-                behind,
-            )
+            if step.exact:
+                heads = heads_of(rows, slots, kv_heads)
+            return {
+                "slots": slots,
+                "rows": rows,
+                "counts": [len(those) for those in numbers],
+                "behind": behind,
+                "heads": heads,
+            }
 
         return self._once(("flat", self._number), make)
 
@@ -528,7 +533,7 @@ class PagedKVCache:
         real = [index * most + block for index, row in enumerate(rows) for block in range(step.full[row])]
         if len(real) < len(rows) * most:
             which = mx.array(real, mx.uint32)
-            fresh = Sealed(*(array[which] for array in fresh))
+            fresh = fresh._make(array[which] for array in fresh)
         self._group.write(self._place, self._fresh_slots(step, before, rows), fresh)
         if step.rest is not None:
             self._keys = mx.take_along_axis(self._keys, step.rest, axis=2)
@@ -554,6 +559,12 @@ class PagedKVCache:
 def on_device(numbers: list[int]) -> mx.array:
     """What every layer will read: made by the device, which would go to the host's memory for it each time."""
     return mx.array(numbers) + 0
+
+
+def heads_of(rows: mx.array, slots: mx.array, kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    """As `DecodeView.heads`."""
+    heads, blocks = mx.arange(kv_heads, dtype=mx.uint32), mx.arange(slots.size, dtype=mx.uint32)
+    return tuple(numbers[:, None] * kv_heads + heads for numbers in (rows, slots, blocks))  # type: ignore[return-value]
 
 
 def _seen(step: Step, window: int) -> mx.array | None:
@@ -582,6 +593,7 @@ class Step:
         used: sealed blocks that the longest row's queries see, and padding.
         columns: of the tail with the new tokens, and padding.
         rest: (rows, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one row.
+        exact: whether sealed blocks are as computed, so that the blocks that the call fills need not be read as sealed.
     """
 
     opened: list[int]
@@ -591,9 +603,10 @@ class Step:
     used: int
     columns: int
     rest: mx.array | None
+    exact: bool = False
 
 
-def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None) -> Step:
+def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None, exact: bool = False) -> Step:
     """The numbers of a call. If rows are padded to a `width`, tail and sealed blocks are too: together they have
     `width` columns, and if rows had any before, a `size_class` of blocks more."""
     opened = [length % BLOCK_TOKENS for length in lengths]
@@ -601,7 +614,8 @@ def step_of(lengths: list[int], window: int, new: list[int], width: int | None =
     full = [end // BLOCK_TOKENS for end in ends]
     after = [length + more for length, more in zip(lengths, new, strict=True)]
     first = [first_block(length, window) for length in lengths]
-    last = [max(0, (length - 1) // BLOCK_TOKENS - dropped) for length, dropped in zip(after, first, strict=True)]
+    ends_at = lengths if exact else [length - 1 for length in after]
+    last = [max(0, length // BLOCK_TOKENS - dropped) for length, dropped in zip(ends_at, first, strict=True)]
     columns, used = max(ends, default=0), max(last, default=0)
     if width is not None:
         columns = width + BLOCK_TOKENS * any(opened)
@@ -610,7 +624,7 @@ def step_of(lengths: list[int], window: int, new: list[int], width: int | None =
     if any(full) and max(new) > 1 and len(new) > 1:
         places = mx.array(full)[:, None] * BLOCK_TOKENS + mx.arange(BLOCK_TOKENS)
         rest = mx.minimum(places, columns - 1)[:, None, :, None]
-    return Step(opened, after, first, full, used, columns, rest)
+    return Step(opened, after, first, full, used, columns, rest, exact)
 
 
 def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window: int) -> mx.array | None:
@@ -626,8 +640,9 @@ def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window
     before, after = mx.array(lengths)[:, None], mx.array(step.after)[:, None]
     # A query in the padding sees what the row's last one sees: with nothing to see it would be no number.
     queries = mx.minimum(before + mx.arange(count)[None], after - 1)[:, None, :, None]
-    blocks = queries // BLOCK_TOKENS * BLOCK_TOKENS
-    inside = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None] + mx.arange(step.columns)
+    opened = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None]
+    blocks = mx.broadcast_to(opened, queries.shape) if step.exact else queries // BLOCK_TOKENS * BLOCK_TOKENS
+    inside = opened + mx.arange(step.columns)
     columns, seen = inside, (inside >= blocks) & (inside <= queries)
     if step.used:
         starts = mx.array([dropped * BLOCK_TOKENS for dropped in first])[:, None, None, None]

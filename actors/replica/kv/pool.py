@@ -9,6 +9,11 @@ Arrays of one layer, for S slots (`sealing.py` says what they mean):
 
     keys      codes (S, kv_heads, key_dim, 256 * bits / 32), uint32    scales, biases (S, kv_heads, key_dim, 4)
     values    codes (S, kv_heads, 256, padded * bits / 32), uint32     scales, biases (S, kv_heads, 256, padded / group)
+
+or, as computed,
+
+    keys      (S, kv_heads, key_dim, 256)
+    values    (S, kv_heads, 256, value_dim)
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from math import inf
 import mlx.core as mx
 
 from . import decode_kernel
-from .sealing import TOKEN_AXES, Sealed
+from .sealing import Sealed, token_axes
 
 GROW_MIN, GROW_FRACTION = 16, 0.25
 """A group that is full grows by this many slots at least, and by this part of what it has, within its limit."""
@@ -62,6 +67,7 @@ class SlotGroup:
         self._written = [nothing] * len(self.layers)
         self.capacity = 0
         self._seen_bytes = 0
+        self._kind: type[Sealed] | None = None
         self._arrays: list[list[mx.array] | None] = [None] * len(self.layers)
         self._free: deque[int] = deque()
         self._taken: weakref.WeakSet[Slot] = weakref.WeakSet()
@@ -97,8 +103,8 @@ class SlotGroup:
     def layer(self, place: int) -> Sealed:
         """All slots of the group's layer number `place`, as the module's shapes say."""
         arrays = self._arrays[place]
-        assert arrays is not None, "somebody holds a slot that was never written"
-        return Sealed(*arrays)
+        assert arrays is not None and self._kind is not None, "somebody holds a slot that was never written"
+        return self._kind._make(arrays)
 
     def write(self, place: int, slots: mx.array, blocks: Sealed) -> None:
         """Put blocks of a layer into slots.
@@ -110,10 +116,10 @@ class SlotGroup:
         arrays = self._arrays[place]
         if arrays is None:
             arrays = [mx.zeros((self.capacity, *array.shape[1:]), dtype=array.dtype) for array in blocks]
-            self._arrays[place] = arrays
-            self._seen_bytes += blocks.nbytes // blocks.key_codes.shape[0]
+            self._arrays[place], self._kind = arrays, type(blocks)
+            self._seen_bytes += sum(array.nbytes // array.shape[0] for array in blocks)
         if self.kernels:
-            self._written[place] = decode_kernel.write(Sealed(*arrays), slots, blocks, self._written[place])
+            self._written[place] = decode_kernel.write(blocks._make(arrays), slots, blocks, self._written[place])
             return
         for array, new in zip(arrays, blocks, strict=True):
             # In place, as nobody else refers to what the array was.
@@ -135,15 +141,14 @@ class SlotGroup:
         """
         rows, blocks = table.shape
         pool, numbers = self.layer(place), table.reshape(-1) + self._written[place]
-        return Sealed(
-            *(_joined(array[numbers], rows, blocks, axis) for array, axis in zip(pool, TOKEN_AXES, strict=True))
-        )
+        parts = zip(pool, token_axes(pool), strict=True)
+        return pool._make(_joined(array[numbers], rows, blocks, axis) for array, axis in parts)
 
     def block(self, place: int, slot: Slot) -> Sealed:
         """Returns a copy of one block of a layer, with a first axis of 1. No view: while one lived, a write would copy
         the whole array."""
-        number = self._written[place] + slot.number
-        return Sealed(*(array[number] for array in self.layer(place)))
+        number, pool = self._written[place] + slot.number, self.layer(place)
+        return pool._make(array[number] for array in pool)
 
     def _grow(self, more: int) -> None:
         mx.eval(self._written)
@@ -215,14 +220,14 @@ def slots_of(sealed: Sealed, blocks: int) -> Sealed:
         sealed: (rows, heads, ...), `blocks` blocks of each row.
     """
     found = []
-    for array, axis in zip(sealed, TOKEN_AXES, strict=True):
+    for array, axis in zip(sealed, token_axes(sealed), strict=True):
         rows, heads, a, b = array.shape
         if axis == 2:
             split = array.reshape(rows, heads, blocks, a // blocks, b).transpose(0, 2, 1, 3, 4)
         else:
             split = array.reshape(rows, heads, a, blocks, b // blocks).transpose(0, 3, 1, 2, 4)
         found.append(split.reshape(rows * blocks, *split.shape[2:]))
-    return Sealed(*found)
+    return sealed._make(found)
 
 
 class BlockPool:

@@ -44,7 +44,7 @@ class Stacks:
 
 
 Columns = Sequence[mx.array]
-"""A token span of one layer's arrays: keys and values, or the six of `Sealed`. `(rows, kv_heads, ...)`."""
+"""A token span of one layer's arrays: keys and values, `(rows, kv_heads, ...)`."""
 
 
 def _stacked(columns: Sequence[Columns]) -> list[mx.array]:

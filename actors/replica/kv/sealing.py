@@ -1,17 +1,20 @@
-"""Sealed KV: full blocks, quantized once and never again.
+"""Sealed KV: full blocks, quantized once and never again, or kept as computed.
 
 Keys are quantized per channel, in groups along the *token* axis, because a key channel keeps its magnitude from token
 to token and channels differ much; so they are stored transposed. Values are quantized per token, in groups along the
 channels. Sealing rounds scales and biases to 16 bits (float16, or bfloat16 for bfloat16 keys), and attention uses the
-rounded ones: 4.5 bits per element with 4-bit codes in groups of 64.
+rounded ones: 4.5 bits per element with 4-bit codes in groups of 64. Keys as computed are stored transposed too: so a
+decode step reads them fastest.
 
 Shapes, for `rows` rows of `blocks` blocks and T = 256 * blocks tokens; keys and values are in the model's dtype, codes
 are uint32, and `padded` is `value_dim` rounded up to a multiple of 32:
 
     keys      (rows, kv_heads, T, key_dim)         codes    (rows, kv_heads, key_dim, T * bits / 32)
                                                    scales   (rows, kv_heads, key_dim, T / 64); biases alike
+                                                   plain    (rows, kv_heads, key_dim, T)
     values    (rows, kv_heads, T, value_dim)       codes    (rows, kv_heads, T, padded * bits / 32)
                                                    scales   (rows, kv_heads, T, padded / group); biases alike
+                                                   plain    (rows, kv_heads, T, value_dim)
 """
 
 from __future__ import annotations
@@ -26,25 +29,41 @@ from ...protocol.block_ids import BLOCK_TOKENS
 
 KEY_GROUP = 64
 
-FORMAT_VERSION = 1
-"""Version of this layout and rounding; a part of the model id."""
-
 
 @dataclass(frozen=True)
 class SealPolicy:
-    """The bits of a key's and of a value's code."""
+    """The bits of a key's and of a value's code; 0 for blocks as computed.
+
+    Attributes:
+        version: of the layout and rounding; a part of the model id.
+    """
 
     name: str
     key_bits: int
     value_bits: int
+    version: int = 1
+
+    @property
+    def format(self) -> str:
+        return f"{self.name}.{self.version}"
+
+    @property
+    def quantizes(self) -> bool:
+        return self.key_bits > 0
 
 
-POLICIES = {policy.name: policy for policy in (SealPolicy("q4", 4, 4), SealPolicy("k8v4", 8, 4))}
-"""Policies by the name in a model's config. The name `fp16` seals nothing."""
+FULL_PRECISION = "fp16"
+"""The name of the policy that keeps KV as computed, and of KV that cannot be sealed."""
+
+POLICIES = {
+    policy.name: policy
+    for policy in (SealPolicy("q4", 4, 4), SealPolicy("k8v4", 8, 4), SealPolicy(FULL_PRECISION, 0, 0, version=2))
+}
+"""Policies by the name in a model's config."""
 
 
-class Sealed(NamedTuple):
-    """Sealed blocks of one layer; shapes and dtypes as in the module's docstring."""
+class Quantized(NamedTuple):
+    """Quantized blocks of one layer; shapes and dtypes as in the module's docstring."""
 
     key_codes: mx.array
     key_scales: mx.array
@@ -53,17 +72,22 @@ class Sealed(NamedTuple):
     value_scales: mx.array
     value_biases: mx.array
 
-    @property
-    def tokens(self) -> int:
-        return self.value_codes.shape[2]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self)
+class Plain(NamedTuple):
+    """Blocks of one layer as computed; shapes as in the module's docstring."""
+
+    block_keys: mx.array
+    block_values: mx.array
 
 
-TOKEN_AXES = (3, 3, 3, 2, 2, 2)
-"""The token axis of each array of `Sealed`."""
+Sealed = Quantized | Plain
+"""Sealed blocks of one layer. The token axis of the first half of its arrays is the last, of the others the third."""
+
+
+def token_axes(sealed: Sealed) -> list[int]:
+    """The token axis of each array."""
+    half = len(sealed) // 2
+    return [3] * half + [2] * half
 
 
 def value_group(dim: int) -> int:
@@ -75,8 +99,14 @@ def _padded(dim: int) -> int:
     return -(-dim // 32) * 32
 
 
-def sealed_token_bytes(kv_heads: int, key_dim: int, value_dim: int, policy: SealPolicy) -> int:
-    """Returns the bytes of a token in one sealed layer, rounded up."""
+def sealed_token_bytes(kv_heads: int, key_dim: int, value_dim: int, policy: SealPolicy, itemsize: int = 2) -> int:
+    """Returns the bytes of a token in one sealed layer, rounded up.
+
+    Args:
+        itemsize: bytes of a number as computed.
+    """
+    if not policy.quantizes:
+        return kv_heads * (key_dim + value_dim) * itemsize
     keys = key_dim * (policy.key_bits / 8 + 4 / KEY_GROUP)
     values = _padded(value_dim) * (policy.value_bits / 8 + 4 / value_group(value_dim))
     return -int(-kv_heads * (keys + values) // 1)
@@ -87,13 +117,15 @@ def _scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
 
 
 def seal(keys: mx.array, values: mx.array, policy: SealPolicy) -> Sealed:
-    """Quantizes whole blocks; shapes and dtypes as in the module's docstring.
+    """Seals whole blocks; shapes and dtypes as in the module's docstring.
 
     Raises:
         ValueError: the tokens are not whole blocks.
     """
     if keys.shape[2] % BLOCK_TOKENS:
         raise ValueError(f"{keys.shape[2]} tokens are no whole blocks")
+    if not policy.quantizes:
+        return Plain(keys.swapaxes(2, 3), values)
     dim = values.shape[3]
     if _padded(dim) != dim:
         values = mx.pad(values, [(0, 0), (0, 0), (0, 0), (0, _padded(dim) - dim)])
@@ -104,7 +136,7 @@ def seal(keys: mx.array, values: mx.array, policy: SealPolicy) -> Sealed:
     value_codes, value_scales, value_biases = mx.quantize(
         mx.contiguous(values), group_size=value_group(dim), bits=policy.value_bits
     )
-    return Sealed(
+    return Quantized(
         key_codes,
         key_scales.astype(scale),
         key_biases.astype(scale),
@@ -115,7 +147,9 @@ def seal(keys: mx.array, values: mx.array, policy: SealPolicy) -> Sealed:
 
 
 def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Returns the dequantized keys and values, `(rows, kv_heads, T, dim)` in `dtype`."""
+    """Returns the keys and values as plain arrays, `(rows, kv_heads, T, dim)` in `dtype`."""
+    if isinstance(sealed, Plain):
+        return sealed.block_keys.swapaxes(2, 3), sealed.block_values
     keys = mx.dequantize(
         sealed.key_codes,
         sealed.key_scales.astype(dtype),

@@ -29,7 +29,7 @@ from ...protocol.entries import TOKEN_BYTES, Entry, Failure, Location, pack_toke
 from ...protocol.messages import GenerateRequest
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, Limits, PullKV
-from ..kv.caches import BlockRun, ModelCacheSpec, Slab
+from ..kv.caches import ModelCacheSpec, Slab
 from ..kv.device import on_gpu
 from . import slab_codec
 from .memory import Found, Restored, Unsaved, kept_of
@@ -132,7 +132,7 @@ class DiskCounters:
 
 def read_slabs(
     spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], *, joins: bool = False
-) -> tuple[list[Slab | Failure], BlockRun | None]:
+) -> list[Slab | Failure]:
     """Reads entries back. Each part becomes arrays before the next is read, while its bytes are in the processor's
     caches.
 
@@ -143,14 +143,13 @@ def read_slabs(
         joins: whether they are consecutive blocks. Then those after a failed one may not be read.
 
     Returns:
-        For every location its slab or failure. And all blocks as one run if `joins` is set, none failed, and it pays;
-        else None.
+        For every location its slab or failure.
 
     Raises:
         InvalidRecord: a location is invalid.
         DiskError: nothing can be read now.
     """
-    slabs = slab_codec.SlabReader(spec, len(where), joins=joins, stacked=on_gpu())
+    slabs = slab_codec.SlabReader(spec, len(where), stacked=on_gpu())
     results: list[Slab | Failure] = []
     with EntryReader(root, key, where) as reader:
         for read in reader.parts():
@@ -169,8 +168,7 @@ def read_slabs(
                 results.append(slabs.slab(index, len(location.tokens) // 4, location.window_from))
             except ValueError as error:
                 results.append(Failure(location, str(error), False))
-    good = [slab for slab in results if not isinstance(slab, Failure)]
-    return results, slabs.joined(good) if joins and len(good) == len(where) else None
+    return results
 
 
 def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Location]:
@@ -323,18 +321,17 @@ class DiskTier:
         failures: list[Failure] = []
         blocks: list[Found] = []
         tails: list[Found] = []
-        run: BlockRun | None = None
         try:
             where = found.blocks
             self._forget_saved(ids[hot + len(where) :])
             same = _with_tokens(where, prompt.tokens[hot * BLOCK_TOKENS :])
             started = time.perf_counter()
-            blocks, run = self._read(session, same, failures, joins=True)
+            blocks = self._read(session, same, failures, joins=True)
             self._note_rate(sum(kept.nbytes for _, kept in blocks), time.perf_counter() - started)
             if len(blocks) == len(where):
                 more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
                 ends = [tail.location for tail in found.tails if tail.tokens > more]
-                tails, _ = self._read(session, ends, failures)
+                tails = self._read(session, ends, failures)
         finally:
             self._store.disk_read(found.lease, ids[: hot + len(blocks)], prompt.owner, failures).wait()
         self.counters.corrupt_blocks += sum(not failure.missing for failure in failures)
@@ -344,7 +341,7 @@ class DiskTier:
         parent = ids[hot + len(blocks) - 1] if hot + len(blocks) else prompt.root
         for known in (*ids[hot : hot + len(blocks)], *(tail_id(parent, tokens) for tokens, _ in tails)):
             self._note_saved(known)
-        return Restored(hot, blocks, tails, run) if blocks or tails else None
+        return Restored(hot, blocks, tails) if blocks or tails else None
 
     def read(self, parent: bytes, tokens: Sequence[int], owner: str) -> dict[str, mx.array] | None:
         """Returns the arrays of something `Written`, by name, evaluated, in the shapes and dtypes they were written
@@ -383,11 +380,10 @@ class DiskTier:
 
     def _read(
         self, session: _WriterSession, where: Sequence[Location], failures: list[Failure], *, joins: bool = False
-    ) -> tuple[list[Found], BlockRun | None]:
-        """Reads tails, or if `joins` is set consecutive blocks up to the first failure, also as one run. Appends
-        to `failures`."""
+    ) -> list[Found]:
+        """Reads tails, or if `joins` is set consecutive blocks up to the first failure. Appends to `failures`."""
         loaded: list[Found] = []
-        slabs, run = read_slabs(self._spec, session.root, session.key, where, joins=joins)
+        slabs = read_slabs(self._spec, session.root, session.key, where, joins=joins)
         for location, slab in zip(where, slabs, strict=True):
             if not isinstance(slab, Failure):
                 loaded.append((unpack_tokens(location.tokens), kept_of(slab)))
@@ -395,7 +391,7 @@ class DiskTier:
             failures.append(slab)
             if joins:
                 break
-        return loaded, run
+        return loaded
 
     # The writer's thread.
 

@@ -13,7 +13,7 @@ from ...protocol.entries import tail_id
 from ...protocol.messages import GenerateRequest
 from ..execution.executor import BatchExecutor
 from ..execution.vision import RowPictures
-from ..kv.caches import BlockRun, ModelCacheSpec, PooledBlock, Slab
+from ..kv.caches import ModelCacheSpec, PooledBlock, Slab
 from ..kv.prefix import Hit, PrefixCache, PrefixKV, covers
 
 Piece = Slab | PooledBlock
@@ -77,13 +77,11 @@ class Restored:
         first: index in the prompt of the first block.
         blocks: consecutive blocks.
         tails: tails after the last block.
-        run: all blocks as one slab, or None.
     """
 
     first: int
     blocks: list[Found]
     tails: list[Found]
-    run: BlockRun | None = None
 
 
 @dataclass(frozen=True)
@@ -187,17 +185,6 @@ class RowMemory:
             self._unpin(sequence.id)
         sequence.kept = len(hit.blocks)
         return hit
-
-    @staticmethod
-    def slabs(hit: Hit[Piece], restored: Restored | None) -> list[Piece]:
-        """What to open a row with: the hit's blocks, joined as far as they have been read back so."""
-        if restored is None or restored.run is None:
-            return list(hit.blocks)
-        first, run = restored.first, restored.run
-        last = first + len(run.blocks)
-        # The run is of use only if memory did not have copies of its own.
-        same = [id(slab) for slab in hit.blocks[first:last]] == [id(slab) for slab in run.blocks]
-        return [*hit.blocks[:first], run, *hit.blocks[last:]] if same else list(hit.blocks)
 
     def put_back(self, sequence: Sequence, restored: Restored) -> None:
         """Keeps KV that was read back, pinned until `find`, regardless of its size."""

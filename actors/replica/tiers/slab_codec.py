@@ -1,24 +1,22 @@
 """Converts slabs to named numpy arrays for the disk, and back.
 
-A part's name is its layer and kind: `3.key_codes` and the other fields of `Sealed`, or `3.keys` and `3.values` in full
-precision, or `3.state.0` of a recurrent layer. Shapes are those of the slab's arrays, with a first axis of one row.
+A part's name is its layer and kind: `3.key_codes` and the other fields of a sealed block, or `3.keys` and `3.values` of
+an open one, or `3.state.0` of a recurrent layer. Shapes are those of the slab's arrays, with a first axis of one row.
 Dtypes are equal too, but bfloat16, which numpy lacks, is stored as uint16.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from ..kv.caches import BlockRun, LayerKind, LayerKV, Layers, ModelCacheSpec, Slab
-from ..kv.sealing import TOKEN_AXES, Sealed
+from ..kv.caches import LayerKind, LayerKV, Layers, ModelCacheSpec, Slab
+from ..kv.sealing import Plain, Quantized, Sealed
 
 _PAIR = ("keys", "values")
-_TOKEN_AXIS = dict(zip(Sealed._fields, TOKEN_AXES, strict=True)) | dict.fromkeys(_PAIR, 2)
 
 
 def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
@@ -27,7 +25,7 @@ def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
     states = iter(slab.states or ())
     for index, (layer, entry) in enumerate(zip(spec.layers, slab.layers, strict=True)):
         if entry is not None:
-            names = Sealed._fields if isinstance(entry, Sealed) else _PAIR
+            names = entry._fields if isinstance(entry, Sealed) else _PAIR
             parts |= {f"{index}.{name}": to_numpy(array) for name, array in zip(names, entry, strict=True)}
         elif layer.kind is LayerKind.RECURRENT and slab.states is not None:
             arrays = enumerate(next(states))
@@ -47,22 +45,17 @@ class SlabReader:
     """Builds the slabs of entries from their parts, which may come in any order.
 
     Every slab has memory of its own, so that each can be freed alone. On a GPU like layers share an array, so that rows
-    are opened faster. On a CPU the unsealed blocks of full layers are joined as the parts come: numpy does that in a
-    quarter of MLX's time, while the bytes are in the processor's caches. Sealed blocks go into the pool.
+    are opened faster.
 
     Args:
         count: number of entries.
-        joins: whether they are consecutive blocks, to be `joined`.
         stacked: whether like layers share an array.
     """
 
-    def __init__(self, spec: ModelCacheSpec, count: int, *, joins: bool = False, stacked: bool = False) -> None:
+    def __init__(self, spec: ModelCacheSpec, count: int, *, stacked: bool = False) -> None:
         self._spec = spec
         self._parts: list[dict[str, mx.array]] = [{} for _ in range(count)]
         self._stacks: list[dict[Layers, dict[str, _Stack]]] = [{} for _ in range(count)]
-        pays = joins and count > 1 and not stacked and spec.policy is None
-        self._joined: dict[str, mx.array] | None = {} if pays else None
-        self._full = {str(index) for index, layer in enumerate(spec.layers) if layer.kind is LayerKind.FULL}
         several = [layers for layers in spec.alike if stacked and len(layers) > 1]
         self._places = {str(index): (layers, place) for layers in several for place, index in enumerate(layers)}
 
@@ -76,13 +69,6 @@ class SlabReader:
         for row, index in enumerate(indexes):
             if layer not in self._places or not self._stack(index, *self._places[layer], rest, array[row]):
                 self._parts[index][name] = to_mlx(array[row])
-        axis = _TOKEN_AXIS.get(rest)
-        if self._joined is not None and axis is not None and layer in self._full:
-            if len(indexes) == len(self._parts) and array.ndim > axis + 1 and array.size:
-                self._joined[name] = to_mlx(_concatenated(array, axis))
-            else:
-                # An entry has failed, or has another shape.
-                self._joined = None
 
     def _stack(self, index: int, layers: Layers, place: int, name: str, array: np.ndarray) -> bool:
         """Copies a layer's part, `(1, ...)`, into the stack of like layers. Returns False if its shape or dtype
@@ -136,38 +122,15 @@ class SlabReader:
         mx.eval(slab.arrays())
         return slab
 
-    def joined(self, slabs: Sequence[Slab]) -> BlockRun | None:
-        """Returns all entries' `slabs` as one evaluated run; None if they cannot be joined or that would not pay."""
-        if not self._joined or len(slabs) != len(self._parts):
-            return None
-        joined, self._joined = self._joined, None
-        layers = [_entry(joined, f"{number}.") for number in range(len(self._spec.layers))]
-        run = BlockRun(layers, sum(slab.tokens for slab in slabs), states=slabs[-1].states, blocks=tuple(slabs))
-        mx.eval([array for entry in layers if entry is not None for array in entry])
-        return run
-
 
 def _entry(parts: dict[str, mx.array], prefix: str) -> LayerKV | None:
     """Removes a layer's arrays, named with the prefix, from `parts`. Returns them as KV, or None if they are
     incomplete."""
-    sealed = [parts.pop(prefix + name, None) for name in Sealed._fields]
-    pair = [parts.pop(prefix + name, None) for name in _PAIR]
-    if not any(array is None for array in sealed):
-        return Sealed(*(array for array in sealed if array is not None))
-    return (pair[0], pair[1]) if pair[0] is not None and pair[1] is not None else None
-
-
-def _concatenated(array: np.ndarray, axis: int) -> np.ndarray:
-    """Concatenates `array[0]`, `array[1]`, ... along `axis` of each: `(n, ..., length, ...)` becomes `(..., n * length,
-    ...)` of the same dtype.
-
-    It moves whole runs of bytes, not single numbers; `np.concatenate` takes up to four times as long.
-    """
-    count, *shape = array.shape
-    nbytes = math.prod(shape[axis:]) * array.itemsize
-    pieces = array.reshape(count, -1).view(np.dtype((np.void, nbytes)))
-    joined = np.ascontiguousarray(pieces.T).view(array.dtype)
-    return joined.reshape(*shape[:axis], count * shape[axis], *shape[axis + 1 :])
+    for kind, names in ((Quantized, Quantized._fields), (Plain, Plain._fields), (None, _PAIR)):
+        arrays = [parts.pop(prefix + name) for name in names if prefix + name in parts]
+        if len(arrays) == len(names):
+            return kind._make(arrays) if kind is not None else (arrays[0], arrays[1])
+    return None
 
 
 def to_numpy(array: mx.array) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 
 import mlx.core as mx
@@ -11,15 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.memory import kernel_check
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv import attention, decode_kernel, gpu_kernels, sealing
+from satchel.actors.replica.kv import decode_kernel, gpu_kernels, sealing
 from satchel.actors.replica.kv.decode_kernel import RowBlocks
 from satchel.actors.replica.kv.device import size_class
-from satchel.actors.replica.kv.paged_cache import DecodeView, KernelStep, KernelView
 from satchel.actors.replica.kv.pool import SlotGroup, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES
-
-LENGTHS = (3, 256, 257, 1500, 4097, 90, 700)
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 256)), min_size=1, max_size=40))
@@ -40,25 +37,12 @@ def test_every_row_has_its_groups_and_a_long_one_most(rows: list[tuple[int, int]
 
 
 @pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
-@pytest.mark.parametrize("window", [0, 700])
-@pytest.mark.parametrize("policy", ["q4", "k8v4"])
-@pytest.mark.parametrize("grouped, kv_heads", [(1, 8), (2, 4), (5, 2), (8, 2), (16, 1)])
-@pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
-def test_the_kernel_agrees_with_the_reference(
-    key_dim: int, value_dim: int, grouped: int, kv_heads: int, policy: str, window: int
-):
-    """And appends the new token to the open blocks in place; with sinks for some shapes."""
-    lengths = [min(length, 900 if window else length) for length in LENGTHS]
-    queries, reference, view = world(lengths, kv_heads, key_dim, value_dim, grouped, policy, window)
-    sinks = mx.random.normal((kv_heads * grouped,)).astype(mx.bfloat16) if grouped == 8 else None
-    scale, seal = key_dim**-0.5, POLICIES[policy]
-    wanted = attention.attend(queries, reference, seal, scale, sinks).astype(mx.float32)
-    mx.eval(wanted)
-    got = decode_kernel.attend(queries, view, seal, scale, sinks).astype(mx.float32)
-    mx.eval(got)
-    assert bool(mx.abs(got - wanted).max() <= 2e-2 * mx.abs(wanted).max())
-    tails = zip(view.step.tails, (reference.keys, reference.values), strict=True)
-    assert all(mx.array_equal(one, two) for one, two in tails), "it wrote them in place"
+@pytest.mark.parametrize("window", kernel_check.WINDOWS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("grouped", kernel_check.GROUPED)
+@pytest.mark.parametrize("dims", kernel_check.HEAD_SIZES)
+def test_the_kernel_agrees_with_the_reference(dims: tuple[int, int], grouped: int, policy: str, window: int):
+    assert kernel_check.error(dims, grouped, policy, window, mx.bfloat16) <= kernel_check.BOUND_16
 
 
 @pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
@@ -80,48 +64,3 @@ def test_blocks_are_dequantized_as_by_mlx(key_dim: int, value_dim: int, policy: 
     for one, sealed, fresh in zip(got, before, (open_keys, open_values), strict=True):
         wanted = mx.concatenate([sealed, fresh], axis=2).astype(mx.float32)
         assert bool(mx.abs(one.astype(mx.float32) - wanted).max() <= 1e-2 * mx.abs(wanted).max())
-
-
-def world(
-    lengths: list[int], kv_heads: int, key_dim: int, value_dim: int, grouped: int, policy: str, window: int
-) -> tuple[mx.array, DecodeView, KernelView]:
-    """Rows with these tokens, the new one too, in a pool in which their blocks lie anyhow."""
-    mx.random.seed(key_dim + grouped)
-    rows, dtype = len(lengths), mx.bfloat16
-    blocks = [(length - 1) // BLOCK_TOKENS for length in lengths]
-    opened = [length - count * BLOCK_TOKENS for length, count in zip(lengths, blocks, strict=True)]
-    numbers = list(range(sum(blocks)))
-    random.Random(key_dim).shuffle(numbers)
-    shape = (1, kv_heads, len(numbers) * BLOCK_TOKENS)
-    keys, values = (mx.random.normal((*shape, dim)).astype(dtype) for dim in (key_dim, value_dim))
-    group, slots = SlotGroup([0], kernels=True), mx.array(numbers, mx.uint32)
-    held = group.take(len(numbers))
-    group.write(0, slots, slots_of(sealing.seal(keys, values, POLICIES[policy]), len(numbers)))
-    mx.eval(group.arrays())
-    open_keys, open_values = (
-        mx.random.normal((rows, kv_heads, BLOCK_TOKENS, dim)).astype(dtype) for dim in (key_dim, value_dim)
-    )
-    mx.eval(open_keys, open_values)
-    hidden = [max(0, length - window) if window else 0 for length in lengths]
-    owners = [row for row, count in enumerate(blocks) for _ in range(count)]
-    starts = [0]
-    for count in blocks:
-        starts.append(starts[-1] + count)
-    first = [hidden[row] - at * BLOCK_TOKENS for row, count in enumerate(blocks) for at in range(count)]
-    behind = mx.arange(BLOCK_TOKENS) < mx.array(first)[:, None, None, None] if window else None
-    columns, ends = mx.arange(BLOCK_TOKENS)[None], mx.array(opened)[:, None]
-    seen = (columns < ends) & (columns + mx.array(blocks)[:, None] * BLOCK_TOKENS >= mx.array(hidden)[:, None])
-    pool, owner = group.layer(0), mx.array(owners, mx.uint32)
-    reference = DecodeView(open_keys, open_values, seen[:, None, None], pool, slots, owner, blocks, behind)
-    places = mx.array(opened)[:, None, None, None] - 1
-    new_keys, new_values = (mx.take_along_axis(tail, places, axis=2) for tail in (open_keys, open_values))
-    read = RowBlocks.of(slots, mx.array(starts, mx.int32), blocks, opened, hidden, kv_heads)
-    # Without the new token.
-    tails = [
-        mx.put_along_axis(tail, places, mx.zeros_like(tail[:, :, :1]), axis=2) for tail in (open_keys, open_values)
-    ]
-    view = KernelView(new_keys, new_values, KernelStep((tails[0], tails[1]), pool, read, group.written(0)))
-    queries = mx.random.normal((rows, kv_heads * grouped, 1, key_dim)).astype(dtype)
-    mx.eval(queries, tails, new_keys, new_values)
-    del held
-    return queries, reference, view

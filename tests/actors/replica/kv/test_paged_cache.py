@@ -151,12 +151,19 @@ def test_every_head_size_attends_as_the_law_says(policy: SealPolicy, key_dim: in
     assert np.abs(out - want).max() <= TOLERANCE * np.abs(want).max()
 
 
+LAWS = [POLICIES["q4"], POLICIES["fp16"]]
+
+
+@pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("window", [0, 100, 256, 300, 600])
-def test_chunks_do_not_matter(window: int):
+def test_chunks_do_not_matter(window: int, policy: SealPolicy):
     """Neither for what attention gives nor for what is sealed."""
     row = make_row(2, 1300)
-    want = expected(row, window=window)
-    whole, cache = run_alone(row, chunks_of(2000), window=window)
+    want = expected(row, policy, window)
+    whole, cache = run_alone(row, chunks_of(2000), policy, window)
+    if not policy.quantizes and not window:
+        plain = mx.fast.scaled_dot_product_attention(*row, scale=row[0].shape[3] ** -0.5, mask="causal")
+        assert np.array_equal(whole, np.array(plain))
     assert np.abs(whole - want).max() <= TOLERANCE * np.abs(want).max()
     rng = random.Random(4)
     sizes = {
@@ -169,7 +176,7 @@ def test_chunks_do_not_matter(window: int):
         "ragged": iter(lambda: rng.choice([1, 2, 50, 255, 256, 257, 500]), 0),
     }
     for name, chunks in sizes.items():
-        out, other = run_alone(row, chunks, window=window)
+        out, other = run_alone(row, chunks, policy, window)
         assert np.abs(out - want).max() <= TOLERANCE * np.abs(want).max(), name
         if window == 0:
             assert np.array_equal(out, whole), name
@@ -177,16 +184,17 @@ def test_chunks_do_not_matter(window: int):
         assert sealed_bytes(other) == sealed_bytes(cache), name
 
 
+@pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("seed", range(2))
-def test_company_does_not_matter(window: int, seed: int):
+def test_company_does_not_matter(window: int, seed: int, policy: SealPolicy):
     """Rows join and leave at random, prefill together and decode together, and come out with their own bytes."""
     rng = random.Random(seed)
     lengths = [1, 255, 256, 257, 511, 700, 900, 30]
     rows = {name: make_row(name, length) for name, length in enumerate(lengths)}
-    alone = {name: run_alone(row, chunks_of(200, 1), window=window) for name, row in rows.items()}
+    alone = {name: run_alone(row, chunks_of(200, 1), policy, window) for name, row in rows.items()}
     outs: dict[int, list[np.ndarray]] = {name: [] for name in rows}
-    waiting, batch, names = list(rows), new_cache(Q4, window), list[int]()
+    waiting, batch, names = list(rows), new_cache(policy, window), list[int]()
     rng.shuffle(waiting)
 
     def done(name: int) -> int:
@@ -195,7 +203,7 @@ def test_company_does_not_matter(window: int, seed: int):
     while waiting or names:
         joining = [waiting.pop() for _ in range(min(len(waiting), rng.choice([0, 1, 3])))]
         if joining:
-            fresh = merged([new_cache(Q4, window) for _ in joining])
+            fresh = merged([new_cache(policy, window) for _ in joining])
             counts = [rng.randint(max(1, lengths[name] - 300), lengths[name]) for name in joining]
             fresh.prepare(lengths=counts, right_padding=[max(counts) - count for count in counts])
             out = np.array(attend(fresh, [rows[name] for name in joining], [0] * len(joining), max(counts)))
@@ -323,7 +331,7 @@ def test_padding_sees_what_its_rows_last_token_sees(window: int):
         lengths = [rng.choice([0, 100, 255, 256, 300, 700]) for _ in range(rng.choice([1, 2, 4]))]
         new = [rng.choice([1, 30, 156, 256, 257]) for _ in lengths]
         count = max(new) + rng.choice([0, 7, 64])
-        step = step_of(lengths, window, new, count)
+        step = step_of(lengths, window, new, count, exact=rng.random() < 0.5)
         mask = mask_of(step, lengths, step.first, count, window)
         if mask is None:
             continue
@@ -348,8 +356,9 @@ def test_a_models_own_range_is_kept(dtype: mx.Dtype):
 
 def test_sealed_blocks_take_what_the_formula_says():
     keys, values = mx.zeros((1, 8, 256, 128), mx.bfloat16), mx.zeros((1, 8, 256, 128), mx.bfloat16)
-    sealed = sealing.seal(keys, values, Q4)
-    assert sealed.nbytes == 256 * sealing.sealed_token_bytes(8, 128, 128, Q4) <= 0.285 * (keys.nbytes + values.nbytes)
+    for policy, most in ((Q4, 0.285), (POLICIES["fp16"], 1.0)):
+        nbytes = sum(array.nbytes for array in sealing.seal(keys, values, policy))
+        assert nbytes == 256 * sealing.sealed_token_bytes(8, 128, 128, policy) <= most * (keys.nbytes + values.nbytes)
     with pytest.raises(ValueError, match="no whole blocks"):
         sealing.seal(keys[:, :, :255], values[:, :, :255], Q4)
 

@@ -23,13 +23,11 @@ from satchel.actors.protocol.store_messages import ReadDone
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv import sealing
-from satchel.actors.replica.kv.caches import BlockRun, LayerKind, LayerSpec, ModelCacheSpec, PooledBlock, Slab
+from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, PooledBlock, Slab
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
-from satchel.actors.replica.kv.prefix import Hit
 from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.tiers import slab_codec
 from satchel.actors.replica.tiers.disk_tier import read_slabs
-from satchel.actors.replica.tiers.memory import Restored, RowMemory
 
 from .test_disk_tier import AGENT, Node, node, process, prompt_of, write_down
 
@@ -40,6 +38,7 @@ HEADS, DIM, LAYERS = 2, 64, 3
 
 
 def spec_of(policy: str) -> ModelCacheSpec:
+    """`unsealed` is for models that cannot be sealed, and for tails."""
     found = POLICIES.get(policy)
     layer = LayerSpec(LayerKind.FULL, 0, 64, sealed=found is not None)
     window = LayerSpec(LayerKind.WINDOW, 300, 64, sealed=found is not None)
@@ -84,7 +83,7 @@ class Files:
             located = store.locate(MODEL, [entry.id for entry in entries])
             self.where: list[Location] = [location for location in located if location is not None]
 
-    def read(self) -> tuple[list[Slab | Failure], BlockRun | None]:
+    def read(self) -> list[Slab | Failure]:
         return read_slabs(self.spec, self.root, self.key, self.where, joins=True)
 
     def damage(self, block: int, part: str) -> None:
@@ -132,43 +131,36 @@ def row_arrays(cache: PagedKVCache) -> list[mx.array]:
     return arrays + (list(cache.tail(0, opened)) if opened else [])
 
 
-@pytest.mark.parametrize("policy", ["q4", "k8v4", "fp16"])
+@pytest.mark.parametrize("policy", ["q4", "k8v4", "fp16", "unsealed"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 5, 18])
-def test_a_row_opened_from_a_run_has_the_bytes_of_one_never_stored(
+def test_blocks_read_back_have_the_bytes_of_those_never_stored(
     tmp_path: Path, policy: str, dtype: mx.Dtype, count: int
 ):
     """18 blocks are two files. The early blocks lack the window layer, whose shapes so differ from file to file."""
     spec = spec_of(policy)
     slabs = [slab_of(spec, seed, dtype, BLOCK_TOKENS if seed < count - 3 else 0) for seed in range(count)]
-    read, run = Files(tmp_path / "kv", spec, slabs).read()
+    read = Files(tmp_path / "kv", spec, slabs).read()
     good = [slab for slab in read if not isinstance(slab, Failure)]
     assert len(good) == count and all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, good, strict=True))
-    assert (run is None) == (count == 1 or policy != "fp16")
-    if run is not None:
-        assert run.layers[0] is not None and run.layers[1] is None and run.tokens == count * BLOCK_TOKENS
-        for hot in (0, 1):
-            opened = [*slabs[:hot], run] if not hot else [slab_of(spec, 99, dtype), run]
-            plain = [*opened[:-1], *slabs]
-            for left, right in zip(filled(spec, plain), filled(spec, opened), strict=True):
-                assert same(left, right)
+    for left, right in zip(filled(spec, slabs), filled(spec, good), strict=True):
+        assert same(left, right)
 
 
-@pytest.mark.parametrize("policy", ["q4", "fp16"])
+@pytest.mark.parametrize("policy", ["q4", "fp16", "unsealed"])
 @pytest.mark.parametrize("count", [1, 2, 18])
 def test_a_row_opened_from_blocks_read_for_a_gpu_has_the_bytes_of_one_never_stored(
     tmp_path: Path, policy: str, count: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Layers that are alike have their memory together, and are joined together; beside blocks that do not, one by
-    one."""
+    """Layers that are alike have their memory together; also beside blocks that do not."""
     spec = spec_of(policy)
     slabs = [slab_of(spec, seed, mx.bfloat16, BLOCK_TOKENS if seed < count - 3 else 0) for seed in range(count)]
     files = Files(tmp_path / "kv", spec, slabs)
     with monkeypatch.context() as patch:
         patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-        read, run = files.read()
+        read = files.read()
     good = [slab for slab in read if not isinstance(slab, Failure)]
-    assert run is None and len(good) == count and all(list(slab.stacks) == [(0, 2)] for slab in good)
+    assert len(good) == count
     assert all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, good, strict=True))
     for opened in (good, [*slabs[: count // 2], *good[count // 2 :]]):
         for left, right in zip(filled(spec, slabs), filled(spec, opened), strict=True):
@@ -177,55 +169,46 @@ def test_a_row_opened_from_blocks_read_for_a_gpu_has_the_bytes_of_one_never_stor
 
 def test_layers_that_are_alike_but_for_their_shapes_are_read_one_by_one():
     """And one that lacks a part is no slab."""
-    spec = spec_of("fp16")
+    spec = spec_of("unsealed")
     arrays = {"keys": np.ones((1, 2, 4, 8), np.float32), "values": np.zeros((1, 2, 4, 8), np.float32)}
     reader = slab_codec.SlabReader(spec, 1, stacked=True)
     reader.take("0.keys", [0], arrays["keys"][None])
     with pytest.raises(ValueError, match="layer 0 has no KV"):
         reader.slab(0, 4)
-    for last, stacks in (((1, 2, 4, 8), [(0, 2)]), ((1, 1, 4, 16), [])):
+    for last in ((1, 2, 4, 8), (1, 1, 4, 16)):
         reader = slab_codec.SlabReader(spec, 1, stacked=True)
         for name, array in arrays.items():
             reader.take(f"0.{name}", [0], array[None])
             reader.take(f"2.{name}", [0], array.reshape(last)[None])
         slab = reader.slab(0, 4, window_from=4)
-        assert list(slab.stacks) == stacks
         for layer, shape in ((0, (1, 2, 4, 8)), (2, last)):
             entry = slab.layers[layer]
             assert entry is not None and same(list(entry), [mx.ones(shape), mx.zeros(shape)])
 
 
-@pytest.mark.parametrize("policy", ["q4", "fp16"])
-def test_a_row_opened_with_a_part_of_a_tail_has_the_bytes_of_layers_joined_one_by_one(policy: str):
+@pytest.mark.parametrize("policy", ["q4", "fp16", "unsealed"])
+def test_a_row_opened_with_a_part_of_a_tail_has_its_bytes(policy: str):
     spec = spec_of(policy)
     blocks = [slab_of(spec, seed, mx.float16) for seed in range(2)]
-    tail = slab_of(spec_of("fp16"), 3, mx.float16)
-
-    def together(slab: Slab) -> Slab:
-        first, last = slab.layers[0], slab.layers[2]
-        assert first is not None and last is not None
-        whole = [mx.concatenate(list(pair)) for pair in zip(first, last, strict=True)]
-        entry = sealing.Sealed(*whole) if isinstance(first, sealing.Sealed) else (whole[0], whole[1])
-        assert slab.layers[1] is not None
-        return Slab.of(LAYERS, {(0, 2): entry, (1,): slab.layers[1]}, slab.tokens)
-
+    tail = slab_of(spec_of("unsealed"), 3, mx.float16)
     for used in (1, 100):
-        plain = filled(spec, blocks, tail, used)
-        joined = filled(spec, [together(block) for block in blocks], together(tail), used)
-        assert all(same(left, right) for left, right in zip(plain, joined, strict=True))
+        for arrays, layer in zip(filled(spec, blocks, tail, used), tail.layers, strict=True):
+            assert layer is not None
+            for array, whole in zip(arrays[-2:], layer, strict=True):
+                assert same([array[:, :, -used:]], [whole[:, :, :used]])
 
 
 @pytest.mark.parametrize("part", ["0.key_codes", "1.value_scales", "2.value_biases"])
 @pytest.mark.parametrize("block", [0, 1, 4])
 def test_a_damaged_part_of_any_layer_ends_what_can_be_used(tmp_path: Path, part: str, block: int):
-    """Parts of the block may have come before the one that fails; none of them is used, in no run either."""
+    """Parts of the block may have come before the one that fails; none of them is used."""
     spec = spec_of("q4")
     slabs = [slab_of(spec, seed, mx.float16) for seed in range(5)]
     files = Files(tmp_path / "kv", spec, slabs)
     files.damage(block, part)
-    read, run = files.read()
+    read = files.read()
     good = [slab for slab in read[:block] if not isinstance(slab, Failure)]
-    assert run is None and len(good) == block and len(read) == 5
+    assert len(good) == block and len(read) == 5
     assert all(isinstance(slab, Failure) for slab in read[block:])
     failure = read[block]
     assert isinstance(failure, Failure) and not failure.missing and part in failure.reason
@@ -239,25 +222,24 @@ def test_a_block_that_stays_keeps_no_other_in_memory(tmp_path: Path):
     files.slabs.clear()
     gc.collect()
     before = mx.get_active_memory()
-    read, run = files.read()
+    read = files.read()
     good = [slab for slab in read if not isinstance(slab, Failure)]
-    assert run is not None and any(array.nbytes > 0 for entry in run.layers if entry is not None for array in entry)
     whole = mx.get_active_memory() - before
-    del read[1:], good[1:], run
+    del read[1:], good[1:]
     gc.collect()
     kept = mx.get_active_memory() - before
-    assert kept <= 1.2 * good[0].nbytes < whole / 16, f"{kept} bytes for a block of {good[0].nbytes}"
+    assert kept <= 1.2 * good[0].nbytes < whole / 8, f"{kept} bytes for a block of {good[0].nbytes}"
 
 
 def test_a_file_of_another_model_is_no_slab(tmp_path: Path):
-    wrong = spec_of("fp16")
+    wrong = spec_of("unsealed")
     files = Files(tmp_path / "kv", wrong, [slab_of(wrong, seed, mx.float16) for seed in range(3)])
     layer = wrong.layers[0]
     files.spec = ModelCacheSpec((layer,) * (LAYERS + 2), 64, 64, None)
-    read, run = files.read()
-    assert run is None and all(isinstance(slab, Failure) and not slab.missing for slab in read[:1])
+    read = files.read()
+    assert all(isinstance(slab, Failure) and not slab.missing for slab in read[:1])
     files.spec = ModelCacheSpec((layer,), 64, 64, None)
-    read, run = files.read()
+    read = files.read()
     failure = read[0]
     assert isinstance(failure, Failure) and "not a slab of this model" in failure.reason
 
@@ -287,22 +269,6 @@ def test_blocks_read_back_serve_the_row_that_they_were_read_for(
     third.drain()
     assert third.rows["leaves"].finish == "abort"
     assert not third.engine.restores and not third.engine.prefixes.holders and not third.engine.prefixes.nbytes
-
-
-def test_a_run_is_used_only_where_it_is_what_was_found(loaded: LoadedModel):
-    """Not where memory finds less of it by then, or has copies of its own."""
-    spec = spec_of("q4")
-    slabs = [slab_of(spec, seed, mx.float16) for seed in range(4)]
-    run = BlockRun([None] * LAYERS, 2 * BLOCK_TOKENS, blocks=tuple(slabs[1:3]))
-    for found, wanted in (
-        (slabs, [slabs[0], run, slabs[3]]),
-        (slabs[:3], [slabs[0], run]),
-        (slabs[:2], slabs[:2]),
-        ([], []),
-        ([slabs[0], slab_of(spec, 1, mx.float16), slabs[2]], None),
-    ):
-        opened = RowMemory.slabs(Hit(list(found)), Restored(1, [], [], run))
-        assert [id(slab) for slab in opened] == [id(slab) for slab in (found if wanted is None else wanted)]
 
 
 def test_blocks_that_memory_has_are_not_read_again_and_the_rest_joins_them(loaded: LoadedModel, node: Node):
