@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from ...cluster.config import Scheduling
-from ...cluster.errors import DeadlineExceeded, Draining, SatchelError
+from ...cluster.errors import ContextLengthExceeded, DeadlineExceeded, Draining, SatchelError
 from ...cluster.timing import USUAL, Timing
 from ..protocol.messages import GenerateRequest
 from .decode import DecodeLoop
@@ -219,7 +219,12 @@ class Engine:
         for request_id in [*plan.expired, *self.pictures.expired(now)]:
             delivery.end(request_id, "error", DeadlineExceeded("the request's deadline has passed"))
         for request_id in plan.cut:
-            delivery.end(request_id, "length", ended=True)
+            if delivery.rows[request_id].emitted:
+                delivery.end(request_id, "length", ended=True)
+            else:
+                # Memory has become less since it was accepted.
+                most = self.scheduler.limits.prompt_tokens_max
+                delivery.end(request_id, "error", ContextLengthExceeded(f"memory holds {most} tokens on this machine"))
         for request_id in plan.preempted:
             delivery.attempt(request_id, self.decode.send_back, request_id)
         if plan.expired or plan.cut or plan.preempted:

@@ -323,7 +323,6 @@ class BatchExecutor:
         pool.shrink(bytes_max)
         for batch in filter(None, map(kv_cache.batch_of, caches)):
             batch.forget()
-        mx.clear_cache()
 
     def _settle(self) -> None:
         """Waits for the step in flight before blocks are written: MLX would copy arrays that it still reads."""

@@ -171,8 +171,9 @@ class SlotGroup:
         source = list(range(capacity))
         for slot, number in moves.items():
             source[number] = slot.number
+        index = mx.array(source, mx.uint32)
         mx.eval(self._written)
-        self._replace(lambda array: array[mx.array(source, mx.uint32)])
+        self._replace(lambda array: array[index])
         for slot, number in moves.items():
             slot.number = number
         self._free.clear()
@@ -181,11 +182,11 @@ class SlotGroup:
 
     def _replace(self, make: Callable[[mx.array], mx.array]) -> None:
         for arrays in filter(None, self._arrays):
-            for kind, array in enumerate(arrays):
-                arrays[kind] = make(array)
-                # One at a time, so that little is held twice.
+            for kind in range(len(arrays)):
+                arrays[kind] = make(arrays[kind])
+                # One at a time, so that little is held twice; MLX would keep the old ones for later.
                 mx.eval(arrays[kind])
-                del array
+                mx.clear_cache()
 
     def arrays(self) -> list[mx.array]:
         """Returns everything that the group computes with."""

@@ -139,6 +139,18 @@ def test_a_replica_yields_to_other_programs_and_comes_back(loaded: LoadedModel):
     assert bench.engine.scheduler.limits.kv_tokens_max * loaded.spec.bytes_per_token <= 2**29
 
 
+def test_a_row_that_waited_while_memory_became_too_little_is_told(loaded: LoadedModel):
+    bench = fresh(loaded, rows_max=1)
+    bench.submit("runs", prompt_of(20, 1), max_tokens=20)
+    bench.turn()
+    bench.submit("waits", prompt_of(9 * BLOCK_TOKENS, 2), max_tokens=20)
+    bench.turn()
+    bench.engine.room.resize(of_blocks(loaded, rows=1, blocks=4), DEVICE, DEVICE)
+    bench.drain()
+    error = bench.rows["waits"].error
+    assert bench.rows["runs"].finish == "length" and error is not None and error["kind"] == "ContextLengthExceeded"
+
+
 def test_free_slots_are_given_back_after_a_while(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory_room, "MUCH_BYTES", 1)
     bench = fresh(loaded)
