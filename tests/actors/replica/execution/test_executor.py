@@ -184,8 +184,8 @@ def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
     met: set[tuple[int, int]] = set()
     count = paged_cache.step_of
 
-    def counted(lengths: list[int], window: int, new: list[int], width: int | None = None) -> paged_cache.Step:
-        step = count(lengths, window, new, width)
+    def counted(lengths: list[int], window: int, new: list[int], width: int | None, exact: bool) -> paged_cache.Step:
+        step = count(lengths, window, new, width, exact)
         if width is not None:
             met.add((width, step.used * BLOCK_TOKENS + step.columns - width))
         return step
