@@ -1,0 +1,88 @@
+"""The kernels of a GPU, on a CPU: the same arguments, results and changes in place, by numpy and the plain reference.
+
+So everything around them runs where there is no GPU: padding, block tables, joining, sealing after a step. They
+evaluate their inputs, which nothing that is recorded can: compiling is switched off meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.replica.kv import attention, decode_kernel, gpu_kernels, sealing
+from satchel.actors.replica.kv.paged_cache import DecodeView, KernelView, heads_of
+from satchel.actors.replica.kv.pool import SlotGroup
+from satchel.actors.replica.kv.sealing import Sealed, SealPolicy
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Lets this device have kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_kernels, "is_available", lambda: True)
+        patch.setattr(decode_kernel, "attend", attend)
+        patch.setattr(decode_kernel, "write", write)
+        patch.setattr(decode_kernel, "unseal", unseal)
+        mx.disable_compile()
+        try:
+            yield
+        finally:
+            mx.enable_compile()
+
+
+def attend(
+    queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
+) -> mx.array:
+    step, rows = view.step, view.step.rows
+    mx.eval(queries, view.keys, view.values, step.tails, list(step.pool), rows.arrays())
+    starts, opened, hidden, jobs, owners = (
+        np.array(numbers) for numbers in (rows.starts, rows.opened, rows.hidden, rows.jobs, rows.job_rows)
+    )
+    assert [tail.shape[2] for tail in step.tails] == [BLOCK_TOKENS] * 2, "the kernel counts on whole blocks"
+    for row, (first, end) in enumerate(pairwise(jobs)):
+        assert end > first and (owners[first:end] == row).all()
+    assert (owners[jobs[-1] :] == -1).all()
+    for tail, new in zip(step.tails, (view.keys, view.values), strict=True):
+        assert tail.dtype == new.dtype
+        place, fresh = np.array(tail, copy=False), np.array(new)
+        for row, count in enumerate(opened):
+            place[row, :, count - 1] = fresh[row, :, 0]
+    counts = np.diff(starts)
+    owner = mx.array(np.repeat(np.arange(len(counts)), counts).astype(np.uint32))
+    slots = rows.slots[: int(starts[-1])]
+    columns = np.arange(BLOCK_TOKENS)
+    seen = (columns < opened[:, None]) & (columns + counts[:, None] * BLOCK_TOKENS >= hidden[:, None])
+    at = np.concatenate([np.arange(count) for count in counts]).astype(int) * BLOCK_TOKENS
+    behind = at[:, None] + columns < np.repeat(hidden, counts)[:, None]
+    seen_ones, behind_ones = mx.array(seen.tolist())[:, None, None], mx.array(behind.tolist())[:, None, None]
+    keys, values = step.tails
+    heads = heads_of(owner, slots, keys.shape[1])
+    if not counts.any():
+        # Rows without a block: the reference wants one, and sees nothing of it.
+        owner, slots, behind_ones = mx.zeros((1,), mx.uint32), mx.zeros((1,), mx.uint32), mx.array(True)
+        heads = heads_of(owner, slots, keys.shape[1])
+    reference = DecodeView(keys, values, seen_ones, step.pool, slots, owner, list(counts), behind_ones, heads)
+    return attention.attend(queries, reference, policy, scale, sinks)
+
+
+def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.array:
+    mx.eval(list(pool), list(blocks), slots, order)
+    for array, new in zip(pool, blocks, strict=True):
+        np.array(array, copy=False)[np.array(slots)] = np.array(new)
+    return mx.zeros((1,), mx.uint32)
+
+
+def unseal(
+    pool: Sealed, table: mx.array, keys: mx.array, values: mx.array, policy: SealPolicy, order: mx.array
+) -> tuple[mx.array, mx.array]:
+    mx.eval(list(pool), order)
+    group = SlotGroup([0])
+    group._arrays, group._kind = [list(pool)], type(pool)
+    before = sealing.unseal(group.gather(0, table), policy, values.shape[3], keys.dtype)
+    return mx.concatenate([before[0], keys], axis=2), mx.concatenate([before[1], values], axis=2)
