@@ -335,6 +335,9 @@ class BatchExecutor:
             mx.synchronize()
         kv_cache.seal_filled(self._caches)
         mx.async_eval(self._pool_arrays())
+        if self._settles_always:
+            # The next step writes into what is sealed here.
+            mx.synchronize()
 
     def _pool_arrays(self) -> list[mx.array]:
         return [] if self._loaded.pool is None else self._loaded.pool.arrays()

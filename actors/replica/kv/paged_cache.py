@@ -235,7 +235,7 @@ class PagedKVCache:
         in_place = self._reads_in_place(count, step)
         index = self._table(step) if step.used and not in_place else None
         flat = self._flat(step, keys.shape[1]) if in_place else None
-        seen = self._once("seen", lambda: _seen(step, self.window)) if in_place else None
+        seen = self._once(("seen", self.window), lambda: _seen(step, self.window)) if in_place else None
         # What it refers to could not be changed in place.
         self.view = None
         if self._keys is None or self._values is None:
@@ -282,7 +282,9 @@ class PagedKVCache:
         rows = self._once(("kernel", self._number), lambda: self._row_blocks(self._step(1)))
         if not self._writable:
             self._reserve(BLOCK_TOKENS)
-            self._keys, self._values = mx.contiguous(self._keys), mx.contiguous(self._values)
+            # Padded prompts leave more columns than a block has.
+            whole = self._keys[:, :, :BLOCK_TOKENS], self._values[:, :, :BLOCK_TOKENS]
+            self._keys, self._values = mx.contiguous(whole[0]), mx.contiguous(whole[1])
             self._writable = True
         if self._group.is_written(self._place):
             pool = self._group.layer(self._place)

@@ -16,10 +16,13 @@ from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.execution.warm_up import WarmUp
 from satchel.actors.replica.kv import gpu_kernels
 from satchel.actors.replica.kv.caches import new_pool
+from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.kv.paged_cache import Reads
 from tests.worlds import fake_kernels
+from tests.worlds.bench import Bench
 from tests.worlds.families import write_model
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1000)
@@ -28,22 +31,56 @@ LENGTHS = (128, 128, 256, 300, 700, 3)
 
 @pytest.fixture(params=["q4", "fp16"])
 def kv(request: pytest.FixtureRequest) -> Iterator[str]:
-    """With a GPU's kernels, and without one with what stands for them."""
+    """With a GPU's kernels, or with what stands for them."""
     with nullcontext() if gpu_kernels.is_available() else fake_kernels.kernels():
         yield request.param
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma3_text", "gpt_oss"])
 def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family: str, kv: str, tmp_path: Path):
-    """Whether the graph is recorded, or blocks are read without a kernel at all."""
+    """Whether the graph is recorded or not; and as without a kernel, where nothing is rounded otherwise: read where
+    they lie, or dequantized."""
     write_model(tmp_path / "model", family)
     folder = str(tmp_path / "model")
     loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", kv=kv, warm=False)
     assert loaded.compiled, "every layer is read by the kernel"
-    plain = replace(loaded, compiled=False, reads=Reads.DEQUANTIZED, pool=new_pool(loaded.spec))
-    expected = story(plain)
-    assert story(loaded) == expected
-    assert story(replace(loaded, compiled=False)) == expected
+    answers = story(loaded)
+    assert answers == story(replace(loaded, compiled=False))
+    if not on_gpu():
+        assert answers == story(without_kernels(loaded, Reads.IN_PLACE)) == story(without_kernels(loaded))
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU rounds otherwise without kernels")
+def test_an_engine_with_kernels_answers_as_one_without(tmp_path: Path):
+    """After the warm-up, with prompts that go on from a token of another's, padded together and joined at any time."""
+    write_model(tmp_path / "model", "llama")
+    with fake_kernels.kernels():
+        folder = str(tmp_path / "model")
+        loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=True)
+        pieces = WarmUp(loaded, 256)
+        for _ in range(12):
+            pieces.step()
+        answers = bursts(loaded)
+    assert answers == bursts(without_kernels(loaded))
+    assert not any(error for _, error in answers.values())
+
+
+def without_kernels(loaded: LoadedModel, reads: Reads = Reads.DEQUANTIZED) -> LoadedModel:
+    return replace(loaded, compiled=False, reads=reads, pool=new_pool(loaded.spec))
+
+
+def bursts(loaded: LoadedModel) -> dict[str, tuple[list[int], object]]:
+    bench = Bench(loaded, rows_max=32)
+    bench.engine.executor.batched_prefill = True
+    for number, (count, length, answer) in enumerate(
+        [(1, 32, 8), (6, 32, 8), (1, 128, 128), (6, 128, 130), (3, 300, 20)]
+    ):
+        rng = random.Random(number)
+        for row in range(count):
+            prompt = [7, *(rng.randrange(10, 3000) for _ in range(length - 1))]
+            bench.submit(f"{number}.{row}", prompt, max_tokens=answer)
+        bench.drain()
+    return {name: (row.tokens, row.error) for name, row in bench.rows.items()}
 
 
 def story(loaded: LoadedModel) -> tuple[dict[str, list[int]], list[list[bytes]]]:
