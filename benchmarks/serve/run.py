@@ -67,6 +67,7 @@ class RunOptions:
     profile: bool
     budget_s: float
     answer_timeout_s: float
+    settle_s: float
 
 
 @dataclass
@@ -213,6 +214,7 @@ def sessions(
         if options.together:
             say("  starting all")
             targets.start_all(names)
+            time.sleep(options.settle_s)
         for round in range(options.rounds):
             turn = round % len(names)
             for name in [*names[turn:], *names[:turn]]:
@@ -264,6 +266,7 @@ def read_options() -> tuple[RunOptions, argparse.Namespace]:
     add("--budget-s", type=float, default=3600.0, help="after this many seconds no measurement is begun")
     add("--start-timeout-s", type=float, default=240.0)
     add("--answer-timeout-s", type=float, default=400.0, help="for all answers of a burst together")
+    add("--settle-s", type=float, default=0.0, help="with --together: wait until nobody prepares for further shapes")
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
     add("--vllm-mlx-site", type=Path, help="a folder with vllm-mlx and its mlx-lm, else it is installed")
