@@ -499,6 +499,8 @@ class ReplicaStats:
     model_id: str = ""
     computing: dict[str, str] = field(default_factory=dict)
     """How it computes, by setting; see `identity.computing`."""
+    decoding: str = ""
+    """How decode steps read KV, and why not faster; see `decode_ways.py`."""
 
 
 @dataclass(frozen=True, slots=True)

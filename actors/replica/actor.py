@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from ...cluster.config import Model, Scheduling
 from ...cluster.environment import default_home
 from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable
+from ...cluster.incidents import note_incident
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
 from ..protocol import registry
@@ -160,6 +161,7 @@ class ReplicaActor:
             node=self._node,
             model_id=engine.loaded.model_id.hex(),
             computing=dict(engine.loaded.identity.computing),
+            decoding=engine.loaded.way.describe(),
             answers=not self._watchdog.is_slow(ENGINE),
             running=engine.scheduler.running,
             waiting=engine.waiting,
@@ -359,6 +361,8 @@ class ReplicaActor:
             logger.exception("loading %s failed", self._model.source)
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
+        if loaded.way.is_fallback:
+            note_incident(default_home(), "slower", f"{self._model.name} decodes {loaded.way.describe()}")
         if loaded.spec.reusable:
             store, unwritten_bytes_max = StoreClient(self._node, self._timing), self._scheduling.unwritten_bytes_max
             self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max, self._timing)

@@ -22,6 +22,19 @@ from ...cluster.connection import ClusterRecord, find_cluster
 from ...cluster.errors import NotRunning, SatchelError
 from ...cluster.keys import owner_key
 
+_OF_REPLICA = (
+    "node",
+    "tokens_per_s",
+    "pid",
+    "model_id",
+    "differs",
+    "decoding",
+    "slots",
+    "memory_bytes",
+    "memory_bytes_max",
+)
+"""What the cluster's view adds to the metrics of a replica."""
+
 _COLUMNS = {
     "satchel_requests_running": "runs",
     "satchel_requests_waiting": "waits",
@@ -124,7 +137,17 @@ def show_status(home: Home, *, as_json: bool) -> None:
     replicas = _replicas(metrics.text)
     for each in cluster.get("replicas", []):
         if each["id"] in replicas:
-            names = ("node", "tokens_per_s", "pid", "model_id", "differs", "slots", "memory_bytes", "memory_bytes_max")
+            names = (
+                "node",
+                "tokens_per_s",
+                "pid",
+                "model_id",
+                "differs",
+                "slots",
+                "memory_bytes",
+                "memory_bytes_max",
+                "decoding",
+            )
             replicas[each["id"]].update({name: each.get(name) for name in names})
     if as_json:
         found = {
@@ -167,6 +190,8 @@ def show_status(home: Home, *, as_json: bool) -> None:
             used = f"{size(entry['memory_bytes'])} of {size(most)} for KV and pictures"
             slots = ", ".join(f"{count} {state}" for state, count in entry["slots"].items())
             console.print(Text(f"{name} has {used}; slots for blocks: {slots}"))
+        if decoding := entry.get("decoding"):
+            console.print(Text(f"{name} reads KV {decoding}"))
         if differs := entry.get("differs"):
             how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
             console.print(

@@ -46,6 +46,7 @@ _MENDS = {
     "disk": "make room, or lower disk_bytes_max",
     "given_up": "report the request with its model: it crashes every replica that computes it",
     "refused": "raise that limit, or have clients ask less at once",
+    "slower": "answers are right; report it with the model and the device",
     "certificate": "mend the files of endpoint.tls; they are taken within seconds",
 }
 _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")

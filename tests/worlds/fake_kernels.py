@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv import attention, decode_kernel, gpu_kernels, sealing
+from satchel.actors.replica.execution import decode_ways
+from satchel.actors.replica.kv import attention, block_kernels, decode_kernel, gpu_kernels, sealing
 from satchel.actors.replica.kv.paged_cache import DecodeView, KernelView, heads_of
 from satchel.actors.replica.kv.pool import SlotGroup
 from satchel.actors.replica.kv.sealing import Sealed, SealPolicy
@@ -26,9 +27,10 @@ def kernels() -> Iterator[None]:
     """Lets this device have kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_kernels, "is_available", lambda: True)
+        patch.setattr(decode_ways, "is_slower", lambda *_: False)
         patch.setattr(decode_kernel, "attend", attend)
-        patch.setattr(decode_kernel, "write", write)
-        patch.setattr(decode_kernel, "unseal", unseal)
+        patch.setattr(block_kernels, "write", write)
+        patch.setattr(block_kernels, "unseal", unseal)
         mx.disable_compile()
         try:
             yield

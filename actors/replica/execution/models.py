@@ -31,25 +31,20 @@ from ...model_files.source import (
     resolve_adapter,
 )
 from ...model_files.weights import WeightFile, bytes_in_memory, read_weight_file
-from ...protocol.block_ids import BLOCK_TOKENS
-from ..kv import attention, gpu_kernels
-from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool, read_spec
+from ..kv import attention
+from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_cuda, on_gpu
-from ..kv.paged_cache import PagedKVCache, Reads
+from ..kv.paged_cache import Reads
 from ..kv.pool import BlockPool
 from ..kv.sealing import FULL_PRECISION, POLICIES
-from . import vision
-from .compiled_step import CompiledStep
+from . import decode_ways, vision
+from .decode_ways import DEQUANTIZED, DecodeWay
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .vision import LanguagePart, Vision
 from .warm_up import meet_usual
 
 logger = logging.getLogger(__name__)
-
-IN_PLACE_TOLERANCE, IN_PLACE_TOLERANCE_16 = 1e-4, 3e-2
-"""How far logits may differ, of their scale, if blocks are read in place instead of dequantized; in float32 and in 16
-bits. A mask or a bias that is left out shows as much more."""
 
 _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _GIB = 2**30
@@ -60,8 +55,8 @@ _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Imp
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
-    `pool` has the sealed blocks of all its rows, None if nothing is sealed; `reads` says how decode steps read
-    them, and `compiled` whether such steps are recorded; `vision` encodes pictures, None for a model of text."""
+    `pool` has the sealed blocks of all its rows, None if nothing is sealed; `way` says how decode steps read them;
+    `vision` encodes pictures, None for a model of text."""
 
     model: Any
     folder: Path
@@ -73,8 +68,7 @@ class LoadedModel:
     dtype: str
     weights: str
     pool: BlockPool | None = None
-    reads: Reads = Reads.DEQUANTIZED
-    compiled: bool = False
+    way: DecodeWay = DEQUANTIZED
     vision: Vision | None = None
 
     @property
@@ -89,7 +83,7 @@ class LoadedModel:
 
     def new_caches(self) -> list[Any]:
         """Empty caches for one row, one a layer."""
-        return new_caches(self.spec, make_prompt_cache(self.model), self.pool, self.reads)
+        return new_caches(self.spec, make_prompt_cache(self.model), self.pool, self.way.reads)
 
 
 def load(
@@ -158,9 +152,9 @@ def load(
         spec = read_spec(caches, 2, POLICIES[kv])
     except _LOAD_ERRORS as error:
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
-    reads = Reads.DEQUANTIZED
+    way = DEQUANTIZED
     if spec.policy is not None:
-        reads = _fastest_reads(model, spec) if attention.install(whole) and numerics == "fast" else reads
+        way = decode_ways.fastest(model, spec) if attention.install(whole) and numerics == "fast" else way
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     used = str(logits.dtype).removeprefix("mlx.core.")
@@ -186,9 +180,8 @@ def load(
         eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
         dtype=used,
         weights=kept,
-        pool=new_pool(spec, kernels=reads is Reads.KERNEL),
-        reads=reads,
-        compiled=reads is Reads.KERNEL and _compiles(model, spec),
+        pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
+        way=way,
         vision=seen,
     )
     if on_cuda() if warm is None else warm:
@@ -203,74 +196,6 @@ def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bo
     except _LOAD_ERRORS as error:
         logger.warning("%s is served for text alone: %s", source, first_sentence(error))
         return None
-
-
-def _fastest_reads(model: Any, spec: ModelCacheSpec) -> Reads:
-    """Returns how decode steps read sealed blocks: the fastest way of this device that agrees with the reference."""
-    wanted = Reads.KERNEL if gpu_kernels.is_available() else Reads.IN_PLACE
-    if on_gpu() and wanted is not Reads.KERNEL:
-        return Reads.DEQUANTIZED
-    try:
-        if _agrees(model, spec, wanted):
-            return wanted
-        logger.warning("decode steps copy KV together: %s reads differ from the reference", wanted.value)
-    except _LOAD_ERRORS as error:
-        logger.warning("decode steps copy KV together: %s reads fail: %s", wanted.value, first_sentence(error))
-    return Reads.DEQUANTIZED
-
-
-def _agrees(model: Any, spec: ModelCacheSpec, reads: Reads) -> bool:
-    """Whether all sealed layers go through `attention.py` in decode steps and agree there with dequantized blocks: a
-    model may compute attention by itself, or with more than a mask."""
-    tokens = mx.array([[number % 2 for number in range(BLOCK_TOKENS + 2)]], mx.uint32)
-    reached, kernels = False, reads is Reads.KERNEL
-    logits: list[list[mx.array]] = []
-    for way in (Reads.DEQUANTIZED, reads):
-        caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
-        mx.eval(model(tokens, cache=caches), [cache.state for cache in caches])
-        steps = [mx.array([[token]], mx.uint32) for token in (0, 1, 0)]
-        logits.append([model(step, cache=caches)[0, -1] for step in steps])
-        reached = all(cache.view is None for cache in caches if isinstance(cache, PagedKVCache))
-        if kernels and not all(cache.writes() for cache in caches if isinstance(cache, PagedKVCache)):
-            return False
-    tolerance = IN_PLACE_TOLERANCE if logits[0][0].dtype == mx.float32 else IN_PLACE_TOLERANCE_16
-    return reached and all(
-        bool(mx.abs(expected - got).astype(mx.float32).max() <= tolerance * mx.abs(expected).max())
-        for expected, got in zip(*logits, strict=True)
-    )
-
-
-def _compiles(model: Any, spec: ModelCacheSpec) -> bool:
-    """Whether a recorded step computes what the model does; one that decides by lengths cannot be recorded."""
-    if not all(layer.sealed for layer in spec.layers):
-        return False
-    try:
-        plain, recorded = (_steps(model, spec, compiled=compiled) for compiled in (False, True))
-    except _LOAD_ERRORS as error:
-        logger.warning("decode steps are not compiled: %s", first_sentence(error))
-        return False
-    same = all(
-        bool(mx.abs(expected - got).astype(mx.float32).max() <= IN_PLACE_TOLERANCE_16 * mx.abs(expected).max())
-        for expected, got in zip(plain, recorded, strict=True)
-    )
-    if not same:
-        logger.warning("decode steps are not compiled: they would compute something else")
-    return same
-
-
-def _steps(model: Any, spec: ModelCacheSpec, *, compiled: bool) -> list[mx.array]:
-    """Returns the logits of some steps of two rows of different lengths."""
-    pool, rows, logits = new_pool(spec, kernels=True), [], []
-    for count in (BLOCK_TOKENS + 2, 3):
-        rows.append(new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL))
-        prompt = mx.array([[number % 2 for number in range(count)]], mx.uint32)
-        mx.eval(model(prompt, cache=rows[-1]), [cache.state for cache in rows[-1]])
-    batch, step = merge(rows), CompiledStep(model)
-    for token in (0, 1, 0):
-        inputs = mx.array([token, 1 - token], mx.uint32)
-        logits.append(step(inputs, batch, {}) if compiled else model(inputs[:, None], cache=batch)[:, -1])
-        mx.eval(logits[-1])
-    return logits
 
 
 def _weight_files(folder: Path) -> list[WeightFile]:

@@ -20,10 +20,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .paged_cache import PagedBatch, PagedKVCache, Reads, first_block
+from .paged_cache import PagedBatch, PagedKVCache, Reads
 from .pool import BlockPool, BlockTable, Slot
 from .prefix import ReuseRule
 from .sealing import Sealed, SealPolicy, sealed_token_bytes
+from .steps import first_block
 
 SNAPSHOT_TOKENS_MAX = 4096
 

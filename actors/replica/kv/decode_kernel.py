@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ...protocol.block_ids import BLOCK_TOKENS
 from .device import size_class
 from .gpu_kernels import kernel
-from .sealing import Plain, Sealed, SealPolicy, seal, value_group
+from .sealing import Plain, Sealed, SealPolicy, value_group
 
 if TYPE_CHECKING:
     from .paged_cache import KernelView
@@ -241,60 +240,6 @@ _JOIN = """
   out[(long)GROUP * DV + d] = static_cast<T>(o / total);
 """
 
-_WRITE = """
-  const int n = GROUP / PARTS, from = (GROUP % PARTS) * 256 + THREAD; const long to = slots[n];
-  #define COPY(T, pool, fresh, size) \\
-    for (int i = from; i < size; i += PARTS * 256) ((DEVICE T*)pool)[to * size + i] = fresh[(long)n * size + i];
-  COPIES
-  if (GROUP == 0 && THREAD == 0) done[0] = 0;
-"""
-
-# Template: T, DK, DV, PV, VG, KV, KB as above. A group of threads has one block of a row's KV head, or 256 tokens that
-# are not sealed; `sizes` are the numbers of both. Keys lie transposed, so they pass through shared memory.
-_UNSEAL = """
-  constexpr int KW = KB == 4 ? 32 : 64, PW = PV / 8, TILE = 64;
-  SHARED unsigned int codes_s[TILE * (KW + 1)];
-  SHARED float scales_s[TILE * 4];
-  SHARED float biases_s[TILE * 4];
-  const int used = sizes[0], C = sizes[1], places = used + (C + 255) / 256;
-  const int place = GROUP % places, rk = GROUP / places;
-  const long row0 = (long)rk * (used * 256 + C);
-  if (place >= used) {
-    const int first = (place - used) * 256, count = C - first < 256 ? C - first : 256;
-    const long from = (long)rk * C + first, to = row0 + used * 256 + first;
-    for (int i = THREAD; i < count * DK; i += 256) keys[to * DK + i] = open_keys[from * DK + i];
-    for (int i = THREAD; i < count * DV; i += 256) values[to * DV + i] = open_values[from * DV + i];
-    return;
-  }
-  const long base = (long)slots[rk / KV * used + place] * KV + rk % KV, to = row0 + place * 256;
-  for (int d0 = 0; d0 < DK; d0 += TILE) {
-    const int n = DK - d0 < TILE ? DK - d0 : TILE;
-    const long from = base * DK + d0;
-    for (int i = THREAD; i < n * KW; i += 256) codes_s[i / KW * (KW + 1) + i % KW] = key_codes[from * KW + i];
-    for (int i = THREAD; i < n * 4; i += 256) {
-      scales_s[i] = static_cast<float>(key_scales[from * 4 + i]);
-      biases_s[i] = static_cast<float>(key_biases[from * 4 + i]);
-    }
-    SYNC();
-    for (int i = THREAD; i < 256 * n; i += 256) {
-      const int t = i / n, d = i % n;
-      const unsigned int word = codes_s[d * (KW + 1) + t * KB / 32];
-      const float code = static_cast<float>((word >> (t * KB % 32)) & (KB == 4 ? 15u : 255u));
-      keys[(to + t) * DK + d0 + d] = static_cast<T>(scales_s[d * 4 + t / 64] * code + biases_s[d * 4 + t / 64]);
-    }
-    SYNC();
-  }
-  for (int i = THREAD; i < 256 * PW; i += 256) {
-    const int t = i / PW, w = i % PW;
-    const unsigned int word = value_codes[(base * 256 + t) * PW + w];
-    const float s = static_cast<float>(value_scales[(base * 256 + t) * (PV / VG) + w * 8 / VG]);
-    const float b = static_cast<float>(value_biases[(base * 256 + t) * (PV / VG) + w * 8 / VG]);
-    for (int j = 0; j < 8 && w * 8 + j < DV; j++) {
-      values[(to + t) * DV + w * 8 + j] = static_cast<T>(s * static_cast<float>((word >> (4 * j)) & 15u) + b);
-    }
-  }
-"""
-
 _PARTS = ("parts", "tops", "sums")
 _ROWS = ["queries", "new_keys", "new_values"], ["tail_keys", "tail_values"]
 _NUMBERS = ["slots", "starts", "opened", "hidden", "jobs", "job_rows", "scale", "sinks", "order"]
@@ -454,83 +399,5 @@ def _together(grouped: int, key_dim: int, padded: int) -> int:
 
 
 @cache
-def empty_slot(kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, policy: SealPolicy) -> Sealed:
-    """Returns a slot of zeros as a whole pool, for rows none of which has a sealed block."""
-    shape = (1, kv_heads, BLOCK_TOKENS)
-    empty = seal(mx.zeros((*shape, key_dim), dtype), mx.zeros((*shape, value_dim), dtype), policy)
-    mx.eval(empty)
-    return empty
-
-
-@cache
 def _number(value: float) -> mx.array:
     return mx.array([value], mx.float32)
-
-
-def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.array:
-    """Puts blocks into slots, in place.
-
-    MLX's own assignment copies a whole array of the pool while a step in flight reads it. Nobody reads these slots yet.
-
-    Args:
-        slots: (n,) uint32.
-        blocks: n of them, in the shapes of the pool's arrays but for the first axis.
-        order: (1,) uint32, the kernel runs after what makes it.
-
-    Returns:
-        (1,) uint32, a zero, which is there once the blocks are.
-    """
-    sizes = [array.size // array.shape[0] for array in blocks]
-    parts = max(1, min(64, max(sizes) // 2048))
-    names = pool._fields
-    copies = "".join(f"COPY(T{at}, {name}, new_{name}, N{at})\n  " for at, name in enumerate(names))
-    read = (*names, *(f"new_{name}" for name in names), "slots", "order")
-    return kernel(f"write_{len(names)}", read, ("done",), _WRITE.replace("COPIES", copies))(
-        inputs=[*pool, *blocks, slots, order],
-        template=[
-            ("PARTS", parts),
-            *((f"T{at}", array.dtype) for at, array in enumerate(blocks)),
-            *((f"N{at}", size) for at, size in enumerate(sizes)),
-        ],
-        grid=(slots.size * parts * 256, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.uint32],
-    )[0]
-
-
-@lru_cache(256)
-def _sizes(blocks: int, tokens: int) -> mx.array:
-    return mx.array([blocks, tokens], mx.int32)
-
-
-def unseal(
-    pool: Sealed, table: mx.array, keys: mx.array, values: mx.array, policy: SealPolicy, order: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Dequantizes rows' blocks, and puts what is not sealed behind them.
-
-    Args:
-        table: (rows, blocks) uint32, slots.
-        keys, values: (rows, kv_heads, tokens, dim), what is not sealed.
-        order: (1,) uint32, the kernel runs after what makes it.
-
-    Returns:
-        Keys and values, (rows, kv_heads, 256 * blocks + tokens, dim), in the dtype of `keys`.
-    """
-    rows, kv_heads, tokens, key_dim = keys.shape
-    value_dim, blocks = values.shape[3], table.shape[1]
-    groups = rows * kv_heads * (blocks + -(-tokens // BLOCK_TOKENS))
-    length = blocks * BLOCK_TOKENS + tokens
-    inputs = (*pool._fields, "slots", "sizes", "open_keys", "open_values", "order")
-    made = kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(
-        inputs=[*pool, table, _sizes(blocks, tokens), keys, values, order],
-        template=[
-            *(("T", keys.dtype), ("DK", key_dim), ("DV", value_dim), ("PV", -(-value_dim // 32) * 32)),
-            *(("VG", value_group(value_dim)), ("KV", kv_heads), ("KB", policy.key_bits)),
-        ],
-        grid=(groups * 256, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(rows, kv_heads, length, key_dim), (rows, kv_heads, length, value_dim)],
-        output_dtypes=[keys.dtype] * 2,
-    )
-    return made[0], made[1]

@@ -23,11 +23,12 @@ from typing import Any
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from . import decode_kernel, sealing
+from . import block_kernels, sealing
 from .decode_kernel import RowBlocks
 from .device import size_class
 from .pool import BlockPool, BlockTable, SlotGroup, slots_of
 from .sealing import Sealed, SealPolicy
+from .steps import Step, mask_of, seen_of, step_of
 
 SLOTS_MIN = 64
 """The least that a kernel is given, with padding: few shapes."""
@@ -235,7 +236,7 @@ class PagedKVCache:
         in_place = self._reads_in_place(count, step)
         index = self._table(step) if step.used and not in_place else None
         flat = self._flat(step, keys.shape[1]) if in_place else None
-        seen = self._once(("seen", self.window), lambda: _seen(step, self.window)) if in_place else None
+        seen = self._once(("seen", self.window), lambda: seen_of(step, self.window)) if in_place else None
         # What it refers to could not be changed in place.
         self.view = None
         if self._keys is None or self._values is None:
@@ -258,7 +259,7 @@ class PagedKVCache:
             return open_keys, open_values
         if index is not None and self._group.kernels and self.policy.quantizes:
             pool, order = self._group.layer(self._place), self._group.written(self._place)
-            return decode_kernel.unseal(pool, index, open_keys, open_values, self.policy, order)
+            return block_kernels.unseal(pool, index, open_keys, open_values, self.policy, order)
         if index is not None:
             sealed = self._group.gather(self._place, index)
             before_keys, before_values = sealing.unseal(sealed, self.policy, values.shape[3], keys.dtype)
@@ -290,7 +291,7 @@ class PagedKVCache:
             pool = self._group.layer(self._place)
         else:
             sizes = self._keys.shape[1], self._keys.shape[3], self._values.shape[3]
-            pool = decode_kernel.empty_slot(*sizes, self._keys.dtype, self.policy)
+            pool = block_kernels.empty_slot(*sizes, self._keys.dtype, self.policy)
         return KernelStep((self._keys, self._values), pool, rows, self._group.written(self._place))
 
     def end_kernel_step(self) -> None:
@@ -567,90 +568,3 @@ def heads_of(rows: mx.array, slots: mx.array, kv_heads: int) -> tuple[mx.array, 
     """As `DecodeView.heads`."""
     heads, blocks = mx.arange(kv_heads, dtype=mx.uint32), mx.arange(slots.size, dtype=mx.uint32)
     return tuple(numbers[:, None] * kv_heads + heads for numbers in (rows, slots, blocks))  # type: ignore[return-value]
-
-
-def _seen(step: Step, window: int) -> mx.array | None:
-    """As `DecodeView.seen`."""
-    if len(set(step.opened)) == 1 and not window:
-        return None
-    opened, columns = mx.array(step.opened)[:, None, None, None], mx.arange(step.columns)
-    seen = columns <= opened
-    return seen & (columns > opened - window) if window else seen
-
-
-def first_block(length: int, window: int) -> int:
-    """The first block that the token after `length` tokens can see."""
-    return min(max(0, length - window + 1), length) // BLOCK_TOKENS if window else 0
-
-
-@dataclass(frozen=True)
-class Step:
-    """The numbers of one call.
-
-    Attributes:
-        opened: tokens in every row's open block before.
-        after: the rows' lengths after.
-        first: the first block of every row that its queries can see.
-        full: blocks that every row fills.
-        used: sealed blocks that the longest row's queries see, and padding.
-        columns: of the tail with the new tokens, and padding.
-        rest: (rows, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one row.
-        exact: whether sealed blocks are as computed, so that the blocks that the call fills need not be read as sealed.
-    """
-
-    opened: list[int]
-    after: list[int]
-    first: list[int]
-    full: list[int]
-    used: int
-    columns: int
-    rest: mx.array | None
-    exact: bool = False
-
-
-def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None, exact: bool = False) -> Step:
-    """The numbers of a call. If rows are padded to a `width`, tail and sealed blocks are too: together they have
-    `width` columns, and if rows had any before, a `size_class` of blocks more."""
-    opened = [length % BLOCK_TOKENS for length in lengths]
-    ends = [o + more for o, more in zip(opened, new, strict=True)]
-    full = [end // BLOCK_TOKENS for end in ends]
-    after = [length + more for length, more in zip(lengths, new, strict=True)]
-    first = [first_block(length, window) for length in lengths]
-    ends_at = lengths if exact else [length - 1 for length in after]
-    last = [max(0, length // BLOCK_TOKENS - dropped) for length, dropped in zip(ends_at, first, strict=True)]
-    columns, used = max(ends, default=0), max(last, default=0)
-    if width is not None:
-        columns = width + BLOCK_TOKENS * any(opened)
-        used = size_class(used + 1) - any(opened) if used or any(opened) else 0
-    rest = None
-    if any(full) and max(new) > 1 and len(new) > 1:
-        places = mx.array(full)[:, None] * BLOCK_TOKENS + mx.arange(BLOCK_TOKENS)
-        rest = mx.minimum(places, columns - 1)[:, None, :, None]
-    return Step(opened, after, first, full, used, columns, rest, exact)
-
-
-def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window: int) -> mx.array | None:
-    """(rows, 1, count, columns) bool, true where a query may look; None where every query may look everywhere.
-
-    Args:
-        count: queries of every row, of which those after its `new` are padding.
-        window: how many of the last tokens a query attends to; 0 for all.
-    """
-    alike = len(set(lengths)) == 1 and len(set(first)) == 1
-    if count == 1 and alike and not (window and first[0] * BLOCK_TOKENS <= lengths[0] - window):
-        return None
-    before, after = mx.array(lengths)[:, None], mx.array(step.after)[:, None]
-    # A query in the padding sees what the row's last one sees: with nothing to see it would be no number.
-    queries = mx.minimum(before + mx.arange(count)[None], after - 1)[:, None, :, None]
-    opened = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None]
-    blocks = mx.broadcast_to(opened, queries.shape) if step.exact else queries // BLOCK_TOKENS * BLOCK_TOKENS
-    inside = opened + mx.arange(step.columns)
-    columns, seen = inside, (inside >= blocks) & (inside <= queries)
-    if step.used:
-        starts = mx.array([dropped * BLOCK_TOKENS for dropped in first])[:, None, None, None]
-        sealed = starts + mx.arange(step.used * BLOCK_TOKENS)
-        columns = mx.concatenate([sealed, inside], axis=3)
-        seen = mx.concatenate([sealed < blocks, seen], axis=3)
-    if window:
-        seen = seen & (columns > queries - window)
-    return seen

@@ -26,7 +26,7 @@ from math import inf
 
 import mlx.core as mx
 
-from . import decode_kernel
+from . import block_kernels
 from .sealing import Sealed, token_axes
 
 GROW_MIN, GROW_FRACTION = 16, 0.25
@@ -51,7 +51,7 @@ class SlotGroup:
 
     Attributes:
         layers: their numbers in the model.
-        kernels: whether blocks are written by `decode_kernel.write`.
+        kernels: whether blocks are written by `block_kernels.write`.
         slot_bytes: what a slot takes, of all of them; without being told, 0 before the first is written.
         capacity_max: beyond this it grows only by what is missing.
     """
@@ -119,7 +119,7 @@ class SlotGroup:
             self._arrays[place], self._kind = arrays, type(blocks)
             self._seen_bytes += sum(array.nbytes // array.shape[0] for array in blocks)
         if self.kernels:
-            self._written[place] = decode_kernel.write(blocks._make(arrays), slots, blocks, self._written[place])
+            self._written[place] = block_kernels.write(blocks._make(arrays), slots, blocks, self._written[place])
             return
         for array, new in zip(arrays, blocks, strict=True):
             # In place, as nobody else refers to what the array was.

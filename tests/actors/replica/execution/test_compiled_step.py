@@ -14,6 +14,7 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution import models
+from satchel.actors.replica.execution.decode_ways import DecodeWay
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.execution.warm_up import WarmUp
@@ -43,9 +44,9 @@ def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family:
     write_model(tmp_path / "model", family)
     folder = str(tmp_path / "model")
     loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", kv=kv, warm=False)
-    assert loaded.compiled, "every layer is read by the kernel"
+    assert loaded.way == DecodeWay(Reads.KERNEL, compiled=True)
     answers = story(loaded)
-    assert answers == story(replace(loaded, compiled=False))
+    assert answers == story(replace(loaded, way=DecodeWay(Reads.KERNEL)))
     if not on_gpu():
         assert answers == story(without_kernels(loaded, Reads.IN_PLACE)) == story(without_kernels(loaded))
 
@@ -66,7 +67,7 @@ def test_an_engine_with_kernels_answers_as_one_without(tmp_path: Path):
 
 
 def without_kernels(loaded: LoadedModel, reads: Reads = Reads.DEQUANTIZED) -> LoadedModel:
-    return replace(loaded, compiled=False, reads=reads, pool=new_pool(loaded.spec))
+    return replace(loaded, way=DecodeWay(reads), pool=new_pool(loaded.spec))
 
 
 def bursts(loaded: LoadedModel) -> dict[str, tuple[list[int], object]]:

@@ -15,7 +15,7 @@ from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution import warm_up
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.models import LoadedModel
-from satchel.actors.replica.kv import paged_cache, row_view
+from satchel.actors.replica.kv import paged_cache, row_view, steps
 from satchel.actors.replica.kv.caches import Slab
 from satchel.actors.replica.kv.device import size_class
 
@@ -182,9 +182,9 @@ def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
 ):
     """Histories are size classes of blocks with the padding, whatever a prompt seals of its own."""
     met: set[tuple[int, int]] = set()
-    count = paged_cache.step_of
+    count = steps.step_of
 
-    def counted(lengths: list[int], window: int, new: list[int], width: int | None, exact: bool) -> paged_cache.Step:
+    def counted(lengths: list[int], window: int, new: list[int], width: int | None, exact: bool) -> steps.Step:
         step = count(lengths, window, new, width, exact)
         if width is not None:
             met.add((width, step.used * BLOCK_TOKENS + step.columns - width))

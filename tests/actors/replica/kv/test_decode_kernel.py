@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.memory import kernel_check
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv import decode_kernel, gpu_kernels, sealing
+from satchel.actors.replica.kv import block_kernels, decode_kernel, gpu_kernels, sealing
 from satchel.actors.replica.kv.decode_kernel import RowBlocks
 from satchel.actors.replica.kv.device import size_class
 from satchel.actors.replica.kv.pool import SlotGroup, slots_of
@@ -59,7 +59,7 @@ def test_blocks_are_dequantized_as_by_mlx(key_dim: int, value_dim: int, policy: 
     mx.eval(group.arrays())
     table = mx.array([[4, 0, 2], [1, 1, 3]], mx.uint32)
     open_keys, open_values = (mx.random.normal((2, 2, 300, dim)).astype(dtype) for dim in (key_dim, value_dim))
-    got = decode_kernel.unseal(group.layer(0), table, open_keys, open_values, seal, group.written(0))
+    got = block_kernels.unseal(group.layer(0), table, open_keys, open_values, seal, group.written(0))
     before = sealing.unseal(group.gather(0, table), seal, value_dim, dtype)
     for one, sealed, fresh in zip(got, before, (open_keys, open_values), strict=True):
         wanted = mx.concatenate([sealed, fresh], axis=2).astype(mx.float32)

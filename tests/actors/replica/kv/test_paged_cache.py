@@ -19,17 +19,10 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import attention, sealing
 from satchel.actors.replica.kv import caches as kv_cache
-from satchel.actors.replica.kv.paged_cache import (
-    DecodeView,
-    PagedBatch,
-    PagedKVCache,
-    Reads,
-    first_block,
-    mask_of,
-    step_of,
-)
+from satchel.actors.replica.kv.paged_cache import DecodeView, PagedBatch, PagedKVCache, Reads
 from satchel.actors.replica.kv.pool import BlockPool, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES, SealPolicy
+from satchel.actors.replica.kv.steps import first_block, mask_of, step_of
 
 KV_HEADS, HEADS = 2, 4
 TOLERANCE = 2e-6

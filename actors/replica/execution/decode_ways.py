@@ -1,0 +1,163 @@
+"""How decode steps of a model read sealed blocks on this device: the fastest way that was tried and agrees with others.
+
+A model may compute attention by itself or with more than a mask, and a kernel may be wrong on a device where it never
+ran. So every way computes some steps when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...model_files.source import first_sentence
+from ...protocol.block_ids import BLOCK_TOKENS
+from ..kv import gpu_kernels
+from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
+from ..kv.device import on_gpu
+from ..kv.paged_cache import PagedKVCache, Reads
+from .compiled_step import CompiledStep
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE, TOLERANCE_16 = 1e-4, 3e-2
+"""How far logits may differ, of their scale, in float32 and in 16 bits. A mask or a bias that is left out shows as much
+more."""
+
+TIMED_STEPS = 8
+SLOWER_MOST = 1.1
+"""A kernel that takes more than this of what dequantizing takes is not used: two measurements differ by as much."""
+
+_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
+
+
+@dataclass(frozen=True)
+class DecodeWay:
+    """How decode steps read sealed blocks.
+
+    Attributes:
+        compiled: whether steps are recorded (`compiled_step.py`).
+        reason: why not a faster way; empty if it is the fastest of this device, or was asked for.
+    """
+
+    reads: Reads
+    compiled: bool = False
+    reason: str = ""
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether what this device is meant to do does not hold."""
+        return self.reads is Reads.DEQUANTIZED and bool(self.reason)
+
+    def describe(self) -> str:
+        """Returns it as text, such as `by a kernel, compiled`."""
+        way = f"{self.reads.value}{', compiled' if self.compiled else ''}"
+        return f"{way} ({self.reason})" if self.reason else way
+
+
+DEQUANTIZED = DecodeWay(Reads.DEQUANTIZED)
+"""As prefill reads them, which makes both equal to the last bit."""
+
+
+def fastest(model: Any, spec: ModelCacheSpec) -> DecodeWay:
+    """Tries the ways of this device. What does not hold is logged."""
+    wanted = Reads.KERNEL if gpu_kernels.is_available() else Reads.IN_PLACE
+    if on_gpu() and wanted is not Reads.KERNEL:
+        return DecodeWay(Reads.DEQUANTIZED, reason="this device has no kernels")
+    reason = _why_not(model, spec, wanted)
+    if reason:
+        logger.warning("decode steps copy blocks together: %s", reason)
+        return DecodeWay(Reads.DEQUANTIZED, reason=reason)
+    if wanted is not Reads.KERNEL:
+        return DecodeWay(wanted)
+    reason = _why_not_compiled(model, spec)
+    if reason:
+        logger.warning("decode steps are not compiled: %s", reason)
+    return DecodeWay(wanted, compiled=not reason, reason=reason)
+
+
+def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads) -> str:
+    """Why blocks are not read so; empty if they may be: all sealed layers go through `attention.py` in decode steps and
+    agree there with dequantized blocks, and a kernel is no slower."""
+    kernels = reads is Reads.KERNEL
+    logits, times = [], []
+    try:
+        for way in (Reads.DEQUANTIZED, reads):
+            caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
+            mx.eval(model(_prompt(BLOCK_TOKENS + 2), cache=caches), [cache.state for cache in caches])
+            logits.append([_step(model, caches, token) for token in (0, 1, 0)])
+            if kernels:
+                times.append(_step_s(model, caches))
+        sealed = [cache for cache in caches if isinstance(cache, PagedKVCache)]
+        if any(cache.view is not None for cache in sealed):
+            return "the model computes attention by itself"
+        if kernels and not all(cache.writes() for cache in sealed):
+            return "a kernel does not write blocks where they are read"
+    except _ERRORS as error:
+        return f"reading {reads.value} fails: {first_sentence(error)}"
+    if not _agree(logits[0], logits[1], TOLERANCE if logits[0][0].dtype == mx.float32 else TOLERANCE_16):
+        return f"reading {reads.value} differs from the reference"
+    return "the kernel is slower" if kernels and is_slower(*times) else ""
+
+
+def is_slower(dequantized_s: float, kernel_s: float) -> bool:
+    """Whether steps with the kernel take clearly longer."""
+    return kernel_s > SLOWER_MOST * dequantized_s
+
+
+def _why_not_compiled(model: Any, spec: ModelCacheSpec) -> str:
+    """Why a recorded step does not compute what the model does; empty if it does. One that decides by lengths cannot be
+    recorded."""
+    if not all(layer.sealed for layer in spec.layers):
+        return "it has layers of other kinds"
+    try:
+        plain, recorded = (_batch_steps(model, spec, compiled=compiled) for compiled in (False, True))
+    except _ERRORS as error:
+        return f"recording fails: {first_sentence(error)}"
+    return "" if _agree(plain, recorded, TOLERANCE_16) else "a recorded step computes something else"
+
+
+def _batch_steps(model: Any, spec: ModelCacheSpec, *, compiled: bool) -> list[mx.array]:
+    """Returns the logits of some steps of two rows of different lengths."""
+    pool, rows, logits = new_pool(spec, kernels=True), [], []
+    for count in (BLOCK_TOKENS + 2, 3):
+        rows.append(new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL))
+        mx.eval(model(_prompt(count), cache=rows[-1]), [cache.state for cache in rows[-1]])
+    batch, step = merge(rows), CompiledStep(model)
+    for token in (0, 1, 0):
+        inputs = mx.array([token, 1 - token], mx.uint32)
+        logits.append(step(inputs, batch, {}) if compiled else model(inputs[:, None], cache=batch)[:, -1])
+        mx.eval(logits[-1])
+    return logits
+
+
+def _prompt(tokens: int) -> mx.array:
+    return mx.array([[number % 2 for number in range(tokens)]], mx.uint32)
+
+
+def _step(model: Any, caches: Sequence[Any], token: int) -> mx.array:
+    logits = model(mx.array([[token]], mx.uint32), cache=caches)[0, -1]
+    mx.eval(logits)
+    return logits
+
+
+def _step_s(model: Any, caches: Sequence[Any]) -> float:
+    """Returns the least time of a step, seconds."""
+    times = []
+    for _ in range(TIMED_STEPS):
+        began = time.perf_counter()
+        _step(model, caches, 0)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _agree(expected: Sequence[mx.array], got: Sequence[mx.array], tolerance: float) -> bool:
+    return all(
+        bool(mx.abs(one - other).astype(mx.float32).max() <= tolerance * mx.abs(one).max())
+        for one, other in zip(expected, got, strict=True)
+    )
