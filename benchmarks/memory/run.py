@@ -27,13 +27,14 @@ from ..serve.shapes import SHAPES
 from .agents import two_agents
 from .desk import Desk, write_random_model
 from .first_token import first_token
+from .neighbours import neighbours
 from .quality import quality
 from .recall import recall
 from .replay import replay
 from .restoring import restoring
 from .sizes import sizes
 
-PARTS = ("sizes", "quality", "recall", "first-token", "restoring", "agents", "replay")
+PARTS = ("sizes", "quality", "recall", "neighbours", "first-token", "restoring", "agents", "replay")
 EMBEDDED, RANDOM = "embedded:recall", "random-30m"
 
 
@@ -92,7 +93,7 @@ class MemoryRun:
         """By name, in order; a part with several models is there once for each."""
         chosen, found = self.options, dict[str, Callable[[], ResultTable]]()
         for name in chosen.parts:
-            if name in ("first-token", "agents"):
+            if name in ("neighbours", "first-token", "agents"):
                 for model in chosen.models:
                     found[f"{name} {model}"] = lambda name=name, model=model: self._timed(name, model)
             else:
@@ -124,6 +125,8 @@ class MemoryRun:
         if source not in self._desks:
             self._desks[source] = Desk(source)
         desk = self._desks[source]
+        if part == "neighbours":
+            return neighbours(desk.loaded, options.rounds, self.budget, say)
         most = desk.loaded.context_tokens - options.answer_tokens
         if part == "agents":
             tokens = min(options.agent_tokens, most)

@@ -26,7 +26,7 @@ from tests.worlds.remembering import Remembering
 
 from ..http.test_operations import samples
 
-MEMORY = {"slots": {"running": 0, "kept": 0, "free": 0}, "memory_bytes": 0, "memory_bytes_max": 0}
+MEMORY = {"decoding": None, "slots": {"running": 0, "kept": 0, "free": 0}, "memory_bytes": 0, "memory_bytes_max": 0}
 
 TWO = [
     NodeState(
