@@ -201,7 +201,8 @@ def wait_for(ready: Callable[[], Any], what: str, timeout_s: float = RETURN_S) -
 
 
 def node_processes(replica_pid: int, server_pid: int) -> list[int]:
-    """All processes of a node on this machine that is not the head: its Ray session, and the command that keeps it.
+    """All processes of a node on this machine that is not the head: the command that keeps it, which would notice the
+    others' end and must be killed first, and its Ray session.
 
     Raises:
         RuntimeError: they are not other processes than the server's own.
@@ -211,7 +212,7 @@ def node_processes(replica_pid: int, server_pid: int) -> list[int]:
     command = psutil.Process(ray).ppid()
     if command in (0, 1, server_pid) or server_pid in (own := session_members(os.getsid(command))):
         raise RuntimeError(f"process {replica_pid} is not of a node of its own")
-    return [*session_members(ray), *own]
+    return [*own, *session_members(ray)]
 
 
 def kill(pids: Iterable[int]) -> float:
