@@ -335,11 +335,11 @@ class ReplicaActor:
             from .execution import models
             from .execution.warm_up import WarmUp
             from .kv.device import on_cuda, on_gpu
-            from .node_memory import NodeMemory
+            from .replica_memory import ReplicaMemory
             from .reports import EngineReports
             from .tiers.disk_tier import DiskTier
 
-            with NodeMemory(default_home().memory_claims, self._name, self._of_node, self._scheduling) as memory:
+            with ReplicaMemory(default_home().memory_claims, self._name, self._of_node, self._scheduling) as memory:
                 loaded = models.load(
                     self._model.source,
                     dtype=self._model.dtype,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from tests.worlds.paged_replica import BLOCK_BYTES, ROW_BYTES, TOKEN_BYTES, PagedReplica
+from tests.simulations.paged_replica import BLOCK_BYTES, ROW_BYTES, TOKEN_BYTES, PagedReplica
 
 TRACE = Path(__file__).parents[2] / "../shared/traces/claude_code_agents.jsonl.gz"
 SESSIONS, REQUESTS = 6, 40

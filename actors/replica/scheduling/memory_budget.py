@@ -29,14 +29,14 @@ HIDDEN_VECTORS, INTERMEDIATE_VECTORS = 12, 4
 
 
 @dataclass(frozen=True)
-class Claim:
+class MemoryClaim:
     """What a replica needs before anything is divided, in bytes."""
 
     weights: int
     workspace: int
 
 
-def share_bytes(memory_bytes: int, claims: Sequence[Claim]) -> int:
+def share_bytes(memory_bytes: int, claims: Sequence[MemoryClaim]) -> int:
     """Returns each replica's part of a node's memory for KV and pictures; 0 if the models alone take all of it."""
     taken = sum(claim.weights + claim.workspace for claim in claims)
     return max(0, memory_bytes - taken) // max(1, len(claims))

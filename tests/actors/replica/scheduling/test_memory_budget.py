@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from satchel.actors.replica.scheduling.memory_budget import (
-    Claim,
     Held,
     MemoryBudget,
+    MemoryClaim,
     Rows,
     bearable_bytes,
     share_bytes,
@@ -19,8 +19,8 @@ USABLE = 31_000
 
 
 def test_replicas_get_equal_parts_of_what_models_and_workspaces_leave():
-    assert share_bytes(1000, [Claim(100, 50), Claim(300, 50)]) == 250
-    assert share_bytes(1000, [Claim(2000, 0)]) == 0
+    assert share_bytes(1000, [MemoryClaim(100, 50), MemoryClaim(300, 50)]) == 250
+    assert share_bytes(1000, [MemoryClaim(2000, 0)]) == 0
 
 
 @pytest.mark.parametrize(

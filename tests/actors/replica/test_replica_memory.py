@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.replica import node_memory
-from satchel.actors.replica.node_memory import NodeMemory
+from satchel.actors.replica import replica_memory
+from satchel.actors.replica.replica_memory import ReplicaMemory
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import ModelLoadError
 from satchel.cluster.nodes import Node
@@ -20,8 +20,8 @@ from tests.worlds.bench import load_tiny
 GIB = 2**30
 
 
-def replica(folder: Path, name: str, memory_bytes_max: int | None = 8 * GIB, **node: Any) -> NodeMemory:
-    return NodeMemory(folder, name, Node(name="mac0", **node), Scheduling(memory_bytes_max=memory_bytes_max))
+def replica(folder: Path, name: str, memory_bytes_max: int | None = 8 * GIB, **node: Any) -> ReplicaMemory:
+    return ReplicaMemory(folder, name, Node(name="mac0", **node), Scheduling(memory_bytes_max=memory_bytes_max))
 
 
 def test_replicas_divide_what_their_models_leave(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_without_a_figure_the_device_says_and_a_later_replica_believes_the_first
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is free on a card when the second model is loaded lacks what the first one has taken."""
-    monkeypatch.setattr(node_memory, "_device_now", lambda: 16 * GIB)
+    monkeypatch.setattr(replica_memory, "_device_now", lambda: 16 * GIB)
     first = replica(tmp_path, "m-0", memory_bytes_max=None)
-    monkeypatch.setattr(node_memory, "_device_now", lambda: 3 * GIB)
+    monkeypatch.setattr(replica_memory, "_device_now", lambda: 3 * GIB)
     second = replica(tmp_path, "n-0", memory_bytes_max=None)
     assert first.share_bytes() == second.share_bytes() == 8 * GIB
     second.note(60 * GIB)
@@ -73,8 +73,8 @@ def test_without_a_figure_the_device_says_and_a_later_replica_believes_the_first
 def test_a_model_waits_until_others_have_made_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no longer than its limit; alone it waits for nobody."""
     free, slept = [GIB, GIB, 3 * GIB], []
-    monkeypatch.setattr(node_memory, "device_bytes", lambda **how: free.pop(0) if len(free) > 1 else free[0])
-    monkeypatch.setattr(node_memory.time, "sleep", slept.append)
+    monkeypatch.setattr(replica_memory, "device_bytes", lambda **how: free.pop(0) if len(free) > 1 else free[0])
+    monkeypatch.setattr(replica_memory.time, "sleep", slept.append)
     first = replica(tmp_path, "m-0")
     first.make_way(2 * GIB)
     assert not slept
@@ -107,7 +107,7 @@ def test_the_engine_is_told_again_and_again(tmp_path: Path, monkeypatch: pytest.
     engine = SimpleNamespace(
         executor=SimpleNamespace(workspace_bytes=GIB), room=SimpleNamespace(resize=lambda *_: None), call=call
     )
-    monkeypatch.setattr(node_memory, "POLL_S", 0.0)
+    monkeypatch.setattr(replica_memory, "POLL_S", 0.0)
     with pytest.raises(Enough):
         memory.watch(engine)  # type: ignore[arg-type]
     assert told and memory.share_bytes() == 7 * GIB, "what prefills needed is measured"

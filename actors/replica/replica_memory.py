@@ -29,7 +29,7 @@ from .engine import Engine
 from .execution.models import LoadedModel
 from .kv.device import device_bytes, device_kind
 from .memory_room import limits_of
-from .scheduling.memory_budget import Claim, share_bytes, workspace_bytes
+from .scheduling.memory_budget import MemoryClaim, share_bytes, workspace_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ POOL_ARRAY_PART = 2 / 3
 
 
 @dataclass(frozen=True)
-class _Noted(Claim):
+class _Noted(MemoryClaim):
     """A claim as it is written down, with what the device could give when the replica began."""
 
     device: int = 0
 
 
-class NodeMemory:
+class ReplicaMemory:
     """The node's memory as one replica sees it. For one thread at a time. As a context it is given up if that fails.
 
     Args:
