@@ -19,8 +19,8 @@ from ..kv.decode_kernel import RowBlocks
 from ..kv.paged_cache import KernelStep, KernelView, PagedKVCache
 from ..kv.sealing import Sealed, SealPolicy
 
-GRAPHS_MAX = 64
-"""Recorded graphs that are kept, each of a few MB."""
+GRAPHS_MAX = 32
+"""Recorded graphs that are kept: each has the binaries of its kernels, 50 KB a layer."""
 
 
 @dataclass
