@@ -27,7 +27,7 @@ from ..model_files.source import read_json
 from ..protocol.block_ids import BLOCK_TOKENS
 from .engine import Engine
 from .execution.models import LoadedModel
-from .kv.device import device_bytes, device_kind
+from .kv.device import device_bytes, device_kind, on_cuda
 from .memory_room import limits_of
 from .scheduling.memory_budget import MemoryClaim, share_bytes, workspace_bytes
 
@@ -194,5 +194,7 @@ def _workspace_of(loaded: LoadedModel, chunk_tokens: int, memory_bytes: int) -> 
         intermediate=max(experts, int(config.get("intermediate_size") or 4 * hidden)),
         itemsize=4 if loaded.dtype == "float32" else 2,
         layer=max(layer.open_bytes // BLOCK_TOKENS or layer.token_bytes for layer in spec.layers),
+        # Truth values, and the same as numbers of 16 bits.
+        mask=3 if on_cuda() else 1,
     )
     return prefill + int(memory_bytes * POOL_ARRAY_PART * max(layers) / max(1, sum(layers)))

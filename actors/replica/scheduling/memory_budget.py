@@ -52,7 +52,9 @@ def bearable_bytes(share: int, used: int, free: int, total: int) -> int:
     return max(0, min(share, used + free - total // FREE_PART))
 
 
-def workspace_bytes(*, tokens: int, context: int, hidden: int, intermediate: int, itemsize: int, layer: int) -> int:
+def workspace_bytes(
+    *, tokens: int, context: int, hidden: int, intermediate: int, itemsize: int, layer: int, mask: int = 1
+) -> int:
     """Estimates what a prefill needs for a moment, beyond weights and KV: vectors of its tokens, their mask, and one
     layer's history, dequantized and then joined with them. Attention is taken to be fused; where it is not, as on
     CPUs, a measurement shows more.
@@ -63,9 +65,10 @@ def workspace_bytes(*, tokens: int, context: int, hidden: int, intermediate: int
         hidden, intermediate: sizes of the model's layers.
         itemsize: bytes of a number.
         layer: bytes of a token's KV in the largest layer, in full precision.
+        mask: bytes of a query and a key in masks.
     """
     vectors = tokens * (HIDDEN_VECTORS * hidden + INTERMEDIATE_VECTORS * intermediate) * itemsize
-    return vectors + tokens * context + 2 * context * layer
+    return vectors + mask * tokens * context + 2 * context * layer
 
 
 @dataclass(frozen=True)
