@@ -94,7 +94,7 @@ class PagedBatch:
         """Returns a mask as numbers to add to scores, made once for all layers that are given it."""
         what = ("bias", id(mask))
         if what not in self._kept:
-            # Not the least number: cuDNN multiplies it by log2(e), and infinity minus infinity is no number.
+            # Not the least number: times log2(e), as kernels take it, that would be infinite.
             self._kept[what] = mask, mx.where(mask, 0.0, mx.finfo(dtype).min / 4).astype(dtype)
         return self._kept[what][1]
 
