@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from satchel.actors.replica import replica_memory
@@ -83,8 +84,10 @@ def test_a_model_waits_until_others_have_made_room(tmp_path: Path, monkeypatch: 
     assert len(slept) == 1 and first.share_bytes() == (8 - 4) * GIB // 2
 
 
-def test_a_model_that_leaves_no_memory_is_not_served(tmp_path: Path) -> None:
+def test_a_model_that_leaves_no_memory_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_tiny(tmp_path / "model")
+    # This process has other models too.
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 10 * 2**20)
     small = replica(tmp_path / "claims", "m-0", memory_bytes_max=2**16)
     with pytest.raises(ModelLoadError, match="raise memory_bytes_max"):
         small.settle(loaded)
