@@ -42,15 +42,19 @@ def attend(
     queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
     step, rows = view.step, view.step.rows
-    mx.eval(queries, view.keys, view.values, step.tails, list(step.pool), rows.arrays())
-    starts, opened, hidden, jobs, owners = (
-        np.array(numbers) for numbers in (rows.starts, rows.opened, rows.hidden, rows.jobs, rows.job_rows)
-    )
+    transform = view.transform(queries.shape[3])
+    numbers = np.array(rows.numbers)
+    assert numbers[0] == rows.rows == len(queries)
+    ends = np.cumsum([1, *[rows.rows] * 3, *[rows.rows + 1] * 2])
+    opened, hidden, lengths, starts, jobs, owners = np.split(numbers, ends)[1:]
+    positions = mx.array(lengths)
+    queries, keys = transform.of_queries(queries, positions), transform.of_keys(view.keys, positions)
+    mx.eval(queries, keys, view.values, step.tails, list(step.pool), rows.slots)
     assert [tail.shape[2] for tail in step.tails] == [BLOCK_TOKENS] * 2, "the kernel counts on whole blocks"
     for row, (first, end) in enumerate(pairwise(jobs)):
         assert end > first and (owners[first:end] == row).all()
     assert (owners[jobs[-1] :] == -1).all()
-    for tail, new in zip(step.tails, (view.keys, view.values), strict=True):
+    for tail, new in zip(step.tails, (keys, view.values), strict=True):
         assert tail.dtype == new.dtype
         place, fresh = np.array(tail, copy=False), np.array(new)
         for row, count in enumerate(opened):
@@ -64,6 +68,7 @@ def attend(
     behind = at[:, None] + columns < np.repeat(hidden, counts)[:, None]
     seen_ones, behind_ones = mx.array(seen.tolist())[:, None, None], mx.array(behind.tolist())[:, None, None]
     keys, values = step.tails
+    assert (lengths % BLOCK_TOKENS + 1 == opened).all()
     heads = heads_of(owner, slots, keys.shape[1])
     if not counts.any():
         # Rows without a block: the reference wants one, and sees nothing of it.

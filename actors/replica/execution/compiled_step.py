@@ -9,6 +9,7 @@ that a batch meets few shapes while its rows grow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,10 @@ import mlx.core as mx
 from cachetools import LRUCache
 
 from ..kv.decode_kernel import RowBlocks
+from ..kv.head_transform import NOTHING, HeadTransform
 from ..kv.paged_cache import KernelStep, KernelView, PagedKVCache
 from ..kv.sealing import Sealed, SealPolicy
+from .deferral import Deferral
 
 GRAPHS_MAX = 32
 """Recorded graphs that are kept: each has the binaries of its kernels, 50 KB a layer."""
@@ -30,6 +33,7 @@ class RecordedCache:
     policy: SealPolicy
     offset: mx.array | None = None
     step: KernelStep | None = None
+    transform: Callable[[int], HeadTransform] = lambda dim: NOTHING
     view: KernelView | None = field(default=None, init=False)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
@@ -37,15 +41,21 @@ class RecordedCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         assert self.step is not None
-        self.view = KernelView(keys, values, self.step)
+        self.view = KernelView(keys, values, self.step, self.transform)
         return keys, values
 
 
 class CompiledStep:
-    """Decode steps of one model. Used on the engine's thread."""
+    """Decode steps of one model. Used on the engine's thread.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        fused: whether norms and rotations are left to the kernel, if the model has such that can be.
+    """
+
+    def __init__(self, model: Any, *, fused: bool = False) -> None:
         self._model = model
+        self._deferral = Deferral(model) if fused else None
+        self.fused = self._deferral is not None and not self._deferral.is_empty
         self._graphs: LRUCache[Any, Callable[..., mx.array]] = LRUCache(GRAPHS_MAX)
 
     def __call__(
@@ -64,11 +74,12 @@ class CompiledStep:
         if not all(cache.nbytes for cache in caches):
             return None
         steps = [cache.kernel_step() for cache in caches]
-        groups = {cache.group: step.rows.arrays() for cache, step in zip(caches, steps, strict=True)}
+        rows = inputs.shape[0]
+        groups = {cache.group: [step.rows.slots, step.rows.numbers] for cache, step in zip(caches, steps, strict=True)}
         layers = [[*step.tails, step.written, *step.pool] for step in steps]
         shapes = [[array.shape for array in arrays] for arrays in groups.values()]
         slots = [step.pool[0].shape[0] for step in steps]
-        key = str((shapes, slots, [(name, array.shape) for name, array in extra.items()]))
+        key = str((rows, shapes, slots, [(name, array.shape) for name, array in extra.items()]))
         run = self._graphs.get(key)
         if run is None:
             run = self._graphs[key] = self._record(caches, type(steps[0].pool))
@@ -78,7 +89,11 @@ class CompiledStep:
         return logits
 
     def _record(self, caches: Sequence[PagedKVCache], kind: type[Sealed]) -> Callable[..., mx.array]:
+        deferral = self._deferral
         recorded = [(RecordedCache(cache.policy), cache.group) for cache in caches]
+        for cache, _ in recorded:
+            if deferral is not None:
+                cache.transform = deferral.take
 
         def run(
             tokens: mx.array,
@@ -87,10 +102,11 @@ class CompiledStep:
             layers: list[list[mx.array]],
             extra: dict[str, mx.array],
         ) -> mx.array:
-            rows = {number: RowBlocks(*arrays) for number, arrays in groups.items()}
+            rows = {number: RowBlocks(*arrays, rows=len(tokens)) for number, arrays in groups.items()}
             for (cache, group), (keys, values, written, *pool) in zip(recorded, layers, strict=True):
                 cache.offset, cache.step = offset, KernelStep((keys, values), kind._make(pool), rows[group], written)
-            logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]
+            with nullcontext() if deferral is None else deferral.active(offset):
+                logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]
             for cache, _ in recorded:
                 # They stood for the inputs.
                 cache.offset = cache.step = cache.view = None

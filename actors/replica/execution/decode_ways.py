@@ -43,11 +43,13 @@ class DecodeWay:
 
     Attributes:
         compiled: whether steps are recorded (`compiled_step.py`).
+        fused: whether recorded steps leave norms and rotations to the kernel (`deferral.py`).
         reason: why not a faster way; empty if it is the fastest of this device, or was asked for.
     """
 
     reads: Reads
     compiled: bool = False
+    fused: bool = False
     reason: str = ""
 
     @property
@@ -57,7 +59,7 @@ class DecodeWay:
 
     def describe(self) -> str:
         """Returns it as text, such as `by a kernel, compiled`."""
-        way = f"{self.reads.value}{', compiled' if self.compiled else ''}"
+        way = ", ".join([self.reads.value, *["compiled"] * self.compiled, *["with norms and rotations"] * self.fused])
         return f"{way} ({self.reason})" if self.reason else way
 
 
@@ -76,7 +78,11 @@ def fastest(model: Any, spec: ModelCacheSpec) -> DecodeWay:
         return DecodeWay(Reads.DEQUANTIZED, reason=reason)
     if wanted is not Reads.KERNEL:
         return DecodeWay(wanted)
-    reason = _why_not_compiled(model, spec)
+    reason = _why_not_compiled(model, spec, fused=True)
+    if not reason:
+        return DecodeWay(wanted, compiled=True, fused=True)
+    logger.info("norms and rotations are not left to the kernel: %s", reason)
+    reason = _why_not_compiled(model, spec, fused=False)
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
     return DecodeWay(wanted, compiled=not reason, reason=reason)
@@ -111,28 +117,31 @@ def is_slower(dequantized_s: float, kernel_s: float) -> bool:
     return kernel_s > SLOWER_MOST * dequantized_s
 
 
-def _why_not_compiled(model: Any, spec: ModelCacheSpec) -> str:
+def _why_not_compiled(model: Any, spec: ModelCacheSpec, *, fused: bool) -> str:
     """Why a recorded step does not compute what the model does; empty if it does. One that decides by lengths cannot be
     recorded."""
     if not all(layer.sealed for layer in spec.layers):
         return "it has layers of other kinds"
     try:
-        plain, recorded = (_batch_steps(model, spec, compiled=compiled) for compiled in (False, True))
+        step = CompiledStep(model, fused=fused)
+        if fused and not step.fused:
+            return "it has none of the kinds that are known"
+        plain, recorded = (_batch_steps(model, spec, way) for way in (None, step))
     except _ERRORS as error:
         return f"recording fails: {first_sentence(error)}"
     return "" if _agree(plain, recorded, TOLERANCE_16) else "a recorded step computes something else"
 
 
-def _batch_steps(model: Any, spec: ModelCacheSpec, *, compiled: bool) -> list[mx.array]:
+def _batch_steps(model: Any, spec: ModelCacheSpec, step: CompiledStep | None) -> list[mx.array]:
     """Returns the logits of some steps of two rows of different lengths."""
     pool, rows, logits = new_pool(spec, kernels=True), [], []
     for count in (BLOCK_TOKENS + 2, 3):
         rows.append(new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL))
         mx.eval(model(_prompt(count), cache=rows[-1]), [cache.state for cache in rows[-1]])
-    batch, step = merge(rows), CompiledStep(model)
+    batch = merge(rows)
     for token in (0, 1, 0):
         inputs = mx.array([token, 1 - token], mx.uint32)
-        logits.append(step(inputs, batch, {}) if compiled else model(inputs[:, None], cache=batch)[:, -1])
+        logits.append(model(inputs[:, None], cache=batch)[:, -1] if step is None else step(inputs, batch, {}))
         mx.eval(logits[-1])
     return logits
 

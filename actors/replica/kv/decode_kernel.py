@@ -5,8 +5,9 @@
 A group of four warps takes a part of one row's units for some query heads of one KV head. A unit is a quarter of a
 sealed block, 64 tokens, or 32 tokens of the open block. Each warp keeps a running maximum, sum and output (Milakov and
 Gimelshein, "Online normalizer calculation for softmax"); the parts are added up at the end, by a second kernel if a row
-has several groups. The kernel also writes the new token's keys and values into the row's open block, in place: MLX
-would copy the array, which the step in flight still reads.
+has several groups. The kernel also does what the model left to it with new queries and keys (`head_transform.py`), and
+writes the new token's keys and values into the row's open block, in place: MLX would copy the array, which the step in
+flight still reads.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from ...protocol.block_ids import BLOCK_TOKENS
 from .device import size_class
 from .gpu_kernels import kernel
+from .head_transform import NOTHING, HeadTransform
 from .sealing import Plain, Sealed, SealPolicy, value_group
 
 if TYPE_CHECKING:
@@ -34,30 +37,66 @@ SHARED_BYTES_MAX = 30 * 2**10
 """Of a group: Metal has 32 KiB."""
 
 # Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
-# heads, G queries a KV head, GC of them a group of threads, KB key bits, SINKS. Groups whose row is -1 are
+# heads, G queries a KV head, GC of them a group of threads, KB key bits, SINKS, QN and KN (whether queries and keys are
+# normed), ROPE (channels that are rotated), NEXT (whether pairs of them are neighbours). Groups whose row is -1 are
 # padding. PLAIN: sealed blocks are as computed, and read eight numbers at a time.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = KB == 4 ? 32 : 64;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
   constexpr float LOW = -1e30f;
+  #define ROUND(x) static_cast<float>(static_cast<T>(x))
   #if PLAIN
   struct alignas(16) Eight { P x[8]; };
   #endif
-  SHARED float q_s[GC * DK];
+  SHARED float q_s[(GC + 1) * DK];
   SHARED float buf[NW * GC * BW];
   SHARED float rm[NW * GC];
   SHARED float rl[NW * GC];
+  const int rows = numbers[0];
+  const DEVICE int* opened = numbers + 1; const DEVICE int* hidden = opened + rows;
+  const DEVICE int* lengths = hidden + rows; const DEVICE int* starts = lengths + rows;
+  const DEVICE int* jobs = starts + rows + 1; const DEVICE int* job_rows = jobs + rows + 1;
   const int job = GROUP / (CH * KV), kvh = GROUP / CH % KV, chunk = GROUP % CH;
   const int row = job_rows[job], rk = row * KV + kvh;
   if (row < 0) return;
   const int split = job - jobs[row], S = jobs[row + 1] - jobs[row];
   const int nb = starts[row + 1] - starts[row], tl = opened[row], tu = (tl + 31) / 32, hide = hidden[row];
   const long head0 = (long)rk * G + chunk * GC;
-  for (int i = THREAD; i < GC * DK; i += NW * 32) q_s[i] = static_cast<float>(queries[head0 * DK + i]) * scale[0];
+  // The queries, and the new key behind them, rounded as the model's own operations round.
+  SHARED_POINTER float* k_s = q_s + GC * DK;
+  for (int h = WARP; h <= GC; h += NW) {
+    const DEVICE T* from = h < GC ? queries + (head0 + h) * DK : new_keys + (long)rk * DK;
+    const bool normed = h < GC ? QN : KN;
+    const DEVICE float* weights = constants + 4 + (h < GC ? 0 : QN * DK);
+    float factor = 0.f;
+    if (normed) {
+      for (int d = LANE; d < DK; d += 32) { const float x = static_cast<float>(from[d]); factor += x * x; }
+      for (int o = 16; o; o >>= 1) factor += XOR(factor, o);
+      factor = RSQRT(factor / DK + constants[h < GC ? 1 : 2]);
+    }
+    for (int d = LANE; d < DK; d += 32) {
+      const float x = static_cast<float>(from[d]);
+      q_s[h * DK + d] = normed ? ROUND(weights[d] * ROUND(x * factor)) : x;
+    }
+  }
+  SYNC();
+  if (ROPE) {
+    const DEVICE float* frequencies = constants + 4 + (QN + KN) * DK;
+    const float place = constants[3] * static_cast<float>(lengths[row]);
+    for (int i = THREAD; i < (GC + 1) * (ROPE / 2); i += NW * 32) {
+      const int h = i / (ROPE / 2 + !ROPE), j = i % (ROPE / 2 + !ROPE);
+      const float c = COS(place * frequencies[j]), s = SIN(place * frequencies[j]);
+      const int a = h * DK + (NEXT ? 2 * j : j), b = NEXT ? a + 1 : a + ROPE / 2;
+      const float x = q_s[a], y = q_s[b];
+      q_s[a] = ROUND(x * c - y * s); q_s[b] = ROUND(x * s + y * c);
+    }
+    SYNC();
+  }
+  for (int i = THREAD; i < GC * DK; i += NW * 32) q_s[i] *= constants[0];
   const long tail_at = (long)rk * 256;
   if (chunk == 0 && split == 0) {
     DEVICE T* to_keys = (DEVICE T*)tail_keys; DEVICE T* to_values = (DEVICE T*)tail_values;
-    for (int i = THREAD; i < DK; i += NW * 32) to_keys[(tail_at + tl - 1) * DK + i] = new_keys[(long)rk * DK + i];
+    for (int i = THREAD; i < DK; i += NW * 32) to_keys[(tail_at + tl - 1) * DK + i] = static_cast<T>(k_s[i]);
     for (int i = THREAD; i < DV; i += NW * 32) to_values[(tail_at + tl - 1) * DV + i] = new_values[(long)rk * DV + i];
   }
   SYNC();
@@ -123,12 +162,12 @@ _BODY = """
       const int t = column0 + LANE;
       if (t < tl && nb * 256 + t >= hide) {
         const bool fresh = t == tl - 1;
-        const long at = fresh ? (long)rk * DK : (tail_at + t) * DK;
+        const long at = (tail_at + t) * DK;
         float dot[GC];
         for (int g = 0; g < GC; g++) dot[g] = 0.f;
         #pragma unroll 8
         for (int d = 0; d < DK; d++) {
-          const float k = static_cast<float>(fresh ? new_keys[at + d] : tail_keys[at + d]);
+          const float k = fresh ? k_s[d] : static_cast<float>(tail_keys[at + d]);
           for (int g = 0; g < GC; g++) dot[g] += q_s[g * DK + d] * k;
         }
         for (int g = 0; g < GC; g++) sc[g][0] = dot[g];
@@ -227,6 +266,7 @@ _FINISH_PART = """
 
 _JOIN = """
   const int row = GROUP / HEADS, head = GROUP % HEADS, d = THREAD;
+  const DEVICE int* jobs = numbers + 2 + 4 * numbers[0];
   float top = -1e30f, o = 0.f, total = 0.f;
   for (int job = jobs[row]; job < jobs[row + 1]; job++) top = MAX(top, tops[(long)job * HEADS + head]);
   float sink = 0.f;
@@ -242,7 +282,7 @@ _JOIN = """
 
 _PARTS = ("parts", "tops", "sums")
 _ROWS = ["queries", "new_keys", "new_values"], ["tail_keys", "tail_values"]
-_NUMBERS = ["slots", "starts", "opened", "hidden", "jobs", "job_rows", "scale", "sinks", "order"]
+_NUMBERS = ["slots", "numbers", "constants", "sinks", "order"]
 
 
 @dataclass(frozen=True)
@@ -251,52 +291,50 @@ class RowBlocks:
 
     Attributes:
         slots: (n,) uint32, the sealed blocks of all rows, row after row.
-        starts: (rows + 1,) int32, where each row's begin in `slots`.
-        opened: (rows,) int32, tokens in each row's open block, with the new one.
-        hidden: (rows,) int32, how many tokens from the row's first block on are behind the window.
-        jobs: (rows + 1,) int32, where each row's groups of threads begin, in all `count` ones of a KV head.
-        job_rows: (count,) int32, whose they are; -1 for padding, of which there is none if each row has one group.
+        numbers: (5 * rows + 3 + count,) int32, one after the other: the number of rows; tokens in each row's open
+            block, with the new one; how many of its tokens from its first block on are behind the window; its tokens
+            without the new one; `rows + 1` numbers, where each row's blocks begin in `slots`; `rows + 1` numbers, where
+            its groups of threads begin, in all `count` ones of a KV head; and whose they are, -1 for padding, of which
+            there is none if each row has one group.
+        rows: their number.
     """
 
     slots: mx.array
-    starts: mx.array
-    opened: mx.array
-    hidden: mx.array
-    jobs: mx.array
-    job_rows: mx.array
+    numbers: mx.array
+    rows: int
 
     @property
     def count(self) -> int:
-        return self.job_rows.shape[0]
-
-    def arrays(self) -> list[mx.array]:
-        """Returns all of them, in their order."""
-        return [self.slots, self.starts, self.opened, self.hidden, self.jobs, self.job_rows]
+        """Groups of threads of a KV head."""
+        return self.numbers.shape[0] - 5 * self.rows - 3
 
     @classmethod
     def of(
         cls,
         slots: mx.array,
-        starts: mx.array,
-        blocks: Sequence[int],
-        opened: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
         hidden: Sequence[int],
         kv_heads: int,
     ) -> RowBlocks:
         """Divides the rows' units among groups of threads, so that a long row has many.
 
         Args:
-            blocks: sealed blocks of each row.
+            starts, lengths, hidden: as in `numbers`.
             kv_heads: of a layer.
         """
-        units = [4 * count + -(-tokens // 32) for count, tokens in zip(blocks, opened, strict=True)]
+        opened = [length % BLOCK_TOKENS + 1 for length in lengths]
+        units = [
+            4 * (end - start) + -(-tokens // 32) for (start, end), tokens in zip(pairwise(starts), opened, strict=True)
+        ]
         each = WARPS * max(1, round(sum(units) * kv_heads / (GROUPS_WANTED * WARPS)))
         counts = [-(-count // each) for count in units]
-        rows = [row for row, count in enumerate(counts) for _ in range(count)]
-        if len(rows) > len(counts):
-            rows += [-1] * (size_class(len(rows)) - len(rows))
-        lists = (list(opened), list(hidden), [0, *accumulate(counts)], rows)
-        return cls(slots, starts, *(mx.array(numbers, mx.int32) for numbers in lists))
+        owners = [row for row, count in enumerate(counts) for _ in range(count)]
+        if len(owners) > len(counts):
+            owners += [-1] * (size_class(len(owners)) - len(owners))
+        jobs = [0, *accumulate(counts)]
+        numbers = [len(counts), *opened, *hidden, *lengths, *starts, *jobs, *owners]
+        return cls(slots, mx.array(numbers, mx.int32), len(counts))
 
 
 def attend(
@@ -317,29 +355,33 @@ def attend(
     kv_heads, value_dim = tails[0].shape[1], tails[1].shape[3]
     grouped, kind = heads // kv_heads, type(step.pool)
     types = queries.dtype, step.pool[-1].dtype
-    plan = _plan(kind, types, key_dim, value_dim, kv_heads, grouped, policy.key_bits, sinks is not None)
+    transform = view.transform(key_dim)
+    plan = _plan(
+        kind, types, key_dim, value_dim, kv_heads, grouped, policy.key_bits, sinks is not None, _left(transform)
+    )
     one = rows.count == count
-    scales = _number(scale)
-    sink = scales if sinks is None else sinks
-    shape, dtype = (count, heads, 1, value_dim), queries.dtype
+    constants = _unchanged(scale) if transform is NOTHING else mx.array([scale, *transform.constants], mx.float32)
+    sink = constants if sinks is None else sinks
+    out, dtype = (count, heads, 1, value_dim), queries.dtype
     made = (plan.one if one else plan.parts)(
         inputs=[
-            *(queries, view.keys, view.values, *step.pool, *tails, *rows.arrays(), scales, sink, step.written),
+            *(queries, view.keys, view.values, *step.pool, *tails, rows.slots, rows.numbers, constants, sink),
+            step.written,
         ],
         template=plan.template,
         grid=(rows.count * kv_heads * plan.chunks * WARPS * 32, 1, 1),
         threadgroup=(WARPS * 32, 1, 1),
-        output_shapes=[shape] if one else [(rows.count, heads, value_dim), *[(rows.count, heads)] * 2],
+        output_shapes=[out] if one else [(rows.count, heads, value_dim), *[(rows.count, heads)] * 2],
         output_dtypes=[dtype] if one else [mx.float32] * 3,
     )
     if one:
         return made[0]
     return plan.join(
-        inputs=[*made, rows.jobs, sink],
+        inputs=[*made, rows.numbers, sink],
         template=plan.join_template,
         grid=(count * heads * value_dim, 1, 1),
         threadgroup=(value_dim, 1, 1),
-        output_shapes=[shape],
+        output_shapes=[out],
         output_dtypes=[dtype],
     )[0]
 
@@ -361,13 +403,13 @@ class _Kernels:
 def _plan(
     kind: type[Sealed],
     types: tuple[mx.Dtype, mx.Dtype],
-    key_dim: int,
-    value_dim: int,
-    kv_heads: int,
-    grouped: int,
+    shape: tuple[int, int, int, int],
     bits: int,
+    left: tuple[bool, bool, int, bool],
+    *,
     sinks: bool,
 ) -> _Kernels:
+    key_dim, value_dim, kv_heads, grouped = shape
     plain = kind is Plain
     if plain and value_dim % 8:
         raise ValueError(f"the kernel reads values by eights, and a head has {value_dim}")
@@ -382,11 +424,12 @@ def _plan(
         ("VG", value_group(value_dim)),
     ]
     template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("KB", bits), ("SINKS", sinks)]
+    template += zip(("QN", "KN", "ROPE", "NEXT"), left, strict=True)
     name, body = f"{kind.__name__.lower()}_decode", f"  #define PLAIN {int(plain)}\n{_BODY}"
     read = (*_ROWS[0], *kind._fields, *_ROWS[1], *_NUMBERS)
     one = kernel(f"{name}_one", read, ("out",), body.replace("FINISH", _FINISH_ONE))
     parts = kernel(f"{name}_parts", read, _PARTS, body.replace("FINISH", _FINISH_PART))
-    join = kernel("decode_join", (*_PARTS, "jobs", "sinks"), ("out",), _JOIN)
+    join = kernel("decode_join", (*_PARTS, "numbers", "sinks"), ("out",), _JOIN)
     joined = [("T", dtype), ("DV", value_dim), ("HEADS", kv_heads * grouped), ("SINKS", sinks)]
     return _Kernels(grouped // together, one, parts, template, join, joined)
 
@@ -394,10 +437,19 @@ def _plan(
 def _together(grouped: int, key_dim: int, padded: int) -> int:
     """Returns how many query heads of a KV head share a group of threads: as many as fit its memory, at most 8."""
     each = 4 * (key_dim + WARPS * max(64, padded) + 2 * WARPS)
-    most = min(8, SHARED_BYTES_MAX // each)
+    most = min(8, (SHARED_BYTES_MAX - 4 * key_dim) // each)
     return next(count for count in range(min(most, grouped), 0, -1) if grouped % count == 0)
 
 
 @cache
-def _number(value: float) -> mx.array:
-    return mx.array([value], mx.float32)
+def _unchanged(scale: float) -> mx.array:
+    """Returns the constants where nothing is left to do."""
+    return mx.array([scale, *NOTHING.constants], mx.float32)
+
+
+def _left(transform: HeadTransform) -> tuple[bool, bool, int, bool]:
+    """Returns what the kernel is to do with queries and keys, as constants of the template."""
+    normed = transform.query_norm is not None, transform.key_norm is not None
+    if (rotation := transform.rotation) is None:
+        return *normed, 0, False
+    return *normed, rotation.dims, rotation.traditional

@@ -20,24 +20,32 @@ from ....cluster.environment import default_home
 _CUDA = """
   const unsigned GROUP = blockIdx.x, THREAD = threadIdx.x, LANE = threadIdx.x & 31, WARP = threadIdx.x >> 5;
   #define SHARED __shared__
+  #define SHARED_POINTER
   #define DEVICE
   #define SYNC() __syncthreads()
   #define SYNC_WARP() __syncwarp()
   #define XOR(x, o) __shfl_xor_sync(0xffffffffu, x, o)
   #define EXP(x) __expf(x)
   #define MAX(a, b) fmaxf(a, b)
+  #define RSQRT(x) rsqrtf(x)
+  #define COS(x) cosf(x)
+  #define SIN(x) sinf(x)
 """
 
 _METAL = """
   const uint GROUP = threadgroup_position_in_grid.x, THREAD = thread_position_in_threadgroup.x;
   const uint LANE = thread_index_in_simdgroup, WARP = simdgroup_index_in_threadgroup;
   #define SHARED threadgroup
+  #define SHARED_POINTER threadgroup
   #define DEVICE device
   #define SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
   #define SYNC_WARP() simdgroup_barrier(mem_flags::mem_threadgroup)
   #define XOR(x, o) simd_shuffle_xor(x, (ushort)(o))
   #define EXP(x) metal::exp(x)
   #define MAX(a, b) metal::max(a, b)
+  #define RSQRT(x) metal::precise::rsqrt(x)
+  #define COS(x) metal::precise::cos(x)
+  #define SIN(x) metal::precise::sin(x)
 """
 
 # CUDA's own types of 16 bits need headers.

@@ -26,6 +26,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from . import block_kernels, sealing
 from .decode_kernel import RowBlocks
 from .device import size_class
+from .head_transform import NOTHING, HeadTransform
 from .pool import BlockPool, BlockTable, SlotGroup, slots_of
 from .sealing import Sealed, SealPolicy
 from .steps import Step, mask_of, seen_of, step_of
@@ -56,7 +57,7 @@ class PagedBatch:
         self.pool = pool
         self.tables = [list(row) for row in tables]
         self.reads = reads
-        self._blocks: dict[int, tuple[Any, tuple[mx.array, mx.array]]] = {}
+        self._blocks: dict[int, tuple[Any, tuple[mx.array, list[int]]]] = {}
         self._lengths: list[int] | None = None
         self._ragged: list[int] | None = None
         self._kept: dict[Any, Any] = {}
@@ -75,9 +76,9 @@ class PagedBatch:
             self._kept[what] = make()
         return self._kept[what]
 
-    def blocks(self, group: int, first: Sequence[int], stop: Sequence[int]) -> tuple[mx.array, mx.array]:
+    def blocks(self, group: int, first: Sequence[int], stop: Sequence[int]) -> tuple[mx.array, list[int]]:
         """Returns blocks [first, stop) of every row in a group: `(n,) uint32`, their slots, row after row, with padding
-        at the end, and `(rows + 1,) int32`, where each row's begin. They are kept from step to step: they may be
+        at the end, and `rows + 1` numbers, where each row's begin. They are kept from step to step: they may be
         thousands."""
         asked = (list(first), list(stop))
         known, made = self._blocks.get(group, (None, None))
@@ -86,7 +87,7 @@ class PagedBatch:
             slots = [number for numbers in rows for number in numbers]
             starts = [0, *accumulate(map(len, rows))]
             slots += [0] * (size_class(max(len(slots), SLOTS_MIN)) - len(slots))
-            made = mx.array(slots, mx.uint32) + 0, mx.array(starts, mx.int32) + 0
+            made = mx.array(slots, mx.uint32) + 0, starts
             self._blocks[group] = asked, made
         return made
 
@@ -160,11 +161,13 @@ class KernelStep:
 @dataclass(frozen=True)
 class KernelView:
     """A layer in such a step; `keys` and `values`, (rows, kv_heads, 1, dim), are the new token's, and also what the
-    model was given."""
+    model was given. `transform` takes the channels of a head and returns what the model has left to the kernel to do
+    with queries and keys; it is called once both are made."""
 
     keys: mx.array
     values: mx.array
     step: KernelStep
+    transform: Callable[[int], HeadTransform] = lambda dim: NOTHING
 
 
 class PagedKVCache:
@@ -408,16 +411,14 @@ class PagedKVCache:
         self._reach(step)
         stop = [length // BLOCK_TOKENS for length in self.lengths]
         slots, starts = self.batch.blocks(self._number, step.first, stop)
-        opened = [length + 1 for length in step.opened]
-        hidden = [0] * len(opened)
+        hidden = [0] * len(self.lengths)
         if self.window:
             hidden = [
                 max(0, length + 1 - self.window - first * BLOCK_TOKENS)
                 for length, first in zip(self.lengths, step.first, strict=True)
             ]
-        blocks = [end - first for first, end in zip(step.first, stop, strict=True)]
         assert self._keys is not None
-        return RowBlocks.of(slots, starts, blocks, opened, hidden, self._keys.shape[1])
+        return RowBlocks.of(slots, starts, self.lengths, hidden, self._keys.shape[1])
 
     def _new(self, count: int) -> list[int]:
         return self._ragged or [count] * len(self.lengths)

@@ -44,8 +44,9 @@ def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family:
     write_model(tmp_path / "model", family)
     folder = str(tmp_path / "model")
     loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", kv=kv, warm=False)
-    assert loaded.way == DecodeWay(Reads.KERNEL, compiled=True)
+    assert loaded.way == DecodeWay(Reads.KERNEL, compiled=True, fused=True)
     answers = story(loaded)
+    assert answers == story(replace(loaded, way=DecodeWay(Reads.KERNEL, compiled=True)))
     assert answers == story(replace(loaded, way=DecodeWay(Reads.KERNEL)))
     if not on_gpu():
         assert answers == story(without_kernels(loaded, Reads.IN_PLACE)) == story(without_kernels(loaded))

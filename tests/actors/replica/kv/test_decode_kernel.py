@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -23,9 +23,11 @@ from satchel.actors.replica.kv.sealing import POLICIES
 def test_every_row_has_its_groups_and_a_long_one_most(rows: list[tuple[int, int]]):
     nothing = mx.zeros((1,), mx.uint32)
     blocks, opened = [count for count, _ in rows], [tokens for _, tokens in rows]
-    made = RowBlocks.of(nothing, nothing, blocks, opened, [0] * len(rows), 8)
-    begins: list[int] = np.array(made.jobs).tolist()
-    owners: list[int] = np.array(made.job_rows).tolist()
+    lengths = [BLOCK_TOKENS * count + tokens - 1 for count, tokens in rows]
+    made = RowBlocks.of(nothing, [0, *accumulate(blocks)], lengths, [0] * len(rows), 8)
+    numbers: list[int] = np.array(made.numbers).tolist()
+    begins, owners = numbers[4 * len(rows) + 2 : 5 * len(rows) + 3], numbers[5 * len(rows) + 3 :]
+    assert numbers[: len(rows) + 1] == [len(rows), *opened]
     padded = len(owners)
     owners = owners[: begins[-1]]
     assert padded == (len(rows) if len(owners) == len(rows) else size_class(len(owners)))
@@ -43,6 +45,17 @@ def test_every_row_has_its_groups_and_a_long_one_most(rows: list[tuple[int, int]
 @pytest.mark.parametrize("dims", kernel_check.HEAD_SIZES)
 def test_the_kernel_agrees_with_the_reference(dims: tuple[int, int], grouped: int, policy: str, window: int):
     assert kernel_check.error(dims, grouped, policy, window, mx.bfloat16) <= kernel_check.BOUND_16
+
+
+@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("grouped", [1, 2, 8])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_norms_and_rotations_in_the_kernel_agree_with_the_modules(dim: int, grouped: int, number: int):
+    for dtype in (mx.float32, mx.bfloat16):
+        transform = kernel_check.all_transforms(dim, dtype)[number]
+        off = kernel_check.error((dim, dim), grouped, "q4", 0, dtype, transform)
+        assert off <= (kernel_check.BOUND if dtype == mx.float32 else kernel_check.BOUND_16)
 
 
 @pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
