@@ -356,9 +356,8 @@ def attend(
     grouped, kind = heads // kv_heads, type(step.pool)
     types = queries.dtype, step.pool[-1].dtype
     transform = view.transform(key_dim)
-    plan = _plan(
-        kind, types, key_dim, value_dim, kv_heads, grouped, policy.key_bits, sinks is not None, _left(transform)
-    )
+    shape = key_dim, value_dim, kv_heads, grouped
+    plan = _plan(kind, types, shape, policy.key_bits, _left(transform), sinks=sinks is not None)
     one = rows.count == count
     constants = _unchanged(scale) if transform is NOTHING else mx.array([scale, *transform.constants], mx.float32)
     sink = constants if sinks is None else sinks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,7 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import block_kernels, decode_kernel, gpu_kernels, sealing
 from satchel.actors.replica.kv.decode_kernel import RowBlocks
 from satchel.actors.replica.kv.device import size_class
+from satchel.actors.replica.kv.paged_cache import KernelStep, KernelView
 from satchel.actors.replica.kv.pool import SlotGroup, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES
 
@@ -36,6 +38,41 @@ def test_every_row_has_its_groups_and_a_long_one_most(rows: list[tuple[int, int]
     assert min(counts) >= 1 and made.count == padded and len(owners) <= decode_kernel.GROUPS_WANTED + len(rows)
     units = [4 * count + -(-tokens // 32) for count, tokens in rows]
     assert counts[units.index(max(units))] == max(counts)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("lengths", [(3,), (700, 3)])
+def test_a_kernel_gets_what_it_names(
+    lengths: tuple[int, ...], number: int, policy: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Where there is no GPU to run it."""
+    names: list[str] = []
+
+    def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str):
+        def launch(*, inputs: list[mx.array], **rest: Any) -> list[mx.array]:
+            names.append(name)
+            assert len(inputs) == len(read) and all(named in body for named in read if named not in ("order", "sinks"))
+            assert len(rest["output_shapes"]) == len(rest["output_dtypes"]) == len(outputs)
+            return [mx.zeros(*of) for of in zip(rest["output_shapes"], rest["output_dtypes"], strict=True)]
+
+        read = inputs
+        return launch
+
+    monkeypatch.setattr(decode_kernel, "kernel", kernel)
+    decode_kernel._plan.cache_clear()
+    transform = kernel_check.all_transforms(64, mx.float32)[number]
+    pool = block_kernels.empty_slot(2, 64, 64, mx.float32, POLICIES[policy])
+    blocks = [length // BLOCK_TOKENS for length in lengths]
+    slots, one = mx.zeros((64,), mx.uint32), mx.zeros((1,), mx.uint32)
+    rows = RowBlocks.of(slots, [0, *accumulate(blocks)], lengths, [0] * len(lengths), 2)
+    tails = [mx.zeros((len(lengths), 2, BLOCK_TOKENS, 64))] * 2
+    new = mx.zeros((len(lengths), 2, 1, 64))
+    view = KernelView(new, new, KernelStep((tails[0], tails[1]), pool, rows, one), lambda dim: transform)
+    queries = mx.zeros((len(lengths), 4, 1, 64))
+    assert decode_kernel.attend(queries, view, POLICIES[policy], 0.1).shape == queries.shape
+    assert names[-1].endswith("join") == (len(lengths) > 1)
+    decode_kernel._plan.cache_clear()
 
 
 @pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
