@@ -75,7 +75,7 @@ bench-router: .venv/.development ## Measure the router beside others; TRACES=fol
 	@$(BIN)/python -m benchmarks.prefix
 
 bench-memory: .venv/.development ## Measure the KV memory; TRACES=folder adds recorded conversations, BENCH="--parts sizes" options
-	@$(BIN)/python -m benchmarks.memory.run $(if $(TRACES),--traces "$(TRACES)/whowhen_conversations.jsonl") $(BENCH)
+	@$(BIN)/python -m benchmarks.memory.run $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
 
 bench-cluster: .venv/.development ## Measure several nodes; BENCH="--parts moving" options
 	@$(BIN)/python -m benchmarks.cluster.run $(BENCH)

@@ -112,7 +112,7 @@ class Writer:
 def replay(traces: Path | None, budget: Budget, say: Say) -> ResultTable:
     part = ResultTable("Reuse on recorded conversations of several agents")
     if traces is None or not traces.is_file():
-        part.notes.append("Left out: no recorded conversations; --traces FILE names them.")
+        part.notes.append("Left out: no recorded conversations; --traces FOLDER has them.")
         return part
     lines = traces.read_text(encoding="utf-8").splitlines()
     totals, done, writer = _Totals(), 0, Writer()

@@ -1,6 +1,6 @@
 """Measures Satchel's memory on this machine: its size, what it costs in quality, and what it saves.
 
-    python -m benchmarks.memory.run [--parts sizes,quality] [--rounds 3] [--budget-s 3600] [--traces FILE]
+    python -m benchmarks.memory.run [--parts sizes,quality] [--rounds 3] [--budget-s 3600] [--traces FOLDER]
 
 Figures are medians over the rounds, ratios are taken within a round. Nothing here is a test of speed.
 """
@@ -32,9 +32,10 @@ from .quality import quality
 from .recall import recall
 from .replay import replay
 from .restoring import restoring
+from .session import session
 from .sizes import sizes
 
-PARTS = ("sizes", "quality", "recall", "neighbours", "first-token", "restoring", "agents", "replay")
+PARTS = ("sizes", "quality", "recall", "neighbours", "first-token", "restoring", "agents", "replay", "session")
 EMBEDDED, RANDOM = "embedded:recall", "random-30m"
 
 
@@ -74,7 +75,8 @@ def read_options() -> argparse.Namespace:
     add("--answer-tokens", type=int, default=64)
     models = (EMBEDDED, *(name for name, shape in SHAPES.items() if shape))
     add("--models", type=partial(names, models), default=[EMBEDDED, RANDOM], help=", ".join(models))
-    add("--traces", type=Path, help="whowhen_conversations.jsonl")
+    add("--session-tokens", type=int, default=100_000, help="to which the recorded session grows")
+    add("--traces", type=Path, help="the folder with whowhen_conversations.jsonl and claude_code_agents.jsonl.gz")
     add("--work", type=Path, help="where files are written, on the disk that is to be measured (else a temporary one)")
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
@@ -93,7 +95,7 @@ class MemoryRun:
         """By name, in order; a part with several models is there once for each."""
         chosen, found = self.options, dict[str, Callable[[], ResultTable]]()
         for name in chosen.parts:
-            if name in ("neighbours", "first-token", "agents"):
+            if name in ("neighbours", "first-token", "agents", "session"):
                 for model in chosen.models:
                     found[f"{name} {model}"] = lambda name=name, model=model: self._timed(name, model)
             else:
@@ -113,7 +115,10 @@ class MemoryRun:
         return restoring(self.options.restore_tokens, self.options.rounds, self.work, self.budget, say)
 
     def _replay(self) -> ResultTable:
-        return replay(self.options.traces, self.budget, say)
+        return replay(self._trace("whowhen_conversations.jsonl"), self.budget, say)
+
+    def _trace(self, name: str) -> Path | None:
+        return None if self.options.traces is None else self.options.traces / name
 
     def _timed(self, part: str, model: str) -> ResultTable:
         options, source = self.options, model
@@ -121,12 +126,16 @@ class MemoryRun:
         if model != EMBEDDED:
             source, lengths = str(self.work / model), options.random_lengths
             if not Path(source).exists():
-                write_random_model(model, Path(source), max(RANDOM_CONTEXT, max(lengths) + 64))
+                context = max(RANDOM_CONTEXT, max(lengths) + 64, options.session_tokens + 1024)
+                write_random_model(model, Path(source), context)
         if source not in self._desks:
             self._desks[source] = Desk(source)
         desk = self._desks[source]
         if part == "neighbours":
             return neighbours(desk.loaded, options.rounds, self.budget, say)
+        if part == "session":
+            trace = self._trace("claude_code_agents.jsonl.gz")
+            return session(desk, trace, options.session_tokens, self.budget, say)
         most = desk.loaded.context_tokens - options.answer_tokens
         if part == "agents":
             tokens = min(options.agent_tokens, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks import parts
-from benchmarks.memory import recall, replay, sizes
+from benchmarks.memory import recall, replay, session, sizes
+from benchmarks.memory.desk import Desk
 from benchmarks.programs import ROOT, program
 from satchel.actors.model_files.source import EMBEDDED
 
@@ -110,10 +112,29 @@ def test_sealed_memory_recalls_what_full_precision_does() -> None:
     assert full["right"] >= 31 and sealed["right"] >= full["right"] - 1, part.notes
 
 
+def test_a_recorded_session_computes_nothing_twice(tmp_path: Path) -> None:
+    """It grows from 640 tokens to 6,400, but for a request that goes back in the middle of a block, and one of another
+    agent. A block that is shared in part is computed again up to there."""
+    grown = [{"input": 64 * blocks, "output": 160, "blocks": [[0, blocks - 1]]} for blocks in range(10, 101, 6)]
+    back = {"input": 64 * 45, "output": 16, "blocks": [[0, 42], [900, 901]]}
+    other = {"input": 64 * 50, "output": 16, "blocks": [[500, 549]], "sub": True}
+    trace = tmp_path / "claude_code_agents.jsonl.gz"
+    with gzip.open(trace, "wt") as file:
+        for requests in (grown[:3], [*grown, back, other]):
+            file.write(json.dumps({"requests": requests}) + "\n")
+    requests = session.recorded(trace, 6500)
+    assert requests == [*grown, back]
+    turns = list(session.play(Desk(str(EMBEDDED / "recall")), requests, parts.Budget(600.0)))
+    assert [turn.computed for turn in turns[1:-1]] == [6 * 64] * (len(grown) - 1)
+    assert [turn.again for turn in turns[:-1]] == [0] * len(grown)
+    assert turns[-1].again == 43 * 64 % 256 and turns[-1].computed == turns[-1].again + 2 * 64
+    with pytest.raises(ValueError, match="no session"):
+        session.recorded(trace, 60_000)
+
+
 def test_the_command_writes_its_results_and_says_what_it_leaves_out(tmp_path: Path) -> None:
-    traces = tmp_path / "traces.jsonl"
-    traces.write_text(json.dumps(CONVERSATION) + "\n")
-    for arguments, share in ((["--traces", str(traces)], True), ([], False)):
+    (tmp_path / "whowhen_conversations.jsonl").write_text(json.dumps(CONVERSATION) + "\n")
+    for arguments, share in ((["--traces", str(tmp_path)], True), ([], False)):
         command = program("memory.run", "--parts", "replay", "--machine", "test", *arguments, "--out", tmp_path)
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert run.returncode == 0, run.stderr
