@@ -37,7 +37,7 @@ from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
 from ..kv.pool import BlockPool
 from ..kv.sealing import FULL_PRECISION, POLICIES
-from . import decode_ways, vision
+from . import decode_ways, few_rows, joined, vision
 from .decode_ways import DEQUANTIZED, DecodeWay
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
@@ -146,6 +146,10 @@ def load(
                 raise ModelLoadError(f"{source} takes pictures: adapters are only served on models of text")
             _add_adapter(whole, adapter_folder)
         kept = prepare_weights(whole, chosen, weights, lambda fraction: progress(what, fraction))
+        if on_gpu():
+            language = whole.language_model if seeing else whole
+            kept += ", joined" if joined.join(language, model) else ""
+            few_rows.install(language) if numerics == "fast" else 0
         caches = make_prompt_cache(model)
         logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
