@@ -206,7 +206,8 @@ def _text(names: Sequence[str], dtypes: Sequence[mx.Dtype], template: Sequence[t
     )
     indices = "  const unsigned GROUP = group, THREAD = thread, LANE = thread & 31, WARP = thread >> 5;\n"
     body = _PRODUCT.sub(r"multiply<\1>(c, a0, a1, a2, a3, b0, b1)", body)
-    return f"{_PRELUDE}static void body(void** given, int group, int thread) {{\n{constants}{arguments}{indices}{body}}}\n{_LAUNCH}"
+    function = f"static void body(void** given, int group, int thread) {{\n{constants}{arguments}{indices}{body}}}\n"
+    return _PRELUDE + function + _LAUNCH
 
 
 @cache

@@ -4,59 +4,43 @@ A decode step of some rows is many small products. MLX's kernel for quantized we
 with dequantized weights a product goes through cuBLAS, which takes 25 us of the host for each. This kernel reads 4-bit
 weights once for up to 32 rows, with tensor cores, and is launched as others are.
 
-It is used where it agreed with MLX's own product on this device when the model was loaded, and for as many rows as it
-was no slower there.
+Whether it is used, and for how many rows, is tried when a model is loaded (`few_rows_trial.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import logging
-import time
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
-from ...model_files.source import first_sentence
-from ..kv import gpu_kernels
-from ..kv.device import on_cuda
 from ..kv.gpu_kernels import kernel
-
-logger = logging.getLogger(__name__)
 
 ROWS_LEAST = 2
 """MLX's kernel for one row reads weights once too."""
 
-ROWS_TRIED = (32, 16, 8)
-"""The most rows that the kernel may take; 8 rows are a tile."""
-
-TOLERANCE = 1e-2
-"""How far a product may be from MLX's own, of its largest number: both round to 16 bits, of which bfloat16 has 8 for
-the digits."""
-
-TIMED_PRODUCTS, TIMED_ROUNDS = 8, 5
-
 GROUPS_WANTED = 128
 """So many groups of threads, each with 16, 32 or 64 outputs, keep a large device busy."""
 
-_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+ROWS_MOST = 32
 _BITS, _GROUP_SIZES = 4, (64, 128)
 
-# Template: T, GS (weights a scale), NT (tiles of 8 rows), R (tiles of 16 outputs a group of threads), BIAS. `sizes` are
-# the rows, outputs, inputs, and where each part of the outputs ends: parts lie one after the other, each (rows, width).
+# Template: T, GS (weights a scale), NT (tiles of 8 rows), BIAS; and of a group of threads R (tiles of 16 outputs) and W
+# (warps). `sizes` are the rows, outputs, inputs, and where each part of the outputs ends: parts lie one after another,
+# each (rows, width).
 #
-# The W warps share the inputs, 64 at a time. In a tensor core's product weights are left, (16 outputs, 16 inputs), and
-# rows right, (16 inputs, 8 rows). Which inputs these are is free as long as both sides agree: lane 4g + q has inputs 16q
-# to 16q+15 of outputs g and g+8 and of row g, and gives input p of eight together with input p+4, as they lie in a word.
-# A weight's code c stands in the low bits of the number BASE + c; `sums`, of the rows' inputs alone, takes BASE out
-# again and serves the group's bias.
+# The warps share the inputs, 64 at a time. In a tensor core's product weights are left, (16 outputs, 16 inputs), and
+# rows right, (16 inputs, 8 rows). Which inputs these are is free as long as both sides agree: lane 4g + q has inputs
+# 16q to 16q+15 of outputs g and g+8 and of row g, and gives input p of eight together with input p+4, as they lie in a
+# word. A weight's code c stands in the low bits of the number BASE + c; `sums`, of the rows' inputs alone, takes BASE
+# out again and serves the weights' bias.
 _BODY = """
-  constexpr int W = R * NT > 8 ? 4 : 8, OUTPUTS = 16 * R, WIDE = OUTPUTS + 4;
+  constexpr int OUTPUTS = 16 * R, WIDE = OUTPUTS + 4;
   constexpr unsigned int ONES = ONE_BITS, HIGH = BASE_BITS, LOW = 0x000f000fu;
   #define MULTIPLY(c, a0, a1, a2, a3, b0, b1) \\
     asm("mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \\
@@ -147,7 +131,7 @@ _BODY = """
 """
 
 _INPUTS = ("words", "scales", "biases", "bias_of", "x", "sizes")
-_KINDS = {
+KINDS = {
     mx.bfloat16: ("bf16", "0x3f803f80u", "0x43004300u", "128.f"),
     mx.float16: ("f16", "0x3c003c00u", "0x64006400u", "1024.f"),
 }
@@ -159,7 +143,7 @@ def multiply(layer: Any, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
 
     Args:
         layer: has `weight` `(outputs, inputs / 8)` uint32, and `scales` and `biases` `(outputs, inputs / group_size)`
-            in the dtype of `x`; see `_fits`.
+            in the dtype of `x`; see `fits`.
         x: `(..., inputs)`, bfloat16 or float16, 1 to 32 rows.
         widths: of the parts, which together are all outputs.
 
@@ -168,15 +152,13 @@ def multiply(layer: Any, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
     """
     words, scales, bias = layer["weight"], layer["scales"], layer.get("bias")
     lead, inputs, outputs = x.shape[:-1], x.shape[-1], words.shape[0]
-    rows = x.size // inputs
-    tiles, each = _tiles(rows), _output_tiles(outputs)
-    kind, ones, base_bits, base = _KINDS[x.dtype]
-    whole = len(widths) == 1
-    made = _kernel(kind, ones, base_bits, base)(
+    rows, whole = x.size // inputs, len(widths) == 1
+    plan = _plan(x.dtype, layer.group_size, _tiles(rows), _output_tiles(outputs), bias is not None)
+    made = plan.launch(
         inputs=[words, scales, layer["biases"], scales if bias is None else bias, x, _sizes(rows, inputs, *widths)],
-        template=[("T", x.dtype), ("GS", layer.group_size), ("NT", tiles), ("R", each), ("BIAS", bias is not None)],
-        grid=(-(-outputs // (16 * each)) * _warps(tiles, each) * 32, 1, 1),
-        threadgroup=(_warps(tiles, each) * 32, 1, 1),
+        template=plan.template,
+        grid=(-(-outputs // plan.outputs) * plan.threads, 1, 1),
+        threadgroup=(plan.threads, 1, 1),
         output_shapes=[(*lead, outputs) if whole else (rows * outputs,)],
         output_dtypes=[x.dtype],
     )[0]
@@ -196,19 +178,24 @@ def _output_tiles(outputs: int) -> int:
     return next((each for each in (4, 2) if outputs >= GROUPS_WANTED * 16 * each), 1)
 
 
-def _warps(tiles: int, each: int) -> int:
-    """Returns the warps of a group of threads, whose sums fit its memory."""
-    return 4 if tiles * each > 8 else 8
+@dataclass(frozen=True)
+class _Plan:
+    """The kernel for some shapes: `outputs` a group of threads, of which it has `threads`."""
+
+    launch: Any
+    template: list[tuple[str, Any]]
+    outputs: int
+    threads: int
 
 
-def _kernel(kind: str, ones: str, base_bits: str, base: str) -> Any:
-    return kernel(f"few_rows_{kind}", _INPUTS, ("y",), _body(kind, ones, base_bits, base))
-
-
-@lru_cache
-def _body(kind: str, ones: str, base_bits: str, base: str) -> str:
-    body = _BODY.replace("KIND", kind).replace("ONE_BITS", ones).replace("BASE_BITS", base_bits)
-    return body.replace("BASE", base)
+@cache
+def _plan(dtype: mx.Dtype, group_size: int, tiles: int, output_tiles: int, bias: bool) -> _Plan:
+    kind, ones, base_bits, base = KINDS[dtype]
+    body = _BODY.replace("KIND", kind).replace("ONE_BITS", ones).replace("BASE_BITS", base_bits).replace("BASE", base)
+    # As many warps as have room for their sums.
+    warps = 4 if tiles * output_tiles > 8 else 8
+    template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("R", output_tiles), ("W", warps), ("BIAS", bias)]
+    return _Plan(kernel(f"few_rows_{kind}", _INPUTS, ("y",), body), template, 16 * output_tiles, 32 * warps)
 
 
 @lru_cache(1024)
@@ -250,32 +237,7 @@ def takes(layer: Any, x: mx.array) -> bool:
     return ROWS_LEAST <= x.size // x.shape[-1] <= layer.rows_most
 
 
-def install(model: nn.Module) -> int:
-    """Lets a model's quantized layers multiply few rows by the kernel, where it is right and no slower. The first layer
-    of every shape is tried. What does not hold is logged.
-
-    Returns:
-        The number of layers that do.
-    """
-    if not (on_cuda() and gpu_kernels.is_available()):
-        return 0
-    modules = dict(model.named_modules())
-    most: dict[Any, int] = {}
-    better: list[tuple[str, Any]] = []
-    for name, layer in modules.items():
-        if not _fits(layer):
-            continue
-        shape = (*layer.weight.shape, layer.group_size, "bias" in layer)
-        if shape not in most:
-            # A layer in both forms (`prepare.py`) has this one as its `stored`.
-            most[shape] = _rows_most(layer, _product(modules[name.removesuffix(".stored")]))
-        if most[shape]:
-            better.append((name, few_rows(layer, most[shape])))
-    model.update_modules(tree_unflatten(better))
-    return len(better)
-
-
-def few_rows(layer: Any, rows_most: int) -> Any:
+def by_kernel(layer: Any, rows_most: int) -> Any:
     """Returns a quantized layer as one that takes up to `rows_most` rows by the kernel."""
     made = copy.copy(layer)
     made.__class__ = _FORMS[type(layer)]
@@ -283,67 +245,10 @@ def few_rows(layer: Any, rows_most: int) -> Any:
     return made
 
 
-def _fits(layer: Any) -> bool:
+def fits(layer: Any) -> bool:
     """Whether the kernel can read a layer's weights."""
     if type(layer) not in _FORMS or layer.mode != "affine" or layer.bits != _BITS:
         return False
     outputs, words = layer.weight.shape
-    of_16_bits = layer.scales.dtype in _KINDS and layer.get("bias", layer.scales).dtype == layer.scales.dtype
+    of_16_bits = layer.scales.dtype in KINDS and layer.get("bias", layer.scales).dtype == layer.scales.dtype
     return of_16_bits and layer.group_size in _GROUP_SIZES and outputs % 16 == 0 and words * 8 % layer.group_size == 0
-
-
-def _product(layer: Any) -> Callable[[mx.array], mx.array]:
-    return getattr(layer, "as_linear", layer)
-
-
-def _rows_most(layer: Any, today: Callable[[mx.array], mx.array]) -> int:
-    """Returns up to how many rows the kernel is to be used for layers of this shape, 0 for none.
-
-    Args:
-        today: what computes the product otherwise.
-    """
-    shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
-    try:
-        for rows in ROWS_TRIED:
-            if reason := _why_not(layer, rows):
-                logger.warning("few rows are multiplied with %s as many are: %s", shape, reason)
-                return 0
-        for rows in ROWS_TRIED:
-            x, new = _rows(layer, rows), _product(few_rows(layer, rows))
-            if not is_slower(_product_s(today, x), _product_s(new, x)):
-                return rows
-    except _ERRORS as error:
-        logger.warning("few rows are multiplied with %s as many are: %s", shape, first_sentence(error))
-    return 0
-
-
-def _why_not(layer: Any, rows: int) -> str:
-    """Why the kernel is not used; empty if it agrees with MLX's own product."""
-    for count in (rows, rows - 3):
-        x = _rows(layer, count)
-        expected, got = (product(x).astype(mx.float32) for product in (_product(layer), _product(few_rows(layer, rows))))
-        error, scale = mx.abs(got - expected).max().item(), mx.abs(expected).max().item()
-        # So that a NaN is refused.
-        if not error <= TOLERANCE * scale:
-            return f"the kernel is off by {error:.2g} of {scale:.2g} for {count} rows"
-    return ""
-
-
-def _rows(layer: Any, rows: int) -> mx.array:
-    return mx.random.normal((rows, layer.weight.shape[1] * 8), key=mx.random.key(rows)).astype(layer.scales.dtype)
-
-
-def _product_s(product: Callable[[mx.array], mx.array], x: mx.array) -> float:
-    """Returns the least time of a product among others, seconds."""
-    mx.eval(product(x))
-    times = []
-    for _ in range(TIMED_ROUNDS):
-        began = time.perf_counter()
-        mx.eval([product(x) for _ in range(TIMED_PRODUCTS)])
-        times.append(time.perf_counter() - began)
-    return min(times) / TIMED_PRODUCTS
-
-
-def is_slower(today_s: float, kernel_s: float) -> bool:
-    """Whether a product takes longer by the kernel."""
-    return kernel_s > today_s
