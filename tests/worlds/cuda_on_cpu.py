@@ -29,8 +29,6 @@ _NAMES = {
 }
 
 _PRELUDE = r"""
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <ucontext.h>
 #include <vector>
@@ -65,7 +63,7 @@ struct float16 {
   operator float() const { return number; }
 };
 
-struct Thread { ucontext_t place; std::vector<char> stack; bool done; };
+struct Thread { ucontext_t place; bool done; };
 static std::vector<Thread> threads;
 static ucontext_t outside;
 static int running, arrived_block, round_block;
@@ -133,14 +131,16 @@ static void enter() {
   while (true) swapcontext(&threads[self].place, &outside);
 }
 extern "C" void launch(void** given, int groups, int count) {
+  constexpr int STACK = 1 << 16;
+  static std::vector<char> stacks;
+  stacks.resize((size_t)count * STACK);
   pointers = given;
   for (group_now = 0; group_now < groups; group_now++) {
     threads.assign(count, {});
     for (auto& thread : threads) {
-      thread.stack.resize(1 << 16);
       getcontext(&thread.place);
-      thread.place.uc_stack.ss_sp = thread.stack.data();
-      thread.place.uc_stack.ss_size = thread.stack.size();
+      thread.place.uc_stack.ss_sp = stacks.data() + (&thread - threads.data()) * STACK;
+      thread.place.uc_stack.ss_size = STACK;
       makecontext(&thread.place, enter, 0);
     }
     for (bool left = true; left;) {

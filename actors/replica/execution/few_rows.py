@@ -49,13 +49,14 @@ _BODY = """
   struct Weights { uint2 words[R][2]; T scales[R][2]; T biases[R][2]; };
   SHARED float sums_s[W * 8 * NT * WIDE];
   const int M = sizes[0], N = sizes[1], K = sizes[2], g = LANE >> 2, q = LANE & 3, first = GROUP * OUTPUTS;
+  // An array may begin anywhere within another.
   const bool aligned = ((unsigned long long)x & 15) == 0;
-  auto load = [&](Weights& to, int k) {
+  const unsigned int wide = K / 16, groups = K / GS;
+  auto load = [&](Weights& to, unsigned int k) {
     #pragma unroll
     for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++) {
-      const int output = first + 16 * r + 8 * h + g;
-      const long row = output < N ? output : N - 1, at = row * (K / GS) + k / GS;
-      to.words[r][h] = ((const uint2*)words)[(row * K + k) / 16 + q];
+      const unsigned int row = (first + 16 * r < N ? first + 16 * r : 0) + 8 * h + g, at = row * groups + k / GS;
+      to.words[r][h] = ((const uint2*)words)[row * wide + k / 16 + q];
       to.scales[r][h] = scales[at];
       to.biases[r][h] = biases[at];
     }
@@ -79,7 +80,7 @@ _BODY = """
       const int row = 8 * n + g;
       #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const uint4 v = row < M ? eight(x + (long)row * K + k + 16 * q + 8 * h) : make_uint4(0, 0, 0, 0);
+        const uint4 v = row < M ? eight(x + (unsigned int)(row * K + k + 16 * q + 8 * h)) : make_uint4(0, 0, 0, 0);
         right[n][4 * h] = __byte_perm(v.x, v.z, 0x5410);
         right[n][4 * h + 1] = __byte_perm(v.x, v.z, 0x7632);
         right[n][4 * h + 2] = __byte_perm(v.y, v.w, 0x5410);

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 ROWS_TRIED = (ROWS_MOST, 16, 8)
 """A tile has 8 rows."""
 
-TOLERANCE = 1e-2
-"""How far a product may be from MLX's own, of its largest number: both round to 16 bits, of which bfloat16 has 8 for
-the digits."""
+TOLERANCE = 3e-2
+"""How far a product may be from MLX's own, of its largest number: both round to 16 bits, and MLX some sums too. A group
+of inputs that is left out shows as several times as much."""
 
 TIMED_PRODUCTS, TIMED_ROUNDS = 8, 5
 
@@ -91,7 +91,7 @@ def _why_not(layer: Any, rows: int) -> str:
         expected = _product(layer)(x).astype(mx.float32)
         parts = multiply(layer, x, (16, outputs - 16) if outputs > 16 else (outputs,))
         got = mx.concatenate(parts, axis=-1).astype(mx.float32)
-        error, scale = mx.abs(got - expected).max().item(), mx.abs(expected).max().item()
+        error, scale = (float(array.abs().max()) for array in (got - expected, expected))
         # So that a NaN is refused.
         if not error <= TOLERANCE * scale:
             return f"the kernel is off by {error:.2g} of {scale:.2g} for {count} rows"

@@ -148,7 +148,7 @@ class _Recorder(nn.Module):
 
 def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[str]]]:
     """Returns the logits of all runs, and the names of layers that can be joined, in groups."""
-    found = {name: layer for name, layer in module.named_modules() if type(layer) in KINDS and name}
+    found = {name: layer for name, layer in reversed(module.named_modules()) if type(layer) in KINDS and name}
     places = Counter(id(layer) for layer in found.values())
     # Not what lies at two places, which cannot be taken away from one, nor the other form of a layer.
     layers = {name: layer for name, layer in found.items() if places[id(layer)] == 1 and _parent(name) not in found}

@@ -146,7 +146,7 @@ def load(
                 raise ModelLoadError(f"{source} takes pictures: adapters are only served on models of text")
             _add_adapter(whole, adapter_folder)
         kept = prepare_weights(whole, chosen, weights, lambda fraction: progress(what, fraction))
-        language = whole.language_model if seeing else whole
+        language: Any = whole.language_model if seeing else whole
         # A CPU computes as long as it takes, however many products there are.
         products = joined.join(language, model) if on_gpu() else 0
         if numerics == "fast":
