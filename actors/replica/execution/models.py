@@ -109,8 +109,8 @@ def load(
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
         weights: see `prepare_weights`.
         kv: how KV is kept, `q4`, `k8v4` or `fp16`.
-        numerics: `fast` lets a decode step read sealed blocks in the pool; `reproducible` lets it compute as prefill
-            does, bit for bit, and encodes pictures one by one.
+        numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
+            `reproducible` lets it compute as prefill does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
         trust_remote_code: whether code in the model's own folder may run.
         warm: whether to meet the usual shapes in advance; None where the device needs that.
