@@ -14,10 +14,11 @@ mlx-lm takes the one that the folder lists last, so then the order is included t
 **Computing.** Everything that can change a number in a block, even by rounding:
 
     dtype       asked for, or the weights' own: those may be mixed, and the logits' dtype says nothing of the layers'
-    weights     quantized ones multiplied as stored, dequantized or both: another order of additions
+    weights     quantized ones multiplied as stored, dequantized or both, and joined or not: another order of additions
     kv          policy and format of sealed blocks, which later tokens attend to
-    numerics    with `fast` a decode step may multiply codes directly, and a GPU may encode pictures together. A
-                `reproducible` replica promises bits, so it takes nothing that a fast one wrote
+    numerics    with `fast` a decode step may multiply codes directly, CUDA few rows by a kernel if that is faster, and
+                a GPU may encode pictures together. A `reproducible` replica promises bits, so it takes nothing that a
+                fast one wrote
     device      CPU, Metal or CUDA. On a CPU equal tokens give equal bits, which a GPU's would not be; how much two
                 kinds of GPU differ is not measured. Chips of one kind are equal within the tolerance stated for GPUs,
                 so KV moves from Mac to Mac; `reproducible` includes the chip, as another one adds in another order
@@ -119,7 +120,7 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
 
     Args:
         dtype: the compute dtype, and whether it is the weights' own.
-        weights: as `prepare_weights` returns it.
+        weights: as `prepare_weights` returns it, and whether products are joined.
         kv: the policy's format.
         seeing: whether the model takes pictures.
     """

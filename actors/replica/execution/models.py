@@ -37,7 +37,7 @@ from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
 from ..kv.pool import BlockPool
 from ..kv.sealing import FULL_PRECISION, POLICIES
-from . import decode_ways, vision
+from . import decode_ways, few_rows_trial, joined, vision
 from .decode_ways import DEQUANTIZED, DecodeWay
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
@@ -109,8 +109,8 @@ def load(
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
         weights: see `prepare_weights`.
         kv: how KV is kept, `q4`, `k8v4` or `fp16`.
-        numerics: `fast` lets a decode step read sealed blocks in the pool; `reproducible` lets it compute as prefill
-            does, bit for bit, and encodes pictures one by one.
+        numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
+            `reproducible` lets it compute as prefill does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
         trust_remote_code: whether code in the model's own folder may run.
         warm: whether to meet the usual shapes in advance; None where the device needs that.
@@ -146,6 +146,11 @@ def load(
                 raise ModelLoadError(f"{source} takes pictures: adapters are only served on models of text")
             _add_adapter(whole, adapter_folder)
         kept = prepare_weights(whole, chosen, weights, lambda fraction: progress(what, fraction))
+        language: Any = whole.language_model if seeing else whole
+        # A CPU computes as long as it takes, however many products there are.
+        products = joined.join(language, model) if on_gpu() else 0
+        if numerics == "fast":
+            few_rows_trial.install(language)
         caches = make_prompt_cache(model)
         logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
@@ -164,7 +169,7 @@ def load(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files),
         computing=computing(
             dtype=used if chosen is not None else f"{used}, own",
-            weights=kept,
+            weights=f"{kept}, joined" if products else kept,
             kv=spec.policy.format if spec.policy else f"{FULL_PRECISION}.1",
             numerics=numerics,
             seeing=seeing,

@@ -22,6 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..kv.device import device_bytes, on_gpu
+from . import few_rows
 
 DEQUANTIZED_FRACTION = 0.25
 """The share of the device's memory that `auto` allows for dequantized weights."""
@@ -75,14 +76,15 @@ def _pays(quantized: dict[str, Any]) -> bool:
     return needed <= DEQUANTIZED_FRACTION * device_bytes()
 
 
-class _LinearByRows(nn.Linear):
-    """A dequantized layer that uses its stored weights for small products."""
+class LinearByRows(nn.Linear):
+    """A dequantized layer that uses its stored weights for small products, and for those of few rows where a kernel
+    reads them."""
 
     stored: Any
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns `(..., outputs)` for `x` `(..., inputs)`, both in the model's dtype."""
-        return self.stored(x) if _is_small(x, self.weight) else super().__call__(x)
+        return self.stored(x) if _is_stored(x, self) else super().__call__(x)
 
 
 class _EmbeddingByRows(nn.Embedding):
@@ -92,12 +94,12 @@ class _EmbeddingByRows(nn.Embedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns logits `(..., vocabulary)` for `x` `(..., dim)`, both in the model's dtype."""
-        return self.stored.as_linear(x) if _is_small(x, self.weight) else super().as_linear(x)
+        return self.stored.as_linear(x) if _is_stored(x, self) else super().as_linear(x)
 
 
-def _is_small(x: mx.array, weight: mx.array) -> bool:
-    """Whether `x` `(..., inputs)` times `weight` `(outputs, inputs)` transposed is faster with stored weights."""
-    return x.size * weight.shape[0] <= STORED_PRODUCTS_MAX
+def _is_stored(x: mx.array, layer: Any) -> bool:
+    """Whether `x` `(..., inputs)` times a layer's weights `(outputs, inputs)` transposed is faster with stored ones."""
+    return x.size * layer.weight.shape[0] <= STORED_PRODUCTS_MAX or few_rows.takes(layer.stored, x)
 
 
 def _dequantized(module: Any, linear: type[nn.Linear] = nn.Linear, embedding: type[nn.Embedding] = nn.Embedding) -> Any:
@@ -116,7 +118,7 @@ def _dequantized(module: Any, linear: type[nn.Linear] = nn.Linear, embedding: ty
 
 
 def _both(module: Any) -> Any:
-    plain = _dequantized(module, _LinearByRows, _EmbeddingByRows)
+    plain = _dequantized(module, LinearByRows, _EmbeddingByRows)
     plain.stored = module
     return plain
 

@@ -1,0 +1,248 @@
+"""Layers that are given the same input, as one product: queries, keys and values, a gate and what it opens.
+
+On a GPU a decode step takes as long as the host takes to launch its kernels, so fewer and larger products are faster.
+Which layers are given the same is not told by their names: the model runs on a few tokens, and layers of one module
+that each get the very same array are joined. If the model computes something else then, the layers are put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...model_files.source import first_sentence
+from . import few_rows
+from .prepare import LinearByRows
+
+logger = logging.getLogger(__name__)
+
+KINDS = (nn.Linear, nn.QuantizedLinear, LinearByRows)
+"""Layers that are joined. Any other, as one with an adapter, may do more than multiply."""
+
+TOLERANCE, TOLERANCE_16 = 1e-4, 3e-2
+"""How far logits may differ, of their scale, in float32 and in 16 bits: a wider product may add in another order."""
+
+_RUNS = ([0, 1], [1])
+"""Tokens of a prompt and of a decode step, in which some models compute in another way."""
+
+_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
+
+
+def join(module: nn.Module, model: Any) -> int:
+    """Joins what can be joined of a model with weights in memory. Why it is not done is logged.
+
+    Args:
+        module: has the layers.
+        model: what is called, as mlx-lm's models are; `module` itself, or what stands for it.
+
+    Returns:
+        The number of joined products.
+    """
+    try:
+        before, groups = _record(module, model)
+    except _ERRORS as error:
+        logger.warning("products are not joined: recording fails: %s", first_sentence(error))
+        return 0
+    for names in groups:
+        _replace(module, names, _joined)
+    try:
+        reason = "" if _agree(before, _run(model)) else "the model computes something else"
+    except _ERRORS as error:
+        reason = f"the model needs its layers: {first_sentence(error)}"
+    if reason:
+        for names in groups:
+            _replace(module, names, _separate)
+        logger.warning("products are not joined: %s", reason)
+        return 0
+    return len(groups)
+
+
+class Joined(nn.Module):
+    """A product of several layers.
+
+    Attributes:
+        layer: the layer that has all their weights.
+        widths: each one's outputs.
+    """
+
+    def __init__(self, layer: Any, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.widths = tuple(widths)
+        self._pending = _Pending()
+
+    def take(self, x: mx.array, index: int) -> mx.array:
+        """Returns the outputs `(..., width)` of the layer at `index` for `x` `(..., inputs)`. The first that is asked
+        computes those of all, which are kept until each was taken once or another `x` comes.
+
+        The array must not be written to between the layers that it is given to.
+        """
+        pending = self._pending
+        # While it is kept, no other array has its place.
+        if pending.x is not x or pending.outputs[index] is None:
+            pending.x, pending.outputs = x, self._multiply(x)
+        output, pending.outputs[index] = pending.outputs[index], None
+        if all(other is None for other in pending.outputs):
+            pending.x, pending.outputs = None, []
+        assert output is not None
+        return output
+
+    def _multiply(self, x: mx.array) -> list[mx.array | None]:
+        stored = getattr(self.layer, "stored", self.layer)
+        if few_rows.takes(stored, x):
+            return [*few_rows.multiply(stored, x, self.widths)]
+        return [*mx.split(self.layer(x), [*accumulate(self.widths[:-1])], axis=-1)]
+
+
+class _Pending:
+    """Outputs that were computed and not taken. No module, whose lists and arrays would count as its own."""
+
+    def __init__(self) -> None:
+        self.x: mx.array | None = None
+        self.outputs: list[mx.array | None] = []
+
+
+class Part(nn.Module):
+    """What stands where a layer stood. The first of a product's parts has it as a child, so weights are counted once.
+
+    Args:
+        index: of the layer in the product.
+    """
+
+    def __init__(self, product: Joined, index: int) -> None:
+        super().__init__()
+        if index == 0:
+            self.product = product
+        self._take, self._index = product.take, index
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns `(..., width)` for `x` `(..., inputs)`."""
+        return self._take(x, self._index)
+
+
+class _Recorder(nn.Module):
+    """A layer that notes what it is given."""
+
+    def __init__(self, layer: nn.Module, given: list[mx.array]) -> None:
+        super().__init__()
+        self.layer = layer
+        self._note = given.append
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self._note(x)
+        return self["layer"](x)
+
+    def __getattr__(self, key: str) -> Any:
+        layer = self.get("layer")
+        return super().__getattr__(key) if layer is None or key == "layer" else getattr(layer, key)
+
+
+def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[str]]]:
+    """Returns the logits of all runs, and the names of layers that can be joined, in groups."""
+    found = {name: layer for name, layer in reversed(module.named_modules()) if type(layer) in KINDS and name}
+    places = Counter(id(layer) for layer in found.values())
+    # Not what lies at two places, which cannot be taken away from one, nor the other form of a layer.
+    layers = {name: layer for name, layer in found.items() if places[id(layer)] == 1 and _parent(name) not in found}
+    given: dict[str, list[mx.array]] = {name: [] for name in layers}
+    counts: list[list[int]] = []
+    recorders = [(name, _Recorder(layer, given[name])) for name, layer in layers.items()]
+    module.update_modules(tree_unflatten(recorders))
+    try:
+        logits = _run(model, lambda: counts.append([len(inputs) for inputs in given.values()]))
+    finally:
+        module.update_modules(tree_unflatten(list(layers.items())))
+    groups: dict[Any, list[str]] = {}
+    for name, *seen in zip(layers, *counts, strict=True):
+        if seen == [*range(1, len(_RUNS) + 1)]:
+            # The arrays are kept, so no two have one id.
+            key = (_parent(name), _kind(layers[name]), *map(id, given[name]))
+            groups.setdefault(key, []).append(name)
+    return logits, [names for names in groups.values() if len(names) > 1]
+
+
+def _run(model: Any, after: Callable[[], None] = lambda: None) -> list[mx.array]:
+    caches, logits = make_prompt_cache(model), []
+    for tokens in _RUNS:
+        logits.append(model(mx.array([tokens], mx.uint32), cache=caches))
+        mx.eval(logits[-1], [cache.state for cache in caches])
+        after()
+    return logits
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _kind(layer: nn.Module) -> Any:
+    """What layers of one product have in common: all but the number of outputs, the first axis of all their arrays."""
+    numbers = tuple(getattr(layer, name, None) for name in ("bits", "group_size", "mode"))
+    parts = []
+    for name, value in sorted(layer.items()):
+        if isinstance(value, nn.Module):
+            parts.append((name, _kind(value)))
+        elif isinstance(value, mx.array):
+            parts.append((name, value.dtype, value.shape[1:] if value.ndim else id(value)))
+    return type(layer), numbers, tuple(parts)
+
+
+def _replace(module: nn.Module, names: Sequence[str], make: Callable[[list[Any]], Sequence[nn.Module]]) -> None:
+    """Puts others in the place of layers. One group at a time: the old weights go before the next are made."""
+    made = make([_at(module, name) for name in names])
+    mx.eval([layer.parameters() for layer in made])
+    module.update_modules(tree_unflatten(list(zip(names, made, strict=True))))
+
+
+def _at(module: nn.Module, name: str) -> Any:
+    place: Any = module
+    for key in name.split("."):
+        place = place[int(key)] if isinstance(place, list) else place[key]
+    return place
+
+
+def _joined(layers: list[Any]) -> list[Part]:
+    product = Joined(_concatenated(layers), [layer.weight.shape[0] for layer in layers])
+    return [Part(product, index) for index in range(len(layers))]
+
+
+def _separate(parts: list[Any]) -> list[nn.Module]:
+    product: Joined = parts[0].product
+    return [_cut(product.layer, start, end) for start, end in pairwise([0, *accumulate(product.widths)])]
+
+
+def _concatenated(layers: Sequence[Any]) -> Any:
+    made = copy.copy(layers[0])
+    for name, value in layers[0].items():
+        values = [layer[name] for layer in layers]
+        if isinstance(value, nn.Module):
+            made[name] = _concatenated(values)
+        elif isinstance(value, mx.array):
+            made[name] = mx.concatenate(values)
+    return made
+
+
+def _cut(layer: Any, start: int, end: int) -> Any:
+    """Returns a layer of some of another's outputs, whose weights lie where they lay."""
+    made = copy.copy(layer)
+    for name, value in layer.items():
+        if isinstance(value, nn.Module):
+            made[name] = _cut(value, start, end)
+        elif isinstance(value, mx.array):
+            made[name] = value[start:end]
+    return made
+
+
+def _agree(expected: Sequence[mx.array], got: Sequence[mx.array]) -> bool:
+    tolerance = TOLERANCE if expected[0].dtype == mx.float32 else TOLERANCE_16
+    return all(
+        bool(mx.abs(one - other).astype(mx.float32).max() <= tolerance * mx.abs(one).max())
+        for one, other in zip(expected, got, strict=True)
+    )
