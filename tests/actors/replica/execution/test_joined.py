@@ -16,7 +16,10 @@ from mlx_lm.tuner.lora import LoRALinear
 from satchel.actors.replica.execution import joined, models, prepare
 from satchel.actors.replica.execution.joined import Joined, Part
 from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.kv.device import on_gpu
 from tests.worlds import families, vision_families
+
+pytestmark = pytest.mark.skipif(on_gpu(), reason="there models are joined when they are loaded")
 
 STEPS = ([5, 6, 7, 8, 9, 10, 11], [3], [4])
 
