@@ -152,7 +152,7 @@ extern "C" void launch(void** given, int groups, int count) {
 }
 """
 
-_PRODUCT = re.compile(r'asm\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\..*?"r"\(b1\)\)', re.DOTALL)
+_PRODUCT = re.compile(r'asm volatile\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\..*?"r"\(b1\)\)', re.DOTALL)
 
 
 def can_run() -> bool:

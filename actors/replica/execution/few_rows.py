@@ -43,7 +43,8 @@ _BODY = """
   constexpr int OUTPUTS = 16 * R, WIDE = OUTPUTS + 4;
   constexpr unsigned int ONES = ONE_BITS, HIGH = BASE_BITS, LOW = 0x000f000fu;
   #define MULTIPLY(c, a0, a1, a2, a3, b0, b1) \\
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \\
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \\
+        "{%0,%1,%2,%3};" \\
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \\
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
   struct Weights { uint2 words[R][2]; T scales[R][2]; T biases[R][2]; };
@@ -154,7 +155,8 @@ def multiply(layer: Any, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
     words, scales, bias = layer["weight"], layer["scales"], layer.get("bias")
     lead, inputs, outputs = x.shape[:-1], x.shape[-1], words.shape[0]
     rows, whole = x.size // inputs, len(widths) == 1
-    plan = _plan(x.dtype, layer.group_size, _tiles(rows), _output_tiles(outputs), bias is not None)
+    tiles, output_tiles = _tiles(rows), _output_tiles(outputs)
+    plan = _plan(x.dtype, layer.group_size, tiles, output_tiles, _warps(tiles, output_tiles), bias is not None)
     made = plan.launch(
         inputs=[words, scales, layer["biases"], scales if bias is None else bias, x, _sizes(rows, inputs, *widths)],
         template=plan.template,
@@ -179,6 +181,11 @@ def _output_tiles(outputs: int) -> int:
     return next((each for each in (4, 2) if outputs >= GROUPS_WANTED * 16 * each), 1)
 
 
+def _warps(tiles: int, output_tiles: int) -> int:
+    """Returns the warps of a group of threads: as many as have room for their sums and registers."""
+    return 4 if tiles * output_tiles > 8 else 8
+
+
 @dataclass(frozen=True)
 class _Plan:
     """The kernel for some shapes: `outputs` a group of threads, of which it has `threads`."""
@@ -190,11 +197,9 @@ class _Plan:
 
 
 @cache
-def _plan(dtype: mx.Dtype, group_size: int, tiles: int, output_tiles: int, bias: bool) -> _Plan:
+def _plan(dtype: mx.Dtype, group_size: int, tiles: int, output_tiles: int, warps: int, bias: bool) -> _Plan:
     kind, ones, base_bits, base = KINDS[dtype]
     body = _BODY.replace("KIND", kind).replace("ONE_BITS", ones).replace("BASE_BITS", base_bits).replace("BASE", base)
-    # As many warps as have room for their sums.
-    warps = 4 if tiles * output_tiles > 8 else 8
     template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("R", output_tiles), ("W", warps), ("BIAS", bias)]
     return _Plan(kernel(f"few_rows_{kind}", _INPUTS, ("y",), body), template, 16 * output_tiles, 32 * warps)
 

@@ -16,7 +16,10 @@ from mlx_lm.tuner.lora import LoRALinear
 from satchel.actors.replica.execution import joined, models, prepare
 from satchel.actors.replica.execution.joined import Joined, Part
 from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.kv.device import on_gpu
 from tests.worlds import families, vision_families
+
+pytestmark = pytest.mark.skipif(on_gpu(), reason="there models are joined when they are loaded")
 
 STEPS = ([5, 6, 7, 8, 9, 10, 11], [3], [4])
 
@@ -45,7 +48,8 @@ def logits(loaded: LoadedModel) -> list[np.ndarray]:
 
 
 def sizes(module: nn.Module) -> dict[str, int]:
-    return {name: array.nbytes for name, array in tree_flatten(module.parameters())}
+    arrays: Any = tree_flatten(module.parameters())
+    return {name: array.nbytes for name, array in arrays}
 
 
 def parts(module: nn.Module) -> set[str]:
@@ -111,7 +115,7 @@ class Block(nn.Module):
         sixteen.append(
             mx.concatenate([layer(x) for layer in self.listed], axis=-1).reshape(*x.shape[:-1], 2, 16)[..., 0, :]
         )
-        return sum(number * each for number, each in enumerate(sixteen, 1))
+        return sum((number * each for number, each in enumerate(sixteen, 1)), mx.array(0.0))
 
 
 class Model(nn.Module):
@@ -235,6 +239,23 @@ def test_outputs_wait_for_one_input_only():
     assert product._pending.x is first, "the other part has not taken its own yet"
     one(first)
     assert product._pending.x is None and not product._pending.outputs
+
+
+def test_a_joined_model_can_be_recorded():
+    class Both(Pair):
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.one(x) + self.two(x)
+
+    block: Any = Both()
+    model = Model(block)
+    mx.eval(model.parameters())
+    before = [np.array(model(mx.array([tokens]), None)) for tokens in STEPS]
+    assert joined.join(model, model) == 1
+    recorded = mx.compile(lambda tokens: model(tokens, None))
+    for _ in range(2):
+        for tokens, expected in zip(STEPS, before, strict=True):
+            np.testing.assert_allclose(np.array(recorded(mx.array([tokens]))), expected, rtol=1e-5, atol=1e-6)
+    assert block.one.product._pending.x is None
 
 
 def test_a_joined_model_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
