@@ -34,6 +34,9 @@ from .tiers.keeping import Keeping
 from .tiers.memory import RowMemory
 from .tiers.restores import Restores
 
+QUIET_S = 1.0
+"""The warm-up goes on after so long without a request: one that comes meanwhile waits for a piece of it."""
+
 
 class Engine:
     """One loaded model with its scheduler and KV. Start it with `run` on the thread that loaded the model.
@@ -237,15 +240,15 @@ class Engine:
 
     def _wait(self) -> None:
         """Waits for a command; only briefly if there are rows, whose deadlines may pass."""
-        has_rows = bool(self.delivery.rows)
-        if not has_rows and self._warm_up is not None:
-            if not self._warm_up.step():
-                self._warm_up = None
-            return
+        has_rows, now = bool(self.delivery.rows), time.monotonic()
         if has_rows:
             self._idle.note_work()
         else:
-            self._idle.rest(time.monotonic())
+            self._idle.rest(now)
+            if self._warm_up is not None and self._idle.idle_s(now) >= QUIET_S:
+                if not self._warm_up.step():
+                    self._warm_up = None
+                return
         command = self._inbox.wait(0.05 if has_rows else 0.5)
         if command is not None:
             self._handle(command)

@@ -230,6 +230,10 @@ class IdleCheck:
         """Ends the idle period."""
         self._idle_since_s, self._counted = None, False
 
+    def idle_s(self, now_s: float) -> float:
+        """Returns for how long there has been no work, as far as `rest` was called."""
+        return 0.0 if self._idle_since_s is None else now_s - self._idle_since_s
+
     def rest(self, now_s: float) -> None:
         """Checks the tables after `IDLE_S` without a request, and clears them if the check fails."""
         if self._idle_since_s is None:
