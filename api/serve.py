@@ -38,6 +38,7 @@ from .http.server import HttpServer
 from .ray_backend.dispatch import RayBackend
 from .ray_backend.locator import AgentLocator
 from .ray_backend.store import RayStore
+from .text.model import import_libraries
 from .views.generation import Generator
 
 APPLICATION = "satchel"
@@ -68,6 +69,8 @@ class HttpEndpoint:
         # Ray gives a process without CPUs of its own five threads, too few for tokenizing and everything else.
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "work"))
+        # It takes seconds, while replicas load their models. On a thread beside, imports have waited for each other.
+        import_libraries()
         self._watchdog = Watchdog("endpoint", poll_s=config.timing.heartbeat_s)
         self._watchdog.watch("event loop", loop.call_soon_threadsafe)
         self._watchdog.start()

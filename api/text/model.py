@@ -355,6 +355,12 @@ def _is_byte_level(backend: Any) -> bool:
     return isinstance(backend.decoder, decoders.ByteLevel)
 
 
+def import_libraries() -> None:
+    """Imports what `load_text_model` uses, ahead of time."""
+    import transformers.models.auto.tokenization_auto
+    from mlx_lm import tokenizer_utils  # noqa: F401
+
+
 def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False) -> TextModel:
     """Loads the text side of the model in `folder`, whose own code runs only if it is `trusted`. Takes up to seconds.
 
