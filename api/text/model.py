@@ -357,7 +357,6 @@ def _is_byte_level(backend: Any) -> bool:
 
 def import_libraries() -> None:
     """Imports what `load_text_model` uses, ahead of time."""
-    import transformers.models.auto.tokenization_auto
     from mlx_lm import tokenizer_utils  # noqa: F401
 
 

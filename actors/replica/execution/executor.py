@@ -318,11 +318,7 @@ class BatchExecutor:
         if pool is None:
             return
         mx.synchronize()
-        single = [*self._prefilling.values(), *(entry.prefilled for entry in self._joining.values())]
-        caches = [self._caches, *(row.caches if row.together is None else row.together.caches for row in single)]
         pool.shrink(bytes_max)
-        for batch in filter(None, map(kv_cache.batch_of, caches)):
-            batch.forget()
 
     def _settle(self) -> None:
         """Waits for the step in flight before blocks are written: MLX would copy arrays that it still reads."""

@@ -34,6 +34,9 @@ MEMORY_FRACTION = 1 / 16
 PICTURE_SIDE = 448
 """Side of the made-up picture, pixels."""
 
+Piece = Callable[[], Iterator[None]]
+"""Runs one step of its work each time it is asked for the next one, and holds its rows until then."""
+
 HISTORY_TOKENS_MAX = 2**17
 PROMPT_TOKENS = BLOCK_TOKENS - 24
 STEPS = 16
@@ -48,7 +51,8 @@ def meet_usual(loaded: LoadedModel) -> None:
     """
     try:
         for piece in _pieces_of(loaded, 1):
-            piece()
+            for _ in piece():
+                pass
         if loaded.vision is not None:
             _see(loaded, loaded.vision)
     except (RuntimeError, ValueError) as error:
@@ -57,7 +61,7 @@ def meet_usual(loaded: LoadedModel) -> None:
 
 
 class WarmUp:
-    """What a replica has not met yet when it is ready, in pieces that each take a fraction of a second, or some seconds
+    """What a replica has not met yet when it is ready, step by step: each takes a fraction of a second, or some seconds
     where a kernel is compiled.
 
     Args:
@@ -67,35 +71,37 @@ class WarmUp:
     def __init__(self, loaded: LoadedModel, chunk_tokens: int) -> None:
         per_row = loaded.spec.bytes_per_row + 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
         rows_max = device_bytes(free=True) * MEMORY_FRACTION / per_row
-        self._pieces: deque[Callable[[], None]] = deque()
+        self._pieces: deque[Piece] = deque()
+        self._steps: Iterator[None] = iter(())
         for rows in ROWS:
             if rows <= rows_max:
                 self._pieces += _pieces_of(loaded, rows)
         self._pieces += _histories(loaded, chunk_tokens)
 
     def step(self) -> bool:
-        """Runs the next piece. Returns False if there was none. One that fails ends the warm-up, which only saves
+        """Runs the next step. Returns False if there was none. One that fails ends the warm-up, which only saves
         time."""
-        if not self._pieces:
-            return False
         try:
-            self._pieces.popleft()()
+            while next(self._steps, self) is self:
+                if not self._pieces:
+                    mx.clear_cache()
+                    return False
+                self._steps = self._pieces.popleft()()
         except RuntimeError as error:
             logger.warning("the warm-up of further shapes failed: %s", error)
             self._pieces.clear()
-        if not self._pieces:
-            mx.clear_cache()
+            self._steps = iter(())
         return True
 
 
-def _pieces_of(loaded: LoadedModel, rows: int) -> Iterator[Callable[[], None]]:
+def _pieces_of(loaded: LoadedModel, rows: int) -> Iterator[Piece]:
     for length in range(SHAPE_TOKENS, BLOCK_TOKENS + 1, SHAPE_TOKENS):
         yield partial(_prefill, loaded, rows, length)
     for spread in (0, 1) if rows > 1 else (0,):
         yield partial(_decode, loaded, rows, spread)
 
 
-def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Callable[[], None]]:
+def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
     """Short prompts come first: a turn of an agent that goes on is one."""
     if loaded.pool is None or not BatchExecutor(loaded).batched_prefill:
         return
@@ -123,15 +129,16 @@ def _see(loaded: LoadedModel, vision: Vision) -> None:
     executor.leave([""])
 
 
-def _prefill(loaded: LoadedModel, rows: int, length: int) -> None:
+def _prefill(loaded: LoadedModel, rows: int, length: int) -> Iterator[None]:
     """Prefills prompts of one length."""
     executor = BatchExecutor(loaded)
     for row in range(rows):
         executor.open(str(row), [], None, 0)
     executor.prefill([(str(row), [0] * length) for row in range(rows)])
+    yield
 
 
-def _go_on(loaded: LoadedModel, blocks: int, length: int) -> None:
+def _go_on(loaded: LoadedModel, blocks: int, length: int) -> Iterator[None]:
     """Prefills a prompt after a history of so many blocks, which is one block again and again, and a token."""
     executor = BatchExecutor(loaded)
     executor.open("history", [], None, 0)
@@ -140,9 +147,10 @@ def _go_on(loaded: LoadedModel, blocks: int, length: int) -> None:
     assert isinstance(block, PooledBlock) and isinstance(tail, Slab)
     executor.open("row", [block] * blocks, tail, 1)
     executor.prefill([("row", [0] * length)])
+    yield
 
 
-def _decode(loaded: LoadedModel, rows: int, spread: int) -> None:
+def _decode(loaded: LoadedModel, rows: int, spread: int) -> Iterator[None]:
     """Decodes rows of equal lengths, which need no mask, or of different ones; each fills a block. Then some leave."""
     executor = BatchExecutor(loaded)
     names = [str(row) for row in range(rows)]
@@ -150,10 +158,12 @@ def _decode(loaded: LoadedModel, rows: int, spread: int) -> None:
     for name in names:
         executor.open(name, [], None, 0)
     executor.prefill(list(prompts.items()))
+    yield
     for name in names:
         executor.join(name, [*prompts[name], 0], Sampling(temperature=0.0, max_tokens=2 * BLOCK_TOKENS), 0)
     while executor.length(names[0]) < BLOCK_TOKENS + STEPS:
         executor.step()
+        yield
     if loaded.spec.reusable:
         length = executor.length(names[0])
         executor.cut(names[0], [(0, BLOCK_TOKENS), (BLOCK_TOKENS, length)])

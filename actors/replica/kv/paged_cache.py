@@ -61,6 +61,7 @@ class PagedBatch:
         self._lengths: list[int] | None = None
         self._ragged: list[int] | None = None
         self._kept: dict[Any, Any] = {}
+        self._moves = pool.moves
 
     @classmethod
     def of_rows(cls, pool: BlockPool, rows: int, reads: Reads = Reads.DEQUANTIZED) -> PagedBatch:
@@ -70,6 +71,7 @@ class PagedBatch:
     def get(self, lengths: list[int], ragged: list[int] | None, what: Any, make: Callable[[], Any]) -> Any:
         """What a layer before has made of these lengths, or else `make` does. A list of lengths is never changed in
         place, so that one that is the same need not be compared."""
+        self._follow_moves()
         if (lengths is not self._lengths and lengths != self._lengths) or ragged != self._ragged:
             self._lengths, self._ragged, self._kept = lengths, ragged, {}
         if what not in self._kept:
@@ -80,6 +82,7 @@ class PagedBatch:
         """Returns blocks [first, stop) of every row in a group: `(n,) uint32`, their slots, row after row, with padding
         at the end, and `rows + 1` numbers, where each row's begin. They are kept from step to step: they may be
         thousands."""
+        self._follow_moves()
         asked = (list(first), list(stop))
         known, made = self._blocks.get(group, (None, None))
         if made is None or known != asked:
@@ -107,6 +110,11 @@ class PagedBatch:
     def forget(self) -> None:
         """Forgets what layers have computed of rows and slots, which are other ones now."""
         self._lengths, self._kept, self._blocks = None, {}, {}
+
+    def _follow_moves(self) -> None:
+        if self._moves != self.pool.moves:
+            self._moves = self.pool.moves
+            self.forget()
 
     def extend(self, other: PagedBatch) -> None:
         """Appends another batch's rows."""

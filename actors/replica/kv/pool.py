@@ -236,12 +236,16 @@ class BlockPool:
 
     Args:
         slot_bytes: of each group; None where that shows when they are written.
+
+    Attributes:
+        moves: how often slots may have got other numbers.
     """
 
     def __init__(
         self, groups: Iterable[Sequence[int]], *, kernels: bool = False, slot_bytes: Sequence[int] | None = None
     ) -> None:
         self.kernels = kernels
+        self.moves = 0
         layers = list(groups)
         self.groups = tuple(
             SlotGroup(each, kernels=kernels, slot_bytes=nbytes)
@@ -271,6 +275,7 @@ class BlockPool:
     def shrink(self, bytes_max: int) -> None:
         """Gives slots back until the pool has `bytes_max` bytes, or as few as it can: those first of which most are
         free. As `SlotGroup.shrink`."""
+        self.moves += 1
         for group in sorted(self.groups, key=lambda group: (group.taken - group.capacity) * group.slot_bytes):
             excess = self.nbytes - bytes_max
             if excess > 0 and group.slot_bytes:
