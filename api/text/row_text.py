@@ -69,8 +69,9 @@ class RowText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
-        return self._stops is not None and self._stops.matched
+        """Whether a stop string was found, or there were as many calls as may be."""
+        found = self._stops is not None and self._stops.matched
+        return found or (self._splitter is not None and self._splitter.full)
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> list[TextEvent]:
         """Returns the events of further tokens.

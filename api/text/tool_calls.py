@@ -56,12 +56,14 @@ class ToolCallSplitter:
         start: the marker before a call.
         end: the marker after it; "" if a call lasts until the answer ends.
         parse: see `Parse`.
+        calls_max: after so many calls the answer is over; None for no limit.
     """
 
-    def __init__(self, start: str, end: str, parse: Parse) -> None:
+    def __init__(self, start: str, end: str, parse: Parse, calls_max: int | None = None) -> None:
         self._start = start
         self._end = end
         self._parse = parse
+        self._calls_max = calls_max
         self._buffer = ""
         self._space = ""
         self._searched = 0
@@ -70,16 +72,23 @@ class ToolCallSplitter:
         self.inside = False
         """Whether the text so far ends inside a call."""
 
+    @property
+    def full(self) -> bool:
+        """Whether there were `calls_max` calls. No more text comes out then."""
+        return self._calls_max is not None and self._count >= self._calls_max
+
     def add(self, text: str) -> list[Piece]:
         self._buffer += text
         out: list[Piece] = []
-        while self._step(out):
+        while not self.full and self._step(out):
             pass
         return out
 
     def flush(self) -> list[Piece]:
         """Returns the held pieces at the end of the answer. An unfinished call becomes text."""
         out: list[Piece] = []
+        if self.full:
+            return out
         if self.inside and not self._end:
             self._close(self._buffer, "", out)
         elif self.inside:
@@ -121,7 +130,7 @@ class ToolCallSplitter:
             self._text(self._start + body + end, out)
             return
         out.append(Skipped(self._space + self._start + body + end))
-        for name, arguments in calls:
+        for name, arguments in calls[: None if self._calls_max is None else self._calls_max - self._count]:
             out.append(ToolCall(self._count, f"call_{secrets.token_hex(12)}", name, arguments))
             self._count += 1
         self._space = ""

@@ -31,6 +31,7 @@ from ...cluster.errors import (
 from ..agents.memory import AgentMemory, CommittedTurn, Turn
 from ..agents.streams import TurnKeeper
 from ..generation.backend import Backend, Generation, ServedModel
+from ..generation.bound_answers import ModelGrammars, bound_calls
 from ..generation.callers import OWNING, AdmittedRows, Caller
 from ..generation.conversation import sources_in
 from ..generation.options import Options
@@ -40,6 +41,7 @@ from ..generation.streams import TextStream, Usage, abort_all
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
+from ..text.grammars import AnswerForm, BoundCalls, Thought
 from ..text.model import TextModel, load_text_model
 from ..text.reasoning import ReasoningSplitter
 from ..text.row_text import RowText
@@ -51,7 +53,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Job:
     """A checked request. `deadline` is by the event loop's clock; `row_text` creates the text side of a row, given its
-    prompt. If there is a `turn`, the first choice of the `chat` is committed to it."""
+    prompt. If there is a `turn`, the first choice of the `chat` is committed to it. `grammar` bounds the answers."""
 
     request: Request
     model: ServedModel
@@ -62,6 +64,7 @@ class _Job:
     row_text: Callable[[list[int]], RowText]
     turn: Turn | None = None
     chat: Chat | None = None
+    grammar: str = ""
 
 
 class Generator:
@@ -86,6 +89,7 @@ class Generator:
         self.loader = PictureLoader(config.media)
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
+        self._grammars: WeakKeyDictionary[TextModel, ModelGrammars] = WeakKeyDictionary()
         self._aborts: set[asyncio.Task[None]] = set()
         # A generation may send its images again. The loader counts them as long as it lives.
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
@@ -216,7 +220,9 @@ class Generator:
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
+        grammar = await self._grammar(text, chat.thought, request.form, bound_calls(request))
         parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
+        calls_max = None if request.parallel_calls else 1
 
         def row_text(prompt: list[int]) -> RowText:
             start, end = text.think_start, text.think_end
@@ -225,12 +231,23 @@ class Generator:
                 text.detokenizer(),
                 reasoning=ReasoningSplitter(start, end, inside=chat.thinking) if text.has_thinking else None,
                 stops=request.options.stop,
-                calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse) if parse else None,
+                calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse, calls_max) if parse else None,
                 stop_tokens=request.options.stop_token_ids,
                 logprobs=request.options.logprobs is not None,
             )
 
-        return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat)
+        return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat, grammar)
+
+    async def _grammar(
+        self, text: TextModel, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None
+    ) -> str:
+        """As `ModelGrammars.grammar`, in a worker thread."""
+        if form is None and calls is None:
+            return ""
+        grammars = self._grammars.get(text)
+        if grammars is None:
+            grammars = self._grammars[text] = ModelGrammars(text, self.config.endpoint.grammar_bytes_max)
+        return await asyncio.to_thread(grammars.grammar, thought, form, calls)
 
     async def _media(self, request: ChatRequest) -> list[Medium]:
         """Returns the pictures and videos of a request, in order."""
@@ -260,7 +277,8 @@ class Generator:
                     logprobs=request.options.logprobs is not None,
                 )
 
-            return _Job(request, model, text, agent, deadline, prompts, row_text)
+            grammar = await self._grammar(text, Thought.NONE, request.form, None)
+            return _Job(request, model, text, agent, deadline, prompts, row_text, grammar=grammar)
 
         return await self._run(request, prepare)
 
@@ -327,6 +345,7 @@ class Generator:
             choice=choice,
             max_tokens=self._max_tokens(request, model.context_tokens - len(prompt)),
             vocabulary_size=model.vocabulary_size,
+            grammar=job.grammar,
         )
         # Callers choose request ids and may repeat them; rows must differ.
         row_id = f"{request.request_id or 'row'}/{secrets.token_hex(8)}"
