@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.actors.replica.execution import models
-from satchel.actors.replica.execution.grammar import MaskMaker, RowGrammar
+from satchel.actors.replica.execution.grammar import PARALLEL_ROWS_MIN, MaskMaker, RowGrammar
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.bench import Bench, Row
@@ -207,7 +207,8 @@ def compiler(recall: LoadedModel, tokenizer: Tokenizer) -> GrammarCompiler:
 
 def test_rows_of_one_grammar_have_places_of_their_own(compiler: GrammarCompiler, tokenizer: Tokenizer):
     """Masks made together are those made one by one."""
-    words = tokenizer.encode('{"name":"ann').ids
+    words = tokenizer.encode('{"name":"ann","colour":"red","sizes":[1').ids
+    assert len(words) >= PARALLEL_ROWS_MIN
     rows = [RowGrammar(compiler.matcher(GRAMMAR), compiler.tokens) for _ in words]
     for index, row in enumerate(rows):
         row.resume(words[:index])
