@@ -12,7 +12,7 @@ from typing import Any
 
 from ...actors.model_files.grammars import GrammarCompiler
 from ...cluster.errors import InvalidRequest, quoted
-from ..text.call_format import read_format
+from ..text.call_format import CallFormat, TaggedFormat, read_format
 from ..text.grammars import (
     AnswerForm,
     BoundCalls,
@@ -75,6 +75,7 @@ class ModelGrammars:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._known: tuple[GrammarCompiler, Writing] | None = None
+        self._calls: list[CallFormat | TaggedFormat | None] = []
 
     def grammar(self, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None) -> str:
         """Returns the grammar of an answer, "" if nothing binds it. Takes up to seconds.
@@ -100,12 +101,19 @@ class ModelGrammars:
             raise self._explained(compiler, form, calls, error) from None
         return written
 
+    @property
+    def call_format(self) -> CallFormat | TaggedFormat | None:
+        """How the model writes calls. Takes milliseconds the first time."""
+        if not self._calls:
+            self._calls.append(read_format(self._text))
+        return self._calls[0]
+
     def _ready(self) -> tuple[GrammarCompiler, Writing]:
         with self._lock:
             if self._known is None:
                 text = self._text
                 compiler = GrammarCompiler(text.tokenizer_json(), text.end_tokens)
-                self._known = compiler, Writing(text, compiler.is_special, read_format(text))
+                self._known = compiler, Writing(text, compiler.is_special, self.call_format)
             return self._known
 
     @staticmethod

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...cluster.errors import InvalidRequest
+from .pipeline import ToolCall
 from .tool_calls import ToolCallSplitter, call_parser
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _is_read(text: TextModel, written: str) -> bool:
     assert text.tool_parser is not None
     splitter = ToolCallSplitter(text.tool_call_start, text.tool_call_end, call_parser(text.tool_parser, []))
     pieces = [*splitter.add(written), *splitter.flush()]
-    calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if hasattr(piece, "arguments")]
+    calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
     return calls == list(zip(_NAMES, _ARGUMENTS, strict=True))
 
 

@@ -41,6 +41,7 @@ from ..generation.streams import TextStream, Usage, abort_all
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
+from ..text.call_reader import CallReader, reader_of
 from ..text.grammars import AnswerForm, BoundCalls, Thought
 from ..text.model import TextModel, load_text_model
 from ..text.reasoning import ReasoningSplitter
@@ -223,6 +224,7 @@ class Generator:
         grammar = await self._grammar(text, chat.thought, request.form, bound_calls(request))
         parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
         calls_max = None if request.parallel_calls else 1
+        reader = await self._call_reader(text, chat.tools) if parse else None
 
         def row_text(prompt: list[int]) -> RowText:
             start, end = text.think_start, text.think_end
@@ -231,7 +233,9 @@ class Generator:
                 text.detokenizer(),
                 reasoning=ReasoningSplitter(start, end, inside=chat.thinking) if text.has_thinking else None,
                 stops=request.options.stop,
-                calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse, calls_max) if parse else None,
+                calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse, calls_max, reader)
+                if parse
+                else None,
                 stop_tokens=request.options.stop_token_ids,
                 logprobs=request.options.logprobs is not None,
             )
@@ -244,10 +248,20 @@ class Generator:
         """As `ModelGrammars.grammar`, in a worker thread."""
         if form is None and calls is None:
             return ""
+        return await asyncio.to_thread(self._grammars_of(text).grammar, thought, form, calls)
+
+    def _grammars_of(self, text: TextModel) -> ModelGrammars:
         grammars = self._grammars.get(text)
         if grammars is None:
             grammars = self._grammars[text] = ModelGrammars(text, self.config.endpoint.grammar_bytes_max)
-        return await asyncio.to_thread(grammars.grammar, thought, form, calls)
+        return grammars
+
+    async def _call_reader(self, text: TextModel, tools: list[dict[str, Any]]) -> Callable[[], CallReader] | None:
+        """Returns what reads calls while they are written; None if they are read as a whole."""
+        grammars = self._grammars_of(text)
+        known = await asyncio.to_thread(lambda: grammars.call_format)
+        names = frozenset(tool["function"]["name"] for tool in tools)
+        return reader_of(known, text.tool_call_start, text.tool_call_end, names)
 
     async def _media(self, request: ChatRequest) -> list[Medium]:
         """Returns the pictures and videos of a request, in order."""

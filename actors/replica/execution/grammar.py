@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .models import LoadedModel
 
 PARALLEL_ROWS_MIN = 8
-"""From so many rows on their masks are made on several threads. A mask takes about 0.1 ms, and so does a thread that has
-to wake up; on two busy cores it was 2 ms."""
+"""From so many rows on their masks are made on several threads. A mask takes about 0.1 ms, and to wake threads up takes
+2 ms on two busy cores."""
 
 _TOO_COMPLEX = "the grammar has become too complex to follow"
 

@@ -130,7 +130,7 @@ def test_preempted_rows_go_on_in_their_grammars(recall: LoadedModel, tokenizer: 
     bench = Bench(recall, rows_max=3)
     sent_back: list[str] = []
     send_back = bench.engine.decode.send_back
-    bench.engine.decode.send_back = lambda name: (sent_back.append(name), send_back(name))[1]
+    bench.engine.decode.send_back = lambda request_id: (sent_back.append(request_id), send_back(request_id))[1]
     for seed in range(3):
         submit(bench, str(seed), prompt, grammar=LONG, temperature=1.0, seed=seed, flow="greedy")
     for _ in range(12):

@@ -246,6 +246,19 @@ async def test_streamed_calls_are_those_of_the_whole_answer(world: World):
     assert all(call["id"] for call in called.values())
 
 
+async def test_a_call_that_is_cut_is_a_call_that_is_cut(world: World):
+    """As OpenAI has it: what there is of the arguments, and `length`."""
+    fields = {"tools": TOOLS, "tool_choice": NAMED, "temperature": 1, "seed": 3, "max_tokens": 14}
+    (whole,) = await world.choices(**fields)
+    assert whole["finish_reason"] == "length" and whole["message"]["content"] == ""
+    (call,) = whole["message"]["tool_calls"]
+    assert call["function"]["name"] == "forecast" and call["function"]["arguments"].startswith("{")
+    chunks = [choice for chunk in await events(world, **fields) for choice in chunk["choices"]]
+    deltas = [delta for choice in chunks for delta in choice["delta"].get("tool_calls", ())]
+    assert "".join(delta["function"]["arguments"] for delta in deltas) == call["function"]["arguments"]
+    assert chunks[-1]["finish_reason"] == "length"
+
+
 # Refusals.
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
