@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import InvalidRequest, ModelLoadError
 from .foreign_code import own_code_only
+
+GRAMMAR_BYTES_MAX = 256 * 2**10
+"""How long a grammar may be, as UTF-8. llguidance compiles by recursion, and a process ends if its stack overflows."""
+
+_STACK_BYTES = 256 * 2**20
+"""Of a thread that compiles. 3,000 rules that name one another overflow the usual 8 MiB; as many as `GRAMMAR_BYTES_MAX`
+has room for do not overflow this. Memory is taken for what is used of it alone."""
 
 _KEPT = 32
 """How many compiled grammars are kept."""
@@ -66,18 +74,15 @@ class GrammarCompiler:
         """Returns a new `LLMatcher` at the grammar's beginning. Takes up to a second if the grammar is new.
 
         Raises:
-            InvalidRequest: it does not compile; the message is llguidance's.
+            InvalidRequest: it is longer than `GRAMMAR_BYTES_MAX`, or does not compile; the message is llguidance's.
         """
-        from llguidance import LLMatcher
-
+        if len(grammar.encode("utf-8", "replace")) > GRAMMAR_BYTES_MAX:
+            raise InvalidRequest(f"the grammar is longer than {GRAMMAR_BYTES_MAX} bytes")
         # One at a time: they would only take the processor from each other, and from what is being served.
         with self._lock:
             kept = self._kept.get(grammar)
             if kept is None:
-                kept = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-                if not kept.is_error():
-                    # The first mask builds the lexer, which copies share.
-                    kept.compute_bitmask()
+                kept = _on_deep_stack(lambda: self._compiled(grammar))
                 if kept.is_error():
                     raise InvalidRequest(_short(kept.get_error()))
                 self._kept[grammar] = kept
@@ -85,6 +90,35 @@ class GrammarCompiler:
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
             return kept.deep_copy()
+
+    def _compiled(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            # The first mask builds the lexer, which copies share.
+            matcher.compute_bitmask()
+        return matcher
+
+
+def _on_deep_stack(work: Callable[[], Any]) -> Any:
+    """Returns what `work` returns, or raises what it raises, on a thread with a stack of `_STACK_BYTES`."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="grammar", daemon=True)
+    # The size holds for every thread that is started meanwhile, which does no harm.
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return done.result()
 
 
 def load_compiler(

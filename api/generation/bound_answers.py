@@ -6,6 +6,7 @@ Replicas compile the same text again; here a caller learns at once, and with the
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,8 +27,8 @@ from ..text.grammars import (
 from ..text.model import TextModel
 from .requests import ChatRequest
 
-_TRIES_MAX = 200
-"""How many parts of a schema are compiled to find the one that is wrong."""
+_BLAME_S = 0.5
+"""For how long parts of a schema are compiled to find the one that is wrong."""
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -145,12 +146,11 @@ def _refusal(compiler: GrammarCompiler, form: AnswerForm) -> str | None:
 
 def _blamed(compiler: GrammarCompiler, form: AnswerForm, reason: str) -> AnswerForm:
     """Returns the smallest part of a schema that alone gives the same `reason`."""
-    root, tries = form.value, 0
+    root, ends = form.value, time.monotonic() + _BLAME_S
     shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, Mapping) and key in root}
     while True:
         for step, part in _parts(form.value):
-            tries += 1
-            if tries > _TRIES_MAX:
+            if time.monotonic() > ends:
                 return form
             value = {**shared, **part} if isinstance(part, Mapping) else part
             if _refusal(compiler, replace(form, value=value)) == reason:

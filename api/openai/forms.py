@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,12 @@ from typing import Any
 
 from ...cluster.errors import InvalidRequest, quoted
 from ..text.grammars import AnswerForm
+from ..text.json_slices import TooDeep, TooManyValues, parse
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+
+_SCHEMA_VALUES_MAX = 100_000
+"""JSON values and keys in a schema that comes as text."""
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Fields of vLLM's `structured_outputs` that choose how it works, and what they may be.
@@ -106,9 +109,9 @@ def _schema(value: Any, where: str) -> Mapping[str, Any]:
     """Reads a schema, which may be JSON text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise _wrong(where, "is no JSON") from None
+            value, _ = parse(value.encode(), _SCHEMA_VALUES_MAX)
+        except (ValueError, TooDeep, TooManyValues):
+            raise _wrong(where, "is no JSON, or too much of it") from None
     if not isinstance(value, Mapping):
         raise _wrong(where, "must be a JSON schema")
     return value

@@ -26,6 +26,7 @@ ever."""
 _TEXT = r"/(.|\n)*/"
 _ANY_ID = "/[A-Za-z0-9]{1,9}/"
 _REFERENCES_MAX = 8
+_GBNF_RULES_MAX = 1000
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -127,12 +128,18 @@ def _form_body(form: AnswerForm) -> str:
 
 
 def _lark(form: AnswerForm) -> str:
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
+    # Its converter from GBNF takes time by the square of the numbers of rules and of empty lines in a row.
+    if form.value.count("::=") > _GBNF_RULES_MAX:
+        raise InvalidRequest(f"{form.where}: GBNF of more than {_GBNF_RULES_MAX} rules", param=form.where)
+    lines = "\n".join(line for line in form.value.splitlines() if line.strip())
     try:
-        return any_to_lark(form.value)
-    except (GbnfToLarkError, ValueError, IndexError, KeyError, RecursionError) as error:
-        raise InvalidRequest(f"{form.where}: neither Lark nor GBNF: {error}", param=form.where) from None
+        return any_to_lark(lines)
+    except Exception as error:
+        # It is llguidance's parser in Python, and raises whatever a grammar brings about.
+        reason = str(error) or type(error).__name__
+        raise InvalidRequest(f"{form.where}: neither Lark nor GBNF: {reason[:300]}", param=form.where) from None
 
 
 def _json(schema: Any, *, strict: bool) -> str:

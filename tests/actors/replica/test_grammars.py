@@ -234,3 +234,25 @@ def test_a_row_that_comes_back_with_other_tokens_begins_again(compiler: GrammarC
 def test_a_model_without_an_end_token_follows_no_grammar(tokenizer: Tokenizer):
     with pytest.raises(InvalidRequest, match="no end-of-sequence token"):
         GrammarCompiler(tokenizer.to_str(), [])
+
+
+@pytest.mark.parametrize("kind", ["rules", "definitions"])
+def test_a_grammar_as_deep_as_may_be_does_not_overflow_the_stack(compiler: GrammarCompiler, kind: str):
+    """llguidance compiles by recursion; on a usual stack the process would end here."""
+    if kind == "rules":
+        count = 20_000
+        grammar = "start: x0\n" + "".join(f"x{index:x}:x{index + 1:x}\n" for index in range(count))
+        grammar += f'x{count:x}:"a"\n'
+    else:
+        count = 4_000
+        definitions = {f"{index:x}": {"$ref": f"#/$defs/{index + 1:x}"} for index in range(count)}
+        schema = {"$ref": "#/$defs/0", "$defs": {**definitions, f"{count:x}": {"type": "null"}}}
+        grammar = f"start: form\nform: %json {json.dumps(schema)}"
+    place = RowGrammar(compiler.matcher(grammar), compiler.tokens)
+    masks = MaskMaker()([(0, place)])
+    assert masks is not None and masks.words.any() and not place.error
+
+
+def test_a_grammar_that_is_too_long_is_refused(compiler: GrammarCompiler):
+    with pytest.raises(InvalidRequest, match="longer than"):
+        compiler.matcher("start: " + '"a" ' * 100_000)

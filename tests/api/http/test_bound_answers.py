@@ -9,10 +9,12 @@ import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jsonschema_rs
+import openai
+import pydantic
 import pytest
 import pytest_asyncio
 
@@ -259,6 +261,29 @@ async def test_a_call_that_is_cut_is_a_call_that_is_cut(world: World):
     assert chunks[-1]["finish_reason"] == "length"
 
 
+class Trip(pydantic.BaseModel):
+    days: Literal[1, 2, 3]
+    kind: Literal["short", "long"] | None
+
+
+async def test_the_official_client_parses_what_it_asked_for(world: World):
+    """A class for the answer, and one for a tool's arguments, streamed too."""
+    client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=world.client)
+    ask = {"model": "satchel/recall", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 150}
+    whole = await client.chat.completions.parse(**ask, response_format=Trip)
+    assert isinstance(whole.choices[0].message.parsed, Trip)
+    tools = [openai.pydantic_function_tool(Trip, name="travel")]
+    called = await client.chat.completions.parse(**ask, tools=tools, tool_choice="required")
+    assert called.choices[0].message.tool_calls is not None
+    arguments = called.choices[0].message.tool_calls[0].function.parsed_arguments
+    assert isinstance(arguments, Trip)
+    async with client.chat.completions.stream(**ask, tools=tools, tool_choice="required") as stream:
+        deltas = [event async for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.tool_calls is not None and len(deltas) > 3
+    assert final.choices[0].message.tool_calls[0].function.parsed_arguments == arguments
+
+
 # Refusals.
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -276,8 +301,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": []}, "guided_choice", "list of strings"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "unknown name"),
     ({"guided_grammar": "?!"}, "guided_grammar", "GBNF"),
+    ({"guided_grammar": "\n" * 10000}, "guided_grammar", "No 'root' rule"),
+    ({"guided_grammar": "root ::= " + "(" * 10000}, "guided_grammar", "recursion"),
+    ({"guided_grammar": "a::=b\n" * 2000}, "guided_grammar", "1000 rules"),
     ({"guided_json": {"properties": {"a": {"type": "strin"}}}}, "guided_json.properties.a", "Invalid type: strin"),
     ({"guided_json": "{"}, "guided_json", "no JSON"),
+    ({"guided_json": '{"a":' * 5000 + "1" + "}" * 5000}, "guided_json", "too much"),
     ({"guided_json": {"$ref": "#/$defs/x"}}, "guided_json", "does not exist"),
     (
         {
