@@ -33,7 +33,8 @@ _MESSAGE_CHARACTERS_MAX = 500
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps the last ones. Thread-safe.
+    """Compiles grammars for one tokenizer, and keeps the last ones. Thread-safe. Making one holds up the process's other
+    threads, for 0.6 s with 150,000 tokens, and takes 160 MB.
 
     Args:
         tokenizer: as JSON, as `tokenizers.Tokenizer.to_str` writes it.
@@ -52,9 +53,11 @@ class GrammarCompiler:
         if not ends:
             raise InvalidRequest("this model has no end-of-sequence token, so no grammar can end its answers")
         try:
-            self._tokenizer = LLTokenizer(tokenizer, eos_token=ends)
-            if vocabulary_size is not None and vocabulary_size > self._tokenizer.vocab_size:
+            try:
                 self._tokenizer = LLTokenizer(tokenizer, eos_token=ends, n_vocab=vocabulary_size)
+            except ValueError:
+                # A tokenizer may have more tokens than the model has logits.
+                self._tokenizer = LLTokenizer(tokenizer, eos_token=ends)
         except (ValueError, RuntimeError, TypeError) as error:
             raise InvalidRequest(f"this model's tokenizer cannot follow a grammar: {_short(error)}") from error
         self._limits = LLParserLimits(**_LIMITS)

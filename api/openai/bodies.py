@@ -163,7 +163,7 @@ class GenerationBody(BaseModel):
         """
         if not isinstance((self.stream_options or {}).get("include_usage"), bool | None):
             raise InvalidRequest("stream_options.include_usage must be a boolean", param="stream_options.include_usage")
-        _ = self.form
+        _ = self.form  # Raises if it is malformed.
         if self.best_of is not None and self.best_of != self.choices:
             raise InvalidRequest("best_of: only the value of n is possible", param="best_of")
 

@@ -90,7 +90,7 @@ class Generator:
         self.loader = PictureLoader(config.media)
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
-        self._grammars: WeakKeyDictionary[TextModel, ModelGrammars] = WeakKeyDictionary()
+        self._grammars: dict[TextModel, ModelGrammars] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         # A generation may send its images again. The loader counts them as long as it lives.
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
@@ -253,7 +253,12 @@ class Generator:
     def _grammars_of(self, text: TextModel) -> ModelGrammars:
         grammars = self._grammars.get(text)
         if grammars is None:
-            grammars = self._grammars[text] = ModelGrammars(text, self.config.endpoint.grammar_bytes_max)
+            grammars = ModelGrammars(text, self.config.endpoint.grammar_bytes_max)
+            # Drop those of models that are no longer served.
+            loaded = [task for task in self._texts.values() if task.done() and not task.cancelled()]
+            served = {task.result() for task in loaded if task.exception() is None}
+            self._grammars = {known: each for known, each in self._grammars.items() if known in served}
+            self._grammars[text] = grammars
         return grammars
 
     async def _call_reader(self, text: TextModel, tools: list[dict[str, Any]]) -> Callable[[], CallReader] | None:

@@ -268,7 +268,8 @@ class Trip(pydantic.BaseModel):
 
 async def test_the_official_client_parses_what_it_asked_for(world: World):
     """A class for the answer, and one for a tool's arguments, streamed too."""
-    client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=world.client)
+    same: Any = world.client
+    client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=same)
     ask = {"model": "satchel/recall", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 150}
     whole = await client.chat.completions.parse(**ask, response_format=Trip)
     assert isinstance(whole.choices[0].message.parsed, Trip)
