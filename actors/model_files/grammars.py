@@ -33,7 +33,7 @@ _MESSAGE_CHARACTERS_MAX = 500
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps the last ones. Thread-safe. Making one holds up the process's other
+    """Compiles grammars for one tokenizer, and keeps the last ones. Thread-safe. Making one holds up all other
     threads, for 0.6 s with 150,000 tokens, and takes 160 MB.
 
     Args:
