@@ -74,6 +74,8 @@ class Endpoint:
     """In one request."""
     parts_max: Count = 20_000
     """Content parts, in all messages of one request."""
+    grammar_bytes_max: Annotated[Bytes, Field(le=256 * 2**10)] = 256 * 2**10
+    """Of the grammar that a schema, a regular expression or tools make of one request; at most 256 KiB."""
     unread_tokens_max: Count = 4096
     """A row whose client has this many unread tokens is ended, so that a slow reader does not hold a place."""
 

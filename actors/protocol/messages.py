@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 14
+VERSION = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,11 @@ class Sampling:
     With `max_tokens` 0 the prompt is computed and kept, and no token is drawn.
 
     `logprobs` is None, or how many of the likeliest tokens are reported beside each drawn one.
+
+    `grammar` bounds the answer, "" for none: text that `model_files.grammars` compiles. Tokens that it excludes cannot
+    be drawn; penalties and bias come before it, and `logprobs` are as without it. End-of-sequence tokens can be drawn
+    when it is complete, and then end the row. With `ignore_eos` and before `min_tokens` they are drawn only where the
+    grammar leaves nothing else.
     """
 
     temperature: float = 1.0
@@ -47,6 +52,7 @@ class Sampling:
     ignore_eos: bool = False
     stop_token_ids: list[int] = field(default_factory=list)
     logprobs: int | None = None
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from .consumers import Consumers
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .execution.grammar import RowGrammar
     from .execution.vision import ImageEmbeddings
     from .tiers.disk_tier import DiskTier
 
@@ -211,6 +212,7 @@ class ReplicaActor:
         if request.request_id in rows:
             raise Unavailable(f"request {request.request_id} has not left yet")
         rows.add(request.request_id)
+        grammar = await self._grammar_of(request)
         known, embeddings = await self._look_up(request)
         if request.request_id not in rows:
             raise Unavailable(f"request {request.request_id} was taken out")
@@ -219,7 +221,7 @@ class ReplicaActor:
         def reply(refusal: SatchelError | None) -> None:
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(refusal))
 
-        self._engine.submit(request, reply, known, embeddings)
+        self._engine.submit(request, reply, known, embeddings, grammar)
         refusal = await answer
         if refusal is not None:
             rows.discard(request.request_id)
@@ -230,6 +232,19 @@ class ReplicaActor:
         """Returns the consumer's next frame, as `Consumers.next_frame`."""
         updates = await self._known().next_frame(asked.consumer, asked.number)
         return None if updates is None else Frame(updates)
+
+    async def _grammar_of(self, request: GenerateRequest) -> RowGrammar | None:
+        """As `Engine.grammar_of`, without blocking the event loop."""
+        if not request.sampling.grammar or self._engine is None:
+            return None
+        self._looking.add(request.request_id)
+        try:
+            return await asyncio.to_thread(self._engine.grammar_of, request)
+        except SatchelError:
+            self._known().rows(request.consumer).discard(request.request_id)
+            raise
+        finally:
+            self._looking.discard(request.request_id)
 
     async def _look_up(self, request: GenerateRequest) -> tuple[int, dict[int, ImageEmbeddings]]:
         """As `Engine.look_up`, without blocking the event loop."""
@@ -368,7 +383,16 @@ class ReplicaActor:
             self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max, self._timing)
         scheduling = replace(self._scheduling, kv_bytes_max=memory.rows_bytes_max())
         further = WarmUp(loaded, scheduling.prefill_chunk_tokens) if on_cuda() else None
-        self._engine = engine = Engine(loaded, scheduling, memory_bytes, self._send, self._disk, self._timing, further)
+        self._engine = engine = Engine(
+            loaded,
+            scheduling,
+            memory_bytes,
+            self._send,
+            self._disk,
+            self._timing,
+            further,
+            trust_remote_code=self._model.trust_remote_code,
+        )
         threading.Thread(target=memory.watch, args=(engine,), name="memory", daemon=True).start()
         floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
         self._watchdog.watch(ENGINE, engine.call, lambda: limit_s(floor_s, engine.pace.usual_s))

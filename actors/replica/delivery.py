@@ -85,8 +85,8 @@ class Delivery:
 
     def tell_next(self, drawn: Ready) -> None:
         """Delivers a row's next token, and ends the row if it is the last."""
-        if not drawn.sound:
-            self.fail(drawn.row_id, "the model's output is not a number")
+        if drawn.failure:
+            self.fail(drawn.row_id, drawn.failure)
             return
         sequence = self.rows[drawn.row_id]
         update = self._update_of(sequence, drawn)
@@ -101,7 +101,7 @@ class Delivery:
         ends its row: that waits for the step."""
         sequence = self.rows[drawn.row_id]
         update = self._update_of(sequence, drawn)
-        if not drawn.sound or update.finish is not None:
+        if drawn.failure or update.finish is not None:
             return False
         self._note_drawn(sequence, drawn)
         self.tell(sequence, update)
@@ -111,7 +111,9 @@ class Delivery:
         """Returns the update of a row's next token."""
         row, sampling, token = self._scheduler.row(drawn.row_id), sequence.request.sampling, drawn.token
         assert row is not None
-        stopped = (token in self._end_tokens and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        # A grammar allows an end token only at its end, after which nothing could follow.
+        ends = token in self._end_tokens and (not sampling.ignore_eos or bool(sampling.grammar))
+        stopped = ends or token in sampling.stop_token_ids
         finish = "stop" if stopped else "length" if row.generated + 1 >= row.max_tokens else None
         logprobs = None if drawn.logprobs is None else [drawn.logprobs]
         return RowUpdate(drawn.row_id, [token], finish, logprobs=logprobs)

@@ -20,6 +20,7 @@ from .decode import DecodeLoop
 from .delivery import Delivery, Outbox
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
+from .execution.grammar import Grammars, RowGrammar
 from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings
 from .execution.warm_up import WarmUp
@@ -48,6 +49,7 @@ class Engine:
         disk: where what agents' rows leave is written; None for nowhere.
         timing: for how long a row waits to be read back.
         warm_up: what is run while nobody asks for anything; None for nothing.
+        trust_remote_code: whether code in the model's folder may run, where its tokenizer is read.
     """
 
     def __init__(
@@ -59,8 +61,11 @@ class Engine:
         disk: DiskTier | None = None,
         timing: Timing = USUAL,
         warm_up: WarmUp | None = None,
+        *,
+        trust_remote_code: bool = False,
     ) -> None:
         self.loaded = loaded
+        self._grammars = Grammars(loaded, trusted=trust_remote_code)
         self._warm_up = warm_up
         limits = limits_of(loaded, scheduling, memory_bytes_max)
         self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
@@ -126,20 +131,33 @@ class Engine:
         # With window or recurrent layers less may be reusable, and then earlier pictures are needed too.
         return known, self.pictures.read_back(request, known if self.prefixes.is_plain else 0)
 
+    def grammar_of(self, request: GenerateRequest) -> RowGrammar | None:
+        """Compiles a request's grammar before `submit`; None if it has none. Takes up to seconds.
+
+        Raises:
+            InvalidRequest: it does not compile.
+            ModelLoadError: the model's tokenizer does not load.
+        """
+        text = request.sampling.grammar
+        done = request.prompt[len(request.prompt) - request.generated :]
+        return self._grammars.row(text, done) if text else None
+
     def submit(
         self,
         request: GenerateRequest,
         reply: Callable[[SatchelError | None], None],
         known: int = 0,
         embeddings: dict[int, ImageEmbeddings] | None = None,
+        grammar: RowGrammar | None = None,
     ) -> None:
         """Queues a request. `reply` gets None if it is accepted, else the refusal; it is called on the engine's thread.
 
         Args:
             known: about how many of the prompt's first tokens have KV in memory or on disk.
             embeddings: image embeddings read back from disk, by the pictures' indexes.
+            grammar: what `grammar_of` returned.
         """
-        self._inbox.put(Submit(request, reply, known, embeddings or {}))
+        self._inbox.put(Submit(request, reply, known, embeddings or {}, grammar))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Aborts requests before the next step. Unknown ids are ignored."""

@@ -24,6 +24,7 @@ from ..protocol.messages import GenerateRequest
 from .delivery import Delivery
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
+from .execution.grammar import RowGrammar
 from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings
 from .scheduling.scheduler import ScheduledRow, Scheduler
@@ -38,13 +39,14 @@ IDLE_S = 2.0
 
 @dataclass(frozen=True)
 class Submit:
-    """Queues a request. `reply` gets None if it is accepted, else the refusal. `known` and `embeddings` as for
-    `Engine.submit`."""
+    """Queues a request. `reply` gets None if it is accepted, else the refusal. `known`, `embeddings` and `grammar` as
+    for `Engine.submit`."""
 
     request: GenerateRequest
     reply: Callable[[SatchelError | None], None]
     known: int = 0
     embeddings: dict[int, ImageEmbeddings] = field(default_factory=dict)
+    grammar: RowGrammar | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Intake:
         self._memory.limit(request)
         # The last prompt token is the first decode step's input, unless nothing is to be generated.
         max_tokens = min(request.sampling.max_tokens, self._loaded.context_tokens - len(tokens))
-        sequence = Sequence(request, tokens, list(request.block_ids))
+        sequence = Sequence(request, tokens, list(request.block_ids), grammar=submitted.grammar)
         known = max(submitted.known, self._memory.known(sequence))
         row = ScheduledRow(
             request_id=request.request_id,

@@ -167,4 +167,5 @@ class PrefillLoop:
         if not request.sampling.max_tokens:
             self._delivery.finish(sequence, RowUpdate(sequence.id, [], "length"))
             return
-        self._executor.join(sequence.id, sequence.given(), request.sampling, request.generated + sequence.emitted)
+        drawn = request.generated + sequence.emitted
+        self._executor.join(sequence.id, sequence.given(), request.sampling, drawn, sequence.grammar)

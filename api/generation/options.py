@@ -118,13 +118,21 @@ class Options:
     timeout_s: TimeoutS | None = None
 
     def sampling(
-        self, own: Mapping[str, float], *, seed: int, max_tokens: int, vocabulary_size: int, choice: int = 0
+        self,
+        own: Mapping[str, float],
+        *,
+        seed: int,
+        max_tokens: int,
+        vocabulary_size: int,
+        choice: int = 0,
+        grammar: str = "",
     ) -> Sampling:
         """Resolves all defaults for one row.
 
         Args:
             own: the model's own sampling, by field.
             max_tokens: how many the row may generate.
+            grammar: what bounds the answer, "" for nothing.
         """
         chosen: dict[str, Any] = {
             name: own.get(name, silent) if getattr(self, name) is None else getattr(self, name)
@@ -145,6 +153,7 @@ class Options:
             ignore_eos=self.ignore_eos,
             stop_token_ids=list(self.stop_token_ids),
             logprobs=self.logprobs,
+            grammar=grammar,
         )
 
     def check_tokens(self, vocabulary_size: int) -> None:

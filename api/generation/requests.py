@@ -14,6 +14,7 @@ from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER
 from ..media.prompt import Medium, media_said, place, with_media_tokens, with_references
 from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
+from ..text.grammars import AnswerForm, Thought
 from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel
@@ -32,7 +33,8 @@ class Request:
     `model` "" is the default model; `agent` is the agent's id or "" for none. `request_id` appears in logs and need not
     be unique. `choices` is the number of answers for every prompt. If `options` have no `max_tokens`, a row generates
     at most `max_tokens_default`; `max_tokens_field` is the caller's name of that option. `waited_s` have passed since
-    the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`.
+    the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`. `form`
+    is what the answer's content must be.
     """
 
     model: str = ""
@@ -45,6 +47,7 @@ class Request:
     waited_s: float = 0.0
     caller: Caller = OWNING
     cache_salt: str = ""
+    form: AnswerForm | None = None
 
     @property
     def agent_key(self) -> str:
@@ -61,7 +64,8 @@ class ChatRequest(Request):
     """A conversation to continue.
 
     `tools` are as chat templates take them, in OpenAI's form. With `use_tools` False they are not shown to the model.
-    `template_kwargs` are variables for the chat template.
+    With `calls_forced` the answer calls at least one of them; `callable_tools` names those that may be called, None for
+    all; without `parallel_calls` the answer ends with its first call. `template_kwargs` are variables for the template.
 
     With `agent_continue` the messages are appended to the agent's stored transcript, or to `opening` if there is none.
     """
@@ -69,6 +73,9 @@ class ChatRequest(Request):
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] = ()
     use_tools: bool = True
+    calls_forced: bool = False
+    callable_tools: Sequence[str] | None = None
+    parallel_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     agent_continue: bool = False
     opening: Sequence[Message] = ()
@@ -86,9 +93,9 @@ class Chat:
     """A rendered conversation.
 
     `prompt` has media token ids in place of pictures; `media` are their spans, and `shown` their sources. `thinking`
-    says that the prompt ends inside a block of reasoning. `text` is the text of `prompt`, `messages` the whole
-    conversation as a transcript, and `continuation` how the prompt continues the agent's memory, None if there is
-    nothing to continue.
+    says that the prompt ends inside a block of reasoning, `may_think` that the answer may begin with one. `text` is the
+    text of `prompt`, `messages` the whole conversation as a transcript, and `continuation` how the prompt continues the
+    agent's memory, None if there is nothing to continue.
     """
 
     prompt: list[int]
@@ -99,6 +106,12 @@ class Chat:
     continuation: Continuation | None = None
     media: list[MediaSpan] = field(default_factory=list)
     shown: list[Medium] = field(default_factory=list)
+    may_think: bool = False
+
+    @property
+    def thought(self) -> Thought:
+        """Whether the answer begins with reasoning."""
+        return Thought.OPEN if self.thinking else Thought.POSSIBLE if self.may_think else Thought.NONE
 
     @property
     def remembered_tokens(self) -> int:
@@ -208,7 +221,17 @@ def prepare_chat(
         if continuation is not None and continuation.line is not None and past.media_tokens:
             continuation = _seen_alike(continuation, prompt, past.media_tokens[continuation.line])
     transcript = with_references(messages, shown)
-    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, transcript, continuation, spans, shown)
+    return Chat(
+        prompt,
+        tools,
+        text.ends_in_thought(rendered),
+        rendered,
+        transcript,
+        continuation,
+        spans,
+        shown,
+        text.may_think(rendered),
+    )
 
 
 def _with_shown(

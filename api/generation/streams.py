@@ -12,7 +12,7 @@ from typing import Protocol
 from ...actors.protocol.messages import RowUpdate
 from ...cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
 from ..text.logprobs import ShownToken
-from ..text.pipeline import ReasoningDelta, ToolCall
+from ..text.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from ..text.row_text import RowText, TextDelta
 from .backend import Generation, ServedModel
 from .history import Message, answer_message
@@ -52,7 +52,7 @@ class Finished:
     usage: Usage
 
 
-Event = TextDelta | ReasoningDelta | ToolCall | Finished
+Event = TextDelta | ReasoningDelta | CallBegun | CallArguments | ToolCall | Finished
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class TextStream:
                     reasoning.append(event.text)
                 elif isinstance(event, ToolCall):
                     calls.append(event)
-                else:
+                elif isinstance(event, Finished):
                     return Answer(
                         "".join(text), calls, event.reason, event.usage, reasoning="".join(reasoning), logprobs=logprobs
                     )

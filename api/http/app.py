@@ -30,7 +30,7 @@ from ..generation.requests import ChatRequest, CompletionRequest, agent_key
 from ..generation.streams import Answer, Event, Finished, TextStream, Usage, abort_all, collect_all, interleave
 from ..openai.answers import DONE, ChatChunks, CompletionChunks, chat_body, completion_body, error_event, model_body
 from ..openai.bodies import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody
-from ..text.pipeline import ReasoningDelta
+from ..text.pipeline import CallArguments, CallBegun, ReasoningDelta
 from ..text.row_text import TextDelta
 from ..views.generation import Generator
 from .agent_routes import AgentRoutes
@@ -321,7 +321,11 @@ class _EventStream(Response):
                     yield chunks.finish(index, event.reason, streams[index].remembered)
                 elif isinstance(event, ReasoningDelta):
                     yield chunks.reasoning(index, event.text)
-                else:
+                elif isinstance(event, CallBegun):
+                    yield chunks.call_begun(index, event)
+                elif isinstance(event, CallArguments):
+                    yield chunks.call_arguments(index, event)
+                elif not event.begun:
                     yield chunks.tool_call(index, event)
                 item = await anext(events, None)
         except SatchelError as error:

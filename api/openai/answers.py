@@ -13,7 +13,7 @@ from ..generation.backend import ServedModel
 from ..generation.remembered import Remembered
 from ..generation.streams import Answer, Usage
 from ..text.logprobs import ShownToken, chat_logprobs, completion_logprobs
-from ..text.pipeline import ToolCall
+from ..text.pipeline import CallArguments, CallBegun, ToolCall
 from ..text.row_text import TextDelta
 
 
@@ -102,7 +102,8 @@ class _Chunks:
 
 
 class ChatChunks(_Chunks):
-    """Chunks of a streamed chat: `start` once, then text and calls, `finish` for every choice, then maybe `usage`."""
+    """Chunks of a streamed chat: `start` once, then text and calls, `finish` for every choice, then maybe `usage`. A
+    call comes whole, or its name first and then its arguments as they are written."""
 
     def __init__(self, model: str, include_usage: bool) -> None:
         super().__init__(f"chatcmpl-{secrets.token_hex(12)}", "chat.completion.chunk", model, include_usage)
@@ -123,6 +124,13 @@ class ChatChunks(_Chunks):
 
     def tool_call(self, index: int, call: ToolCall) -> bytes:
         return self._delta(index, json.dumps({"tool_calls": [{"index": call.index, **_tool_call_body(call)}]}))
+
+    def call_begun(self, index: int, call: CallBegun) -> bytes:
+        return self.tool_call(index, ToolCall(call.index, call.id, call.name, ""))
+
+    def call_arguments(self, index: int, more: CallArguments) -> bytes:
+        delta = {"tool_calls": [{"index": more.index, "function": {"arguments": more.text}}]}
+        return self._delta(index, json.dumps(delta))
 
     def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:
         memory = _memory_field(remembered)
@@ -150,6 +158,12 @@ class CompletionChunks(_Chunks):
         raise AssertionError("completions have no reasoning")
 
     def tool_call(self, index: int, call: ToolCall) -> bytes:
+        raise AssertionError("completions have no tool calls")
+
+    def call_begun(self, index: int, call: CallBegun) -> bytes:
+        raise AssertionError("completions have no tool calls")
+
+    def call_arguments(self, index: int, more: CallArguments) -> bytes:
         raise AssertionError("completions have no tool calls")
 
     def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:

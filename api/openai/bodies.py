@@ -9,7 +9,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
@@ -36,7 +45,9 @@ from ..generation.options import (
     make_options,
 )
 from ..generation.requests import ChatRequest, CompletionRequest
+from ..text.grammars import AnswerForm
 from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
+from .forms import read_form, read_tool_choice
 from .messages import Messages, Tools
 
 COMPLETION_MAX_TOKENS = 16
@@ -46,7 +57,6 @@ COMPLETION_MAX_TOKENS = 16
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -54,22 +64,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # vLLM's.
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
 }
 
 
 def _tool_choice(value: Any) -> Any:
-    if value not in (None, "auto", "none"):
-        raise ValueError("only 'auto' and 'none' are possible; a required or named tool is not supported yet")
+    read_tool_choice(value)
     return value
 
 
+_FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+Json = Annotated[Any, WithJsonSchema({})]
 Few = Annotated[dict[str, Any], Field(max_length=100)]
-ToolChoice = Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)]
+ToolChoice = Annotated[Literal["auto", "none", "required"] | dict[str, Any] | None, BeforeValidator(_tool_choice)]
 
 
 def _prompt_tag(given: Any) -> str | None:
@@ -123,6 +130,22 @@ class GenerationBody(BaseModel):
     cache_salt: CacheSalt | None = None
     agent_id: str | None = None
     agent_continue: bool | None = None
+    # These are checked by `read_form`, which knows where in them something is wrong.
+    response_format: Json = None
+    structured_outputs: Json = None
+    guided_json: Json = None
+    guided_regex: Json = None
+    guided_choice: Json = None
+    guided_grammar: Json = None
+
+    @property
+    def form(self) -> AnswerForm | None:
+        """What the answer's content must be.
+
+        Raises:
+            InvalidRequest: the body says it wrongly, or twice.
+        """
+        return read_form({name: getattr(self, name) for name in _FORMS})
 
     @property
     def include_usage(self) -> bool:
@@ -140,6 +163,7 @@ class GenerationBody(BaseModel):
         """
         if not isinstance((self.stream_options or {}).get("include_usage"), bool | None):
             raise InvalidRequest("stream_options.include_usage must be a boolean", param="stream_options.include_usage")
+        _ = self.form  # Raises if it is malformed.
         if self.best_of is not None and self.best_of != self.choices:
             raise InvalidRequest("best_of: only the value of n is possible", param="best_of")
 
@@ -171,11 +195,16 @@ class ChatBody(GenerationBody):
     def request(self, agent: str, request_id: str, waited_s: float) -> ChatRequest:
         # The newer name wins if both are given.
         newer = self.max_completion_tokens is not None
+        tools = read_tool_choice(self.tool_choice)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return ChatRequest(
             messages=self.messages,
             tools=[{**tool} for tool in self.tools or ()],
-            use_tools=self.tool_choice != "none",
+            use_tools=tools.shown,
+            calls_forced=tools.forced,
+            callable_tools=tools.names,
+            parallel_calls=self.parallel_tool_calls is not False,
+            form=self.form,
             template_kwargs=effort | (self.chat_template_kwargs or {}),
             model=self.model or "",
             agent=agent,
@@ -212,6 +241,7 @@ class CompletionBody(GenerationBody):
             request_id=request_id,
             choices=self.choices,
             max_tokens_default=max(COMPLETION_MAX_TOKENS, self.min_tokens or 0),
+            form=self.form,
             waited_s=waited_s,
             cache_salt=self.cache_salt or "",
         )

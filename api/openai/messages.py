@@ -84,6 +84,7 @@ class ToolFunction(TypedDict):
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))

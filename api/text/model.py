@@ -253,6 +253,20 @@ class TextModel:
         at = prompt.rfind(self.think_start)
         return at >= 0 and not prompt[at + len(self.think_start) :].strip()
 
+    def may_think(self, prompt: str) -> bool:
+        """Returns whether an answer to `prompt` may begin with reasoning: it does not end with a closed block."""
+        return self.has_thinking and not prompt.rstrip().endswith(self.think_end)
+
+    def tokenizer_json(self) -> str:
+        """Returns the tokenizer as `tokenizers` writes it.
+
+        Raises:
+            InvalidRequest: Python code wraps it, so that others cannot follow it.
+        """
+        if self._backend is None:
+            raise InvalidRequest(f"the tokenizer of {self.name!r} is written in Python: its answers cannot be bound")
+        return self._backend.to_str()
+
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Returns the token ids of `text`. `special_tokens` adds those that the tokenizer puts around a text.
 

@@ -32,23 +32,45 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call whose name is known. Its arguments follow in pieces, and the whole call at the end."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments of the call with this index, as the model writes them. Never empty."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One complete call. `index` counts the calls of an answer; `arguments` is JSON text."""
+    """One call. `index` counts the calls of an answer; `arguments` is JSON text.
+
+    A call that was `begun` came in pieces before. Its arguments may differ from them in white space, and where the
+    answer was cut or the model's JSON is wrong, they are these pieces.
+    """
 
     index: int
     id: str
     name: str
     arguments: str
+    begun: bool = False
 
 
-Piece = str | Skipped | ReasoningDelta | ToolCall
+Piece = str | Skipped | ReasoningDelta | CallBegun | CallArguments | ToolCall
 
 
 def text_of(piece: Piece) -> str:
     """Returns the answer's characters in a piece; those of a call are in the `Skipped` before it."""
     if isinstance(piece, str):
         return piece
-    return "" if isinstance(piece, ToolCall) else piece.text
+    return piece.text if isinstance(piece, Skipped | ReasoningDelta) else ""
 
 
 class Stage(Protocol):

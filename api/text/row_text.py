@@ -10,7 +10,7 @@ from ...actors.protocol.messages import TokenLogprobs
 from ...cluster.errors import GenerationFailed
 from .logprobs import ShownToken, TokenLedger
 from .model import Detokenizer, StopMatcher, TextModel
-from .pipeline import Piece, Pipeline, ReasoningDelta, ToolCall, text_of
+from .pipeline import CallArguments, CallBegun, Piece, Pipeline, ReasoningDelta, ToolCall, text_of
 from .reasoning import ReasoningSplitter
 from .tool_calls import ToolCallSplitter
 
@@ -27,7 +27,7 @@ class TextDelta:
     logprobs: list[ShownToken] | None = None
 
 
-TextEvent = TextDelta | ReasoningDelta | ToolCall
+TextEvent = TextDelta | ReasoningDelta | CallBegun | CallArguments | ToolCall
 
 
 class RowText:
@@ -69,8 +69,9 @@ class RowText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
-        return self._stops is not None and self._stops.matched
+        """Whether a stop string was found, or there were as many calls as may be."""
+        found = self._stops is not None and self._stops.matched
+        return found or (self._splitter is not None and self._splitter.full)
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> list[TextEvent]:
         """Returns the events of further tokens.
@@ -130,10 +131,11 @@ class RowText:
         """Merges neighbouring pieces of a kind into one event, with their tokens."""
         events: list[TextEvent] = []
         for kind, run in groupby(pieces, type):
-            if kind is ToolCall:
-                calls = [piece for piece in run if isinstance(piece, ToolCall)]
-                self.calls += len(calls)
-                events += calls
+            if kind in (CallBegun, CallArguments, ToolCall):
+                for piece in run:
+                    if isinstance(piece, CallBegun | CallArguments | ToolCall):
+                        self.calls += isinstance(piece, ToolCall)
+                        events.append(piece)
                 continue
             text = "".join(text_of(piece) for piece in run)
             if kind is str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .model import longest_held
-from .pipeline import Piece, Skipped, ToolCall
+from .pipeline import CallArguments, CallBegun, Piece, Skipped, ToolCall
+
+if TYPE_CHECKING:
+    from .call_reader import CallReader
 
 Parse = Callable[[str], list[tuple[str, str]]]
 """Turns the text between the markers into (name, arguments as JSON text) pairs. Raises ValueError if malformed."""
@@ -46,22 +49,41 @@ def _checked(call: Any) -> tuple[str, str]:
         raise ValueError(f"tool arguments that JSON cannot hold: {error}") from error
 
 
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
 class ToolCallSplitter:
     """A stage of a `Pipeline` that splits an answer into text and tool calls, regardless of how the text is chunked.
 
     Text that is not a well-formed call passes unchanged, markers included. White space next to a call is dropped, so it
-    is held back until the following text is known.
+    is held back until the following text is known. With a `reader` a call comes out in pieces, from where its name is
+    known, and stays a call whatever follows.
 
     Args:
         start: the marker before a call.
         end: the marker after it; "" if a call lasts until the answer ends.
         parse: see `Parse`.
+        calls_max: after so many calls the answer is over; None for no limit.
+        reader: makes a reader for each call; None if calls are read as a whole.
     """
 
-    def __init__(self, start: str, end: str, parse: Parse) -> None:
+    def __init__(
+        self,
+        start: str,
+        end: str,
+        parse: Parse,
+        calls_max: int | None = None,
+        reader: Callable[[], CallReader] | None = None,
+    ) -> None:
         self._start = start
         self._end = end
         self._parse = parse
+        self._calls_max = calls_max
+        self._make_reader = reader
+        self._reader: CallReader | None = None
+        self._begun: CallBegun | None = None
+        self._told = 0
         self._buffer = ""
         self._space = ""
         self._searched = 0
@@ -70,18 +92,28 @@ class ToolCallSplitter:
         self.inside = False
         """Whether the text so far ends inside a call."""
 
+    @property
+    def full(self) -> bool:
+        """Whether there were `calls_max` calls. No more text comes out then."""
+        return self._calls_max is not None and self._count >= self._calls_max and not self.inside
+
     def add(self, text: str) -> list[Piece]:
         self._buffer += text
         out: list[Piece] = []
-        while self._step(out):
+        while not self.full and self._step(out):
             pass
         return out
 
     def flush(self) -> list[Piece]:
         """Returns the held pieces at the end of the answer. An unfinished call becomes text."""
         out: list[Piece] = []
+        if self.full:
+            return out
         if self.inside and not self._end:
             self._close(self._buffer, "", out)
+        elif self.inside and self._begun is not None:
+            self._skip_rest(self._buffer, out)
+            self._end_begun(None, out)
         elif self.inside:
             self._text(self._start + self._buffer, out)
         else:
@@ -96,6 +128,9 @@ class ToolCallSplitter:
         """Consumes text up to the next marker. Returns False if more text is needed."""
         marker = self._end if self.inside else self._start
         at = self._buffer.find(marker, self._searched) if marker else -1
+        if self.inside and self._reader is not None:
+            held = longest_held(self._buffer, (marker,)) if at < 0 else 0
+            self._read(at if at >= 0 else len(self._buffer) - held, self._reader, out)
         if at < 0:
             if self.inside:
                 self._searched = max(0, len(self._buffer) - len(marker) + 1)
@@ -110,19 +145,54 @@ class ToolCallSplitter:
             self._close(before, self._end, out)
         else:
             self._text(before, out)
-            self.inside = True
+            self.inside, self._told = True, 0
+            self._reader = None if self._make_reader is None else self._make_reader()
         return True
+
+    def _read(self, end: int, reader: CallReader, out: list[Piece]) -> None:
+        """Emits what is known of a call that is still being written, of which the buffer has text up to `end`."""
+        new = self._buffer[self._told : end]
+        arguments = reader.add(new)
+        if reader.name and self._begun is None:
+            self._begun = CallBegun(self._count, _new_id(), reader.name)
+            self._count += 1
+            out += [Skipped(self._space + self._start + self._buffer[:end]), self._begun]
+            self._space = ""
+        elif self._begun is not None and new:
+            out.append(Skipped(new))
+        self._told = max(self._told, end)
+        if arguments and self._begun is not None:
+            out.append(CallArguments(self._begun.index, arguments))
+
+    def _skip_rest(self, text: str, out: list[Piece]) -> None:
+        if len(text) > self._told:
+            out.append(Skipped(text[self._told :]))
+
+    def _end_begun(self, arguments: str | None, out: list[Piece]) -> None:
+        """Emits a call that came in pieces, with its arguments, None for what the model wrote."""
+        begun, reader = self._begun, self._reader
+        assert begun is not None and reader is not None
+        written = reader.arguments if arguments is None else arguments
+        out.append(ToolCall(begun.index, begun.id, begun.name, written, begun=True))
+        self._begun, self._after_call = None, True
 
     def _close(self, body: str, end: str, out: list[Piece]) -> None:
         self.inside = False
         try:
             calls = self._parse(body)
         except ValueError:
+            calls = []
+        if self._begun is not None:
+            self._skip_rest(body + end, out)
+            same = len(calls) == 1 and calls[0][0] == self._begun.name
+            self._end_begun(calls[0][1] if same else None, out)
+            return
+        if not calls:
             self._text(self._start + body + end, out)
             return
         out.append(Skipped(self._space + self._start + body + end))
-        for name, arguments in calls:
-            out.append(ToolCall(self._count, f"call_{secrets.token_hex(12)}", name, arguments))
+        for name, arguments in calls[: None if self._calls_max is None else self._calls_max - self._count]:
+            out.append(ToolCall(self._count, _new_id(), name, arguments))
             self._count += 1
         self._space = ""
         self._after_call = True

@@ -31,6 +31,7 @@ from ...cluster.errors import (
 from ..agents.memory import AgentMemory, CommittedTurn, Turn
 from ..agents.streams import TurnKeeper
 from ..generation.backend import Backend, Generation, ServedModel
+from ..generation.bound_answers import ModelGrammars, bound_calls
 from ..generation.callers import OWNING, AdmittedRows, Caller
 from ..generation.conversation import sources_in
 from ..generation.options import Options
@@ -40,6 +41,8 @@ from ..generation.streams import TextStream, Usage, abort_all
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
+from ..text.call_reader import CallReader, reader_of
+from ..text.grammars import AnswerForm, BoundCalls, Thought
 from ..text.model import TextModel, load_text_model
 from ..text.reasoning import ReasoningSplitter
 from ..text.row_text import RowText
@@ -51,7 +54,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Job:
     """A checked request. `deadline` is by the event loop's clock; `row_text` creates the text side of a row, given its
-    prompt. If there is a `turn`, the first choice of the `chat` is committed to it."""
+    prompt. If there is a `turn`, the first choice of the `chat` is committed to it. `grammar` bounds the answers."""
 
     request: Request
     model: ServedModel
@@ -62,6 +65,7 @@ class _Job:
     row_text: Callable[[list[int]], RowText]
     turn: Turn | None = None
     chat: Chat | None = None
+    grammar: str = ""
 
 
 class Generator:
@@ -86,6 +90,7 @@ class Generator:
         self.loader = PictureLoader(config.media)
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
+        self._grammars: dict[TextModel, ModelGrammars] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         # A generation may send its images again. The loader counts them as long as it lives.
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
@@ -216,7 +221,10 @@ class Generator:
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
+        grammar = await self._grammar(text, chat.thought, request.form, bound_calls(request))
         parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
+        calls_max = None if request.parallel_calls else 1
+        reader = await self._call_reader(text, chat.tools) if parse else None
 
         def row_text(prompt: list[int]) -> RowText:
             start, end = text.think_start, text.think_end
@@ -225,12 +233,40 @@ class Generator:
                 text.detokenizer(),
                 reasoning=ReasoningSplitter(start, end, inside=chat.thinking) if text.has_thinking else None,
                 stops=request.options.stop,
-                calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse) if parse else None,
+                calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse, calls_max, reader)
+                if parse
+                else None,
                 stop_tokens=request.options.stop_token_ids,
                 logprobs=request.options.logprobs is not None,
             )
 
-        return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat)
+        return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat, grammar)
+
+    async def _grammar(
+        self, text: TextModel, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None
+    ) -> str:
+        """As `ModelGrammars.grammar`, in a worker thread."""
+        if form is None and calls is None:
+            return ""
+        return await asyncio.to_thread(self._grammars_of(text).grammar, thought, form, calls)
+
+    def _grammars_of(self, text: TextModel) -> ModelGrammars:
+        grammars = self._grammars.get(text)
+        if grammars is None:
+            grammars = ModelGrammars(text, self.config.endpoint.grammar_bytes_max)
+            # Drop those of models that are no longer served.
+            loaded = [task for task in self._texts.values() if task.done() and not task.cancelled()]
+            served = {task.result() for task in loaded if task.exception() is None}
+            self._grammars = {known: each for known, each in self._grammars.items() if known in served}
+            self._grammars[text] = grammars
+        return grammars
+
+    async def _call_reader(self, text: TextModel, tools: list[dict[str, Any]]) -> Callable[[], CallReader] | None:
+        """Returns what reads calls while they are written; None if they are read as a whole."""
+        grammars = self._grammars_of(text)
+        known = await asyncio.to_thread(lambda: grammars.call_format)
+        names = frozenset(tool["function"]["name"] for tool in tools)
+        return reader_of(known, text.tool_call_start, text.tool_call_end, names)
 
     async def _media(self, request: ChatRequest) -> list[Medium]:
         """Returns the pictures and videos of a request, in order."""
@@ -260,7 +296,8 @@ class Generator:
                     logprobs=request.options.logprobs is not None,
                 )
 
-            return _Job(request, model, text, agent, deadline, prompts, row_text)
+            grammar = await self._grammar(text, Thought.NONE, request.form, None)
+            return _Job(request, model, text, agent, deadline, prompts, row_text, grammar=grammar)
 
         return await self._run(request, prepare)
 
@@ -327,6 +364,7 @@ class Generator:
             choice=choice,
             max_tokens=self._max_tokens(request, model.context_tokens - len(prompt)),
             vocabulary_size=model.vocabulary_size,
+            grammar=job.grammar,
         )
         # Callers choose request ids and may repeat them; rows must differ.
         row_id = f"{request.request_id or 'row'}/{secrets.token_hex(8)}"

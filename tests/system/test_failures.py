@@ -28,18 +28,22 @@ from satchel.cluster.timing import USUAL
 
 from .test_endpoint import ENDLESS, running, user, wait_until
 
+LISTED = {"type": "array", "minItems": 50, "items": {"type": "string", "maxLength": 12}}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "listed", "schema": LISTED}}}
 
+
+@pytest.mark.parametrize("form", [{}, FORM], ids=["free", "bound"])
 def test_streams_survive_the_death_of_their_replica(
-    handles: Cluster, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    handles: Cluster, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]
 ):
     """Sampled, not greedy: noise belongs to seed and position, so the text is the same to the letter. Also where the
-    caller gave no seed, and one was drawn."""
+    caller gave no seed, and one was drawn, and where the answer is bound to a form."""
     drawn: list[int] = []
     draw = secrets.randbits
     monkeypatch.setattr(secrets, "randbits", lambda bits: drawn.append(draw(bits)) or drawn[-1])
     said = [user("Say the numbers from one to fifty.")]
     sampled: dict[str, Any] = {"temperature": 1.2, "ignore_eos": True}
-    body = {"messages": said, **sampled, "seed": 11, "agent_id": "survivor", "max_tokens": 120}
+    body = {"messages": said, **sampled, "seed": 11, "agent_id": "survivor", "max_tokens": 120, **form}
     undisturbed = http.post("/v1/chat/completions", json=body)
     expected = undisturbed.json()["choices"][0]["message"]["content"]
     home = undisturbed.headers["x-satchel-replica"]
@@ -53,7 +57,7 @@ def test_streams_survive_the_death_of_their_replica(
         wait_until(lambda: running(http) == 1)
         text = streamed(http, body, during=lambda pieces: os.kill(pid, signal.SIGKILL) if pieces == 20 else None)
         reply = other.result(timeout=60)
-    assert text == expected
+    assert text == expected and (not form or text.startswith("["))
     assert reply.replica == home and handles._backend.failovers == went_on + 1, "both were disturbed"
     again = handles.generate_sync(said, max_tokens=600, seed=drawn[0], **sampled)
     assert again.text == reply.text and again.completion_tokens == 600

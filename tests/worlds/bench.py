@@ -123,7 +123,8 @@ class Bench:
         # On another thread than the engine's, as in a replica.
         known, embeddings = _reader.submit(self.engine.look_up, request).result()
         refuse = lambda error: self.refused.update({name: error}) if error else None  # noqa: E731
-        self.engine.submit(request, refuse, known, embeddings)
+        grammar = _reader.submit(self.engine.grammar_of, request).result()
+        self.engine.submit(request, refuse, known, embeddings, grammar)
 
     def turn(self) -> bool:
         busy = self.engine.step()

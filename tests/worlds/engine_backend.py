@@ -128,8 +128,9 @@ class EngineBackend:
         request = await called(request, model.model_id, scope)
         generation = self._rows[request.request_id] = EngineGeneration(self, request)
         known, embeddings = await asyncio.to_thread(self.engine.look_up, request)
+        grammar = await asyncio.to_thread(self.engine.grammar_of, request)
         accepted: Future[SatchelError | None] = Future()
-        self.engine.submit(request, accepted.set_result, known, embeddings)
+        self.engine.submit(request, accepted.set_result, known, embeddings, grammar)
         if (refusal := await asyncio.wrap_future(accepted)) is not None:
             raise refusal
         return generation

@@ -3,8 +3,9 @@
 Everything here runs on one thread, because a lazy MLX array can be evaluated only on the thread that made it.
 
 Decode steps are pipelined: `step` launches the computation of token t+1 of every row, then returns token t, which is
-ready. So the Python work between two steps overlaps with the device's. The first input of a row that joins is the last
-token of its prompt. Joins and leaves take effect together at the next step, because each copies the whole batch.
+ready. So the Python work between two steps overlaps with the device's. If rows have grammars, their masks are made of
+token t between the launch of the model and that of sampling. The first input of a row that joins is the last token of
+its prompt. Joins and leaves take effect together at the next step, because each copies the whole batch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..kv.caches import PooledBlock, Slab
 from ..kv.device import on_gpu, size_class
 from ..kv.row_view import RowView, Stacks
 from .compiled_step import CompiledStep
+from .grammar import MaskMaker, RowGrammar, RowMasks
 from .sampling import BatchSampler, Draw
 from .vision import RowPart, RowPictures
 
@@ -42,13 +44,19 @@ CLEAR_EVERY_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Ready:
-    """A row's next token; `logprobs` if the row asked for them. If not `sound`, its logit was not a finite number and
-    the token is meaningless."""
+    """A row's next token; `logprobs` if the row asked for them. If not `sound`, its logit was not a finite number; if
+    there is a `grammar_error`, the row's grammar could not be followed. The token is meaningless in both cases."""
 
     row_id: str
     token: int
     sound: bool = True
     logprobs: TokenLogprobs | None = None
+    grammar_error: str = ""
+
+    @property
+    def failure(self) -> str:
+        """Why the token is meaningless, "" if it is not."""
+        return self.grammar_error if self.sound else "the model's output is not a number"
 
 
 @dataclass
@@ -101,6 +109,12 @@ class _DecodingRow:
     fed: bool = False
     begun: bool = False
     pictures: RowPictures | None = None
+    grammar: RowGrammar | None = None
+
+    @property
+    def grammar_error(self) -> str:
+        """What is wrong about the last token drawn, which has not been returned yet."""
+        return "" if self.grammar is None else self.grammar.error
 
 
 @dataclass(frozen=True)
@@ -141,6 +155,7 @@ class BatchExecutor:
         self._joining: dict[str, _Joining] = {}
         self._leaving: set[str] = set()
         self._since_clear = 0
+        self._make_masks = MaskMaker()
         self.workspace_bytes = 0
         self._steps = 0
         self._forget()
@@ -229,28 +244,33 @@ class BatchExecutor:
         for row, tokens in rows:
             row.caches, row.together, row.length = [], together, row.length + len(tokens)
 
-    def join(self, row_id: str, tokens: Sequence[int], sampling: Sampling, drawn: int) -> None:
+    def join(
+        self, row_id: str, tokens: Sequence[int], sampling: Sampling, drawn: int, grammar: RowGrammar | None = None
+    ) -> None:
         """Moves a prefilled row into the batch at the next step.
 
         Args:
             tokens: all tokens of the row; the last one is its first input.
             drawn: how many of them were generated (before a preemption, or on a replica that was lost).
+            grammar: what the row follows, at any earlier state of it; None for nothing.
         """
         row = self._prefilling.pop(row_id)
+        if grammar is not None:
+            grammar.resume(tokens[len(tokens) - drawn :])
         self._joining[row_id] = _Joining(
-            _DecodingRow(row_id, row.length, pictures=row.pictures), row, tokens, sampling, drawn
+            _DecodingRow(row_id, row.length, pictures=row.pictures, grammar=grammar), row, tokens, sampling, drawn
         )
 
     def first(self) -> list[Ready]:
         """Returns the first tokens of rows that have just joined, so that they can be delivered before the next step is
         launched; that step returns them again. Empty if this would delay more rows than have just joined."""
         rows = [(index, row) for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
-        begun = [(index, row.row_id) for index, row in rows if row.fed and not row.begun]
+        begun = [(index, row) for index, row in rows if row.fed and not row.begun]
         if not begun or 2 * len(begun) < len(rows) or self._inputs is None or self._draw is None:
             return []
         tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
         drawn = _read(*self._draw)
-        return [Ready(row_id, tokens[index], *drawn[row_id]) for index, row_id in begun]
+        return [Ready(row.row_id, tokens[index], *drawn[row.row_id], row.grammar_error) for index, row in begun]
 
     def drawn(self, row_id: str) -> Ready | None:
         """Returns a decoding row's last token, which the next step would return; None if it has none yet."""
@@ -259,7 +279,7 @@ class BatchExecutor:
         tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
         for token, row in zip(tokens, self._rows, strict=True):
             if row.row_id == row_id and row.fed and row_id not in self._leaving:
-                return Ready(row_id, token, *_read(*self._draw)[row_id])
+                return Ready(row_id, token, *_read(*self._draw)[row_id], row.grammar_error)
         return None
 
     def step(self) -> list[Ready]:
@@ -282,7 +302,7 @@ class BatchExecutor:
         logits = None if self._compiled is None else self._compiled(inputs, self._caches, extra)
         if logits is None:
             logits = self._model(inputs[:, None], cache=self._caches, **extra)[:, -1, :]
-        draw = self._sampler(logits)
+        draw = self._sampler(logits, self._masks(inputs, logits))
         self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
         mx.async_eval(self._inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
         if seals:
@@ -290,7 +310,7 @@ class BatchExecutor:
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
         drawn = {} if before is None else _read(*before)
         ready = [
-            Ready(row.row_id, token, *drawn[row.row_id])
+            Ready(row.row_id, token, *drawn[row.row_id], "" if row.grammar is None else row.grammar.failure)
             for row, token in zip(self._rows, tokens, strict=True)
             if row.fed
         ]
@@ -301,6 +321,19 @@ class BatchExecutor:
         if self._steps % CLEAR_EVERY_STEPS == 0:
             mx.clear_cache()
         return ready
+
+    def _masks(self, inputs: mx.array, logits: mx.array) -> RowMasks | None:
+        """Reads the `inputs`, `(rows,)`, for the rows with grammars, while the model computes `logits` of them; returns
+        what these rows may draw next."""
+        if not any(row.grammar is not None for row in self._rows):
+            return None
+        mx.async_eval(logits)
+        tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
+        bound = [(index, row.grammar) for index, row in enumerate(self._rows) if row.grammar is not None]
+        for index, grammar in bound:
+            if self._rows[index].fed:
+                grammar.follow(tokens[index])
+        return self._make_masks(bound)
 
     def check(self) -> None:
         """Checks the pool: see `BlockPool.check`."""

@@ -5,7 +5,8 @@ or on the replica it runs on. Sampling uses the Gumbel-max trick: argmax(logits 
 the softmax (Gumbel 1954; Maddison et al. 2014). Every operation works along the vocabulary, row by row, and a row gets
 only the operations it asks for: its result is bit for bit the one it would have alone.
 
-Sampling never waits for the device: a draw can be launched before the one before it has been read.
+Sampling never waits for the device: a draw can be launched before the one before it has been read. (The masks of rows
+with a grammar are made of what was read; see `grammar.py`.)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...protocol.messages import Sampling, TokenLogprobs
+from .grammar import RowMasks
 
 _MASK = (1 << 64) - 1
 _NO_LIMIT = 2**31 - 1
@@ -270,8 +272,11 @@ class BatchSampler:
         self._rows = [self._rows[index] for index in indices]
         self._layout = None
 
-    def __call__(self, logits: mx.array) -> Draw:
+    def __call__(self, logits: mx.array, masks: RowMasks | None = None) -> Draw:
         """Samples lazily from logits, `(rows, vocabulary)` in the model's dtype, and advances every row's position.
+
+        Args:
+            masks: which tokens the rows with a grammar may draw.
 
         Raises:
             ValueError: the logits have another shape.
@@ -281,13 +286,22 @@ class BatchSampler:
         if self._layout is None:
             self._layout = _BatchLayout(self._rows, self._vocabulary)
         layout = self._layout
-        held = [(index, token) for index, row in enumerate(self._rows) for token in self._held_back(row)]
-        if layout.untouched and not held:
+        bound = [] if masks is None else masks.rows
+        held = [
+            (index, token)
+            for index, row in enumerate(self._rows)
+            if index not in bound
+            for token in self._held_back(row)
+        ]
+        if layout.untouched and not held and masks is None:
             tokens = mx.argmax(logits, axis=-1)
             draw = Draw(tokens, self._sound(logits, tokens))
         else:
             own = logits.astype(mx.float32)
-            tokens = self._choose(self._changed(own, layout, held), layout)
+            changed = self._changed(own, layout, held)
+            if masks is not None:
+                changed = self._masked(changed, masks)
+            tokens = self._choose(changed, layout)
             draw = self._with_logprobs(Draw(tokens, self._sound(own, tokens), asking=layout.asking), own)
         if self._counts is not None:
             drawn = _pick(draw.tokens, layout.counted)
@@ -326,6 +340,22 @@ class BatchSampler:
             logits = mx.array(logits)
             logits[mx.array([index for index, _ in held]), mx.array([token for _, token in held])] = -mx.inf
         return logits
+
+    def _masked(self, logits: mx.array, masks: RowMasks) -> mx.array:
+        """Returns the logits, `(rows, vocabulary) float32`, with -inf for what the rows of `masks` may not draw.
+        Tokens that are held back can be drawn where the grammar leaves nothing else."""
+        words = masks.words.copy()
+        for place, index in enumerate(masks.rows):
+            held = np.zeros_like(words[place])
+            row = self._rows[index]
+            ends = self._end_tokens if row.sampling.ignore_eos else ()
+            for token in (*self._held_back(row), *ends):
+                held[token >> 5] |= np.uint32(1 << (token & 31))
+            if (rest := words[place] & ~held).any():
+                words[place] = rest
+        bits = (mx.array(words)[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+        allowed = bits.reshape(len(masks.rows), -1)[:, : self._vocabulary] != 0
+        return _put(logits, masks.rows, mx.where(allowed, _pick(logits, masks.rows), -mx.inf))
 
     def _choose(self, logits: mx.array, layout: _BatchLayout) -> mx.array:
         """Returns tokens, `(rows,) uint32`, of logits, `(rows, vocabulary) float32`."""

@@ -12,6 +12,7 @@ from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
 from ...protocol.messages import GenerateRequest
 from ..execution.executor import BatchExecutor
+from ..execution.grammar import RowGrammar
 from ..execution.vision import RowPictures
 from ..kv.caches import ModelCacheSpec, PooledBlock, Slab
 from ..kv.prefix import Hit, PrefixCache, PrefixKV, covers
@@ -36,6 +37,7 @@ class Sequence:
         prompt_tail: the prompt's open tail, if the answer filled its block.
         prompt_end: the prompt's open tail with a snapshot of recurrent layers.
         snapshots: blocks with a snapshot that are not on their way to disk yet; a state cannot be cut again.
+        grammar: what the answer follows; None for nothing.
     """
 
     request: GenerateRequest
@@ -49,6 +51,7 @@ class Sequence:
     prompt_end: Unsaved | None = None
     snapshots: dict[bytes, PrefixKV[Piece]] = field(default_factory=dict)
     pictures: RowPictures | None = None
+    grammar: RowGrammar | None = None
 
     @property
     def id(self) -> str:

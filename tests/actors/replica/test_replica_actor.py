@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -16,7 +18,7 @@ from satchel.actors.replica.delivery import Counters
 from satchel.actors.replica.execution.decode_ways import DEQUANTIZED
 from satchel.actors.replica.reports import EngineReports
 from satchel.cluster.config import Model, Scheduling
-from satchel.cluster.errors import SatchelError, Unavailable
+from satchel.cluster.errors import InvalidRequest, SatchelError, Unavailable
 from satchel.cluster.nodes import Node
 from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct
@@ -30,9 +32,18 @@ class Engine:
     def __init__(self) -> None:
         self.loaded = SimpleNamespace(model_id=OWN)
         self.taken: list[str] = []
+        self.compiling = threading.Event()
+        self.compiled = threading.Event()
+
+    def grammar_of(self, request: GenerateRequest) -> str:
+        if request.sampling.grammar == "wrong":
+            raise InvalidRequest("unknown name")
+        self.compiling.set()
+        assert self.compiled.wait(10)
+        return "compiled"
 
     def submit(self, message: GenerateRequest, reply: object, *restored: object) -> None:
-        assert callable(reply)
+        assert callable(reply) and ("compiled" in restored) == bool(message.sampling.grammar)
         self.taken.append(message.request_id)
         reply(None)
 
@@ -66,6 +77,30 @@ async def test_a_request_made_for_another_model_id_is_refused(replica: ReplicaAc
     assert await submitted("r", OWN) is None, "and it left nothing behind"
     assert await submitted("s", b"") is None, "nobody has said"
     assert replica._engine.taken == ["r", "s"]  # type: ignore[union-attr]
+
+
+async def test_a_grammar_is_compiled_before_its_row_is_taken(replica: ReplicaActor):
+    """Beside the event loop; a row that is aborted meanwhile is not taken, and one that is refused may come again."""
+    engine: Engine = replica._engine  # type: ignore[assignment]
+
+    async def submit(name: str, grammar: str) -> None:
+        asked = Sampling(grammar=grammar)
+        await client(replica).submit(GenerateRequest(name, "c", "m", "", [1], [], bytes(32), asked))
+
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="unknown name"):
+            await submit("r", "wrong")
+    going = [asyncio.create_task(submit(name, "right")) for name in ("r", "s")]
+    assert await asyncio.to_thread(engine.compiling.wait, 10)
+    await submit("plain", "")
+    assert engine.taken == ["plain"]
+    engine.abort = lambda ids: None  # type: ignore[attr-defined]
+    await client(replica).abort(["s"])
+    engine.compiled.set()
+    await going[0]
+    with pytest.raises(Unavailable, match="taken out"):
+        await going[1]
+    assert engine.taken == ["plain", "r"]
 
 
 async def test_an_engine_that_stands_still_makes_the_replica_not_ready(

@@ -187,10 +187,15 @@ async def test_tool_calls(api, backend, markers):
     assert json.loads(call["function"]["arguments"]) == {"city": "Köln"}
 
     *chunks, _ = await api.stream(tools=[WEATHER], model=markers)
-    first, delta, end = (chunk["choices"][0]["delta"] for chunk in chunks)
+    first, begun, *more, end = (chunk["choices"][0]["delta"] for chunk in chunks)
     assert (first["role"], end) == ("assistant", {})
-    assert delta["tool_calls"][0]["index"] == 0
-    assert delta["tool_calls"][0]["function"] == call["function"]
+    (head,) = begun["tool_calls"]
+    assert head.pop("id").startswith("call_")
+    assert head == {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}}
+    # The arguments as they are written, token by token.
+    pieces = [each for delta in more for each in delta["tool_calls"]]
+    assert len(pieces) > 3 and all(piece.keys() == {"index", "function"} and piece["index"] == 0 for piece in pieces)
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == call["function"]["arguments"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 

@@ -88,7 +88,7 @@ async def test_the_description_names_the_fields(api):
     body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"messages", "temperature", "stop", "logit_bias", "n", "timeout_s", "agent_id"} <= set(body["properties"])
     assert "$ref" not in str(body)
-    assert body["properties"]["tool_choice"]["anyOf"][0]["enum"] == ["auto", "none"]
+    assert body["properties"]["tool_choice"]["anyOf"][0]["enum"] == ["auto", "none", "required"]
     for path, name, most in (("/v1/agents", "limit", 100), ("/v1/cluster", "agents", 1000)):
         asked = {each["name"]: each["schema"] for each in described["paths"][path]["get"]["parameters"]}
         assert asked[name]["maximum"] == most

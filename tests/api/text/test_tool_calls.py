@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from satchel.api.text.pipeline import Piece, ToolCall, text_of
+from satchel.api.text.call_format import CallFormat, TaggedFormat
+from satchel.api.text.call_reader import CallReader, reader_of
+from satchel.api.text.pipeline import CallArguments, CallBegun, Piece, ToolCall, text_of
 from satchel.api.text.tool_calls import ToolCallSplitter, call_parser
 
 START, END = "<tool_call>", "</tool_call>"
@@ -107,3 +109,109 @@ def test_call_ids_are_unique():
     ids = {item.id for item in splitter.add(GOOD * 5) if isinstance(item, ToolCall)}
     assert len(ids) == 5
     assert all(one.startswith("call_") for one in ids)
+
+
+# Calls that come in pieces.
+
+HERMES = CallFormat(
+    head='<tool_call>\n{"name": "',
+    middle='", "arguments": ',
+    between='}\n</tool_call>\n<tool_call>\n{"name": "',
+    tail="}\n</tool_call>",
+)
+LONG = '<tool_call>\n{"name": "f", "arguments": {"x": {"a": "}\\"{"}, "y": [1, {}]}}\n</tool_call>'
+WRONG = '<tool_call>\n{"name": "f", "arguments": {"x": nothing}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'
+TWISTED = '<tool_call>\n{"arguments": {"x": 1}, "name": "f"}\n</tool_call>'
+
+
+def read(pieces: list[str], calls_max: int | None = None) -> list[Piece]:
+    splitter = ToolCallSplitter(START, END, parse, calls_max, reader_of(HERMES, START, END, {"f", "g"}))
+    return [item for piece in pieces if piece for item in splitter.add(piece)] + splitter.flush()
+
+
+def told(out: list[Piece]) -> tuple[str, list[tuple[int, str, str, bool]], dict[int, str]]:
+    """The text, the whole calls, and the arguments that came in pieces."""
+    begun: dict[int, CallBegun] = {}
+    arguments: dict[int, str] = {}
+    for item in out:
+        if isinstance(item, CallBegun):
+            assert item.index not in begun
+            begun[item.index], arguments[item.index] = item, ""
+        elif isinstance(item, CallArguments):
+            assert item.text
+            arguments[item.index] += item.text
+        elif isinstance(item, ToolCall) and item.begun:
+            assert (begun[item.index].id, begun[item.index].name) == (item.id, item.name)
+    text = "".join(item for item in out if isinstance(item, str))
+    calls = [(each.index, each.name, each.arguments, each.begun) for each in out if isinstance(each, ToolCall)]
+    return text, calls, arguments
+
+
+written = st.lists(
+    st.sampled_from([LONG, GOOD, BAD, WRONG, OTHER, TWISTED, START, END, "<tool", " ", "\n", "word", '{"name": "f"']),
+    max_size=6,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(text=written, cuts=st.lists(st.integers(0, 400), max_size=10))
+def test_calls_in_pieces_do_not_depend_on_the_cuts(text: str, cuts: list[int]):
+    edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
+    outs = [read([text[a:b] for a, b in pairwise(edges)]), read([text]), read(list(text))]
+    assert told(outs[0]) == told(outs[1]) == told(outs[2])
+    for out in outs:
+        assert "".join(map(text_of, out)) == text
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_a_call_in_pieces_is_the_call(chunk: int):
+    text = f"Well. {LONG}\n{GOOD}"
+    shown, calls, arguments = told(read([text[at : at + chunk] for at in range(0, len(text), chunk)]))
+    assert shown == "Well." and [call[3] for call in calls] == [True, True]
+    for index, name, whole, _ in calls:
+        assert name == "f" and json.loads(whole) == json.loads(arguments[index])
+
+
+def test_the_name_comes_before_the_arguments_are_complete():
+    splitter = ToolCallSplitter(START, END, parse, None, reader_of(HERMES, START, END, {"f"}))
+    kinds = [type(item) for item in splitter.add('<tool_call>\n{"name": "f", "arguments": {"x": "lon')]
+    assert kinds[-2:] == [CallBegun, CallArguments]
+    assert splitter.add("g")[-1] == CallArguments(0, "g")
+
+
+def test_what_is_not_written_as_the_template_does_is_read_as_a_whole():
+    assert told(read(list(TWISTED))) == ("", [(0, "f", '{"x": 1}', False)], {})
+    assert told(read(list(OTHER)))[1] == [(0, "unknown", "{}", False)]
+
+
+def test_a_call_that_has_begun_stays_a_call():
+    """Cut by a limit, or with arguments that are no JSON: they are what the model wrote."""
+    assert told(read(list(LONG[:45])))[1] == [(0, "f", LONG[39:45], True)]
+    assert told(read(list(WRONG)))[1] == [(0, "f", '{"x": nothing}', True)]
+
+
+@pytest.mark.parametrize("text", [LONG + GOOD, TWISTED + GOOD])
+def test_an_answer_is_over_after_as_many_calls_as_may_be(text: str):
+    splitter = ToolCallSplitter(START, END, parse, 1, reader_of(HERMES, START, END, {"f"}))
+    out = [item for character in text for item in splitter.add(character)]
+    assert splitter.full and [item.index for item in out if isinstance(item, ToolCall)] == [0]
+    assert not splitter.flush()
+    assert [item.index for item in read([text], 1) if isinstance(item, ToolCall)] == [0]
+
+
+def test_formats_whose_calls_are_read_as_a_whole():
+    for known in (
+        None,
+        CallFormat("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
+        CallFormat("<tool_call>", "\ue000", "</tool_call><tool_call>", "</tool_call>"),
+        CallFormat("<tool_call>[", ":", ", ", "]</tool_call>"),
+        TaggedFormat("<tool_call>", "", "<k>", "</k><v>", "</v>", "</tool_call>", "<tool_call>"),
+    ):
+        end = "" if known is not None and known.head.startswith("[") else END
+        assert reader_of(known, START, end, {"f"}) is None
+
+
+def test_a_name_without_an_end_is_given_up():
+    reader = CallReader("{", "}", {"f"})
+    assert not reader.add("{" + "n" * 200) and reader.lost

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.messages import Sampling, TokenLogprobs
+from satchel.actors.replica.execution.grammar import RowMasks
 from satchel.actors.replica.execution.sampling import BatchSampler, Draw, noise_key
 
 LOGITS = mx.array(np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32) * 2)
@@ -358,3 +359,56 @@ def test_all_biases_of_one_token_add_up():
         batch = BatchSampler(50, frozenset())
         batch.add(Sampling(temperature=0.0, logit_bias=biases), [], [])
         assert np.array(batch(LOGITS).tokens).tolist() == [drawn]
+
+
+def mask_of(tokens: list[int]) -> np.ndarray:
+    """A bit for every token of the vocabulary and of some that only the tokenizer has."""
+    bits = np.zeros((VOCABULARY + 63) // 32 * 32, dtype=np.uint8)
+    bits[tokens] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mask_binds_its_row_and_no_other(seed: int, dtype: mx.Dtype):
+    """Each row draws what it draws alone, with its mask or without; also in batches that are all greedy."""
+    rng = random.Random(seed)
+    plain = {"temperature": 0.0} if seed == 0 else {}
+    rows = [dataclasses.replace(random_sampling(rng), min_tokens=0, **plain) for _ in range(8)]
+    masks = {index: rng.sample(range(VOCABULARY), rng.choice([1, 3, 200])) for index in rng.sample(range(8), 4)}
+    logits = mx.array(np.stack([random_logits(index, 0) for index in range(8)])).astype(dtype)
+
+    def draw(members: list[int], bound: bool = True) -> list[int]:
+        sampler = BatchSampler(VOCABULARY, END)
+        for index in members:
+            sampler.add(rows[index], [1, 2, 3], [4, 4, 5])
+        places = [place for place, index in enumerate(members) if bound and index in masks]
+        words = np.stack([mask_of(masks[members[place]]) for place in places]) if places else None
+        given = None if words is None else RowMasks(places, words)
+        return np.array(sampler(logits[mx.array(members)], given).tokens).tolist()
+
+    together, free = draw(list(range(8))), draw(list(range(8)), bound=False)
+    for index in range(8):
+        assert draw([index]) == [together[index]]
+        assert together[index] in masks[index] if index in masks else together[index] == free[index]
+
+
+def test_a_mask_gives_way_to_min_tokens_only_where_something_is_left():
+    sampler = BatchSampler(VOCABULARY, END)
+    for allowed_end in (min(END), 20):
+        sampler.add(Sampling(temperature=0.0, min_tokens=5, logit_bias=[(allowed_end, 90.0)]), [], [])
+    words = np.stack([mask_of([min(END)]), mask_of([min(END), 20])])
+    logits = mx.array(np.stack([random_logits(index, 0) for index in range(2)]))
+    assert np.array(sampler(logits, RowMasks([0, 1], words)).tokens).tolist() == [min(END), 20]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_with_ignore_eos_a_bound_row_ends_only_where_it_must(ignore_eos: bool):
+    sampler = BatchSampler(VOCABULARY, END)
+    end = min(END)
+    for _ in range(2):
+        sampler.add(Sampling(temperature=0.0, ignore_eos=ignore_eos, logit_bias=[(end, 90.0)]), [], [])
+    words = np.stack([mask_of([end, 30]), mask_of([end])])
+    logits = mx.array(np.stack([random_logits(index, 0) for index in range(2)]))
+    drawn = np.array(sampler(logits, RowMasks([0, 1], words)).tokens).tolist()
+    assert drawn == [30 if ignore_eos else end, end]

@@ -1,0 +1,155 @@
+"""Rows that follow a grammar: where each is in it, and the masks of the tokens that may come next.
+
+A mask for the next token needs the token before it. So a step launches the model first, which needs only that token
+too, and makes the masks beside it; only sampling waits for them. Rows without a grammar have no part in this.
+
+Not done: where a grammar leaves one continuation (`LLMatcher.compute_ff_tokens`), its tokens could be fed in one chunk
+instead of a step each. A decode step has one token of every row, so this needs rows of several tokens in it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...model_files.grammars import GrammarCompiler, load_compiler
+
+if TYPE_CHECKING:
+    from .models import LoadedModel
+
+PARALLEL_ROWS_MIN = 8
+"""From so many rows on their masks are made on several threads. A mask takes about 0.1 ms, and to wake threads up takes
+2 ms on two busy cores."""
+
+_TOO_COMPLEX = "the grammar has become too complex to follow"
+
+
+class RowGrammar:
+    """One row's place in its grammar. `Grammars` makes it; then the engine's thread uses it.
+
+    Args:
+        matcher: llguidance's `LLMatcher`, at the beginning.
+        tokens: how many tokens a mask has bits for.
+
+    Attributes:
+        error: why the grammar can be followed no further, "" if it can. The next token is not bound then.
+        failure: the `error` at the time when the token that was followed last was drawn: it is meaningless.
+    """
+
+    def __init__(self, matcher: Any, tokens: int) -> None:
+        self.matcher = matcher
+        self.words = (tokens + 31) // 32
+        self.error = ""
+        self.failure = ""
+        self._followed: list[int] = []
+
+    def resume(self, generated: Sequence[int]) -> None:
+        """Goes to the state after all tokens generated so far, when the row joins a batch: for the first time, again
+        after a preemption, or on another replica."""
+        known = len(self._followed)
+        if self._followed != list(generated[:known]):
+            self.matcher.reset()
+            self._followed, self.error, known = [], "", 0
+        for token in generated[known:]:
+            self._follow(token)
+        self.failure = ""
+
+    def follow(self, token: int) -> None:
+        """Goes on by the token that was drawn last."""
+        self.failure = self.error
+        self._follow(token)
+
+    def _follow(self, token: int) -> None:
+        self._followed.append(token)
+        # After the end of the text a matcher takes end tokens only, and the row leaves.
+        if not self.error and not self.matcher.consume_token(token) and self.matcher.is_error():
+            self.error = _TOO_COMPLEX
+
+    def check(self, mask: np.ndarray) -> None:
+        """Notes what went wrong while the row's `mask`, `(words,) int32`, was made, and frees the row then."""
+        if self.matcher.is_error():
+            self.error = _TOO_COMPLEX
+        elif not mask.any():
+            self.error = "the model has no token that continues the grammar"
+        if self.error:
+            mask.fill(-1)
+
+
+@dataclass(frozen=True)
+class RowMasks:
+    """Which tokens some rows of a batch may draw.
+
+    Attributes:
+        rows: ascending indexes in the batch.
+        words: `(rows, words) uint32`, a bit for every token, the lowest bit first.
+    """
+
+    rows: list[int]
+    words: np.ndarray
+
+
+class MaskMaker:
+    """Makes the masks of a batch, of many rows on llguidance's own threads."""
+
+    def __init__(self) -> None:
+        self._threads: Any = None
+
+    def __call__(self, rows: Iterable[tuple[int, RowGrammar]]) -> RowMasks | None:
+        """Returns the masks of rows, (index in the batch, its grammar) each; None if no row is bound. Other Python
+        threads run meanwhile."""
+        bound = [(index, grammar) for index, grammar in rows if not grammar.error]
+        if not bound:
+            return None
+        masks = np.zeros((len(bound), bound[0][1].words), dtype=np.int32)
+        if len(bound) < PARALLEL_ROWS_MIN:
+            for mask, (_, grammar) in zip(masks, bound, strict=True):
+                grammar.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        else:
+            if self._threads is None:
+                from llguidance import LLExecutor
+
+                self._threads = LLExecutor()
+            matchers = [(grammar.matcher, place) for place, (_, grammar) in enumerate(bound)]
+            self._threads.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.nbytes // len(bound), len(bound))
+        for mask, (_, grammar) in zip(masks, bound, strict=True):
+            grammar.check(mask)
+        return RowMasks([index for index, _ in bound], masks.view(np.uint32))
+
+
+class Grammars:
+    """Compiles the grammars of a replica's requests. Thread-safe; the tokenizer is read with the first one.
+
+    Args:
+        trusted: whether code in the model's folder may run.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, trusted: bool = False) -> None:
+        self._loaded = loaded
+        self._trusted = trusted
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+
+    def row(self, grammar: str, generated: Sequence[int]) -> RowGrammar:
+        """Returns a row's place in a grammar after the tokens `generated` so far. Takes up to seconds.
+
+        Raises:
+            InvalidRequest: it does not compile, or the model's tokenizer cannot follow grammars.
+            ModelLoadError: the tokenizer does not load.
+        """
+        loaded = self._loaded
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = load_compiler(
+                    loaded.folder,
+                    loaded.folder.name,
+                    loaded.eos_token_ids,
+                    loaded.vocabulary_size,
+                    trusted=self._trusted,
+                )
+        place = RowGrammar(self._compiler.matcher(grammar), self._compiler.tokens)
+        place.resume(generated)
+        return place

@@ -1,0 +1,177 @@
+"""Answers that are bound to a form or to tools: their grammars, written and compiled once before a row is queued.
+
+Replicas compile the same text again; here a caller learns at once, and with the place, what does not compile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...actors.model_files.grammars import GrammarCompiler
+from ...cluster.errors import InvalidRequest, quoted
+from ..text.call_format import CallFormat, TaggedFormat, read_format
+from ..text.grammars import (
+    AnswerForm,
+    BoundCalls,
+    BoundTool,
+    Thought,
+    Writing,
+    answer_grammar,
+    form_grammar,
+    schema_of_arguments,
+)
+from ..text.model import TextModel
+from .requests import ChatRequest
+
+_BLAME_S = 0.5
+"""For how long parts of a schema are compiled to find the one that is wrong."""
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
+
+
+def bound_calls(request: ChatRequest) -> BoundCalls | None:
+    """Returns which tools the request's answers may call; None if nothing binds its calls.
+
+    Raises:
+        InvalidRequest: a tool that is to be called is not among the request's tools.
+    """
+    tools = [
+        BoundTool(
+            tool["function"]["name"],
+            tool["function"].get("parameters") or {},
+            f"tools[{index}].function.parameters",
+            bool(tool["function"].get("strict")),
+        )
+        for index, tool in enumerate(request.tools)
+    ]
+    names, forced = request.callable_tools, request.calls_forced
+    if forced and not tools:
+        raise InvalidRequest("tool_choice: there are no tools to call", param="tool_choice")
+    for name in names or ():
+        if all(tool.name != name for tool in tools):
+            raise InvalidRequest(f"tool_choice: {quoted(name)} is not among the tools", param="tool_choice")
+    if not tools or not request.use_tools:
+        return None
+    allowed = [tool for tool in tools if names is None or tool.name in names]
+    if forced or names is not None or request.form is not None or any(tool.strict for tool in tools):
+        return BoundCalls(allowed, forced, request.parallel_calls, names is not None)
+    return None
+
+
+class ModelGrammars:
+    """Writes and compiles grammars for one model's answers. Thread-safe; call it in worker threads.
+
+    Args:
+        bytes_max: how long a grammar may be, as UTF-8.
+    """
+
+    def __init__(self, text: TextModel, bytes_max: int) -> None:
+        self._text = text
+        self._bytes_max = bytes_max
+        self._lock = threading.Lock()
+        self._known: tuple[GrammarCompiler, Writing] | None = None
+        self._calls: list[CallFormat | TaggedFormat | None] = []
+
+    def grammar(self, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None) -> str:
+        """Returns the grammar of an answer, "" if nothing binds it. Takes up to seconds.
+
+        Raises:
+            InvalidRequest: it does not compile or is too long, or the model's answers cannot be bound so; `param` is
+                the place.
+        """
+        if form is None and calls is None:
+            return ""
+        compiler, writing = self._ready()
+        if writing.calls is None and form is None and calls is not None and not (calls.forced or calls.chosen):
+            # Only `strict` asks for it: the model calls tools as well as it can.
+            return ""
+        written = answer_grammar(writing, thought, form, calls)
+        if (size := len(written.encode("utf-8", "replace"))) > self._bytes_max:
+            where = form.where if form is not None else "tools"
+            message = f"{where}: the grammar has {size} bytes; at most {self._bytes_max} (endpoint.grammar_bytes_max)"
+            raise InvalidRequest(message, param=where)
+        try:
+            compiler.matcher(written)
+        except InvalidRequest as error:
+            raise self._explained(compiler, form, calls, error) from None
+        return written
+
+    @property
+    def call_format(self) -> CallFormat | TaggedFormat | None:
+        """How the model writes calls. Takes milliseconds the first time."""
+        if not self._calls:
+            self._calls.append(read_format(self._text))
+        return self._calls[0]
+
+    def _ready(self) -> tuple[GrammarCompiler, Writing]:
+        with self._lock:
+            if self._known is None:
+                text = self._text
+                compiler = GrammarCompiler(text.tokenizer_json(), text.end_tokens)
+                self._known = compiler, Writing(text, compiler.is_special, self.call_format)
+            return self._known
+
+    @staticmethod
+    def _explained(
+        compiler: GrammarCompiler, form: AnswerForm | None, calls: BoundCalls | None, error: InvalidRequest
+    ) -> InvalidRequest:
+        """Returns the error with the form or tool that is to blame, and the place in its schema."""
+        forms = [] if form is None else [form]
+        for tool in () if calls is None else calls.tools:
+            forms.append(AnswerForm("json", schema_of_arguments(tool.parameters), tool.where, tool.strict))
+        for each in forms:
+            if (reason := _refusal(compiler, each)) is not None:
+                if each.kind == "json":
+                    each = _blamed(compiler, each, reason)
+                return InvalidRequest(f"{each.where}: {reason}", param=each.where)
+        where = form.where if form is not None else "tools"
+        return InvalidRequest(f"{where}: {error.message}", param=where)
+
+
+def _refusal(compiler: GrammarCompiler, form: AnswerForm) -> str | None:
+    """Returns why a form alone does not compile; None if it does."""
+    try:
+        compiler.matcher(form_grammar(form))
+    except InvalidRequest as error:
+        reason = error.message.partition("failed to compile JSON schema: ")[2] or error.message
+        return reason.partition("\n   1 |")[0].strip()
+    return None
+
+
+def _blamed(compiler: GrammarCompiler, form: AnswerForm, reason: str) -> AnswerForm:
+    """Returns the smallest part of a schema that alone gives the same `reason`."""
+    root, ends = form.value, time.monotonic() + _BLAME_S
+    shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, Mapping) and key in root}
+    while True:
+        for step, part in _parts(form.value):
+            if time.monotonic() > ends:
+                return form
+            value = {**shared, **part} if isinstance(part, Mapping) else part
+            if _refusal(compiler, replace(form, value=value)) == reason:
+                form = replace(form, value=part, where=f"{form.where}.{step}")
+                break
+        else:
+            return form
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the schemas in a schema, with their places in it."""
+    if not isinstance(schema, Mapping):
+        return
+    for key in _NAMED:
+        named = schema.get(key)
+        for name, part in named.items() if isinstance(named, Mapping) else ():
+            yield f"{key}.{name}", part
+    for key in _LISTED:
+        listed = schema.get(key)
+        for index, part in enumerate(listed) if isinstance(listed, Sequence) and not isinstance(listed, str) else ():
+            yield f"{key}[{index}]", part
+    for key in _SINGLE:
+        if key in schema:
+            yield key, schema[key]

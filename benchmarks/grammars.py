@@ -1,0 +1,91 @@
+"""What rows with a grammar cost the others: decode steps of plain rows, with and without bound rows beside them.
+
+`python -m benchmarks.grammars` prints medians in ms, of runs of steps taken in turns so that a busy machine troubles
+all alike, and whether the plain rows said the same. The bound rows write a list of strings that does not end meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+from satchel.actors.protocol.messages import Sampling
+from satchel.actors.replica.execution import models
+from satchel.actors.replica.execution.executor import BatchExecutor
+from satchel.actors.replica.execution.grammar import Grammars, RowGrammar
+from satchel.actors.replica.execution.models import LoadedModel
+
+WORDS = {"type": "array", "minItems": 500, "items": {"type": "string", "maxLength": 20}}
+GRAMMAR = "start: form\nform: %json " + json.dumps(WORDS)
+RUN_STEPS = 30
+BATCHES = {
+    "plain": (8, 0),
+    "one more plain": (9, 0),
+    "one bound": (8, 1),
+    "four more plain": (12, 0),
+    "four bound": (8, 4),
+}
+
+
+class Batch:
+    """Rows that decode, `plain` ones and then `bound` ones; every row with its own seed."""
+
+    def __init__(self, loaded: LoadedModel, grammars: Grammars, plain: int, bound: int, prompt_tokens: int) -> None:
+        self.executor = BatchExecutor(loaded)
+        self.times_s: list[float] = []
+        self.tokens: dict[str, list[int]] = {}
+        prompt = [100 + index % 900 for index in range(prompt_tokens)]
+        for row in range(plain + bound):
+            grammar: RowGrammar | None = grammars.row(GRAMMAR, []) if row >= plain else None
+            asked = Sampling(
+                temperature=1.0, seed=row, max_tokens=10**6, ignore_eos=True, grammar="x" if grammar else ""
+            )
+            self.executor.open(str(row), [], None, 0)
+            self.executor.prefill([(str(row), prompt[:-1])])
+            self.executor.join(str(row), prompt, asked, 0, grammar)
+
+    def step(self) -> None:
+        began = time.perf_counter()
+        ready = self.executor.step()
+        self.times_s.append(time.perf_counter() - began)
+        for drawn in ready:
+            assert not drawn.failure, drawn
+            self.tokens.setdefault(drawn.row_id, []).append(drawn.token)
+
+
+def measure(source: str, steps: int, prompt_tokens: int) -> dict[str, dict[str, Any]]:
+    loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None)
+    grammars = Grammars(loaded)
+    batches = {name: Batch(loaded, grammars, *rows, prompt_tokens) for name, rows in BATCHES.items()}
+    for _ in range(steps // RUN_STEPS):
+        for batch in batches.values():
+            # The first step of a run waits for what another batch has left to the device.
+            for _ in range(RUN_STEPS + 1):
+                batch.step()
+            del batch.times_s[-RUN_STEPS - 1]
+    plain = batches["plain"].tokens
+    return {
+        name: {
+            "median_ms": round(1000 * statistics.median(batch.times_s), 2),
+            "p90_ms": round(1000 * statistics.quantiles(batch.times_s, n=10)[-1], 2),
+            "same": all(batch.tokens[row] == tokens for row, tokens in plain.items()),
+        }
+        for name, batch in batches.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=str(models.EMBEDDED / "recall"))
+    parser.add_argument("--steps", type=int, default=180)
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    given = parser.parse_args()
+    for name, figures in measure(given.model, given.steps, given.prompt_tokens).items():
+        print(f"{name:16} {figures}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Rows that follow a grammar: their text is in it, whatever happens to them, and their mates do not notice."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from tokenizers import Tokenizer
+
+from satchel.actors.model_files.grammars import GrammarCompiler
+from satchel.actors.replica.execution import models
+from satchel.actors.replica.execution.grammar import PARALLEL_ROWS_MIN, MaskMaker, RowGrammar
+from satchel.actors.replica.execution.models import LoadedModel
+from satchel.cluster.errors import InvalidRequest
+from tests.worlds.bench import Bench, Row
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "colour": {"enum": ["red", "green", "blue"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4},
+        "kept": {"type": "boolean"},
+    },
+    "required": ["name", "colour", "sizes", "kept"],
+    "additionalProperties": False,
+}
+GRAMMAR = "start: form\nform: %json " + json.dumps({**SCHEMA, "x-guidance": {"whitespace_flexible": False}})
+LONG = "start: /[a-d]{60}/"
+HOW: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 5.0, "seed": 2, "top_p": 0.9, "presence_penalty": 1.0},
+    {"temperature": 0.7, "seed": 3, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2},
+]
+
+
+@pytest.fixture(scope="module")
+def recall() -> LoadedModel:
+    return models.load(str(models.EMBEDDED / "recall"), context_tokens_max=None, progress=lambda what, fraction: None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(recall: LoadedModel) -> Tokenizer:
+    return Tokenizer.from_file(str(recall.folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode("<|im_start|>user\nTell me about ada.<|im_end|>\n<|im_start|>assistant\n").ids
+
+
+def text_of(tokenizer: Tokenizer, row: Row) -> str:
+    return tokenizer.decode(row.tokens, skip_special_tokens=True)
+
+
+def submit(bench: Bench, name: str, prompt: list[int], **fields: Any) -> None:
+    bench.submit(name, prompt, **{"max_tokens": 200, "grammar": GRAMMAR, **fields})
+
+
+def alone(recall: LoadedModel, prompt: list[int], **fields: Any) -> Row:
+    bench = Bench(recall)
+    submit(bench, "alone", prompt, **fields)
+    bench.drain()
+    return bench.rows["alone"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_is_drawn_is_in_the_grammar_and_ends_where_it_ends(
+    recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int], how: dict[str, Any]
+):
+    """With `ignore_eos` as the bench has it, because nothing could come after the end."""
+    row = alone(recall, prompt, **how)
+    assert row.finish == "stop" and row.tokens[-1] in recall.eos_token_ids
+    jsonschema_rs.validate(SCHEMA, json.loads(text_of(tokenizer, row)))
+    assert alone(recall, prompt, **how).tokens == row.tokens
+
+
+def test_rows_with_and_without_grammars_do_not_notice_each_other(
+    recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]
+):
+    """Tokens and logprobs to the bit; the rows join and leave at different times."""
+    plain = [{"grammar": "", "max_tokens": 40, "logprobs": 3, **how} for how in HOW]
+    bound = [{"logprobs": 2, **how} for how in HOW]
+    expected = [alone(recall, prompt, **fields) for fields in (*plain, *bound)]
+    rng = random.Random(3)
+    bench, order = Bench(recall), list(enumerate((*plain, *bound)))
+    rng.shuffle(order)
+    for index, fields in order:
+        submit(bench, str(index), prompt, **fields)
+        for _ in range(rng.randrange(5)):
+            bench.turn()
+    bench.drain()
+    for index, row in enumerate(expected):
+        got = bench.rows[str(index)]
+        assert (got.tokens, got.logprobs, got.finish) == (row.tokens, row.logprobs, row.finish)
+
+
+def test_several_choices_follow_one_grammar_each_in_its_own_way(
+    recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]
+):
+    bench = Bench(recall)
+    for choice in range(3):
+        submit(bench, str(choice), prompt, temperature=1.5, seed=9, choice=choice, choices=3)
+    bench.drain()
+    texts = {text_of(tokenizer, bench.rows[str(choice)]) for choice in range(3)}
+    assert len(texts) == 3
+    for text in texts:
+        jsonschema_rs.validate(SCHEMA, json.loads(text))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_row_that_moves_to_another_replica_goes_on_in_its_grammar(
+    recall: LoadedModel, prompt: list[int], how: dict[str, Any]
+):
+    whole = alone(recall, prompt, **how).tokens
+    for done in (1, 2, len(whole) // 2, len(whole) - 1):
+        bench = Bench(recall)
+        submit(bench, "rest", prompt + whole[:done], generated=done, **how)
+        bench.drain()
+        assert bench.rows["rest"].tokens == whole[done:]
+
+
+def test_preempted_rows_go_on_in_their_grammars(recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]):
+    """Another flow takes places in the middle of their texts."""
+    expected = [alone(recall, prompt, grammar=LONG, temperature=1.0, seed=seed).tokens for seed in range(5)]
+    bench = Bench(recall, rows_max=3)
+    sent_back: list[str] = []
+    send_back = bench.engine.decode.send_back
+    bench.engine.decode.send_back = lambda request_id: (sent_back.append(request_id), send_back(request_id))[1]
+    for seed in range(3):
+        submit(bench, str(seed), prompt, grammar=LONG, temperature=1.0, seed=seed, flow="greedy")
+    for _ in range(12):
+        bench.turn()
+    for seed in (3, 4):
+        submit(bench, str(seed), prompt, grammar=LONG, temperature=1.0, seed=seed, flow="other")
+    bench.drain()
+    assert [bench.rows[str(seed)].tokens for seed in range(5)] == expected
+    assert sent_back
+    assert all(set(text_of(tokenizer, bench.rows[str(seed)])) <= set("abcd") for seed in range(5))
+
+
+def test_a_token_limit_cuts_the_text(recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]):
+    whole = alone(recall, prompt)
+    row = alone(recall, prompt, max_tokens=5)
+    assert (row.finish, row.tokens) == ("length", whole.tokens[:5])
+
+
+def test_min_tokens_holds_the_end_back_while_something_else_may_follow(
+    recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]
+):
+    """`a+` can go on for ever; `yes` cannot."""
+    for ignore_eos in (False, True):
+        row = alone(recall, prompt, grammar="start: /(a|b)+/", min_tokens=30, max_tokens=60, ignore_eos=ignore_eos)
+        assert len(row.tokens) > 30 and (row.finish == "length" or not ignore_eos)
+        row = alone(recall, prompt, grammar='start: "yes"', min_tokens=30, max_tokens=60, ignore_eos=ignore_eos)
+        assert row.finish == "stop" and text_of(tokenizer, row) == "yes"
+
+
+def test_a_bias_does_not_lead_out_of_the_grammar(recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]):
+    (other,) = tokenizer.encode("x").ids
+    row = alone(recall, prompt, grammar='start: "yes" | "no"', logit_bias=[(other, 100.0)])
+    assert text_of(tokenizer, row) in ("yes", "no")
+
+
+def test_logprobs_are_the_models_own(recall: LoadedModel, prompt: list[int]):
+    """The first token is `{`, which the model would not have said."""
+    row = alone(recall, prompt, logprobs=2)
+    chosen, best = row.logprobs[0]
+    assert chosen < best[0][1] and row.tokens[0] not in [token for token, _ in best]
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_row_alone(
+    recall: LoadedModel, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    mate = alone(recall, prompt, grammar="", max_tokens=30)
+    follow = RowGrammar.follow
+
+    def fails(self: RowGrammar, token: int) -> None:
+        follow(self, token)
+        if len(self._followed) == 7:
+            self.error = "too complex"
+
+    monkeypatch.setattr(RowGrammar, "follow", fails)
+    bench = Bench(recall)
+    submit(bench, "mate", prompt, grammar="", max_tokens=30)
+    submit(bench, "bound", prompt)
+    bench.drain()
+    assert bench.rows["mate"].tokens == mate.tokens
+    row = bench.rows["bound"]
+    assert row.finish == "error" and row.error is not None and row.error["message"] == "too complex"
+    assert len(row.tokens) == 7
+
+
+def test_what_does_not_compile_is_refused(recall: LoadedModel, prompt: list[int]):
+    with pytest.raises(InvalidRequest, match="unknown name"):
+        submit(Bench(recall), "row", prompt, grammar="start: nothing")
+
+
+@pytest.fixture(scope="module")
+def compiler(recall: LoadedModel, tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.to_str(), recall.eos_token_ids, recall.vocabulary_size)
+
+
+def test_rows_of_one_grammar_have_places_of_their_own(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    """Masks made together are those made one by one."""
+    words = tokenizer.encode('{"name":"ann","colour":"red","sizes":[1').ids
+    assert len(words) >= PARALLEL_ROWS_MIN
+    rows = [RowGrammar(compiler.matcher(GRAMMAR), compiler.tokens) for _ in words]
+    for index, row in enumerate(rows):
+        row.resume(words[:index])
+    together = MaskMaker()(list(enumerate(rows)))
+    assert together is not None and together.rows == list(range(len(words)))
+    for index, row in enumerate(rows):
+        single = MaskMaker()([(index, row)])
+        assert single is not None and (single.words[0] == together.words[index]).all()
+
+
+def test_a_row_that_comes_back_with_other_tokens_begins_again(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    """A step that failed may have followed a token that nobody got."""
+    row = RowGrammar(compiler.matcher("start: /[a-z]+/"), compiler.tokens)
+    row.resume(tokenizer.encode("ab").ids)
+    row.follow(tokenizer.encode("c").ids[0])
+    row.resume(tokenizer.encode("ab").ids)
+    fresh = RowGrammar(compiler.matcher("start: /[a-z]+/"), compiler.tokens)
+    fresh.resume(tokenizer.encode("ab").ids)
+    masks = [MaskMaker()([(0, each)]) for each in (row, fresh)]
+    assert masks[0] is not None and masks[1] is not None and (masks[0].words == masks[1].words).all()
+
+
+def test_a_model_without_an_end_token_follows_no_grammar(tokenizer: Tokenizer):
+    with pytest.raises(InvalidRequest, match="no end-of-sequence token"):
+        GrammarCompiler(tokenizer.to_str(), [])
+
+
+@pytest.mark.parametrize("kind", ["rules", "definitions"])
+def test_a_grammar_as_deep_as_may_be_does_not_overflow_the_stack(compiler: GrammarCompiler, kind: str):
+    """llguidance compiles by recursion; on a usual stack the process would end here."""
+    if kind == "rules":
+        count = 20_000
+        grammar = "start: x0\n" + "".join(f"x{index:x}:x{index + 1:x}\n" for index in range(count))
+        grammar += f'x{count:x}:"a"\n'
+    else:
+        count = 4_000
+        definitions = {f"{index:x}": {"$ref": f"#/$defs/{index + 1:x}"} for index in range(count)}
+        schema = {"$ref": "#/$defs/0", "$defs": {**definitions, f"{count:x}": {"type": "null"}}}
+        grammar = f"start: form\nform: %json {json.dumps(schema)}"
+    place = RowGrammar(compiler.matcher(grammar), compiler.tokens)
+    masks = MaskMaker()([(0, place)])
+    assert masks is not None and masks.words.any() and not place.error
+
+
+def test_a_grammar_that_is_too_long_is_refused(compiler: GrammarCompiler):
+    with pytest.raises(InvalidRequest, match="longer than"):
+        compiler.matcher("start: " + '"a" ' * 100_000)
