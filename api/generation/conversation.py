@@ -48,7 +48,9 @@ def with_shown(messages: Sequence[Message], media: Iterator[list[dict[str, str]]
                 if isinstance(part, dict) and part["type"] == "text":
                     parts.append(part)
                 elif taken is None:
-                    raise _refused(part, f"messages[{index}].content[{place}]", media is not None)
+                    # A source knows where the caller wrote it; messages may be split and joined before they come here.
+                    known = part.where if isinstance(part, PictureSource | VideoSource) else ""
+                    raise _refused(part, known or f"messages[{index}].content[{place}]", media is not None)
                 else:
                     parts += next(taken)
             message: Message = {**message, "content": parts}

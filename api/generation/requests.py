@@ -12,7 +12,7 @@ from ...actors.protocol.media_ids import is_media_token
 from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER
-from ..media.prompt import Medium, media_said, place, with_media_tokens, with_references
+from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
 from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
 from ..text.model import TextModel
 from ..text.spelling import common_length
@@ -21,6 +21,9 @@ from .callers import OWNING, Caller
 from .conversation import with_arguments, with_shown
 from .history import Message
 from .options import Options
+
+_COUNTED_CONTEXTS = 4
+"""A prompt of so many contexts is counted roughly: encoding megabytes takes seconds."""
 
 _AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
 
@@ -32,7 +35,8 @@ class Request:
     `model` "" is the default model; `agent` is the agent's id or "" for none. `request_id` appears in logs and need not
     be unique. `choices` is the number of answers for every prompt. If `options` have no `max_tokens`, a row generates
     at most `max_tokens_default`; `max_tokens_field` is the caller's name of that option. `waited_s` have passed since
-    the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`.
+    the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`. With
+    `any_model` the default model answers where there is no `model` of that name.
     """
 
     model: str = ""
@@ -45,6 +49,7 @@ class Request:
     waited_s: float = 0.0
     caller: Caller = OWNING
     cache_salt: str = ""
+    any_model: bool = False
 
     @property
     def agent_key(self) -> str:
@@ -64,6 +69,8 @@ class ChatRequest(Request):
     `template_kwargs` are variables for the chat template.
 
     With `agent_continue` the messages are appended to the agent's stored transcript, or to `opening` if there is none.
+
+    `prefill` is the beginning of the answer's content, which the model continues; it is not among the answer's events.
     """
 
     messages: Sequence[Message]
@@ -72,6 +79,7 @@ class ChatRequest(Request):
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     agent_continue: bool = False
     opening: Sequence[Message] = ()
+    prefill: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Chat:
     `prompt` has media token ids in place of pictures; `media` are their spans, and `shown` their sources. `thinking`
     says that the prompt ends inside a block of reasoning. `text` is the text of `prompt`, `messages` the whole
     conversation as a transcript, and `continuation` how the prompt continues the agent's memory, None if there is
-    nothing to continue.
+    nothing to continue. The prompt ends with the `prefill`.
     """
 
     prompt: list[int]
@@ -99,6 +107,7 @@ class Chat:
     continuation: Continuation | None = None
     media: list[MediaSpan] = field(default_factory=list)
     shown: list[Medium] = field(default_factory=list)
+    prefill: str = ""
 
     @property
     def remembered_tokens(self) -> int:
@@ -129,23 +138,26 @@ def agent_key(agent: str, tenant: str = OWNER) -> str:
     return f"{tenant}/{agent}"
 
 
-def _too_long(amount: str, model: ServedModel, where: str) -> ContextLengthExceeded:
+def _too_long(tokens: int, model: ServedModel, where: str, *, at_least: bool = False) -> ContextLengthExceeded:
+    amount = f"at least {tokens}" if at_least else f"{tokens}"
     return ContextLengthExceeded(
         f"{where} has {amount} tokens; the context of {model.name!r} is {model.context_tokens} tokens, at least one of "
         "which is for the answer",
         param=where.partition("[")[0],
+        tokens=tokens,
+        tokens_max=model.context_tokens - 1,
     )
 
 
 def _check_length(prompt: list[int], model: ServedModel, where: str) -> None:
     if len(prompt) >= model.context_tokens:
-        raise _too_long(str(len(prompt)), model, where)
+        raise _too_long(len(prompt), model, where)
 
 
 def _check_least(text: TextModel, string: str, model: ServedModel, where: str) -> None:
     # Megabytes take seconds to encode, so text that cannot fit is refused first.
     if (least := text.tokens_min(string, model.context_tokens)) >= model.context_tokens:
-        raise _too_long(f"at least {least}", model, where)
+        raise _too_long(least, model, where, at_least=True)
 
 
 def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, special_tokens: bool) -> list[int]:
@@ -174,24 +186,8 @@ def prepare_chat(
         ContextLengthExceeded: they do not fit.
     """
     past, pictures = past or Past(), text.pictures
-    messages = _with_shown(request.messages, media, pictures)
-    if request.agent_continue and (before := past.messages or request.opening):
-        earlier_media = media_said(before)
-        messages = [*_with_shown(before, earlier_media, pictures), *messages]
-        media = [*earlier_media, *media]
-    tools = list(request.tools) if request.use_tools else []
-    if tools and not text.has_tool_calls:
-        raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
-    said = with_arguments(messages)
-    rendered = text.render(said, tools, request.template_kwargs)
-    if not reply:
-        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False)
-        # Some templates end a conversation in a way that no answer could follow.
-        rendered = closed if closed and rendered.startswith(closed) else rendered
-    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
-    placed = None if pictures is None else place(pictures, rendered, shown)
-    if placed is not None:
-        rendered = placed.text
+    conversation = _render(text, model, request, past, media, reply=reply)
+    rendered, tools, shown, placed = conversation.text, conversation.tools, conversation.shown, conversation.placed
     continuation = None
     if past.lines:
         _check_least(text, rendered, model, "messages")
@@ -207,8 +203,69 @@ def prepare_chat(
         prompt, spans = with_media_tokens(pictures, prompt, placed)
         if continuation is not None and continuation.line is not None and past.media_tokens:
             continuation = _seen_alike(continuation, prompt, past.media_tokens[continuation.line])
-    transcript = with_references(messages, shown)
-    return Chat(prompt, tools, text.ends_in_thought(rendered), rendered, transcript, continuation, spans, shown)
+    transcript = with_references(conversation.messages, shown)
+    thinking = text.ends_in_thought(rendered)
+    return Chat(prompt, tools, thinking, rendered, transcript, continuation, spans, shown, prefill=request.prefill)
+
+
+def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, media: Sequence[Medium] = ()) -> int:
+    """Returns how many tokens the prompt of a conversation has, of whatever length. One that is several times as long
+    as the context is not encoded, and counts as at least so much.
+
+    Raises:
+        InvalidRequest: as `prepare_chat`.
+    """
+    conversation = _render(text, model, request, Past(), media, reply=True)
+    far = _COUNTED_CONTEXTS * model.context_tokens
+    if (least := text.tokens_min(conversation.text, far)) >= far:
+        return least
+    prompt = text.encode(conversation.text)
+    if text.pictures is not None and conversation.placed is not None:
+        # Refuses what generating would refuse.
+        with_media_tokens(text.pictures, prompt, conversation.placed)
+    return len(prompt)
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """The text of a prompt, the messages and tools in it, its media as the model is shown them, and their places."""
+
+    text: str
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    shown: list[Medium]
+    placed: MediaPrompt | None
+
+
+def _render(
+    text: TextModel,
+    model: ServedModel,
+    request: ChatRequest,
+    past: Past,
+    media: Sequence[Medium],
+    *,
+    reply: bool,
+) -> _Conversation:
+    pictures = text.pictures
+    messages = _with_shown(request.messages, media, pictures)
+    if request.agent_continue and (before := past.messages or request.opening):
+        earlier_media = media_said(before)
+        messages = [*_with_shown(before, earlier_media, pictures), *messages]
+        media = [*earlier_media, *media]
+    tools = list(request.tools) if request.use_tools else []
+    if tools and not text.has_tool_calls:
+        raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
+    said = with_arguments(messages)
+    rendered = text.render(said, tools, request.template_kwargs)
+    if not reply:
+        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False)
+        # Some templates end a conversation in a way that no answer could follow.
+        rendered = closed if closed and rendered.startswith(closed) else rendered
+    elif request.prefill:
+        rendered = text.prefilled(rendered, request.prefill)
+    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
+    placed = None if pictures is None else place(pictures, rendered, shown)
+    return _Conversation(rendered if placed is None else placed.text, messages, tools, shown, placed)
 
 
 def _with_shown(

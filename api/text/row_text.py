@@ -72,6 +72,11 @@ class RowText:
         """Whether a stop string was found."""
         return self._stops is not None and self._stops.matched
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return None if self._stops is None else self._stops.found
+
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> list[TextEvent]:
         """Returns the events of further tokens.
 
