@@ -75,9 +75,9 @@ class Endpoint:
     parts_max: Count = 20_000
     """Content parts, in all messages of one request."""
     unknown_model: Literal["default", "refuse"] | None = None
-    """A request for a model that is not served: `default` gives it to the first one that its caller may use, `refuse` is
-    an error. None does what clients of each protocol expect: `default` for Anthropic's, whose programs send names of
-    their own, `refuse` for OpenAI's."""
+    """What becomes of a request for a model that is not served: `default` gives it to the first one that its caller may
+    use, `refuse` is an error. None does what clients of each protocol expect: `default` for Anthropic's, whose programs
+    send names of their own, `refuse` for OpenAI's."""
     unread_tokens_max: Count = 4096
     """A row whose client has this many unread tokens is ended, so that a slow reader does not hold a place."""
 

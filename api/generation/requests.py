@@ -18,7 +18,7 @@ from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel
 from .callers import OWNING, Caller
-from .conversation import with_arguments, with_shown
+from .conversation import with_arguments, with_shown, with_system_first
 from .history import Message
 from .options import Options
 
@@ -256,7 +256,13 @@ def _render(
     if tools and not text.has_tool_calls:
         raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
     said = with_arguments(messages)
-    rendered = text.render(said, tools, request.template_kwargs)
+    try:
+        rendered = text.render(said, tools, request.template_kwargs)
+    except InvalidRequest:
+        said, given = with_system_first(said), said
+        if said == given:
+            raise
+        rendered = text.render(said, tools, request.template_kwargs)
     if not reply:
         closed = text.render(said, tools, request.template_kwargs, generation_prompt=False)
         # Some templates end a conversation in a way that no answer could follow.

@@ -47,7 +47,7 @@ def gathered(events: list[dict[str, Any]]) -> dict[str, Any]:
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     message: dict[str, Any] = events[0]["message"]
     assert message["content"] == [] and message["stop_reason"] is None
-    opened = -1
+    opened, written = -1, ""
     for event in events[2:-2]:
         if event["type"] == "ping":
             continue
@@ -63,7 +63,7 @@ def gathered(events: list[dict[str, Any]]) -> dict[str, Any]:
                 block["input"] = json.loads(written)
             continue
         (kind,) = set(event["delta"]) - {"type"}
-        assert event["delta"]["type"] == {"partial_json": "input_json"}.get(kind, kind) + "_delta"
+        assert event["delta"]["type"] == ("input_json_delta" if kind == "partial_json" else f"{kind}_delta")
         if kind == "partial_json":
             written += event["delta"][kind]
         else:

@@ -14,6 +14,7 @@ from satchel.api.http.app import create_app
 from satchel.cluster.errors import GenerationFailed
 from tests.worlds.anthropic_client import HELLO, Messages, gathered
 from tests.worlds.remembering import Remembering
+from tests.worlds.tiny_tokenizers import write_tokenizer
 
 WEATHER = {"name": "weather", "description": "Tells it.", "input_schema": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -298,6 +299,35 @@ async def test_a_failure_in_mid_stream_is_an_error_event(messages, backend):
         *_, last = await messages.stream()
         assert last["type"] == "error" and last["error"]["type"] == kind and last["request_id"]
         assert "secret" not in json.dumps(last)
+
+
+STRICT = """\
+{%- for message in messages -%}
+{%- if message.role == 'system' and not loop.first %}{{- raise_exception('the system speaks first') }}{% endif -%}
+{%- if not loop.first and message.role == messages[loop.index0 - 1].role %}{{- raise_exception('turns') }}{% endif -%}
+{{- '[' + message.role + '] ' + message.content + ' ' -}}
+{%- endfor -%}
+"""
+
+
+async def test_the_system_may_speak_in_between(messages, backend, tmp_path):
+    """Claude Code says so what agents there are, and not every template takes it."""
+    said = [
+        {"role": "system", "content": [{"type": "text", "text": "First."}]},
+        *HELLO,
+        {"role": "user", "content": "you"},
+        {"role": "system", "content": "Be kind."},
+    ]
+    await messages.say(said, system="Be brief.")
+    turns = ["system\nBe brief.\n\nFirst.", "user\nHi\nyou", "system\nBe kind."]
+    assert backend.prompt == "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
+    folder = write_tokenizer(tmp_path, markers="none")
+    (folder / "chat_template.jinja").write_text(STRICT)
+    backend.served[0] = replace(backend.served[0], folder=str(folder), files_id=b"4" * 32)
+    await messages.say(said, system="Be brief.")
+    assert backend.prompt == "[system] Be brief.\n\nFirst. [user] Hi\nyou\nBe kind. "
+    twice = [*HELLO, {"role": "assistant", "content": "x"}, {"role": "assistant", "content": [], "name": 5}, *HELLO]
+    assert (await messages.post(twice)).status_code == 200, "what one says in turn is one message"
 
 
 async def test_a_silent_stream_has_pings(messages, backend, monkeypatch):
