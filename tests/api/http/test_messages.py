@@ -411,3 +411,27 @@ async def test_what_does_not_fit_is_counted_and_what_is_far_too_long_roughly(mes
         type(text), "encode", lambda self, given, **how: real(self, given, **how) if len(given) < 10**5 else 1 / 0
     )
     assert await count(100_000) >= 4000
+
+
+async def test_an_agent_that_goes_on_hears_its_rules_once(backend, config):
+    endpoint = Remembering(backend, config)
+    asking = Messages(endpoint.client)
+    for headers, fields in (({"X-Agent-Continue": "1"}, {}), ({}, {"agent_continue": True})):
+        await asking.say(system="Be brief.", headers={"X-Agent-ID": "ann", **headers}, **fields)
+    said = [(message["role"], message["content"]) for message in await endpoint.transcript()]
+    assert said == [("system", "Be brief."), *[("user", "Hi"), ("assistant", "Hello there")] * 2]
+    await endpoint.client.aclose()
+
+
+async def test_what_is_not_kept_is_said(backend, config):
+    endpoint = Remembering(backend, config)
+    asking = Messages(endpoint.client)
+    endpoint.store.down.add("commit")
+    endpoint.memory.timing = replace(endpoint.memory.timing, answer_s=0.1)
+    agent = {"X-Agent-ID": "ann"}
+    response = await asking.post(headers=agent)
+    assert response.json()["satchel"] == {"kept": False, "reason": "unanswered"}
+    assert response.headers["x-satchel-memory"] == "not-kept; reason=unanswered"
+    events = await asking.stream(headers=agent)
+    assert events[-2]["satchel"] == {"kept": False, "reason": "unanswered"}
+    await endpoint.client.aclose()
