@@ -76,6 +76,10 @@ class Endpoint:
     """Content parts, in all messages of one request."""
     grammar_bytes_max: Annotated[Bytes, Field(le=256 * 2**10)] = 256 * 2**10
     """Of the grammar that a schema, a regular expression or tools make of one request; at most 256 KiB."""
+    unknown_model: Literal["default", "refuse"] | None = None
+    """What becomes of a request for a model that is not served: `default` gives it to the first one that its caller may
+    use, `refuse` is an error. None does what clients of each protocol expect: `default` for Anthropic's, whose programs
+    send names of their own, `refuse` for OpenAI's."""
     unread_tokens_max: Count = 4096
     """A row whose client has this many unread tokens is ended, so that a slow reader does not hold a place."""
 

@@ -103,7 +103,23 @@ class InvalidRequest(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
+    """A prompt that does not fit. `tokens` and `tokens_max` are its length, or at least so much, and the most that a
+    prompt may have; None if unknown. They do not cross process borders."""
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        tokens: int | None = None,
+        tokens_max: int | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.tokens = tokens
+        self.tokens_max = tokens_max
 
 
 class KeyRefused(RequestError):

@@ -35,6 +35,8 @@ class TurnKeeper:
         """Commit the turn under the id of the model where the row ended; its agent may follow the row there."""
         chat, text = self._chat, self._text
         spelled = await asyncio.to_thread(spell, text, list(text.plain(chat.prompt[-_CONTEXT_TOKENS:])), tokens)
+        if chat.prefill and isinstance(content := message["content"], str):
+            message["content"] = chat.prefill + content
         said = [*chat.messages, message]
         kept = CommittedTurn([*chat.prompt, *tokens], chat.text + spelled, said, chat.continuation, generation.model_id)
         await self._turn.commit(kept)

@@ -50,17 +50,18 @@ def bound_calls(request: ChatRequest) -> BoundCalls | None:
         )
         for index, tool in enumerate(request.tools)
     ]
-    names, forced = request.callable_tools, request.calls_forced
+    use = request.tool_use
+    names, forced = use.names, use.forced
     if forced and not tools:
         raise InvalidRequest("tool_choice: there are no tools to call", param="tool_choice")
     for name in names or ():
         if all(tool.name != name for tool in tools):
             raise InvalidRequest(f"tool_choice: {quoted(name)} is not among the tools", param="tool_choice")
-    if not tools or not request.use_tools:
+    if not tools or not use.shown:
         return None
     allowed = [tool for tool in tools if names is None or tool.name in names]
     if forced or names is not None or request.form is not None or any(tool.strict for tool in tools):
-        return BoundCalls(allowed, forced, request.parallel_calls, names is not None)
+        return BoundCalls(allowed, forced, use.parallel, names is not None)
     return None
 
 

@@ -48,7 +48,9 @@ def with_shown(messages: Sequence[Message], media: Iterator[list[dict[str, str]]
                 if isinstance(part, dict) and part["type"] == "text":
                     parts.append(part)
                 elif taken is None:
-                    raise _refused(part, f"messages[{index}].content[{place}]", media is not None)
+                    # A source knows where the caller wrote it; messages may be split and joined before they come here.
+                    known = part.where if isinstance(part, PictureSource | VideoSource) else ""
+                    raise _refused(part, known or f"messages[{index}].content[{place}]", media is not None)
                 else:
                     parts += next(taken)
             message: Message = {**message, "content": parts}
@@ -74,6 +76,30 @@ def with_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
         else dict(message)
         for message in messages
     ]
+
+
+def with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with those of the system behind others as the user's, for templates that take one system
+    message, at the beginning. The user's that then follow each other are joined, for many of them want turns."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "system" and shown:
+            message = {**message, "role": "user"}
+        if message["role"] == "user" and shown and shown[-1]["role"] == "user":
+            shown[-1] = {**shown[-1], "content": _joined(shown[-1]["content"], message["content"])}
+        else:
+            shown.append(message)
+    return shown
+
+
+def _joined(first: str | list[Any], second: str | list[Any]) -> str | list[Any]:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}"
+    return [*_parts(first), *_parts(second)]
+
+
+def _parts(content: str | list[Any]) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _parsed(call: Any) -> dict[str, Any]:

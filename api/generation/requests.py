@@ -12,16 +12,19 @@ from ...actors.protocol.media_ids import is_media_token
 from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER
-from ..media.prompt import Medium, media_said, place, with_media_tokens, with_references
+from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
 from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
 from ..text.grammars import AnswerForm, Thought
 from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel
 from .callers import OWNING, Caller
-from .conversation import with_arguments, with_shown
+from .conversation import with_arguments, with_shown, with_system_first
 from .history import Message
 from .options import Options
+
+_COUNTED_CONTEXTS = 4
+"""A prompt of so many contexts is counted roughly: encoding megabytes takes seconds."""
 
 _AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
 
@@ -34,7 +37,8 @@ class Request:
     be unique. `choices` is the number of answers for every prompt. If `options` have no `max_tokens`, a row generates
     at most `max_tokens_default`; `max_tokens_field` is the caller's name of that option. `waited_s` have passed since
     the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`. `form`
-    is what the answer's content must be.
+    is what the answer's content must be. With `any_model` the default model answers where there is no `model` of that
+    name.
     """
 
     model: str = ""
@@ -48,6 +52,7 @@ class Request:
     caller: Caller = OWNING
     cache_salt: str = ""
     form: AnswerForm | None = None
+    any_model: bool = False
 
     @property
     def agent_key(self) -> str:
@@ -60,25 +65,40 @@ class Request:
 
 
 @dataclass(frozen=True)
+class ToolUse:
+    """What an answer does with tools.
+
+    Attributes:
+        shown: whether the model is told of the tools.
+        forced: whether the answer calls at least one.
+        names: which may be called; None for all.
+        parallel: whether an answer may have several calls; else it ends with its first.
+    """
+
+    shown: bool = True
+    forced: bool = False
+    names: Sequence[str] | None = None
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
 class ChatRequest(Request):
     """A conversation to continue.
 
-    `tools` are as chat templates take them, in OpenAI's form. With `use_tools` False they are not shown to the model.
-    With `calls_forced` the answer calls at least one of them; `callable_tools` names those that may be called, None for
-    all; without `parallel_calls` the answer ends with its first call. `template_kwargs` are variables for the template.
+    `tools` are as chat templates take them, in OpenAI's form. `template_kwargs` are variables for the template.
 
     With `agent_continue` the messages are appended to the agent's stored transcript, or to `opening` if there is none.
+
+    `prefill` is the beginning of the answer's content, which the model continues; it is not among the answer's events.
     """
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] = ()
-    use_tools: bool = True
-    calls_forced: bool = False
-    callable_tools: Sequence[str] | None = None
-    parallel_calls: bool = True
+    tool_use: ToolUse = ToolUse()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     agent_continue: bool = False
     opening: Sequence[Message] = ()
+    prefill: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +115,7 @@ class Chat:
     `prompt` has media token ids in place of pictures; `media` are their spans, and `shown` their sources. `thinking`
     says that the prompt ends inside a block of reasoning, `may_think` that the answer may begin with one. `text` is the
     text of `prompt`, `messages` the whole conversation as a transcript, and `continuation` how the prompt continues the
-    agent's memory, None if there is nothing to continue.
+    agent's memory, None if there is nothing to continue. The prompt ends with the `prefill`.
     """
 
     prompt: list[int]
@@ -107,6 +127,7 @@ class Chat:
     media: list[MediaSpan] = field(default_factory=list)
     shown: list[Medium] = field(default_factory=list)
     may_think: bool = False
+    prefill: str = ""
 
     @property
     def thought(self) -> Thought:
@@ -142,23 +163,26 @@ def agent_key(agent: str, tenant: str = OWNER) -> str:
     return f"{tenant}/{agent}"
 
 
-def _too_long(amount: str, model: ServedModel, where: str) -> ContextLengthExceeded:
+def _too_long(tokens: int, model: ServedModel, where: str, *, at_least: bool = False) -> ContextLengthExceeded:
+    amount = f"at least {tokens}" if at_least else f"{tokens}"
     return ContextLengthExceeded(
         f"{where} has {amount} tokens; the context of {model.name!r} is {model.context_tokens} tokens, at least one of "
         "which is for the answer",
         param=where.partition("[")[0],
+        tokens=tokens,
+        tokens_max=model.context_tokens - 1,
     )
 
 
 def _check_length(prompt: list[int], model: ServedModel, where: str) -> None:
     if len(prompt) >= model.context_tokens:
-        raise _too_long(str(len(prompt)), model, where)
+        raise _too_long(len(prompt), model, where)
 
 
 def _check_least(text: TextModel, string: str, model: ServedModel, where: str) -> None:
     # Megabytes take seconds to encode, so text that cannot fit is refused first.
     if (least := text.tokens_min(string, model.context_tokens)) >= model.context_tokens:
-        raise _too_long(f"at least {least}", model, where)
+        raise _too_long(least, model, where, at_least=True)
 
 
 def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, special_tokens: bool) -> list[int]:
@@ -187,24 +211,8 @@ def prepare_chat(
         ContextLengthExceeded: they do not fit.
     """
     past, pictures = past or Past(), text.pictures
-    messages = _with_shown(request.messages, media, pictures)
-    if request.agent_continue and (before := past.messages or request.opening):
-        earlier_media = media_said(before)
-        messages = [*_with_shown(before, earlier_media, pictures), *messages]
-        media = [*earlier_media, *media]
-    tools = list(request.tools) if request.use_tools else []
-    if tools and not text.has_tool_calls:
-        raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
-    said = with_arguments(messages)
-    rendered = text.render(said, tools, request.template_kwargs)
-    if not reply:
-        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False)
-        # Some templates end a conversation in a way that no answer could follow.
-        rendered = closed if closed and rendered.startswith(closed) else rendered
-    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
-    placed = None if pictures is None else place(pictures, rendered, shown)
-    if placed is not None:
-        rendered = placed.text
+    conversation = _render(text, model, request, past, media, reply=reply)
+    rendered, tools, shown, placed = conversation.text, conversation.tools, conversation.shown, conversation.placed
     continuation = None
     if past.lines:
         _check_least(text, rendered, model, "messages")
@@ -220,7 +228,7 @@ def prepare_chat(
         prompt, spans = with_media_tokens(pictures, prompt, placed)
         if continuation is not None and continuation.line is not None and past.media_tokens:
             continuation = _seen_alike(continuation, prompt, past.media_tokens[continuation.line])
-    transcript = with_references(messages, shown)
+    transcript = with_references(conversation.messages, shown)
     return Chat(
         prompt,
         tools,
@@ -230,8 +238,76 @@ def prepare_chat(
         continuation,
         spans,
         shown,
-        text.may_think(rendered),
+        # What is begun is no reasoning.
+        not request.prefill and text.may_think(rendered),
+        request.prefill,
     )
+
+
+def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, media: Sequence[Medium] = ()) -> int:
+    """Returns how many tokens the prompt of a conversation has, of whatever length. One that is several times as long
+    as the context is not encoded, and counts as at least so much.
+
+    Raises:
+        InvalidRequest: as `prepare_chat`.
+    """
+    conversation = _render(text, model, request, Past(), media, reply=True)
+    far = _COUNTED_CONTEXTS * model.context_tokens
+    if (least := text.tokens_min(conversation.text, far)) >= far:
+        return least
+    prompt = text.encode(conversation.text)
+    if text.pictures is not None and conversation.placed is not None:
+        # Refuses what generating would refuse.
+        with_media_tokens(text.pictures, prompt, conversation.placed)
+    return len(prompt)
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """The text of a prompt, the messages and tools in it, its media as the model is shown them, and their places."""
+
+    text: str
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    shown: list[Medium]
+    placed: MediaPrompt | None
+
+
+def _render(
+    text: TextModel,
+    model: ServedModel,
+    request: ChatRequest,
+    past: Past,
+    media: Sequence[Medium],
+    *,
+    reply: bool,
+) -> _Conversation:
+    pictures = text.pictures
+    messages = _with_shown(request.messages, media, pictures)
+    if request.agent_continue and (before := past.messages or request.opening):
+        earlier_media = media_said(before)
+        messages = [*_with_shown(before, earlier_media, pictures), *messages]
+        media = [*earlier_media, *media]
+    tools = list(request.tools) if request.tool_use.shown else []
+    if tools and not text.has_tool_calls:
+        raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
+    said = with_arguments(messages)
+    try:
+        rendered = text.render(said, tools, request.template_kwargs)
+    except InvalidRequest:
+        said, given = with_system_first(said), said
+        if said == given:
+            raise
+        rendered = text.render(said, tools, request.template_kwargs)
+    if not reply:
+        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False)
+        # Some templates end a conversation in a way that no answer could follow.
+        rendered = closed if closed and rendered.startswith(closed) else rendered
+    elif request.prefill:
+        rendered = text.prefilled(rendered, request.prefill)
+    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
+    placed = None if pictures is None else place(pictures, rendered, shown)
+    return _Conversation(rendered if placed is None else placed.text, messages, tools, shown, placed)
 
 
 def _with_shown(

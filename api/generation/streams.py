@@ -46,10 +46,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a stream. `reason` is `stop`, `length` or `tool_calls`."""
+    """The last event of a stream. `reason` is `stop`, `length` or `tool_calls`; `stop_string` the one that ended it."""
 
     reason: str
     usage: Usage
+    stop_string: str | None = None
 
 
 Event = TextDelta | ReasoningDelta | CallBegun | CallArguments | ToolCall | Finished
@@ -57,7 +58,7 @@ Event = TextDelta | ReasoningDelta | CallBegun | CallArguments | ToolCall | Fini
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer; `text` is its content. `logprobs` is None if not requested."""
+    """A whole answer; `text` is its content. `logprobs` is None if not requested, `stop_string` as in `Finished`."""
 
     text: str
     tool_calls: list[ToolCall]
@@ -65,6 +66,7 @@ class Answer:
     usage: Usage
     reasoning: str = ""
     logprobs: list[ShownToken] | None = None
+    stop_string: str | None = None
 
 
 class AnswerKeeper(Protocol):
@@ -142,6 +144,11 @@ class TextStream:
         return self._generation.model_id
 
     @property
+    def cached_tokens(self) -> int:
+        """How many of the prompt's tokens were not computed again, as far as known; 0 before the first token."""
+        return self._cached_tokens
+
+    @property
     def remembered(self) -> Remembered | None:
         """How the answer was stored in its agent's memory, complete once `Finished` came; None without an agent."""
         return None if self._keeper is None else self._keeper.remembered
@@ -186,7 +193,7 @@ class TextStream:
             if self._keeper is not None:
                 await self._keeper.keep(self._tokens, _message(self._sent), self._generation)
             reason = "tool_calls" if self._row.calls and finish == "stop" else finish
-            yield self._record(Finished(reason, self._usage()))
+            yield self._record(Finished(reason, self._usage(), self._row.stop_string))
         finally:
             self._reading = False
             try:
@@ -246,7 +253,13 @@ class TextStream:
                     calls.append(event)
                 elif isinstance(event, Finished):
                     return Answer(
-                        "".join(text), calls, event.reason, event.usage, reasoning="".join(reasoning), logprobs=logprobs
+                        "".join(text),
+                        calls,
+                        event.reason,
+                        event.usage,
+                        reasoning="".join(reasoning),
+                        logprobs=logprobs,
+                        stop_string=event.stop_string,
                     )
         finally:
             await self.abort()

@@ -1,13 +1,9 @@
-"""The HTTP application: OpenAI's routes over any `Backend`. It knows nothing of Ray."""
+"""The HTTP application: OpenAI's and Anthropic's routes over any `Backend`. It knows nothing of Ray."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -15,46 +11,31 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from ...cluster.audit import Audit
 from ...cluster.config import Config
-from ...cluster.errors import InvalidRequest, ModelNotFound, SatchelError, Unavailable
+from ...cluster.errors import ModelNotFound, SatchelError, Unavailable
 from ...cluster.keys import KeyRing
 from ..agents.memory import AgentMemory
+from ..anthropic.bodies import CountBody, MessagesBody
 from ..generation.backend import Backend, NodeState
 from ..generation.callers import Caller
-from ..generation.remembered import HEADER
-from ..generation.requests import ChatRequest, CompletionRequest, agent_key
-from ..generation.streams import Answer, Event, Finished, TextStream, Usage, abort_all, collect_all, interleave
-from ..openai.answers import DONE, ChatChunks, CompletionChunks, chat_body, completion_body, error_event, model_body
+from ..openai.answers import ChatChunks, CompletionChunks, chat_body, completion_body, model_body
 from ..openai.bodies import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody
-from ..text.pipeline import CallArguments, CallBegun, ReasoningDelta
-from ..text.row_text import TextDelta
 from ..views.generation import Generator
 from .agent_routes import AgentRoutes
+from .answering import Answering, continues
 from .browser import BrowserGuard, Hosts
 from .cluster_routes import ClusterRoutes, MoveBody
-from .exchange import (
-    BodyReader,
-    CancelOnDisconnect,
-    Refused,
-    RequestContext,
-    add_error_handlers,
-    header_text,
-    log_failure,
-)
+from .error_shapes import MESSAGES
+from .event_stream import EventStream
+from .exchange import BodyReader, Refused, RequestContext, add_error_handlers
 from .guard import KeyGuard, require_admin
+from .message_routes import MessageRoutes
 from .metrics import CONTENT_TYPE, AgentMetrics, Metrics
-
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=GenerationBody)
-
-HEADERS_WAIT_S = 5.0
-"""How long a stream's headers wait for its first event, so that an early failure becomes an HTTP error."""
 
 _PROBE_TIMEOUT_S = 10.0
 _NODES_TIMEOUT_S = 2.0
@@ -96,15 +77,27 @@ def create_app(
     app.add_middleware(BrowserGuard, hosts=Hosts(config.endpoint, certified), origins=origins)
     app.add_middleware(RequestContext, metrics=endpoint.metrics)
 
-    def route(path: str, handler: Any, method: str = "GET", body: type[BaseModel] | None = None) -> None:
+    def route(
+        path: str, handler: Any, method: str = "GET", body: type[BaseModel] | None = None, *, shown: bool = True
+    ) -> None:
         extra = None
         if body is not None:
             schema = body.model_json_schema()
             extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-        app.add_api_route(path, handler, methods=[method], response_model=None, openapi_extra=extra)
+        app.add_api_route(
+            path, handler, methods=[method], response_model=None, openapi_extra=extra, include_in_schema=shown
+        )
 
     route("/v1/chat/completions", endpoint.chat_completions, "POST", ChatBody)
     route("/v1/completions", endpoint.completions, "POST", CompletionBody)
+    messages = MessageRoutes(endpoint.answering)
+    for path, handler, body in (
+        (MESSAGES, messages.messages, MessagesBody),
+        (f"{MESSAGES}/count_tokens", messages.count_tokens, CountBody),
+    ):
+        route(path, handler, "POST", body)
+        route(f"{path}/", handler, "POST", body, shown=False)
+    route("/", messages.greet, "HEAD", shown=False)
     route("/v1/models", endpoint.list_models)
     route("/v1/models/{model_id:path}", endpoint.get_model)
     route("/health", endpoint.health)
@@ -146,27 +139,33 @@ class _Routes:
         if generator.memory is not None:
             metrics.registry.register(AgentMetrics(generator.memory))
         self.bodies = BodyReader(config, refused)
+        self.answering = Answering(generator, config, metrics, self.bodies)
 
     async def chat_completions(self, request: Request) -> Response:
         """Generates the next message of a conversation."""
         body, agent = await self._read(request, ChatBody)
-        caller: Caller = request.state.caller
-        chat = replace(body.request(agent, request.state.request_id, _waited_s(request)), caller=caller)
+        chat = self.answering.complete(request, body.request(agent), any_model=False)
         if body.stream:
-            return _EventStream(self, chat, include_usage=body.include_usage)
-        streams, answers = await self._answer(request, chat)
-        body = chat_body(streams[0].model.name, answers, streams[0].remembered)
-        return JSONResponse(body, headers=self.headers(streams))
+            include = body.include_usage
+            return EventStream(
+                self.answering, chat, lambda streams: ChatChunks(streams[0].model.name, include_usage=include)
+            )
+        streams, answers = await self.answering.answer(request, chat)
+        shown = chat_body(streams[0].model.name, answers, streams[0].remembered)
+        return JSONResponse(shown, headers=self.answering.headers(chat, streams))
 
     async def completions(self, request: Request) -> Response:
         """Continues one or several texts."""
         body, agent = await self._read(request, CompletionBody)
-        caller: Caller = request.state.caller
-        completion = replace(body.request(agent, request.state.request_id, _waited_s(request)), caller=caller)
+        work = self.answering.complete(request, body.request(agent), any_model=False)
         if body.stream:
-            return _EventStream(self, completion, include_usage=body.include_usage)
-        streams, answers = await self._answer(request, completion)
-        return JSONResponse(completion_body(streams[0].model.name, answers), headers=self.headers(streams))
+            include = body.include_usage
+            return EventStream(
+                self.answering, work, lambda streams: CompletionChunks(streams[0].model.name, include_usage=include)
+            )
+        streams, answers = await self.answering.answer(request, work)
+        shown = completion_body(streams[0].model.name, answers)
+        return JSONResponse(shown, headers=self.answering.headers(work, streams))
 
     async def list_models(self, request: Request) -> Response:
         """Lists every loaded model that the caller may use, the default first."""
@@ -211,134 +210,20 @@ class _Routes:
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
         """Returns the body and the agent's id."""
-        continues = _continues(request)
+        goes_on = continues(request)
         body = await self.bodies.read(request, kind)
-        if continues:
+        if goes_on:
             body.agent_continue = True
             body.check()
-        return body, _agent(request, body.agent_id)
-
-    async def _answer(
-        self, request: Request, work: ChatRequest | CompletionRequest
-    ) -> tuple[list[TextStream], list[Answer]]:
-        async with CancelOnDisconnect(request.receive):
-            streams = await self.start(work)
-            answers = await collect_all(streams)
-        self.observe(streams, request.state.arrived)
-        return streams, answers
-
-    async def start(self, work: ChatRequest | CompletionRequest) -> list[TextStream]:
-        if isinstance(work, ChatRequest):
-            return await self.generator.start_chats(work)
-        return await self.generator.start_completion(work)
-
-    def headers(self, streams: Sequence[TextStream]) -> dict[str, str]:
-        """Returns headers with nodes, replicas and reasons of the rows, each value once, and with what is missing in
-        the agent's memory, as far as known."""
-        replicas = dict.fromkeys(stream.replica for stream in streams)
-        nodes = dict.fromkeys(stream.node for stream in streams if stream.node)
-        reasons = dict.fromkeys(stream.why for stream in streams)
-        memory = [stream.remembered.header for stream in streams if stream.remembered and stream.remembered.header]
-        headers = {"x-satchel-node": nodes, "x-satchel-replica": replicas, "x-satchel-why": reasons, HEADER: memory}
-        return {name: header_text(", ".join(values)) for name, values in headers.items() if values}
-
-    def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
-        """Records times to first token; `arrived` is by `time.perf_counter`."""
-        for stream in streams:
-            if stream.first_event_at is not None:
-                self.metrics.first_token(stream.model.name, stream.first_event_at - arrived)
-
-
-class _EventStream(Response):
-    """An answer as server-sent events.
-
-    Everything from queueing the row to stopping it happens in one coroutine, the call of this response, so that no
-    cancellation can leave a running row behind.
-    """
-
-    def __init__(self, endpoint: _Routes, work: ChatRequest | CompletionRequest, *, include_usage: bool) -> None:
-        # Not Response's own initializer: that one sets a Content-Length.
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
-        self._endpoint = endpoint
-        self._work = work
-        self._include_usage = include_usage
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with CancelOnDisconnect(receive):
-                streams = await self._endpoint.start(self._work)
-                try:
-                    await self._stream(streams, send, scope["state"]["request_id"])
-                finally:
-                    self._endpoint.observe(streams, scope["state"]["arrived"])
-                    await abort_all(streams)
-        except ClientDisconnect:
-            _log.debug("the client of request %s went away", scope["state"]["request_id"])
-
-    async def _stream(self, streams: list[TextStream], send: Send, request_id: str) -> None:
-        async with aclosing(interleave(streams)) as events:
-            first = asyncio.create_task(anext(events))
-            try:
-                await asyncio.wait({first}, timeout=HEADERS_WAIT_S)
-                if first.done():
-                    first.result()
-                headers = {**self._endpoint.headers(streams), "X-Accel-Buffering": "no"}
-                self.headers.update(headers)
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                async with aclosing(self._chunks(streams, first, events, request_id)) as chunks:
-                    async for chunk in chunks:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            finally:
-                # The generator cannot be closed while a task is inside it.
-                if not first.done():
-                    first.cancel()
-                    await asyncio.wait({first})
-
-    async def _chunks(
-        self,
-        streams: list[TextStream],
-        first: asyncio.Task[tuple[int, Event]],
-        events: AsyncGenerator[tuple[int, Event], None],
-        request_id: str,
-    ) -> AsyncGenerator[bytes, None]:
-        """Yields the body of a streamed answer: the last of its four generators, which encodes events as bytes."""
-        kind = ChatChunks if isinstance(self._work, ChatRequest) else CompletionChunks
-        chunks = kind(streams[0].model.name, self._include_usage)
-        total = Usage(0, 0, 0)
-        try:
-            if start := chunks.start(len(streams)):
-                yield start
-            item = await first
-            while item is not None:
-                index, event = item
-                if isinstance(event, TextDelta):
-                    yield chunks.text(index, event)
-                elif isinstance(event, Finished):
-                    total = total + event.usage
-                    yield chunks.finish(index, event.reason, streams[index].remembered)
-                elif isinstance(event, ReasoningDelta):
-                    yield chunks.reasoning(index, event.text)
-                elif isinstance(event, CallBegun):
-                    yield chunks.call_begun(index, event)
-                elif isinstance(event, CallArguments):
-                    yield chunks.call_arguments(index, event)
-                elif not event.begun:
-                    yield chunks.tool_call(index, event)
-                item = await anext(events, None)
-        except SatchelError as error:
-            log_failure(_log, f"request {request_id} in mid-stream", error, told=False)
-            yield error_event(error)
-            return
-        except Exception:
-            _log.exception("request %s failed in mid-stream", request_id)
-            yield error_event(SatchelError(f"internal error in request {request_id}"))
-            return
-        if self._include_usage:
-            yield chunks.usage(total)
-        yield DONE
+        whose = self.answering.whose(
+            request,
+            agent_id=body.agent_id,
+            cache_salt=body.cache_salt,
+            conversation=body.conversation,
+            prompt_cache_key=body.prompt_cache_key,
+            metadata=body.metadata,
+        )
+        return body, whose.agent
 
 
 async def _probe(answer: Awaitable[T]) -> T:
@@ -346,33 +231,3 @@ async def _probe(answer: Awaitable[T]) -> T:
         return await asyncio.wait_for(answer, _PROBE_TIMEOUT_S)
     except TimeoutError:
         raise Unavailable(f"the cluster did not answer within {_PROBE_TIMEOUT_S:.0f} s") from None
-
-
-def _waited_s(request: Request) -> float:
-    """Seconds since the request arrived."""
-    return time.perf_counter() - request.state.arrived
-
-
-def _continues(request: Request) -> bool:
-    """Returns whether the header asks to append to the agent's transcript."""
-    given = request.headers.get("x-agent-continue", "0").lower()
-    if given not in ("0", "1", "false", "true"):
-        raise InvalidRequest("X-Agent-Continue must be 0 or 1", param="X-Agent-Continue")
-    return given in ("1", "true")
-
-
-def _agent(request: Request, given: str | None) -> str:
-    """Returns the agent's id from header or body; "" for none."""
-    ids = [("X-Agent-ID", value) for value in request.headers.getlist("x-agent-id")]
-    if given is not None:
-        ids.append(("agent_id", given))
-    for name, value in ids:
-        if not value:
-            raise InvalidRequest(f"{name} is empty", param=name)
-        try:
-            agent_key(value)
-        except InvalidRequest as error:
-            raise InvalidRequest(error.message.replace("agent_id", name, 1), param=name) from None
-    if len({value for _, value in ids}) > 1:
-        raise InvalidRequest("X-Agent-ID and agent_id name different agents", param="agent_id")
-    return ids[0][1] if ids else ""

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import NotAllowed, SatchelError, UnsupportedMediaType
-from .exchange import error_response
+from .error_shapes import error_response
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.ASCII)
 _JSON = re.compile(r"application/([a-z0-9.-]+\+)?json *(;.*)?", re.ASCII)
@@ -79,7 +79,7 @@ class BrowserGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope["method"], Headers(scope=scope))) is not None:
-            await error_response(refusal)(scope, receive, send)
+            await error_response(scope, refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

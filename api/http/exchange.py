@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import time
 import uuid
@@ -17,16 +16,16 @@ from types import TracebackType
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.config import Config
 from ...cluster.errors import InvalidRequest, RequestTooLarge, SatchelError, SlowBody, Unavailable
+from ..generation.bodies import Body, parse_body
 from ..generation.options import invalid_at
-from ..openai.answers import error_body
-from ..openai.bodies import Body, parse_body
+from .error_shapes import error_response, shape_of
 from .metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -76,12 +75,14 @@ class RequestContext:
         scope.setdefault("state", {}).update(request_id=request_id, arrived=arrived)
         status = _CLIENT_GONE
         started = False
+        own_header = shape_of(scope["path"]).request_id_header.encode("ascii")
+        id_headers = [b"x-request-id", *([own_header] if own_header else [])]
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                headers = [*message.get("headers", []), (b"x-request-id", request_id.encode("ascii"))]
+                headers = [*message.get("headers", []), *((name, request_id.encode("ascii")) for name in id_headers)]
                 message = {**message, "headers": headers}
             try:
                 async with asyncio.timeout(STALL_S):
@@ -98,8 +99,8 @@ class RequestContext:
             _log.exception("request %s failed", request_id)
             if started:
                 raise
-            body = error_body(500, f"internal error in request {request_id}", code="internal_error")
-            await JSONResponse(body, status_code=500)(scope, receive, send_with_id)
+            hidden = SatchelError(f"internal error in request {request_id}")
+            await error_response(scope, hidden)(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.request_ended(route, status, time.perf_counter() - arrived)
@@ -115,18 +116,10 @@ def _given_request_id(scope: Scope) -> str | None:
     return None
 
 
-def error_response(error: SatchelError) -> Response:
-    headers: dict[str, str] = {}
-    if error.status == 503 or error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1)))
-    body = error_body(error.status, error.message, code=error.code, param=error.param)
-    return JSONResponse(body, status_code=error.status, headers=headers)
-
-
 async def _on_satchel_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SatchelError)
     log_failure(_log, f"request {request.state.request_id}", error)
-    return error_response(error)
+    return error_response(request.scope, error)
 
 
 def log_failure(log: logging.Logger, what: str, error: SatchelError, *, told: bool = True) -> None:
@@ -144,15 +137,15 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         message, code = f"{request.url.path} does not take {request.method}", "method_not_allowed"
     else:
         message, code = str(error.detail), "http_error"
-    body = error_body(error.status_code, message, code=code)
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    shown = SatchelError(message)
+    return error_response(request.scope, shown, status=error.status_code, code=code, headers=error.headers)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     # The first part of `loc` is "query".
-    return error_response(invalid_at(first["loc"][1:], first["msg"]))
+    return error_response(request.scope, invalid_at(first["loc"][1:], first["msg"]))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
@@ -160,7 +153,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Gives every error of `app` OpenAI's shape."""
+    """Gives every error of `app` the shape of its route's protocol."""
     app.add_exception_handler(SatchelError, _on_satchel_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

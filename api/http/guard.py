@@ -1,5 +1,5 @@
-"""Authenticates callers: every request but `/health` needs a key, once keys were made or if other machines can reach
-the endpoint. Pure ASGI."""
+"""Authenticates callers: every request but `/health` and `HEAD /` needs a key, once keys were made or if other machines
+can reach the endpoint. Pure ASGI."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from ...cluster.audit import Audit
 from ...cluster.errors import KeyRefused, NotAllowed, RateLimited, SatchelError, Unavailable
 from ...cluster.keys import KEY_BEGINS, Key, KeyLimits, KeyRing
 from ..generation.callers import Caller, Meter
-from .exchange import error_response
+from .error_shapes import error_response
 
 CHECKS_MAX = 32
 """Unknown keys that may wait for their check at a time; known ones do not wait."""
 
 HEALTH = "/health"
+GREETING = "HEAD", "/"
+"""It answers everybody, and says nothing."""
+
 _SECRET_MAX = 256
 
 
@@ -46,7 +49,7 @@ class KeyGuard:
         try:
             caller = await self._caller(scope, host)
         except SatchelError as error:
-            response = error_response(error)
+            response = error_response(scope, error)
             if isinstance(error, KeyRefused):
                 self._note(scope, host)
                 response.headers["WWW-Authenticate"] = "Bearer"
@@ -65,7 +68,7 @@ class KeyGuard:
         try:
             meter.take_request()
         except RateLimited as error:
-            await error_response(error)(scope, receive, send_with_limits)
+            await error_response(scope, error)(scope, receive, send_with_limits)
             return
         await self._app(scope, receive, send_with_limits)
 
@@ -74,7 +77,7 @@ class KeyGuard:
         if keys is None or keys.is_open:
             return Caller(host=host)
         secret = _secret(Headers(scope=scope))
-        if not secret and scope["path"] == HEALTH:
+        if not secret and (scope["path"] == HEALTH or (scope["method"], scope["path"]) == GREETING):
             return Caller(tenant="", host=host, admin=False)
         if not secret:
             raise KeyRefused("this endpoint needs a key: Authorization: Bearer KEY, or x-api-key: KEY")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...cluster.errors import SatchelError
 from ..generation.backend import ServedModel
 from ..generation.remembered import Remembered
-from ..generation.streams import Answer, Usage
+from ..generation.streams import Answer, Finished, TextStream, Usage
 from ..text.logprobs import ShownToken, chat_logprobs, completion_logprobs
 from ..text.pipeline import CallArguments, CallBegun, ToolCall
 from ..text.row_text import TextDelta
@@ -97,13 +97,22 @@ class _Chunks:
         tail = f',"usage":null{more}}}\n\n' if self._include_usage else f"{more}}}\n\n"
         return f'{self._head}"choices":[{choice}]{tail}'.encode("ascii")
 
-    def usage(self, usage: Usage) -> bytes:
-        return f'{self._head}"choices":[],"usage":{json.dumps(usage_body(usage))}}}\n\n'.encode("ascii")
+    @property
+    def idle(self) -> bytes:
+        return b""
+
+    def end(self, total: Usage) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return f'{self._head}"choices":[],"usage":{json.dumps(usage_body(total))}}}\n\n'.encode("ascii") + DONE
+
+    def failed(self, error: SatchelError, request_id: str) -> bytes:
+        return _event(error_body(error.status, error.message, code=error.code, param=error.param))
 
 
 class ChatChunks(_Chunks):
-    """Chunks of a streamed chat: `start` once, then text and calls, `finish` for every choice, then maybe `usage`. A
-    call comes whole, or its name first and then its arguments as they are written."""
+    """Chunks of a streamed chat: `start` once, then text and calls, `finish` for every choice, then `end`. A call comes
+    whole, or its name first and then its arguments as they are written."""
 
     def __init__(self, model: str, include_usage: bool) -> None:
         super().__init__(f"chatcmpl-{secrets.token_hex(12)}", "chat.completion.chunk", model, include_usage)
@@ -112,8 +121,8 @@ class ChatChunks(_Chunks):
         choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}}}'
         return self._chunk(choice, more)
 
-    def start(self, choices: int) -> bytes:
-        return b"".join(self._delta(index, '{"role":"assistant","content":""}') for index in range(choices))
+    def start(self, streams: Sequence[TextStream]) -> bytes:
+        return b"".join(self._delta(index, '{"role":"assistant","content":""}') for index in range(len(streams)))
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         logprobs = _logprobs(chat_logprobs, delta.logprobs)
@@ -132,10 +141,13 @@ class ChatChunks(_Chunks):
         delta = {"tool_calls": [{"index": more.index, "function": {"arguments": more.text}}]}
         return self._delta(index, json.dumps(delta))
 
-    def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:
+    def call_ended(self, index: int, call: ToolCall) -> bytes:
+        return b""
+
+    def finish(self, index: int, finished: Finished, remembered: Remembered | None = None) -> bytes:
         memory = _memory_field(remembered)
         more = "," + json.dumps(memory, separators=(",", ":"))[1:-1] if memory else ""
-        return self._delta(index, "{}", reason=json.dumps(reason), more=more)
+        return self._delta(index, "{}", reason=json.dumps(finished.reason), more=more)
 
 
 class CompletionChunks(_Chunks):
@@ -148,7 +160,7 @@ class CompletionChunks(_Chunks):
         choice = f'{{"index":{index},"text":{json.dumps(text)},"logprobs":{logprobs},"finish_reason":{reason}}}'
         return self._chunk(choice)
 
-    def start(self, choices: int) -> bytes:
+    def start(self, streams: Sequence[TextStream]) -> bytes:
         return b""
 
     def text(self, index: int, delta: TextDelta) -> bytes:
@@ -166,8 +178,11 @@ class CompletionChunks(_Chunks):
     def call_arguments(self, index: int, more: CallArguments) -> bytes:
         raise AssertionError("completions have no tool calls")
 
-    def finish(self, index: int, reason: str, remembered: Remembered | None = None) -> bytes:
-        return self._choice(index, "", reason=json.dumps(reason))
+    def call_ended(self, index: int, call: ToolCall) -> bytes:
+        raise AssertionError("completions have no tool calls")
+
+    def finish(self, index: int, finished: Finished, remembered: Remembered | None = None) -> bytes:
+        return self._choice(index, "", reason=json.dumps(finished.reason))
 
 
 def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[ShownToken] | None) -> str:
@@ -190,8 +205,3 @@ def model_body(model: ServedModel) -> dict[str, Any]:
 def error_body(status: int, message: str, *, code: str, param: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "service_unavailable" if status == 503 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_event(error: SatchelError) -> bytes:
-    """Returns the event that ends a failed stream."""
-    return _event(error_body(error.status, error.message, code=error.code, param=error.param))

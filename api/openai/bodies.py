@@ -7,21 +7,13 @@ name. Unknown fields are ignored.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
+from ..generation.bodies import RequestBody, check_counts, check_nested
 from ..generation.options import (
     CacheSalt,
     Choices,
@@ -41,12 +33,10 @@ from ..generation.options import (
     TopK,
     TopLogprobs,
     TopP,
-    invalid,
     make_options,
 )
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..text.grammars import AnswerForm
-from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
 from .forms import read_form, read_tool_choice
 from .messages import Messages, Tools
 
@@ -100,10 +90,12 @@ PromptBody = Annotated[
 ]
 
 
-class GenerationBody(BaseModel):
-    """The fields that both generation routes take. None, written `null`, means the default."""
+# Only read to tell agents apart; a value of any form is fine.
+Unchecked = Annotated[Any, WithJsonSchema({})]
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+
+class GenerationBody(RequestBody):
+    """The fields that both generation routes take. None, written `null`, means the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -128,6 +120,9 @@ class GenerationBody(BaseModel):
     timeout_s: TimeoutS | None = None
     user: str | None = None
     cache_salt: CacheSalt | None = None
+    conversation: Unchecked = None
+    prompt_cache_key: Unchecked = None
+    metadata: Unchecked = None
     agent_id: str | None = None
     agent_continue: bool | None = None
     # These are checked by `read_form`, which knows where in them something is wrong.
@@ -155,12 +150,12 @@ class GenerationBody(BaseModel):
     def choices(self) -> int:
         return self.n or 1
 
-    def check(self) -> None:
-        """Checks fields against each other.
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
+        _refuse_many(fields.get("messages"), values, limits)
+        _refuse_unsupported(fields)
 
-        Raises:
-            InvalidRequest: two fields contradict each other.
-        """
+    def check(self) -> None:
         if not isinstance((self.stream_options or {}).get("include_usage"), bool | None):
             raise InvalidRequest("stream_options.include_usage must be a boolean", param="stream_options.include_usage")
         _ = self.form  # Raises if it is malformed.
@@ -192,18 +187,14 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: only possible with logprobs", param="top_logprobs")
 
-    def request(self, agent: str, request_id: str, waited_s: float) -> ChatRequest:
+    def request(self, agent: str) -> ChatRequest:
         # The newer name wins if both are given.
         newer = self.max_completion_tokens is not None
-        tools = read_tool_choice(self.tool_choice)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return ChatRequest(
             messages=self.messages,
             tools=[{**tool} for tool in self.tools or ()],
-            use_tools=tools.shown,
-            calls_forced=tools.forced,
-            callable_tools=tools.names,
-            parallel_calls=self.parallel_tool_calls is not False,
+            tool_use=read_tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
             form=self.form,
             template_kwargs=effort | (self.chat_template_kwargs or {}),
             model=self.model or "",
@@ -213,10 +204,8 @@ class ChatBody(GenerationBody):
                 max_tokens=self.max_completion_tokens if newer else self.max_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             ),
-            request_id=request_id,
             choices=self.choices,
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
-            waited_s=waited_s,
             cache_salt=self.cache_salt or "",
         )
 
@@ -232,28 +221,28 @@ class CompletionBody(GenerationBody):
         if self.agent_continue:
             raise InvalidRequest("agent_continue: only chat completions continue a transcript", param="agent_continue")
 
-    def request(self, agent: str, request_id: str, waited_s: float) -> CompletionRequest:
+    def request(self, agent: str) -> CompletionRequest:
         return CompletionRequest(
             prompt=self.prompt,
             model=self.model or "",
             agent=agent,
             options=self.options(max_tokens=self.max_tokens, logprobs=self.logprobs),
-            request_id=request_id,
             choices=self.choices,
             max_tokens_default=max(COMPLETION_MAX_TOKENS, self.min_tokens or 0),
             form=self.form,
-            waited_s=waited_s,
             cache_salt=self.cache_salt or "",
         )
 
 
-class InjectBody(BaseModel):
+class InjectBody(RequestBody):
     """The body of `/v1/agents/{id}/inject`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     messages: Messages
     model: str | None = None
+
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
+        _refuse_many(fields.get("messages"), values, limits)
 
 
 class ForkBody(BaseModel):
@@ -264,51 +253,10 @@ class ForkBody(BaseModel):
     target: str = Field(alias="as")
 
 
-Body = TypeVar("Body", bound=BaseModel)
-
-
-def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> Body:
-    """Parses and validates a body of class `kind`. Large bodies take up to a second: call it in a worker thread.
-
-    Raises:
-        InvalidRequest: not JSON, not an object, over one of the `limits`, a wrong value, or an unsupported field.
-    """
-    try:
-        fields, values = parse(data, limits.body_values_max)
-    except TooManyValues:
-        raise _too_many_values(limits) from None
-    except TooDeep:
-        raise InvalidRequest(f"the body is nested deeper than {DEPTH_MAX} levels") from None
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    _refuse_many(fields.get("messages"), values, limits)
-    if issubclass(kind, GenerationBody):
-        _refuse_unsupported(fields)
-    try:
-        body = kind.model_validate(fields)
-    except ValidationError as error:
-        raise invalid(error) from None
-    if isinstance(body, GenerationBody):
-        body.check()
-    return body
-
-
-def _too_many_values(limits: Endpoint) -> InvalidRequest:
-    return InvalidRequest(
-        f"the body has more than {limits.body_values_max} JSON values and keys (endpoint.body_values_max)"
-    )
-
-
 def _refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
     """Checks the numbers of messages, parts and values before they are validated."""
     if not isinstance(messages, list):
         return
-    if len(messages) > limits.messages_max:
-        raise InvalidRequest(
-            f"messages: at most {limits.messages_max} go into one request (endpoint.messages_max)", param="messages"
-        )
     parts, nested = 0, []
     for message in messages:
         if not isinstance(message, dict):
@@ -320,15 +268,8 @@ def _refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
             arguments = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(arguments, str):
                 nested.append(arguments)
-    if parts > limits.parts_max:
-        raise InvalidRequest(
-            f"messages: at most {limits.parts_max} parts of content go into one request (endpoint.parts_max)",
-            param="messages",
-        )
-    try:
-        check_values(nested, limits.body_values_max - values)
-    except TooManyValues:
-        raise _too_many_values(limits) from None
+    check_counts(messages, parts, limits)
+    check_nested(nested, values, limits)
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...cluster.errors import InvalidRequest, quoted
+from ..generation.requests import ToolUse
 from ..text.grammars import AnswerForm
 from ..text.json_slices import TooDeep, TooManyValues, parse
 
@@ -20,15 +20,6 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Fields of vLLM's `structured_outputs` that choose how it works, and what they may be.
 _NEUTRAL = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "structural_tag")
 _IGNORED = ("disable_fallback",)
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    """What a `tool_choice` says. `names` are the tools that may be called, None for all."""
-
-    shown: bool = True
-    forced: bool = False
-    names: Sequence[str] | None = None
 
 
 def read_form(fields: Mapping[str, Any]) -> AnswerForm | None:
@@ -117,21 +108,21 @@ def _schema(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def read_tool_choice(choice: Any) -> ToolUse:
-    """Returns what `tool_choice` says.
+def read_tool_choice(choice: Any, *, parallel: bool = True) -> ToolUse:
+    """Returns what `tool_choice` says; `parallel` is what `parallel_tool_calls` does.
 
     Raises:
         ValueError: it is none of OpenAI's forms.
     """
     if choice in (None, "auto"):
-        return ToolUse()
+        return ToolUse(parallel=parallel)
     if choice == "none":
         return ToolUse(shown=False)
     if choice == "required":
-        return ToolUse(forced=True)
+        return ToolUse(forced=True, parallel=parallel)
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "function":
-        return ToolUse(forced=True, names=[_function(choice)])
+        return ToolUse(forced=True, names=[_function(choice)], parallel=parallel)
     if kind == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
@@ -140,7 +131,7 @@ def read_tool_choice(choice: Any) -> ToolUse:
             raise ValueError("allowed_tools needs a mode, 'auto' or 'required'")
         if not isinstance(tools, list) or not tools:
             raise ValueError("allowed_tools needs a list of tools")
-        return ToolUse(forced=mode == "required", names=[_function(tool) for tool in tools])
+        return ToolUse(forced=mode == "required", names=[_function(tool) for tool in tools], parallel=parallel)
     raise ValueError("must be 'auto', 'none', 'required', a function, or allowed_tools")
 
 

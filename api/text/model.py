@@ -111,14 +111,15 @@ class StopMatcher:
     """Cuts text that arrives in pieces at the first stop string; a stage of a `Pipeline`.
 
     The match that ends first wins, and of those that end together the longest. So the result does not depend on the
-    pieces. Text that may be the beginning of a stop string is held back. After a match, `matched` is true and no more
-    text comes out.
+    pieces. Text that may be the beginning of a stop string is held back. After a match, `matched` is true, `found` the
+    stop string, and no more text comes out.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self.matched = False
+        self.found: str | None = None
 
     def add(self, text: str) -> list[str]:
         """Returns the text that can go out."""
@@ -128,8 +129,8 @@ class StopMatcher:
         matches = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         if matches:
             self.matched = True
-            cut = min(matches)[1]
-            self._held = ""
+            end, cut = min(matches)
+            self._held, self.found = "", buffer[cut:end]
         else:
             cut = len(buffer) - longest_held(buffer, self._stops)
             self._held = buffer[cut:]
@@ -266,6 +267,13 @@ class TextModel:
         if self._backend is None:
             raise InvalidRequest(f"the tokenizer of {self.name!r} is written in Python: its answers cannot be bound")
         return self._backend.to_str()
+
+    def prefilled(self, prompt: str, beginning: str) -> str:
+        """Returns `prompt` with the `beginning` of the answer's content behind it; a block of reasoning that `prompt`
+        has opened is closed first."""
+        if self.ends_in_thought(prompt):
+            prompt = f"{prompt.rstrip()}\n\n{self.think_end}\n\n"
+        return prompt + beginning
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Returns the token ids of `text`. `special_tokens` adds those that the tokenizer puts around a text.

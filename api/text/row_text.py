@@ -73,6 +73,11 @@ class RowText:
         found = self._stops is not None and self._stops.matched
         return found or (self._splitter is not None and self._splitter.full)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return None if self._stops is None else self._stops.found
+
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> list[TextEvent]:
         """Returns the events of further tokens.
 

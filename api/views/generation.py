@@ -36,7 +36,16 @@ from ..generation.callers import OWNING, AdmittedRows, Caller
 from ..generation.conversation import sources_in
 from ..generation.options import Options
 from ..generation.remembered import OVER_QUOTA, UNANSWERED, Remembered
-from ..generation.requests import Chat, ChatRequest, CompletionRequest, Past, Request, prepare_chat, prepare_completion
+from ..generation.requests import (
+    Chat,
+    ChatRequest,
+    CompletionRequest,
+    Past,
+    Request,
+    count_prompt,
+    prepare_chat,
+    prepare_completion,
+)
 from ..generation.streams import TextStream, Usage, abort_all
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
@@ -95,15 +104,16 @@ class Generator:
         # A generation may send its images again. The loader counts them as long as it lives.
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
 
-    async def served(self, name: str = "", caller: Caller = OWNING) -> ServedModel:
-        """Returns the model called `name`; "" is the first one that the caller may use.
+    async def served(self, name: str = "", caller: Caller = OWNING, *, any_model: bool = False) -> ServedModel:
+        """Returns the model called `name`; "" is the first one that the caller may use, and with `any_model` so is the
+        name of one that it may not or that does not exist.
 
         Raises:
             ModelNotFound: there is no such model, or the caller may not use it.
             NoReplica: it has not been loaded yet.
         """
         names = [name for name in await self.backend.names() if caller.may_use(name)]
-        wanted = name or next(iter(names), "")
+        wanted = name if name and not (any_model and name not in names) else next(iter(names), "")
         for model in await self.backend.models():
             if model.name == wanted and wanted in names:
                 return model
@@ -153,6 +163,18 @@ class Generator:
                 return await self._prepare_chat(request, deadline, turns)
 
             return await self._run(request, prepare)
+
+    async def count(self, request: ChatRequest) -> int:
+        """Returns how many tokens the prompt of a conversation has. Nothing is queued, and no agent's memory is read:
+        where one goes on with the ids that a model drew, there may be a few more or less.
+
+        Raises:
+            RequestError: the request is invalid, other than by being too long.
+            Unavailable: the model has not been loaded yet.
+        """
+        model, text = await self._chosen(request)
+        media = await self._media(request) if text.pictures is not None else []
+        return await asyncio.to_thread(count_prompt, text, model, request, media)
 
     async def inject(self, request: ChatRequest) -> tuple[Usage, Remembered]:
         """Appends messages to an agent's transcript and computes their KV, without a reply. Returns the usage and the
@@ -223,7 +245,7 @@ class Generator:
             self.memory.count(chat.continuation, turn.lines)
         grammar = await self._grammar(text, chat.thought, request.form, bound_calls(request))
         parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
-        calls_max = None if request.parallel_calls else 1
+        calls_max = None if request.tool_use.parallel else 1
         reader = await self._call_reader(text, chat.tools) if parse else None
 
         def row_text(prompt: list[int]) -> RowText:
@@ -317,7 +339,7 @@ class Generator:
 
     async def _chosen(self, request: Request) -> tuple[ServedModel, TextModel]:
         """Returns the request's model, after checking the options against it."""
-        model = await self.served(request.model, request.caller)
+        model = await self.served(request.model, request.caller, any_model=request.any_model)
         request.caller.priority(request.options.priority)
         scheduling = self.config.scheduling
         options, limit = request.options, scheduling.max_tokens_max

@@ -196,7 +196,7 @@ async def test_loading_survives_the_request_that_began_it_and_is_tried_again_aft
 
 async def test_headers_of_a_stream_do_not_wait_for_ever(server, backend, monkeypatch):
     """A long prefill: the client learns at once that it was accepted, and a failure after that is an event."""
-    monkeypatch.setattr("satchel.api.http.app.HEADERS_WAIT_S", 0.05)
+    monkeypatch.setattr("satchel.api.http.event_stream.HEADERS_WAIT_S", 0.05)
     computed = asyncio.Event()
     backend.play(computed, RowUpdate("r", backend.text.encode("Hello"), finish="stop", cached_tokens=0))
     reader, writer = await connect(server, {**BODY, "stream": True})

@@ -1,0 +1,228 @@
+"""Anthropic's wire format on the way in: the bodies of `/v1/messages` and `/v1/messages/count_tokens`.
+
+Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
+name. What concerns Anthropic's own service (`service_tier`, `container`, `context_management`, unknown betas) and what
+nobody knows is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from ...cluster.config import Endpoint
+from ...cluster.errors import InvalidRequest
+from ..generation.bodies import RequestBody, check_counts
+from ..generation.history import Message
+from ..generation.options import MaxTokens, Options, Stop, Temperature, TopK, TopP, make_options
+from ..generation.requests import ChatRequest, ToolUse
+from ..text.grammars import AnswerForm
+from .messages import Messages, SystemText, Tools, ToolSet
+
+Unchecked = Annotated[Any, WithJsonSchema({})]
+
+_STRICT = ConfigDict(strict=True, extra="ignore")
+# Templates know three degrees.
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+
+
+def _only_list(value: Any) -> Any:
+    if value is not None and not isinstance(value, list):
+        raise ValueError("must be a list of strings")
+    return value
+
+
+StopSequences = Annotated[Stop, BeforeValidator(_only_list)]
+
+
+class Thinking(BaseModel):
+    """Whether the model thinks first, where its template has a switch. `budget_tokens` is not enforced, and `display`
+    changes nothing."""
+
+    model_config = _STRICT
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+
+
+class OutputConfig(BaseModel):
+    """How much effort an answer takes, for templates that know it, and its `format`."""
+
+    model_config = _STRICT
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
+class Metadata(BaseModel):
+    model_config = _STRICT
+
+    user_id: str | None = None
+
+
+class ToolChoiceBody(BaseModel):
+    """How the model is to use tools."""
+
+    model_config = _STRICT
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+def read_tool_choice(given: ToolChoiceBody | None, tools: ToolSet) -> ToolUse:
+    """Reads a tool choice.
+
+    Raises:
+        InvalidRequest: it names no tool, or one that is not there.
+    """
+    if given is None:
+        return ToolUse()
+    parallel = not given.disable_parallel_tool_use
+    if given.type != "tool":
+        return ToolUse(given.type != "none", given.type == "any", parallel=parallel)
+    if given.name is None:
+        raise InvalidRequest("tool_choice.name is missing", param="tool_choice.name")
+    if given.name not in (tool["function"]["name"] for tool in tools.tools):
+        raise InvalidRequest("tool_choice.name: there is no tool of that name in tools", param="tool_choice.name")
+    return ToolUse(True, True, (given.name,), parallel)
+
+
+def read_format(given: dict[str, Any] | None) -> AnswerForm | None:
+    """Reads the `format` of an answer: JSON that follows a schema.
+
+    Raises:
+        InvalidRequest: it is of another type, or has no schema.
+    """
+    if given is None:
+        return None
+    where = "output_config.format"
+    if given.get("type") != "json_schema":
+        raise InvalidRequest(f"{where}.type: only 'json_schema' is possible", param=f"{where}.type")
+    if not isinstance(schema := given.get("schema"), dict):
+        raise InvalidRequest(f"{where}.schema must be an object", param=f"{where}.schema")
+    return AnswerForm("json", schema, f"{where}.schema", True)
+
+
+class PromptBody(RequestBody):
+    """The fields of which a prompt is made. None, written `null`, means the default."""
+
+    model: str | None = None
+    messages: Messages
+    system: SystemText = ""
+    tools: Tools = Field(default_factory=ToolSet)
+    tool_choice: ToolChoiceBody | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    mcp_servers: Unchecked = None
+    context_management: Unchecked = None
+
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
+        messages = fields.get("messages")
+        if isinstance(messages, list):
+            check_counts(messages, sum(map(_parts, messages)), limits)
+
+    def check(self) -> None:
+        read_tool_choice(self.tool_choice, self.tools)
+        _ = self.form
+
+    @property
+    def form(self) -> AnswerForm | None:
+        """What the answer's text must be.
+
+        Raises:
+            InvalidRequest: as `read_format`.
+        """
+        return None if self.output_config is None else read_format(self.output_config.format)
+
+    @property
+    def left_out(self) -> list[str]:
+        """What the model is not told of, because Anthropic's servers would run it: tools by their types, and
+        `mcp_servers`."""
+        return [*self.tools.left_out, *(["mcp_servers"] if self.mcp_servers else [])]
+
+    def chat(self, *, agent_continue: bool = False, **fields: Any) -> ChatRequest:
+        """Returns the conversation; `fields` are further ones of a `ChatRequest`.
+
+        Raises:
+            InvalidRequest: its last message calls a tool.
+        """
+        messages: list[Message] = list(self.messages)
+        system, prefill = self.system, ""
+        if messages and messages[0]["role"] == "system" and isinstance(first := messages[0]["content"], str):
+            # Few templates take two of them.
+            system = f"{system}\n\n{first}" if system else first
+            del messages[0]
+        if messages and messages[-1]["role"] == "assistant":
+            last = messages.pop()
+            if last.get("tool_calls"):
+                raise InvalidRequest("messages: the last one calls a tool, so its result must follow", param="messages")
+            prefill = last["content"] if isinstance(last["content"], str) else ""
+        opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        if not agent_continue:
+            messages, opening = [*opening, *messages], []
+        return ChatRequest(
+            messages=messages,
+            opening=opening,
+            prefill=prefill,
+            tools=self.tools.tools,
+            tool_use=read_tool_choice(self.tool_choice, self.tools),
+            form=self.form,
+            template_kwargs=self._template_kwargs(),
+            model=self.model or "",
+            agent_continue=agent_continue,
+            **fields,
+        )
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {}
+        if self.thinking is not None:
+            kwargs["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            kwargs["reasoning_effort"] = _EFFORTS[self.output_config.effort]
+        return kwargs
+
+
+class MessagesBody(PromptBody):
+    """The body of `/v1/messages`. `max_tokens` 0 reads the prompt and answers nothing."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)]
+    stream: bool | None = None
+    stop_sequences: StopSequences | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    metadata: Metadata | None = None
+    agent_id: str | None = None
+    agent_continue: bool | None = None
+
+    @property
+    def user(self) -> dict[str, Any]:
+        """What tells whose conversation it is."""
+        return {} if self.metadata is None else {"user_id": self.metadata.user_id}
+
+    @property
+    def options(self) -> Options:
+        wanted: MaxTokens | None = self.max_tokens or None
+        return make_options(
+            max_tokens=wanted,
+            stop=self.stop_sequences,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+        )
+
+
+class CountBody(PromptBody):
+    """The body of `/v1/messages/count_tokens`."""
+
+
+def _parts(message: Any) -> int:
+    """Returns the number of blocks in a message that has not been checked yet, those in results of tools included."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return 0
+    inner = (block.get("content") for block in content if isinstance(block, dict))
+    return len(content) + sum(len(blocks) for blocks in inner if isinstance(blocks, list))

@@ -1,0 +1,102 @@
+"""Request bodies of every protocol: parsed within the endpoint's limits, then validated strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ...cluster.config import Endpoint
+from ...cluster.errors import InvalidRequest
+from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
+from .options import invalid
+
+
+class RequestBody(BaseModel):
+    """The base of bodies that are checked before and after their fields are."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
+        """Checks the raw fields before they are validated.
+
+        Args:
+            values: how many JSON values and keys the body has.
+
+        Raises:
+            InvalidRequest: there is too much of something, or a field that is not supported.
+        """
+
+    def check(self) -> None:
+        """Checks fields against each other.
+
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> Body:
+    """Parses and validates a body of class `kind`. Large bodies take up to a second: call it in a worker thread.
+
+    Raises:
+        InvalidRequest: not JSON, not an object, over one of the `limits`, a wrong value, or an unsupported field.
+    """
+    try:
+        fields, values = parse(data, limits.body_values_max)
+    except TooManyValues:
+        raise _too_many_values(limits) from None
+    except TooDeep:
+        raise InvalidRequest(f"the body is nested deeper than {DEPTH_MAX} levels") from None
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    if issubclass(kind, RequestBody):
+        kind.check_fields(fields, values, limits)
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        raise invalid(error) from None
+    if isinstance(body, RequestBody):
+        body.check()
+    return body
+
+
+def check_counts(messages: Sequence[Any], parts: int, limits: Endpoint) -> None:
+    """Checks the numbers of messages and of parts of content.
+
+    Raises:
+        InvalidRequest: one is over its limit.
+    """
+    if len(messages) > limits.messages_max:
+        raise InvalidRequest(
+            f"messages: at most {limits.messages_max} go into one request (endpoint.messages_max)", param="messages"
+        )
+    if parts > limits.parts_max:
+        raise InvalidRequest(
+            f"messages: at most {limits.parts_max} parts of content go into one request (endpoint.parts_max)",
+            param="messages",
+        )
+
+
+def check_nested(texts: Sequence[str], values: int, limits: Endpoint) -> None:
+    """Checks the JSON values in `texts`, such as arguments of calls, together with the body's own `values`.
+
+    Raises:
+        InvalidRequest: there are too many.
+    """
+    try:
+        check_values(texts, limits.body_values_max - values)
+    except TooManyValues:
+        raise _too_many_values(limits) from None
+
+
+def _too_many_values(limits: Endpoint) -> InvalidRequest:
+    return InvalidRequest(
+        f"the body has more than {limits.body_values_max} JSON values and keys (endpoint.body_values_max)"
+    )

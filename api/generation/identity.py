@@ -1,0 +1,179 @@
+"""Whose memory a request goes on with: the agent that the caller names, or what agent programs send by themselves.
+
+Pure. In this order: `X-Agent-ID` or `agent_id`; Claude Code's headers; Codex's; `X-Session-ID`, which OpenCode and
+others send; the fields `conversation` and `prompt_cache_key`; `metadata.user_id`.
+
+Agents that nobody named are called PROGRAM:ID, such as `claude-code:4f2c…`, so that they are told apart from those that
+somebody did. An ID whose characters or length an agent's may not have is replaced by its hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...cluster.errors import InvalidRequest
+from .requests import agent_key
+
+CLAUDE_CODE, CODEX, OPENCODE = "claude-code", "codex", "opencode"
+SESSION, CONVERSATION, CACHE_KEY, USER = "session", "conversation", "cache-key", "user"
+"""What stands before the ids of programs that do not say their names."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9._@-]{1,48}", re.ASCII)
+_HASH = "sha256."
+# As Claude Code writes it: user_HASH_account_UUID_session_UUID, or JSON with the session's id.
+_CLAUDE_USER = re.compile(r"user_.*_session_([0-9A-Za-z-]{8,64})", re.ASCII)
+_USER_JSON_CHARACTERS_MAX = 4096
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The agent of a request.
+
+    Attributes:
+        agent: its id, "" for none.
+        program: what sent it, as far as its headers say, or the kind of id it was known by. "" if the caller named the
+            agent.
+        parent: the agent that a subagent works for, "" if there is none.
+        named: whether the caller named the agent.
+    """
+
+    agent: str = ""
+    program: str = ""
+    parent: str = ""
+    named: bool = False
+
+
+NOBODY = Identity()
+
+
+def identify(
+    headers: Sequence[tuple[str, str]],
+    *,
+    agent_id: str | None = None,
+    conversation: Any = None,
+    prompt_cache_key: Any = None,
+    metadata: Any = None,
+) -> Identity:
+    """Returns the agent of a request. Only what names an agent outright can be wrong; anything else is used if it can
+    be, and never refused.
+
+    Args:
+        headers: of the request, names in lower case. The first of several counts, except for `x-agent-id`.
+        agent_id: the body's field, as are the other arguments.
+
+    Raises:
+        InvalidRequest: `X-Agent-ID` or `agent_id` is no agent's id, or they differ; `param` is the one.
+    """
+    named = _named_by_caller([value for name, value in headers if name == "x-agent-id"], agent_id)
+    if named:
+        return Identity(named, named=True)
+    given = _Headers(headers)
+    user_id = metadata.get("user_id") if isinstance(metadata, Mapping) else None
+    found = (
+        _claude_code(given)
+        or _codex(given)
+        or _session(given)
+        or _by_field(CONVERSATION, conversation.get("id") if isinstance(conversation, Mapping) else conversation)
+        or _by_field(CACHE_KEY, prompt_cache_key)
+        or _user(user_id)
+    )
+    return found or NOBODY
+
+
+class _Headers:
+    def __init__(self, headers: Sequence[tuple[str, str]]) -> None:
+        self._values: dict[str, str] = {}
+        for name, value in headers:
+            self._values.setdefault(name, value.strip())
+
+    def __getitem__(self, name: str) -> str:
+        """Returns the first header's value, "" without one."""
+        return self._values.get(name, "")
+
+
+def _named_by_caller(headers: Sequence[str], agent_id: str | None) -> str:
+    ids = [("X-Agent-ID", value) for value in headers]
+    if agent_id is not None:
+        ids.append(("agent_id", agent_id))
+    for name, value in ids:
+        if not value:
+            raise InvalidRequest(f"{name} is empty", param=name)
+        try:
+            agent_key(value)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message.replace("agent_id", name, 1), param=name) from None
+    if len({value for _, value in ids}) > 1:
+        raise InvalidRequest("X-Agent-ID and agent_id name different agents", param="agent_id")
+    return ids[0][1] if ids else ""
+
+
+def _claude_code(headers: _Headers) -> Identity | None:
+    """A subagent's id is only unique within its session, so its name has both."""
+    session, agent = headers["x-claude-code-session-id"], headers["x-claude-code-agent-id"]
+    within = [session] if session else []
+    if not agent:
+        return Identity(_name(CLAUDE_CODE, session), CLAUDE_CODE) if session else None
+    parent = headers["x-claude-code-parent-agent-id"]
+    above = [*within, parent] if parent else within
+    return Identity(_name(CLAUDE_CODE, *within, agent), CLAUDE_CODE, _name(CLAUDE_CODE, *above) if above else "")
+
+
+def _codex(headers: _Headers) -> Identity | None:
+    """`session-id` and `prompt_cache_key` are the root's, for its subagents too."""
+    if not (thread := headers["thread-id"]):
+        return None
+    parent = headers["x-codex-parent-thread-id"]
+    if not parent and headers["x-openai-subagent"] and headers["session-id"] != thread:
+        parent = headers["session-id"]
+    return Identity(_name(CODEX, thread), CODEX, _name(CODEX, parent) if parent else "")
+
+
+def _session(headers: _Headers) -> Identity | None:
+    if not (session := headers["x-session-id"]):
+        return None
+    parent = headers["x-parent-session-id"]
+    program = OPENCODE if headers["user-agent"].lower().startswith(OPENCODE) else SESSION
+    return Identity(_name(program, session), program, _name(program, parent) if parent else "")
+
+
+def _by_field(kind: str, value: Any) -> Identity | None:
+    return Identity(_name(kind, value), kind) if isinstance(value, str) and value else None
+
+
+def _user(user_id: Any) -> Identity | None:
+    if not isinstance(user_id, str) or not user_id:
+        return None
+    if session := _claude_session(user_id):
+        return Identity(_name(CLAUDE_CODE, session), CLAUDE_CODE)
+    return _by_field(USER, user_id)
+
+
+def _claude_session(user_id: str) -> str:
+    """Returns the session that Claude Code puts into the user's id, "" if this is another program's."""
+    if (written := _CLAUDE_USER.fullmatch(user_id)) is not None:
+        return written[1]
+    if not user_id.startswith("{") or len(user_id) > _USER_JSON_CHARACTERS_MAX:
+        return ""
+    try:
+        fields = json.loads(user_id)
+    except (ValueError, RecursionError):
+        return ""
+    session = fields.get("session_id") if isinstance(fields, dict) else None
+    return session if isinstance(session, str) else ""
+
+
+def _name(program: str, *ids: str) -> str:
+    """Returns an agent's id for the ids that a program gave. Different ids have different names."""
+    return ":".join([program, *map(_plain, ids)])
+
+
+def _plain(given: str) -> str:
+    if _PLAIN.fullmatch(given) and not given.startswith(_HASH):
+        return given
+    # Half of the hash: three parts of a name fit into an agent's id.
+    return _HASH + hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -1,0 +1,121 @@
+"""What the routes of all protocols do alike: whose request it is, starting its rows, and what its response says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from ...cluster.config import Config
+from ...cluster.errors import InvalidRequest
+from ..generation.callers import Caller
+from ..generation.identity import NOBODY, Identity, identify
+from ..generation.remembered import HEADER
+from ..generation.requests import ChatRequest, CompletionRequest
+from ..generation.streams import Answer, TextStream, collect_all
+from ..views.generation import Generator
+from .exchange import BodyReader, CancelOnDisconnect, header_text
+from .metrics import Metrics
+
+Work = TypeVar("Work", ChatRequest, CompletionRequest)
+
+
+class Answering:
+    """Starts requests, waits for whole answers, and observes them.
+
+    Args:
+        bodies: reads the requests' bodies.
+    """
+
+    def __init__(self, generator: Generator, config: Config, metrics: Metrics, bodies: BodyReader) -> None:
+        self.generator = generator
+        self.bodies = bodies
+        self._unknown_model = config.endpoint.unknown_model
+        self._metrics = metrics
+
+    def whose(
+        self, request: Request, *, agent_id: str | None, cache_salt: str | None = None, **fields: Any
+    ) -> Identity:
+        """Returns the agent of a request.
+
+        Args:
+            fields: further ones of `identify`.
+
+        Raises:
+            InvalidRequest: the caller names an agent wrongly.
+        """
+        headers = [(name.lower(), value) for name, value in request.headers.items()]
+        identity = identify(headers, agent_id=agent_id, **fields)
+        # A salt is for requests without an agent. One that the caller did not name must not fail them.
+        return NOBODY if cache_salt and not identity.named else identity
+
+    def complete(self, request: Request, work: Work, *, any_model: bool) -> Work:
+        """Returns the request with what is not in its body.
+
+        Args:
+            any_model: whether its protocol's clients send names of models that are not served.
+        """
+        caller: Caller = request.state.caller
+        lenient = any_model if self._unknown_model is None else self._unknown_model == "default"
+        return replace(
+            work,
+            caller=caller,
+            request_id=request.state.request_id,
+            waited_s=time.perf_counter() - request.state.arrived,
+            any_model=lenient,
+        )
+
+    async def start(self, work: ChatRequest | CompletionRequest) -> list[TextStream]:
+        """Starts all rows of a request. Raises as `Generator.start_chats`."""
+        if isinstance(work, ChatRequest):
+            return await self.generator.start_chats(work)
+        return await self.generator.start_completion(work)
+
+    async def answer(
+        self, request: Request, work: ChatRequest | CompletionRequest
+    ) -> tuple[list[TextStream], list[Answer]]:
+        """Returns the whole answers of a request, and the streams that they came from.
+
+        Raises:
+            SatchelError: it was refused or failed.
+            ClientDisconnect: the client went away; nothing runs on.
+        """
+        async with CancelOnDisconnect(request.receive):
+            streams = await self.start(work)
+            answers = await collect_all(streams)
+        self.observe(streams, request.state.arrived)
+        return streams, answers
+
+    def headers(self, work: ChatRequest | CompletionRequest, streams: Sequence[TextStream]) -> dict[str, str]:
+        """Returns headers with the agent and what is missing in its memory, as far as known, and with nodes, replicas
+        and reasons of the rows, each value once. A model that was not asked for is named too."""
+        replicas = dict.fromkeys(stream.replica for stream in streams)
+        nodes = dict.fromkeys(stream.node for stream in streams if stream.node)
+        reasons = dict.fromkeys(stream.why for stream in streams)
+        memory = [stream.remembered.header for stream in streams if stream.remembered and stream.remembered.header]
+        headers = {"x-satchel-node": nodes, "x-satchel-replica": replicas, "x-satchel-why": reasons, HEADER: memory}
+        headers["x-satchel-agent"] = [work.agent] if work.agent else []
+        served = streams[0].model.name
+        headers["x-satchel-model"] = [served] if work.model and work.model != served else []
+        return {name: header_text(", ".join(values)) for name, values in headers.items() if values}
+
+    def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
+        """Records times to first token; `arrived` is by `time.perf_counter`."""
+        for stream in streams:
+            if stream.first_event_at is not None:
+                self._metrics.first_token(stream.model.name, stream.first_event_at - arrived)
+
+
+def continues(request: Request) -> bool:
+    """Returns whether the header asks to append to the agent's transcript.
+
+    Raises:
+        InvalidRequest: it says neither yes nor no.
+    """
+    given = request.headers.get("x-agent-continue", "0").lower()
+    if given not in ("0", "1", "false", "true"):
+        raise InvalidRequest("X-Agent-Continue must be 0 or 1", param="X-Agent-Continue")
+    return given in ("1", "true")

@@ -1,0 +1,83 @@
+"""Error responses in the shape of the protocol that a route speaks, wherever on the way the error is raised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from ...cluster.errors import SatchelError
+from ..anthropic import answers as anthropic
+from ..openai import answers as openai
+
+MESSAGES = "/v1/messages"
+
+
+class ErrorShape(Protocol):
+    """How a protocol says that something is wrong.
+
+    Attributes:
+        request_id_header: the header in which its clients look for the request's id, besides `x-request-id`; "" if
+            there is none.
+    """
+
+    request_id_header: str
+
+    def body(
+        self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        """Returns the status and the body. `status` and `code` replace the error's own."""
+        ...
+
+
+class OpenAIErrors:
+    request_id_header = ""
+
+    def body(
+        self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        shown = error.status if status is None else status
+        return shown, openai.error_body(shown, error.message, code=code or error.code, param=error.param)
+
+
+class AnthropicErrors:
+    request_id_header = "request-id"
+
+    def body(
+        self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        shown = anthropic.status_of(error.status if status is None else status)
+        return shown, anthropic.error_body(shown, anthropic.error_message(error), request_id)
+
+
+_OPENAI, _ANTHROPIC = OpenAIErrors(), AnthropicErrors()
+
+
+def shape_of(path: str) -> ErrorShape:
+    """Returns the shape of errors at a path, served or not."""
+    return _ANTHROPIC if path == MESSAGES or path.startswith(f"{MESSAGES}/") else _OPENAI
+
+
+def error_response(
+    scope: Scope,
+    error: SatchelError,
+    *,
+    status: int | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Returns the response to a request that failed.
+
+    Args:
+        status, code: instead of the error's own, for errors of HTTP that are none of Satchel's.
+        headers: further ones.
+    """
+    more = dict(headers or {})
+    if error.status == 503 or error.retry_after_s is not None:
+        more["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1)))
+    request_id = scope.get("state", {}).get("request_id", "")
+    shown, body = shape_of(scope["path"]).body(error, request_id, status=status, code=code)
+    return JSONResponse(body, status_code=shown, headers=more)

@@ -1,0 +1,206 @@
+"""An answer as server-sent events, in whatever protocol: the last generator that it passes, and the pings meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Protocol
+
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from ...cluster.errors import SatchelError
+from ..generation.remembered import Remembered
+from ..generation.requests import ChatRequest, CompletionRequest
+from ..generation.streams import Event, Finished, TextStream, Usage, abort_all, interleave
+from ..text.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
+from ..text.row_text import TextDelta
+from .answering import Answering
+from .exchange import CancelOnDisconnect, log_failure
+
+_log = logging.getLogger(__name__)
+
+HEADERS_WAIT_S = 5.0
+"""How long a stream's headers wait for its first event, so that an early failure becomes an HTTP error."""
+
+PING_S = 10.0
+"""After so long without an event a protocol that has pings sends one: proxies and clients give up silent streams."""
+
+
+class Encoder(Protocol):
+    """One protocol's form of a streamed answer: `start` once, then the events of every choice, each ended by its
+    `finish`, then `end`; or `failed` at any time, as the last. Each returns whole server-sent events, b"" for none.
+    """
+
+    @property
+    def idle(self) -> bytes:
+        """What is sent while nothing comes, b"" if the protocol has no such event."""
+        ...
+
+    def start(self, streams: Sequence[TextStream]) -> bytes: ...
+
+    def text(self, index: int, delta: TextDelta) -> bytes: ...
+
+    def reasoning(self, index: int, text: str) -> bytes: ...
+
+    def tool_call(self, index: int, call: ToolCall) -> bytes:
+        """A call that comes whole."""
+        ...
+
+    def call_begun(self, index: int, call: CallBegun) -> bytes:
+        """A call whose arguments follow; nothing else comes before its `call_ended`."""
+        ...
+
+    def call_arguments(self, index: int, more: CallArguments) -> bytes: ...
+
+    def call_ended(self, index: int, call: ToolCall) -> bytes: ...
+
+    def finish(self, index: int, finished: Finished, remembered: Remembered | None = None) -> bytes: ...
+
+    def end(self, total: Usage) -> bytes:
+        """Ends the stream; `total` is the usage of all choices."""
+        ...
+
+    def failed(self, error: SatchelError, request_id: str) -> bytes: ...
+
+
+class EventStream(Response):
+    """An answer as server-sent events.
+
+    Everything from queueing the row to stopping it happens in one coroutine, the call of this response, so that no
+    cancellation can leave a running row behind.
+
+    Args:
+        encoder: makes the encoder, once the rows have been accepted.
+        headers: further ones.
+    """
+
+    def __init__(
+        self,
+        answering: Answering,
+        work: ChatRequest | CompletionRequest,
+        encoder: Callable[[Sequence[TextStream]], Encoder],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        # Not Response's own initializer: that one sets a Content-Length.
+        self.status_code = 200
+        self.background = None
+        fixed = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        self.init_headers({**fixed, **(headers or {})})
+        self._answering = answering
+        self._work = work
+        self._encoder = encoder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with CancelOnDisconnect(receive):
+                streams = await self._answering.start(self._work)
+                try:
+                    await self._stream(streams, send, scope["state"]["request_id"])
+                finally:
+                    self._answering.observe(streams, scope["state"]["arrived"])
+                    await abort_all(streams)
+        except ClientDisconnect:
+            _log.debug("the client of request %s went away", scope["state"]["request_id"])
+
+    async def _stream(self, streams: list[TextStream], send: Send, request_id: str) -> None:
+        async with aclosing(interleave(streams)) as events:
+            first = asyncio.create_task(anext(events))
+            try:
+                await asyncio.wait({first}, timeout=HEADERS_WAIT_S)
+                if first.done():
+                    first.result()
+                headers = {**self._answering.headers(self._work, streams), "X-Accel-Buffering": "no"}
+                self.headers.update(headers)
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                encoder = self._encoder(streams)
+                async with (
+                    _pinging(send, encoder.idle) as send_chunk,
+                    aclosing(_chunks(encoder, streams, first, events, request_id)) as chunks,
+                ):
+                    async for chunk in chunks:
+                        await send_chunk(chunk)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                # The generator cannot be closed while a task is inside it.
+                if not first.done():
+                    first.cancel()
+                    await asyncio.wait({first})
+
+
+async def _chunks(
+    encoder: Encoder,
+    streams: Sequence[TextStream],
+    first: asyncio.Task[tuple[int, Event]],
+    events: AsyncGenerator[tuple[int, Event], None],
+    request_id: str,
+) -> AsyncGenerator[bytes, None]:
+    """Yields the body of a streamed answer: the last of its four generators, which encodes events as bytes."""
+    total = Usage(0, 0, 0)
+    try:
+        if start := encoder.start(streams):
+            yield start
+        item = await first
+        while item is not None:
+            index, event = item
+            if isinstance(event, TextDelta):
+                yield encoder.text(index, event)
+            elif isinstance(event, Finished):
+                total = total + event.usage
+                yield encoder.finish(index, event, streams[index].remembered)
+            elif isinstance(event, ReasoningDelta):
+                yield encoder.reasoning(index, event.text)
+            elif isinstance(event, CallBegun):
+                yield encoder.call_begun(index, event)
+            elif isinstance(event, CallArguments):
+                yield encoder.call_arguments(index, event)
+            elif event.begun:
+                yield encoder.call_ended(index, event)
+            else:
+                yield encoder.tool_call(index, event)
+            item = await anext(events, None)
+    except SatchelError as error:
+        log_failure(_log, f"request {request_id} in mid-stream", error, told=False)
+        yield encoder.failed(error, request_id)
+        return
+    except Exception:
+        _log.exception("request %s failed in mid-stream", request_id)
+        yield encoder.failed(SatchelError(f"internal error in request {request_id}"), request_id)
+        return
+    yield encoder.end(total)
+
+
+@asynccontextmanager
+async def _pinging(send: Send, ping: bytes) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+    """Yields what sends a chunk of the body, and sends `ping` by itself after `PING_S` without one; b"" for none."""
+    loop = asyncio.get_running_loop()
+    sent_at = loop.time()
+
+    async def send_chunk(chunk: bytes) -> None:
+        nonlocal sent_at
+        if chunk:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            sent_at = loop.time()
+
+    async def ping_when_idle() -> None:
+        while True:
+            wait_s = sent_at + PING_S - loop.time()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                await send_chunk(ping)
+
+    if not ping:
+        yield send_chunk
+        return
+    # A task beside the stream costs nothing per token, where a time limit on each wait for an event would.
+    pings = asyncio.create_task(ping_when_idle())
+    try:
+        yield send_chunk
+    finally:
+        pings.cancel()
+        # If a ping could not be sent, neither can the next chunk, and that one says so.
+        await asyncio.gather(pings, return_exceptions=True)

@@ -1,0 +1,65 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from ..anthropic.answers import message_body
+from ..anthropic.bodies import CountBody, MessagesBody, PromptBody
+from ..anthropic.events import MessageEvents
+from .answering import Answering, continues
+from .event_stream import EventStream
+from .exchange import CancelOnDisconnect, header_text
+
+LEFT_OUT = "x-satchel-left-out"
+"""The header that names what the model was not told of, such as tools that Anthropic's servers would run."""
+
+
+class MessageRoutes:
+    """Handlers for messages, and for counting the tokens of what would become one."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+
+    async def messages(self, request: Request) -> Response:
+        """Generates the next message of a conversation."""
+        goes_on = continues(request)
+        body = await self._answering.bodies.read(request, MessagesBody)
+        whose = self._answering.whose(request, agent_id=body.agent_id, metadata=body.user)
+        chat = body.chat(
+            agent=whose.agent,
+            agent_continue=goes_on or bool(body.agent_continue),
+            options=body.options,
+            # Without any tokens to generate the prompt is read all the same, as when something is injected.
+            max_tokens_default=None if body.max_tokens else 0,
+        )
+        chat = self._answering.complete(request, chat, any_model=True)
+        edits = body.context_management is not None
+        if body.stream:
+            return EventStream(
+                self._answering,
+                chat,
+                lambda streams: MessageEvents(chat.model or streams[0].model.name, body.max_tokens, edits=edits),
+                _left_out(body),
+            )
+        (stream,), (answer,) = await self._answering.answer(request, chat)
+        model = chat.model or stream.model.name
+        message = message_body(model, answer, body.max_tokens, edits=edits, remembered=stream.remembered)
+        return JSONResponse(message, headers={**self._answering.headers(chat, [stream]), **_left_out(body)})
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Counts the tokens of a conversation's prompt, of any length, without generating anything."""
+        body = await self._answering.bodies.read(request, CountBody)
+        chat = self._answering.complete(request, body.chat(), any_model=True)
+        async with CancelOnDisconnect(request.receive):
+            tokens = await self._answering.generator.count(chat)
+        return JSONResponse({"input_tokens": tokens}, headers=_left_out(body))
+
+    async def greet(self, request: Request) -> Response:
+        """Responds 200, by which Claude Code sees that something answers."""
+        return Response()
+
+
+def _left_out(body: PromptBody) -> dict[str, str]:
+    return {LEFT_OUT: header_text(", ".join(body.left_out))} if body.left_out else {}

@@ -1,0 +1,114 @@
+"""A coding agent's session on a real engine: every turn repeats all that was said, and only its new words are read."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from satchel.api.agents.memory import AgentMemory
+from satchel.api.http.app import create_app
+from satchel.api.views.generation import Generator
+from satchel.cluster.config import parse_config
+from tests.worlds.anthropic_client import Messages, gathered
+from tests.worlds.engine_backend import EngineBackend
+from tests.worlds.remembering import LocalStore
+
+HINT = {"cache_control": {"type": "ephemeral"}}
+TOOLS = [
+    {"name": "read", "description": "Reads a file.", "input_schema": {"type": "object", "properties": {"path": {}}}},
+    {"name": "write", "description": "Writes a file.", "input_schema": {"type": "object"}},
+]
+RULES = "Say what you know. " * 60
+
+
+class Session:
+    """One session of a program that writes as Claude Code does."""
+
+    def __init__(self, messages: Messages, id: str) -> None:
+        self.messages = messages
+        self.id = id
+        self.thread: list[dict[str, Any]] = []
+
+    def fields(self) -> dict[str, Any]:
+        """Everything anew, with the hints at the ends."""
+        billing = f"x-anthropic-billing-header: cc_version=2.1.{self.id}; cc_entrypoint=cli; cch=0{self.id};"
+        *before, last = self.thread
+        blocks = last["content"] if isinstance(last["content"], list) else [{"type": "text", "text": last["content"]}]
+        return {
+            "messages": [*before, {**last, "content": [*blocks[:-1], {**blocks[-1], **HINT}]}],
+            "system": [{"type": "text", "text": billing}, {"type": "text", "text": RULES, **HINT}],
+            "tools": [TOOLS[0], {**TOOLS[1], **HINT}],
+            "temperature": 0,
+            "max_tokens": 24,
+        }
+
+    async def ask(self, content: Any, *, stream: bool = False) -> dict[str, Any]:
+        self.thread.append({"role": "user", "content": content})
+        headers = {"X-Claude-Code-Session-Id": self.id}
+        if stream:
+            answer = gathered(await self.messages.stream(headers=headers, **self.fields()))
+        else:
+            answer = await self.messages.say(headers=headers, **self.fields())
+        self.thread.append({"role": "assistant", "content": answer["content"]})
+        return answer
+
+    async def count(self) -> int:
+        fields = {name: value for name, value in self.fields().items() if name not in ("max_tokens", "temperature")}
+        return (await self.messages.client.post("/v1/messages/count_tokens", json=fields)).json()["input_tokens"]
+
+
+@pytest.fixture
+async def messages(tmp_path: Path) -> AsyncIterator[Messages]:
+    config = parse_config({"models": [{"name": "satchel/recall", "source": "embedded:recall"}]})
+    store = LocalStore(config, tmp_path / "kv")
+    backend = EngineBackend(config, store)
+    await backend.begin()
+    generator = Generator(backend, config, memory=AgentMemory(store.asked))
+    transport = httpx.ASGITransport(create_app(backend, config, generator=generator))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
+        yield Messages(client)
+    await backend.end()
+    store.actor.close()
+
+
+def share(answer: dict[str, Any]) -> float:
+    usage = answer["usage"]
+    return usage["cache_read_input_tokens"] / (usage["cache_read_input_tokens"] + usage["input_tokens"])
+
+
+async def test_a_session_reads_only_what_is_new(messages: Messages):
+    session = Session(messages, "1")
+    first = await session.ask("Remember: the code of ada is 1815.")
+    assert first["usage"]["cache_read_input_tokens"] == 0
+    second = await session.ask("What is the code of ada?", stream=True)
+    assert share(second) > 0.9
+    assert "1815" in second["content"][0]["text"]
+    # A tool loop: what was called, and what came of it.
+    session.thread.append({"role": "user", "content": "Read the note."})
+    call = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "note.txt"}}
+    session.thread.append({"role": "assistant", "content": [call]})
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "nothing in it"}]}
+    third = await session.ask([result])
+    assert share(third) > 0.8
+    fourth = await session.ask("What is the code of ada?", stream=True)
+    assert share(fourth) > 0.9
+    listed = (await messages.client.get("/v1/agents/claude-code:1")).json()
+    assert [branch["messages"] for branch in listed["branches"]] == [len(session.thread) + 1], "one branch"
+
+
+async def test_sessions_share_what_they_begin_with(messages: Messages):
+    await Session(messages, "1").ask("Hello")
+    other = await Session(messages, "2").ask("Good day")
+    assert other["usage"]["cache_read_input_tokens"] >= 256, "their billing headers differ, and are not read"
+
+
+async def test_counting_agrees_with_the_usage(messages: Messages):
+    session = Session(messages, "1")
+    session.thread.append({"role": "user", "content": "Hello"})
+    counted = await session.count()
+    session.thread.clear()
+    assert (await session.ask("Hello"))["usage"]["input_tokens"] == counted

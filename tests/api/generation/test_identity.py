@@ -1,0 +1,167 @@
+"""Whose memory a request goes on with: the agent that is named, or what programs send by themselves, in this order."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from satchel.api.generation.identity import NOBODY, Identity, identify
+from satchel.api.generation.requests import agent_key
+from satchel.cluster.errors import InvalidRequest
+from tests.worlds.anthropic_client import HELLO, Messages
+from tests.worlds.remembering import Remembering
+
+SESSION = "11111111-2222-3333-4444-555555555555"
+CLAUDE = {"x-claude-code-session-id": SESSION}
+EVERYTHING: dict[str, Any] = {
+    "headers": {
+        "x-agent-id": "ann",
+        "x-claude-code-agent-id": "a1",
+        "x-claude-code-session-id": "s1",
+        "thread-id": "t1",
+        "x-session-id": "o1",
+    },
+    "conversation": "conv_1",
+    "prompt_cache_key": "key",
+    "metadata": {"user_id": "u1"},
+}
+
+
+def of(headers: dict[str, str] | None = None, **fields: Any) -> Identity:
+    return identify(list((headers or {}).items()), **fields)
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "agent", "program", "parent"),
+    [
+        ({}, {}, "", "", ""),
+        ({"x-agent-id": "ann@home:1"}, {}, "ann@home:1", "", ""),
+        ({}, {"agent_id": "ann"}, "ann", "", ""),
+        # Claude Code.
+        (CLAUDE, {}, f"claude-code:{SESSION}", "claude-code", ""),
+        (
+            {**CLAUDE, "x-claude-code-agent-id": "a1"},
+            *({}, f"claude-code:{SESSION}:a1", "claude-code", f"claude-code:{SESSION}"),
+        ),
+        (
+            {**CLAUDE, "x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"},
+            *({}, f"claude-code:{SESSION}:a2", "claude-code", f"claude-code:{SESSION}:a1"),
+        ),
+        ({"x-claude-code-agent-id": "a1"}, {}, "claude-code:a1", "claude-code", ""),
+        (
+            *({}, {"metadata": {"user_id": f"user_0f_account__session_{SESSION}"}}),
+            *(f"claude-code:{SESSION}", "claude-code", ""),
+        ),
+        (
+            *({}, {"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": SESSION})}}),
+            *(f"claude-code:{SESSION}", "claude-code", ""),
+        ),
+        # Codex: the key and the session are the root's, for subagents too.
+        ({"thread-id": "t1", "session-id": "t1"}, {"prompt_cache_key": "t1"}, "codex:t1", "codex", ""),
+        (
+            {"thread-id": "t2", "session-id": "t1", "x-codex-parent-thread-id": "t1", "x-openai-subagent": "review"},
+            *({"prompt_cache_key": "t1"}, "codex:t2", "codex", "codex:t1"),
+        ),
+        (
+            {"thread-id": "t2", "session-id": "t1", "x-openai-subagent": "compact"},
+            *({}, "codex:t2", "codex", "codex:t1"),
+        ),
+        ({"session-id": "t1"}, {}, "", "", ""),
+        # OpenCode, and others with a session.
+        ({"x-session-id": "ses_1", "user-agent": "opencode/1.2"}, {}, "opencode:ses_1", "opencode", ""),
+        (
+            {"x-session-id": "ses_2", "x-parent-session-id": "ses_1", "user-agent": "opencode/1.2"},
+            *({}, "opencode:ses_2", "opencode", "opencode:ses_1"),
+        ),
+        ({"x-session-id": "1"}, {}, "session:1", "session", ""),
+        # Fields.
+        ({}, {"conversation": "conv_1"}, "conversation:conv_1", "conversation", ""),
+        ({}, {"conversation": {"id": "conv_1"}}, "conversation:conv_1", "conversation", ""),
+        ({}, {"prompt_cache_key": "key"}, "cache-key:key", "cache-key", ""),
+        ({}, {"metadata": {"user_id": "u1"}}, "user:u1", "user", ""),
+    ],
+)
+def test_who_it_is(headers, fields, agent, program, parent):
+    found = of(headers, **fields)
+    assert found == Identity(agent, program, parent, named=bool(agent and not program))
+
+
+def test_the_order():
+    left: dict[str, Any] = {**EVERYTHING, "headers": dict(EVERYTHING["headers"])}
+    seen = []
+    steps = ("x-agent-id", "x-claude-code-agent-id", "x-claude-code-session-id", "thread-id", "x-session-id")
+    for header in steps:
+        seen.append(of(**left).agent)
+        del left["headers"][header]
+    for field in ("conversation", "prompt_cache_key", "metadata"):
+        seen.append(of(**left).agent)
+        del left[field]
+    claude = ["claude-code:s1:a1", "claude-code:s1"]
+    assert seen == ["ann", *claude, "codex:t1", "session:o1", "conversation:conv_1", "cache-key:key", "user:u1"]
+    assert of(**left) == NOBODY
+
+
+ODD = ["a b", "ä" * 50, "x" * 5000, "a/b", "a:b", "{", "\ud800", "sha256.0", "\x00", "[]", '{"session_id": 5}']
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_id_is_mapped_to_one_that_agents_may_have(odd):
+    names = [
+        of({"x-claude-code-session-id": odd, "x-claude-code-agent-id": odd}).agent,
+        of({"thread-id": odd}).agent,
+        of({"x-session-id": odd}).agent,
+        of(conversation=odd).agent,
+        of(prompt_cache_key=odd).agent,
+        of(metadata={"user_id": odd}).agent,
+    ]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert agent_key(name)
+        assert odd.strip("\x00") == "" or odd not in name.partition(":")[2] or odd in ("{", "[]")
+
+
+def test_different_ids_have_different_names():
+    given = [*ODD, "a", "b", "a.b", "x" * 48, "x" * 49]
+    names = {of(prompt_cache_key=each).agent for each in given}
+    assert len(names) == len(given)
+    assert (
+        of({"x-claude-code-session-id": "a:b"}).agent
+        != of({"x-claude-code-session-id": "a", "x-claude-code-agent-id": "b"}).agent
+    )
+
+
+@pytest.mark.parametrize("value", [5, True, [], {}, {"id": 5}, None, "", 1.5])
+def test_a_field_of_another_form_names_nobody(value):
+    assert of(conversation=value, prompt_cache_key=value, metadata=value) == NOBODY
+    assert of(metadata={"user_id": value}) == NOBODY
+
+
+@pytest.mark.parametrize("agent", ["", " ", "a b", "ä", "x" * 129, "a/b"])
+def test_who_is_named_must_be_named_rightly(agent):
+    with pytest.raises(InvalidRequest, match=r"^X-Agent-ID"):
+        of({**CLAUDE, "x-agent-id": agent})
+    with pytest.raises(InvalidRequest, match=r"^agent_id"):
+        of(CLAUDE, agent_id=agent)
+    with pytest.raises(InvalidRequest, match="different agents"):
+        identify([("x-agent-id", "a"), ("x-agent-id", "b")])
+
+
+async def test_routes_of_both_protocols_know_an_agent_by_what_its_program_sends(backend, config):
+    endpoint = Remembering(backend, config)
+    session = {"X-Claude-Code-Session-Id": SESSION}
+    response = await Messages(endpoint.client).post(headers=session)
+    assert response.headers["x-satchel-agent"] == f"claude-code:{SESSION}"
+    assert backend.requests[-1]["agent"] == f"default/claude-code:{SESSION}"
+    agents = [each["id"] for each in (await endpoint.client.get("/v1/agents")).json()["data"]]
+    assert agents == [f"claude-code:{SESSION}"]
+    body = {"messages": HELLO, "prompt_cache_key": "a b", "metadata": {"user_id": 5}, "conversation": [1]}
+    for path, fields in (("chat/completions", body), ("completions", {**body, "prompt": "x"})):
+        response = await endpoint.client.post(f"/v1/{path}", json=fields)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-satchel-agent"].startswith("cache-key:sha256.")
+    # A salt is for requests without an agent, and nobody asked for one.
+    salted = await endpoint.client.post("/v1/chat/completions", json={**body, "cache_salt": "pepper"})
+    assert salted.status_code == 200 and "x-satchel-agent" not in salted.headers
+    await endpoint.client.aclose()

@@ -1,0 +1,92 @@
+"""Pictures in Anthropic's messages and in results of tools: the replica is asked what it is asked in OpenAI's form."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from satchel.api.generation.backend import ServedModel
+from satchel.api.http.app import create_app
+from satchel.api.text.model import load_text_model
+from satchel.cluster.config import Config
+from tests.worlds.anthropic_client import HELLO, Messages
+from tests.worlds.fake_backend import FakeBackend
+from tests.worlds.vision_families import write_model
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FakeBackend:
+    folder = write_model(tmp_path / "qwen3_vl", "qwen3_vl")
+    served = ServedModel("satchel/tiny", b"5" * 32, b"5" * 32, str(folder), 4000, 4000, 1_700_000_000)
+    return FakeBackend(load_text_model(folder), [served])
+
+
+@pytest.fixture
+async def messages(backend: FakeBackend, config: Config) -> AsyncIterator[Messages]:
+    transport = httpx.ASGITransport(create_app(backend, config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield Messages(client)
+
+
+def png(color: str = "red") -> str:
+    written = BytesIO()
+    Image.new("RGB", (64, 48), color).save(written, "PNG")
+    return base64.b64encode(written.getvalue()).decode()
+
+
+def image(data: str) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+async def test_a_picture_is_the_same_in_both_protocols(messages: Messages, backend: FakeBackend):
+    await messages.say([{"role": "user", "content": [text("Look: "), image(png()), text(" What is it?")]}])
+    ours = backend.requests[-1]
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png()}"}}
+    chat = {"messages": [{"role": "user", "content": [text("Look: "), url, text(" What is it?")]}]}
+    assert (await messages.client.post("/v1/chat/completions", json=chat)).status_code == 200
+    theirs = backend.requests[-1]
+    assert ours["prompt"] == theirs["prompt"]
+    assert [span.key for span in ours["media"]] == [span.key for span in theirs["media"]] != []
+    by_url = {"type": "image", "source": {"type": "url", "url": url["image_url"]["url"]}}
+    await messages.say([{"role": "user", "content": [text("Look: "), by_url, text(" What is it?")]}])
+    assert backend.requests[-1]["prompt"] == ours["prompt"]
+
+
+async def test_a_tool_shows_a_picture(messages: Messages, backend: FakeBackend):
+    call = {"type": "tool_use", "id": "t", "name": "screenshot", "input": {}}
+    for failed in (False, True):
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [text("Here:"), image(png())]}
+        thread = [*HELLO, {"role": "assistant", "content": [call]}]
+        thread.append({"role": "user", "content": [{**result, "is_error": failed}, image(png("blue")), text("Well?")]})
+        body = {"messages": thread, "max_tokens": 5}
+        counted = (await messages.client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
+        assert (await messages.say(thread))["usage"]["input_tokens"] == counted
+        request = backend.requests[-1]
+        red, blue = request["media"]
+        assert red.key != blue.key
+        prompt = backend.text.decode(backend.text.plain(request["prompt"]))
+        begun = "<|im_start|>tool" + ("Error:" if failed else "") + "Here:<|vision_start|>"
+        assert begun in prompt and "<|im_start|>user<|vision_start|>" in prompt
+
+
+async def test_what_is_no_picture_is_named(messages: Messages, backend: FakeBackend):
+    for data in ("AAAA", "!"):
+        response = await messages.post([{"role": "user", "content": [image(data)]}])
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["message"].startswith("messages[0].content[0] "), response.text
+    response = await messages.post(
+        [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]
+    )
+    assert response.json()["error"]["message"].startswith("messages[0].content[0].source.url must be")
+    assert backend.requests == []
