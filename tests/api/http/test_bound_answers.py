@@ -352,3 +352,67 @@ async def test_forms_are_compiled_once(world: World, monkeypatch: pytest.MonkeyP
     await world.content(response_format=FORM)
     monkeypatch.setattr("llguidance.LLMatcher", None)
     jsonschema_rs.validate(SCHEMA, json.loads(await world.content(response_format=FORM)))
+
+
+# The same by Anthropic's messages.
+
+MESSAGE_TOOLS = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
+
+
+async def message(world: World, **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 150, **fields}
+    answer = await world.client.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_messages_keep_to_a_format(world: World) -> None:
+    answer = await message(world, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    (block,) = answer["content"]
+    assert answer["stop_reason"] == "end_turn" and jsonschema_rs.is_valid(SCHEMA, json.loads(block["text"]))
+    wrong = {"type": "json_schema", "schema": {"type": "nothing"}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "output_config": {"format": wrong}}
+    refusal = await world.client.post("/v1/messages", json=body)
+    assert refusal.status_code == 400 and "output_config.format.schema" in refusal.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "any"}, {"weather", "forecast"}),
+        ({"type": "tool", "name": "forecast"}, {"forecast"}),
+        ({"type": "any", "disable_parallel_tool_use": True}, {"weather", "forecast"}),
+    ],
+)
+async def test_messages_call_the_tools_that_they_must(world: World, choice: dict[str, Any], names: set[str]) -> None:
+    answer = await message(world, tools=MESSAGE_TOOLS, tool_choice=choice)
+    calls = [block for block in answer["content"] if block["type"] == "tool_use"]
+    assert answer["stop_reason"] == "tool_use" and calls and {call["name"] for call in calls} <= names
+    schemas = {each["name"]: each["input_schema"] for each in MESSAGE_TOOLS}
+    assert all(jsonschema_rs.is_valid(schemas[call["name"]], call["input"]) for call in calls)
+    if choice.get("disable_parallel_tool_use"):
+        assert len(calls) == 1
+
+
+async def test_the_input_of_a_call_is_streamed_as_it_is_written(world: World) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 150, "stream": True, "tools": MESSAGE_TOOLS}
+    answer = await world.client.post("/v1/messages", json={**body, "tool_choice": {"type": "tool", "name": "weather"}})
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    kinds = [event["type"] for event in events]
+    begun = kinds.index("content_block_start")
+    assert events[begun]["content_block"] | {"id": ""} == {"type": "tool_use", "id": "", "name": "weather", "input": {}}
+    pieces = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+    assert len(pieces) > 3 and jsonschema_rs.is_valid(SCHEMA, json.loads("".join(pieces)))
+    assert kinds[begun + 1 :] == ["content_block_delta"] * len(pieces) + [
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_a_call_that_a_limit_cuts_has_what_is_json_of_it(world: World) -> None:
+    choice = {"type": "tool", "name": "weather"}
+    answer = await message(world, tools=MESSAGE_TOOLS, tool_choice=choice, max_tokens=14)
+    assert answer["stop_reason"] == "max_tokens"
+    assert all(isinstance(block["input"], dict) for block in answer["content"] if block["type"] == "tool_use")
