@@ -5,6 +5,7 @@ Replicas compile the same text again; here a caller learns at once, and with the
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,11 @@ from ..text.grammars import (
     schema_of_arguments,
 )
 from ..text.model import TextModel
-from .requests import ChatRequest
+from ..text.pipeline import ToolCall
+from ..text.script import Script, answer_tokens, token_grammar
+from .conversation import with_arguments
+from .history import answer_message
+from .requests import Chat, ChatRequest
 
 _BLAME_S = 0.5
 """For how long parts of a schema are compiled to find the one that is wrong."""
@@ -63,6 +68,21 @@ def bound_calls(request: ChatRequest) -> BoundCalls | None:
     if forced or names is not None or request.form is not None or any(tool.strict for tool in tools):
         return BoundCalls(allowed, forced, use.parallel, names is not None)
     return None
+
+
+def scripted_grammar(text: TextModel, script: Script, chat: Chat, template_kwargs: Mapping[str, Any]) -> str:
+    """Returns the grammar of what a script says in a conversation.
+
+    Raises:
+        InvalidRequest: the model's template cannot write it.
+    """
+    said = with_arguments(chat.messages)
+    reply = script.reply(said, chat.tools)
+    calls = [] if reply.call is None else [ToolCall(0, "call_0", reply.call[0], json.dumps(reply.call[1]))]
+    answer = with_arguments([answer_message(reply.text, "", calls)])
+    prompt = text.render(said, chat.tools, template_kwargs)
+    whole = text.render([*said, *answer], chat.tools, template_kwargs, generation_prompt=False)
+    return token_grammar(answer_tokens(text, prompt, whole))
 
 
 class ModelGrammars:

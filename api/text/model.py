@@ -21,6 +21,7 @@ from ...actors.model_files.foreign_code import own_code_only
 from ...actors.model_files.processors import PictureProcessor, sees
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
+from .script import Script
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ class TextModel:
         wrapper: mlx-lm's `TokenizerWrapper`.
         sampling: the model's own sampling defaults by field.
         pictures: the model's image processor, None if it takes no images.
+        script: what the model says instead of what it would, None for nothing.
 
     Attributes:
         hidden_tokens: special and end-of-sequence tokens, which never become text.
@@ -177,8 +179,10 @@ class TextModel:
         name: str = "",
         sampling: Mapping[str, float] | None = None,
         pictures: PictureProcessor | None = None,
+        script: Script | None = None,
     ) -> None:
         self.name = name
+        self.script = script
         self.sampling = dict(sampling or {})
         self.pictures = pictures
         self._wrapper = wrapper
@@ -400,7 +404,7 @@ def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error
     pictures = _pictures(path, trusted=trusted)
-    return TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures)
+    return TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures, script=Script.read(path))
 
 
 def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:

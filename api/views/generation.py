@@ -31,7 +31,7 @@ from ...cluster.errors import (
 from ..agents.memory import AgentMemory, CommittedTurn, Turn
 from ..agents.streams import TurnKeeper
 from ..generation.backend import Backend, Generation, ServedModel
-from ..generation.bound_answers import ModelGrammars, bound_calls
+from ..generation.bound_answers import ModelGrammars, bound_calls, scripted_grammar
 from ..generation.callers import OWNING, AdmittedRows, Caller
 from ..generation.conversation import sources_in
 from ..generation.options import Options
@@ -243,7 +243,11 @@ class Generator:
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
-        grammar = await self._grammar(text, chat.thought, request.form, bound_calls(request))
+        bound = bound_calls(request)
+        if text.script is not None:
+            grammar = await asyncio.to_thread(scripted_grammar, text, text.script, chat, request.template_kwargs)
+        else:
+            grammar = await self._grammar(text, chat.thought, request.form, bound)
         parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
         calls_max = None if request.tool_use.parallel else 1
         reader = await self._call_reader(text, chat.tools) if parse else None

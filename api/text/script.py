@@ -1,0 +1,144 @@
+"""Replies that are told beforehand: a model with a `script.json` beside its weights says what that file says.
+
+It is for trying agent programs, and for tests of what carries them: the model runs as any other does, token by token,
+with its KV kept, moved and found again; only what it says is bound to the script by a grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...cluster.errors import InvalidRequest, ModelLoadError
+
+if TYPE_CHECKING:
+    from .model import TextModel
+
+FILE = "script.json"
+_GROUP = re.compile(r"\\(\d)")
+
+
+@dataclass(frozen=True)
+class ScriptedReply:
+    """What is said: a text, and a call of a tool, (name, arguments), if there is one."""
+
+    text: str
+    call: tuple[str, dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """`after` is whose turn is answered, `user` or `tool`; `pattern` is searched in what it says. `calls` are arguments
+    by the name of a tool: the first that the request has is called. `\\1` in a text is the pattern's first group."""
+
+    after: str
+    pattern: re.Pattern[str]
+    text: str
+    calls: Mapping[str, Any]
+
+
+class Script:
+    """The rules of a script, of which the first that fits is followed, and what is said otherwise."""
+
+    def __init__(self, rules: Sequence[_Rule], otherwise: str) -> None:
+        self._rules, self._otherwise = rules, otherwise
+
+    @classmethod
+    def read(cls, folder: Path) -> Script | None:
+        """Reads a model's script; None if it has none.
+
+        Raises:
+            ModelLoadError: it is malformed.
+        """
+        try:
+            given = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{folder / FILE} cannot be read: {error}") from error
+        try:
+            rules = [
+                _Rule(rule["after"], re.compile(rule["pattern"], re.S), rule.get("text", ""), rule.get("calls", {}))
+                for rule in given["rules"]
+            ]
+            return cls(rules, str(given["otherwise"]))
+        except (KeyError, TypeError, AttributeError, re.error) as error:
+            raise ModelLoadError(f"{folder / FILE} is no script: {type(error).__name__} {error}") from error
+
+    def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> ScriptedReply:
+        """Returns what is said next.
+
+        Args:
+            messages, tools: as chat templates take them.
+        """
+        offered = {tool["function"]["name"] for tool in tools}
+        after, said = _last_turn(messages)
+        for rule in self._rules:
+            found = rule.pattern.search(said) if rule.after == after else None
+            if found is None:
+                continue
+            name = next((name for name in rule.calls if name in offered), None)
+            if name is None and rule.calls:
+                continue
+            call = None if name is None else (name, _filled(rule.calls[name], found))
+            return ScriptedReply(_filled(rule.text, found), call)
+        return ScriptedReply(self._otherwise)
+
+
+def _last_turn(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Returns who spoke since the last answer, and what: the results of tools, or if there are none the user's text."""
+    turn: list[Mapping[str, Any]] = []
+    for message in reversed(messages):
+        if message["role"] == "assistant":
+            break
+        turn.insert(0, message)
+    results = [message for message in turn if message["role"] == "tool"]
+    spoken = results or [message for message in turn if message["role"] == "user"]
+    return ("tool" if results else "user"), "\n".join(text for message in spoken for text in _texts(message))
+
+
+def _texts(message: Mapping[str, Any]) -> Iterator[str]:
+    content = message["content"]
+    if isinstance(content, str):
+        yield content
+        return
+    for part in content or ():
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            yield part["text"]
+
+
+def _filled(value: Any, found: re.Match[str]) -> Any:
+    """Returns a value of JSON with the groups of a match in its texts."""
+    if isinstance(value, str):
+        return _GROUP.sub(lambda group: found[int(group[1])] or "", value)
+    if isinstance(value, list):
+        return [_filled(each, found) for each in value]
+    if isinstance(value, dict):
+        return {key: _filled(each, found) for key, each in value.items()}
+    return value
+
+
+def token_grammar(tokens: Sequence[int]) -> str:
+    """Returns the grammar, in llguidance's Lark, of exactly these tokens."""
+    return f"start: {' '.join(f'<[{token}]>' for token in tokens)}" if tokens else 'start: ""'
+
+
+def answer_tokens(model: TextModel, prompt: str, conversation: str) -> list[int]:
+    """Returns the tokens of an answer, without the one that ends it.
+
+    Args:
+        prompt: the rendered conversation, up to where the answer begins.
+        conversation: the same with the answer.
+
+    Raises:
+        InvalidRequest: the template does not write answers where its prompts end.
+    """
+    if not conversation.startswith(prompt):
+        raise InvalidRequest(f"the chat template of {model.name!r} cannot be scripted", param="model")
+    tokens = model.encode(conversation[len(prompt) :])
+    ends = [place for place, token in enumerate(tokens) if token in model.end_tokens]
+    return tokens[: ends[0]] if ends else tokens
