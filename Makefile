@@ -1,7 +1,7 @@
 # Works with GNU make 3.81, which is what macOS ships.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+.PHONY: help serve test test-slow test-clients test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
 	bench-vision bench-scenarios soak attack
 
 PYTHON ?= python3
@@ -37,6 +37,9 @@ test: .venv/.development ## Run all tests
 
 test-slow: .venv/.development ## Run the tests that take long and say little that others do not
 	@$(BIN)/python -m pytest tests -m slow
+
+test-clients: .venv/.development build/clients/.ready ## Run agent programs (Claude Code, Qwen Code, OpenCode) against a server; needs Node.js
+	@$(BIN)/python -m pytest tests/clients -m clients
 
 test-mutants: .venv/.development $(COSMIC_RAY)/.ready ## Is a small fault in a pure file noticed? FILES="cluster/placement.py" SAMPLE=50 SEED=1 for others
 	@$(COSMIC_RAY)/bin/python tests/mutants/run.py --sample $(SAMPLE) --seed $(SEED) $(FILES)
@@ -138,6 +141,13 @@ define INSTALL
 @$(UV) pip sync --quiet --python $(BIN)/python --require-hashes $(2)
 @$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 endef
+
+build/clients/.ready: tests/clients/package.json tests/clients/package-lock.json
+	@echo "Installing the agent programs into build/clients (1 GB)"
+	@mkdir -p build/clients && cp tests/clients/package.json tests/clients/package-lock.json build/clients
+	@# Not `npm ci`: the lock leaves out packages of platforms that npm could not resolve where it was written.
+	@cd build/clients && npm install --silent --no-fund --no-audit
+	@touch $@
 
 # Apart from the others: what it needs, nobody else does. As it was at a day, so that it stays the same.
 $(COSMIC_RAY)/.ready: | .venv/bin/python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from satchel.cluster.processes import session_members
 
 COMMAND = [sys.executable, "-m", "satchel.api.cli"]
 RECALL = {"name": "satchel/recall", "source": "embedded:recall"}
@@ -46,3 +49,20 @@ def serving_recall(home: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     config.write_text(json.dumps({"models": [RECALL]}))
     with serving(home, "--config", str(config), "--port", str(port)) as process:
         yield process
+
+
+def kill_everything(server_pid: int) -> None:
+    """The server, its Ray and all actors, as a power cut would."""
+    members = [member for sid in sessions_of(server_pid) for member in session_members(sid)]
+    os.kill(server_pid, signal.SIGKILL)
+    for member in members:
+        try:
+            os.kill(member, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def sessions_of(server_pid: int) -> set[int]:
+    """The Unix sessions of the server's children; Ray leads one of its own."""
+    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
+    return {os.getsid(int(child)) for child in children} | {os.getsid(server_pid)}

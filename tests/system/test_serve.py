@@ -29,7 +29,7 @@ from PIL import Image, ImageDraw
 
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import session_members
-from tests.system.serving import COMMAND, RECALL, serving
+from tests.system.serving import COMMAND, RECALL, kill_everything, serving
 
 CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
 SETTLE_S = 5.0
@@ -109,23 +109,6 @@ def site(png: bytes) -> Iterator[tuple[str, list[str]]]:
         finally:
             server.shutdown()
             thread.join()
-
-
-def kill_everything(server_pid: int) -> None:
-    """The server, its Ray and all actors, as a power cut would."""
-    members = [member for sid in sessions_of(server_pid) for member in session_members(sid)]
-    os.kill(server_pid, signal.SIGKILL)
-    for member in members:
-        try:
-            os.kill(member, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
-def sessions_of(server_pid: int) -> set[int]:
-    """The Unix sessions of the server's children; Ray leads one of its own."""
-    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
-    return {os.getsid(int(child)) for child in children} | {os.getsid(server_pid)}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Agent programs that people run, unmodified, against a real server with the scripted model."""
