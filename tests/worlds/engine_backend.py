@@ -42,7 +42,7 @@ class EngineGeneration:
 
 
 class EngineBackend:
-    """Serves the shipped text model as `satchel/recall`. Start it with `begin` on the event loop that uses it."""
+    """Serves the config's first model, a shipped one. Start it with `begin` on the event loop that uses it."""
 
     def __init__(self, config: Config, store: LocalStore) -> None:
         self.config, self.store = config, store
@@ -57,7 +57,7 @@ class EngineBackend:
         self.engine = await asyncio.wrap_future(ready)
 
     def _run(self, ready: Future[Engine]) -> None:
-        source = str(models.EMBEDDED / "recall")
+        source = str(models.EMBEDDED / self.config.models[0].source.removeprefix("embedded:"))
         loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None)
         self.disk = DiskTier(loaded.spec, loaded.model_id, carried("local", self._carry, self._loop))
         engine = Engine(loaded, self.config.scheduling, 2**30, self._take, self.disk)
@@ -87,14 +87,14 @@ class EngineBackend:
         return await asyncio.wrap_future(done)
 
     async def names(self) -> list[str]:
-        return ["satchel/recall"]
+        return [self.config.models[0].name]
 
     async def models(self) -> list[ServedModel]:
         loaded = self.engine.loaded
         size, tokens = loaded.vocabulary_size, loaded.context_tokens
         return [
             ServedModel(
-                "satchel/recall",
+                self.config.models[0].name,
                 loaded.model_id,
                 loaded.identity.files_id,
                 str(loaded.folder),
@@ -111,7 +111,7 @@ class EngineBackend:
         return []
 
     async def health(self) -> dict[str, bool]:
-        return {"satchel/recall": True}
+        return {self.config.models[0].name: True}
 
     async def pids(self) -> dict[str, int]:
         return {}
