@@ -10,8 +10,6 @@ import pytest
 from satchel.api.generation.identity import NOBODY, Identity, identify
 from satchel.api.generation.requests import agent_key
 from satchel.cluster.errors import InvalidRequest
-from tests.worlds.anthropic_client import HELLO, Messages
-from tests.worlds.remembering import Remembering
 
 SESSION = "11111111-2222-3333-4444-555555555555"
 CLAUDE = {"x-claude-code-session-id": SESSION}
@@ -146,22 +144,3 @@ def test_who_is_named_must_be_named_rightly(agent):
         of(CLAUDE, agent_id=agent)
     with pytest.raises(InvalidRequest, match="different agents"):
         identify([("x-agent-id", "a"), ("x-agent-id", "b")])
-
-
-async def test_routes_of_both_protocols_know_an_agent_by_what_its_program_sends(backend, config):
-    endpoint = Remembering(backend, config)
-    session = {"X-Claude-Code-Session-Id": SESSION}
-    response = await Messages(endpoint.client).post(headers=session)
-    assert response.headers["x-satchel-agent"] == f"claude-code:{SESSION}"
-    assert backend.requests[-1]["agent"] == f"default/claude-code:{SESSION}"
-    agents = [each["id"] for each in (await endpoint.client.get("/v1/agents")).json()["data"]]
-    assert agents == [f"claude-code:{SESSION}"]
-    body = {"messages": HELLO, "prompt_cache_key": "a b", "metadata": {"user_id": 5}, "conversation": [1]}
-    for path, fields in (("chat/completions", body), ("completions", {**body, "prompt": "x"})):
-        response = await endpoint.client.post(f"/v1/{path}", json=fields)
-        assert response.status_code == 200, response.text
-        assert response.headers["x-satchel-agent"].startswith("cache-key:sha256.")
-    # A salt is for requests without an agent, and nobody asked for one.
-    salted = await endpoint.client.post("/v1/chat/completions", json={**body, "cache_salt": "pepper"})
-    assert salted.status_code == 200 and "x-satchel-agent" not in salted.headers
-    await endpoint.client.aclose()

@@ -435,3 +435,21 @@ async def test_what_is_not_kept_is_said(backend, config):
     events = await asking.stream(headers=agent)
     assert events[-2]["satchel"] == {"kept": False, "reason": "unanswered"}
     await endpoint.client.aclose()
+
+
+async def test_routes_of_both_protocols_know_an_agent_by_what_its_program_sends(backend, config):
+    endpoint = Remembering(backend, config)
+    response = await Messages(endpoint.client).post(headers={"X-Claude-Code-Session-Id": "one"})
+    assert response.headers["x-satchel-agent"] == "claude-code:one"
+    assert backend.requests[-1]["agent"] == "default/claude-code:one"
+    agents = [each["id"] for each in (await endpoint.client.get("/v1/agents")).json()["data"]]
+    assert agents == ["claude-code:one"]
+    body = {"messages": HELLO, "prompt_cache_key": "a b", "metadata": {"user_id": 5}, "conversation": [1]}
+    for path, fields in (("chat/completions", body), ("completions", {**body, "prompt": "x"})):
+        response = await endpoint.client.post(f"/v1/{path}", json=fields)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-satchel-agent"].startswith("cache-key:sha256.")
+    # A salt is for requests without an agent, and nobody asked for one.
+    salted = await endpoint.client.post("/v1/chat/completions", json={**body, "cache_salt": "pepper"})
+    assert salted.status_code == 200 and "x-satchel-agent" not in salted.headers
+    await endpoint.client.aclose()

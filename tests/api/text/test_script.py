@@ -45,6 +45,10 @@ def test_results_of_tools_are_answered_whatever_the_user_says_beside_them():
     later = {"role": "user", "content": "Say 'no'"}
     assert shipped().reply([ASKED, CALLED, result, later], [tool("Read")]) == ScriptedReply("It says: a heron\nsleeps")
     assert shipped().reply([ASKED, CALLED, later], []) == ScriptedReply("no")
+    both = [{"role": "tool", "content": text} for text in ("one", "two", "three")]
+    assert shipped().reply([ASKED, CALLED, *both], []).text == "It says: one\ntwo\nthree"
+    system = {"role": "system", "content": "Say 'yes'"}
+    assert shipped().reply([ASKED, CALLED, later, system], []) == ScriptedReply("no")
     assert shipped().reply([{"role": "user", "content": None}], []).text.startswith("I only say")
 
 

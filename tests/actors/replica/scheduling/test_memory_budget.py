@@ -47,6 +47,10 @@ def test_kept_prefixes_have_what_rows_do_not_need():
     assert BUDGET.rows_tokens(rows, held) == USABLE // 2
 
 
+def test_all_that_is_not_in_the_pool_is_outside():
+    assert Held(pool=10_000, slots=9000, loose=800, kept=1, pictures=20, seen=300, unwritten=4000).outside == 4321
+
+
 def test_what_nobody_expected_of_the_slots_is_not_given_to_rows():
     rows, held = Rows(count=1, cost=1000, held=1000), Held(pool=9000, slots=9000, loose=2000)
     assert BUDGET.others(rows, held) == 9000 - 2000 + 100 - 2000
