@@ -22,6 +22,7 @@ from ..generation.backend import Backend, NodeState
 from ..generation.callers import Caller
 from ..openai.answers import ChatChunks, CompletionChunks, chat_body, completion_body, model_body
 from ..openai.bodies import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody
+from ..responses.bodies import InputTokensBody, ResponseBody
 from ..views.generation import Generator
 from .agent_routes import AgentRoutes
 from .answering import Answering, continues
@@ -33,6 +34,7 @@ from .exchange import BodyReader, Refused, RequestContext, add_error_handlers
 from .guard import KeyGuard, require_admin
 from .message_routes import MessageRoutes
 from .metrics import CONTENT_TYPE, AgentMetrics, Metrics
+from .response_routes import ResponseRoutes
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=GenerationBody)
@@ -98,6 +100,13 @@ def create_app(
         route(path, handler, "POST", body)
         route(f"{path}/", handler, "POST", body, shown=False)
     route("/", messages.greet, "HEAD", shown=False)
+    responses = ResponseRoutes(endpoint.answering, config.endpoint.responses_bytes_max)
+    route("/v1/responses", responses.create, "POST", ResponseBody)
+    route("/v1/responses/input_tokens", responses.input_tokens, "POST", InputTokensBody)
+    route("/v1/responses/{response_id}", responses.show)
+    route("/v1/responses/{response_id}", responses.delete, "DELETE")
+    route("/v1/responses/{response_id}/cancel", responses.cancel, "POST")
+    route("/v1/responses/{response_id}/input_items", responses.input_items)
     route("/v1/models", endpoint.list_models)
     route("/v1/models/{model_id:path}", endpoint.get_model)
     route("/health", endpoint.health)

@@ -1,0 +1,212 @@
+"""The routes of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import Query, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from ...cluster.errors import (
+    AgentNotFound,
+    ContextLengthExceeded,
+    InvalidRequest,
+    PreviousResponseNotFound,
+    ResponseNotFound,
+    SatchelError,
+    quoted,
+)
+from ..generation.callers import Caller
+from ..generation.history import Message
+from ..generation.identity import Identity
+from ..generation.requests import ChatRequest, agent_key
+from ..responses.answers import ResponseObject
+from ..responses.bodies import AskedBody, InputTokensBody, ResponseBody
+from ..responses.chains import KeptResponse, ResponseChains, new_response_id, read_response_id
+from ..responses.events import ResponseEvents, whole
+from ..responses.listing import item_page
+from ..views.agents import forget_agent
+from .answering import Answering, continues
+from .event_stream import EventStream
+from .exchange import CancelOnDisconnect, header_text
+from .message_routes import LEFT_OUT
+
+_log = logging.getLogger(__name__)
+
+_SYNCHRONOUS = "a response that is not in the background cannot be cancelled; closing its connection ends it"
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a request goes on with: what was said, whose memory that is, and the root of its chain."""
+
+    messages: list[Message]
+    agent: str = ""
+    root: str = ""
+
+
+class ResponseRoutes:
+    """Handlers for responses: made, gone on with, shown and deleted; and for counting the tokens of their input."""
+
+    def __init__(self, answering: Answering, bytes_max: int) -> None:
+        self._answering = answering
+        self._chains = ResponseChains(bytes_max)
+
+    async def create(self, request: Request) -> Response:
+        """Generates the next response of a conversation."""
+        goes_on = continues(request)
+        body = await self._answering.bodies.read(request, ResponseBody)
+        if goes_on:
+            body.agent_continue = True
+            body.check()
+        whose = self._answering.whose(
+            request,
+            agent_id=body.agent_id,
+            conversation=body.conversation,
+            prompt_cache_key=body.prompt_cache_key,
+            metadata=body.metadata,
+        )
+        caller: Caller = request.state.caller
+        before = await self._before(body, caller, whose)
+        messages = await asyncio.to_thread(body.messages, before.messages, self._look_up(caller))
+        id = new_response_id(messages, instructed=bool(body.instructions), root=before.root)
+        agent = whose.agent or before.agent
+        if not agent and body.kept and self._answering.generator.memory is not None and (own := read_response_id(id)):
+            agent = own.agent
+        chat = body.chat(
+            messages,
+            agent=agent,
+            agent_continue=bool(body.agent_continue) or body.conversation is not None,
+            options=body.options,
+        )
+        chat = self._answering.complete(request, chat, any_model=False)
+
+        def ended(shown: dict[str, Any], answer: Message) -> None:
+            if body.kept:
+                kept = KeptResponse(shown, body.input.given, [*messages, answer], agent)
+                self._chains.keep(caller.tenant, id, kept)
+
+        def events(model: str) -> ResponseEvents:
+            return ResponseEvents(ResponseObject(id, body, model), body.tools, ended)
+
+        if body.stream:
+            return _ResponseStream(self._answering, chat, events, _left_out(body))
+        (stream,), (answer,) = await self._answering.answer(request, chat)
+        shown = whole(events(stream.model.name), answer, stream.remembered)
+        return JSONResponse(shown, headers={**self._answering.headers(chat, [stream]), **_left_out(body)})
+
+    async def input_tokens(self, request: Request) -> Response:
+        """Counts the tokens of a prompt, of any length, without generating anything."""
+        body = await self._answering.bodies.read(request, InputTokensBody)
+        caller: Caller = request.state.caller
+        before = await self._before(body, caller, self._answering.whose(request, agent_id=None))
+        messages = await asyncio.to_thread(body.messages, before.messages, self._look_up(caller))
+        chat = self._answering.complete(request, body.chat(messages), any_model=False)
+        async with CancelOnDisconnect(request.receive):
+            tokens = await self._answering.generator.count(chat)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens}, headers=_left_out(body))
+
+    async def show(self, request: Request, response_id: str, stream: bool = False) -> Response:
+        """Shows a kept response."""
+        if stream:
+            raise InvalidRequest("stream: events are sent once, to who asked for them", param="stream")
+        return JSONResponse(self._kept(request, response_id).shown)
+
+    async def delete(self, request: Request, response_id: str) -> Response:
+        """Deletes a response. With the last one of a chain that nobody's name is on, its memory is forgotten."""
+        caller: Caller = request.state.caller
+        self._kept(request, response_id)
+        kept, said = self._chains.delete(caller.tenant, response_id), read_response_id(response_id)
+        memory = self._answering.generator.memory
+        own = kept is not None and said is not None and kept.agent == said.agent
+        if own and memory is not None and not self._chains.others(caller.tenant, said.agent):
+            await forget_agent(memory, agent_key(said.agent, caller.tenant))
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request, response_id: str) -> Response:
+        """Cancels a response in the background, of which there are none."""
+        self._kept(request, response_id)
+        raise InvalidRequest(_SYNCHRONOUS, param="response_id")
+
+    async def input_items(
+        self,
+        request: Request,
+        response_id: str,
+        limit: int = Query(20),
+        order: Literal["asc", "desc"] = "desc",
+        after: str = "",
+    ) -> Response:
+        """Lists the items of a response's own input, the newest first."""
+        return JSONResponse(item_page(self._kept(request, response_id).items, response_id, limit, order, after))
+
+    def _kept(self, request: Request, id: str) -> KeptResponse:
+        caller: Caller = request.state.caller
+        if (kept := self._chains.get(caller.tenant, id)) is None:
+            raise ResponseNotFound(f"there is no response {quoted(id)} here", param="response_id")
+        return kept
+
+    def _look_up(self, caller: Caller) -> Callable[[str], dict[str, Any] | None]:
+        return lambda id: self._chains.item(caller.tenant, id)
+
+    async def _before(self, body: AskedBody, caller: Caller, whose: Identity) -> _Before:
+        """Returns what the request goes on with.
+
+        Raises:
+            PreviousResponseNotFound: its response is not kept, or no longer.
+            Unavailable: the transcript in which it may be cannot be had now.
+        """
+        if (id := body.previous_response_id) is None:
+            return _Before([])
+        said = read_response_id(id)
+        if said is not None and (kept := self._chains.get(caller.tenant, id)) is not None:
+            return _Before(kept.messages, kept.agent, said.root)
+        memory = self._answering.generator.memory
+        if said is not None and memory is not None and not self._chains.deleted(caller.tenant, id):
+            agent = whose.agent or said.agent
+            try:
+                transcript = await memory.store.transcript(agent_key(agent, caller.tenant))
+            except AgentNotFound:
+                transcript = b"[]"
+            found = await asyncio.to_thread(lambda: said.found_in(json.loads(transcript)))
+            if found is not None:
+                return _Before(found, agent, said.root)
+        raise PreviousResponseNotFound(f"there is no response {quoted(id)} here", param="previous_response_id")
+
+
+class _ResponseStream(EventStream):
+    """A streamed response. That its prompt is too long is an event too: clients that compact then look for it there."""
+
+    def __init__(
+        self,
+        answering: Answering,
+        chat: ChatRequest,
+        events: Callable[[str], ResponseEvents],
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(answering, chat, lambda streams: events(streams[0].model.name), headers)
+        self._asked = chat.model
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except ContextLengthExceeded as error:
+            # It is raised before anything is sent, because later errors become events by themselves.
+            _log.debug("request %s is too long", scope["state"]["request_id"])
+            await self._fail(error, scope["state"]["request_id"], send)
+
+    async def _fail(self, error: SatchelError, request_id: str, send: Send) -> None:
+        events = self._events(self._asked)
+        told = events.start([]) + events.failed(error, request_id)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": told})
+
+
+def _left_out(body: AskedBody) -> dict[str, str]:
+    return {LEFT_OUT: header_text(", ".join(body.left_out))} if body.left_out else {}

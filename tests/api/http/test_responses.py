@@ -1,0 +1,295 @@
+"""`/v1/responses`: what OpenAI's clients see, event by event and by the official client's types, and what the replica
+is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from satchel.actors.protocol.messages import RowUpdate
+from satchel.cluster.errors import GenerationFailed
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+WEATHER: dict[str, Any] = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
+PATCH: dict[str, Any] = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Changes files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+
+
+def check_event(event: dict[str, Any]) -> None:
+    if event["type"] == "response.failed" and event["response"]["error"]["code"] == "context_length_exceeded":
+        # The client's types lack this code, which OpenAI's servers send and Codex looks for.
+        event = {**event, "response": {**event["response"], "error": None}}
+    EVENTS.validate_python(event)
+
+
+class Asking:
+    """Shorthand for requests to the route."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+
+    async def post(self, input: Any = "Hi", *, headers: Any = None, **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/responses", json={"input": input, **fields}, headers=headers)
+
+    async def say(self, input: Any = "Hi", **fields: Any) -> dict[str, Any]:
+        answer = await self.post(input, **fields)
+        assert answer.status_code == 200, answer.text
+        Response.model_validate(answer.json())
+        return answer.json()
+
+    async def stream(self, input: Any = "Hi", **fields: Any) -> list[dict[str, Any]]:
+        answer = await self.post(input, stream=True, **fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = []
+        for written in answer.text.removesuffix("\n\n").split("\n\n"):
+            name, data = written.split("\n")
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}" and event["sequence_number"] == len(events)
+            check_event(event)
+            events.append(event)
+        return events
+
+    async def refused(self, input: Any = "Hi", *, status: int = 400, **fields: Any) -> dict[str, Any]:
+        answer = await self.post(input, **fields)
+        assert answer.status_code == status, answer.text
+        return answer.json()["error"]
+
+
+@pytest.fixture
+def asking(client: httpx.AsyncClient) -> Asking:
+    return Asking(client)
+
+
+@pytest.fixture
+async def sdk(client: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
+    yield openai.AsyncOpenAI(
+        base_url="http://localhost/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=client,
+        _strict_response_validation=True,
+    )
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in events]
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+TEXT = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+TEXT.append("output_item.done")
+THOUGHT = [kind.replace("output_text", "reasoning_text") for kind in TEXT]
+
+
+async def test_a_whole_answer(asking, backend):
+    backend.say("Hello wörld 😀", cached=3)
+    response = await asking.say(instructions="Be brief.", model="satchel/tiny", metadata={"a": "b"}, temperature=0.5)
+    assert response["id"].startswith("resp_") and response["object"] == "response"
+    assert (response["status"], response["error"], response["incomplete_details"]) == ("completed", None, None)
+    (message,) = response["output"]
+    assert message["id"].startswith("msg_") and (message["role"], message["status"]) == ("assistant", "completed")
+    text = {"type": "output_text", "text": "Hello wörld 😀", "annotations": [], "logprobs": []}
+    assert message["content"] == [text]
+    tokens, drawn = len(backend.requests[0]["prompt"]), len(backend.text.encode("Hello wörld 😀"))
+    assert response["usage"] == {
+        "input_tokens": tokens,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": drawn,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": tokens + drawn,
+    }
+    assert (response["model"], response["metadata"], response["temperature"]) == ("satchel/tiny", {"a": "b"}, 0.5)
+    assert backend.prompt == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_a_stream_event_by_event(asking, backend):
+    backend.say("Hello 日本語", cached=2, step=100)
+    events = await asking.stream()
+    assert kinds(events) == ["created", "in_progress", *TEXT, "completed"]
+    last = events[-1]["response"]
+    assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["output"] == []
+    assert {event["response"]["id"] for event in (*events[:2], events[-1])} == {last["id"]}
+    assert events[4]["delta"] == events[5]["text"] == "Hello 日本語"
+    assert events[-2]["item"] == last["output"][0]
+    assert last["usage"]["input_tokens_details"]["cached_tokens"] == 2
+
+
+@pytest.mark.parametrize("said", ["", "x", " lead", "日本語", "a\u2028b\x85c\r\nd", f"Well. {CALL}", f"{CALL}\n{CALL}"])
+async def test_stream_and_whole_answer_agree(asking, backend, said):
+    backend.say(said)
+    whole, events = await asking.say(tools=[WEATHER]), await asking.stream(tools=[WEATHER])
+    streamed = events[-1]["response"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == streamed["output"]
+    added = [event["item"]["id"] for event in events if event["type"] == "response.output_item.added"]
+    assert added == [item["id"] for item in done]
+    for got in (whole, streamed):
+        got["output"] = without_ids(got["output"])
+        for name in ("id", "created_at", "completed_at"):
+            del got[name]
+    assert whole == streamed
+
+
+async def test_a_call_and_its_result(asking, backend):
+    backend.say(f"Well. {CALL}")
+    events = await asking.stream(tools=[WEATHER])
+    call = events[-1]["response"]["output"][1]
+    assert call["id"].startswith("fc_") and call["call_id"].startswith("call_")
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
+    assert json.loads(call["arguments"]) == {"city": "Köln"}
+    more = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert "".join(more) == call["arguments"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    history = [{"role": "user", "content": "Hi"}, *events[-1]["response"]["output"], output]
+    await asking.say(history, tools=[WEATHER])
+    assert '"name": "weather"' in backend.prompt and "rain" in backend.prompt
+
+
+async def test_free_text_and_namespaces_come_back_as_they_were_offered(asking, backend):
+    tools = [PATCH, {"type": "namespace", "name": "mcp__git", "description": "", "tools": [{**WEATHER, "name": "log"}]}]
+    call = '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\n\\"b\\""}}\n</tool_call>'
+    backend.say(call + '\n<tool_call>\n{"name": "mcp__git__log", "arguments": {}}\n</tool_call>')
+    events = await asking.stream(tools=tools)
+    custom, named = events[-1]["response"]["output"]
+    assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", 'a\n"b"')
+    assert "custom_tool_call_input.delta" in kinds(events)
+    assert (named["type"], named["namespace"], named["name"]) == ("function_call", "mcp__git", "log")
+    assert "this Lark grammar" in backend.prompt
+    outputs = [
+        {
+            "type": "custom_tool_call_output",
+            "call_id": custom["call_id"],
+            "output": [{"type": "input_text", "text": "ok"}],
+        },
+        {"type": "function_call_output", "call_id": named["call_id"], "output": ""},
+    ]
+    await asking.say([{"role": "user", "content": "Hi"}, custom, named, *outputs], tools=tools)
+    assert '"mcp__git__log"' in backend.prompt.rpartition("user")[2]
+
+
+async def test_tools_of_openais_servers_are_left_out_and_named(asking, backend):
+    hosted = [{"type": "web_search", "external_web_access": True}, {"type": "mcp", "server_label": "x"}, WEATHER]
+    answer = await asking.post(
+        [{"type": "web_search_call", "id": "ws_1", "status": "completed"}, {"role": "user", "content": "Hi"}],
+        tools=hosted,
+    )
+    assert answer.status_code == 200 and answer.headers["x-satchel-left-out"] == "web_search, mcp, web_search_call"
+    assert answer.json()["tools"] == hosted
+    await asking.refused(tools=hosted, tool_choice={"type": "web_search"})
+    await asking.refused(tools=hosted[:2], tool_choice="required")
+
+
+async def test_reasoning_is_an_item_and_goes_back(asking, thinker):
+    thinker.say("<think>\nHm, well.\n</think>\n\nYes.")
+    events = await asking.stream(include=["reasoning.encrypted_content"], store=False)
+    seen = list(dict.fromkeys(kinds(events)))
+    assert seen[:8] == ["created", "in_progress", *THOUGHT] and seen[-3:] == [*TEXT[2:4], "completed"]
+    thought, message = events[-1]["response"]["output"]
+    assert (thought["type"], thought["summary"]) == ("reasoning", [])
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, well."}]
+    assert events[-1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    # As Codex sends it back: without its content.
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": thought["encrypted_content"]}
+    theirs = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [{"type": "summary_text", "text": "so"}],
+        "encrypted_content": "g",
+    }
+    history = [{"role": "user", "content": "Hi"}, theirs, thought, message, {"role": "user", "content": "Why?"}]
+    await asking.say(history)
+    assert "<think>\nHm, well.\n</think>\n\nYes." in thinker.prompt
+
+
+@pytest.mark.parametrize(("effort", "known"), [("minimal", "low"), ("medium", "medium"), ("xhigh", "high")])
+async def test_effort_goes_to_the_template(asking, thinker, effort, known):
+    await asking.say(reasoning={"effort": effort, "summary": "auto"})
+    assert f"effort: {known}\n" in thinker.prompt
+    await asking.say(reasoning={"effort": "none"})
+    assert thinker.prompt.endswith("<think>\n\n</think>\n\n")
+
+
+async def test_an_answer_that_is_cut_is_incomplete(asking, backend):
+    backend.say("one two", finish="length")
+    events = await asking.stream(max_output_tokens=2)
+    assert backend.sampling.max_tokens == 2
+    last = events[-1]
+    assert last["type"] == "response.incomplete" and last["response"]["status"] == "incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["response"]["output"][0]["status"] == "incomplete"
+    assert (await asking.say(max_output_tokens=2))["status"] == "incomplete"
+
+
+async def test_a_failure_in_mid_stream_is_an_event(asking, backend):
+    backend.play(RowUpdate("row", backend.text.encode("Hello"), cached_tokens=0), GenerationFailed("it broke"))
+    events = await asking.stream()
+    assert events[-1]["type"] == "response.failed"
+    response = events[-1]["response"]
+    assert response["status"] == "failed" and response["error"] == {"code": "server_error", "message": "it broke"}
+
+
+async def test_too_long_in_words_that_make_clients_compact(asking, backend):
+    long = "word " * 20_000
+    error = await asking.refused(long)
+    assert error["code"] == "context_length_exceeded"
+    events = await asking.stream(long)
+    assert kinds(events) == ["created", "in_progress", "failed"]
+    assert events[-1]["response"]["error"]["code"] == "context_length_exceeded"
+
+
+async def test_logprobs(asking, backend):
+    backend.say("Hello")
+    response = await asking.say(top_logprobs=2)
+    given = response["output"][0]["content"][0]["logprobs"]
+    assert "".join(each["token"] for each in given) == "Hello" and len(given[0]["top_logprobs"]) == 2
+    events = await asking.stream(include=["message.output_text.logprobs"])
+    assert [each["token"] for event in events for each in event.get("logprobs", ()) if "delta" in event]
+
+
+async def test_the_official_client(sdk, backend):
+    backend.say("Hello wörld 😀", cached=2)
+    response = await sdk.responses.create(model="satchel/tiny", input="Hi", instructions="Be brief.")
+    assert response.output_text == "Hello wörld 😀" and response.usage.input_tokens_details.cached_tokens == 2
+    again = await sdk.responses.retrieve(response.id)
+    assert again.output_text == response.output_text
+    (item,) = (await sdk.responses.input_items.list(response.id)).data
+    assert (item.role, item.content[0].text) == ("user", "Hi")
+    counted = await sdk.responses.input_tokens.count(model="satchel/tiny", input="Hi", instructions="Be brief.")
+    assert counted.input_tokens == response.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await sdk.responses.cancel(response.id)
+    await sdk.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        await sdk.responses.retrieve(response.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await sdk.responses.create(model="satchel/tiny", input="Hi", previous_response_id=response.id)
+    assert refused.value.code == "previous_response_not_found"
+
+
+async def test_the_official_clients_streams(sdk, backend):
+    backend.say(f"Well. {CALL}")
+    async with sdk.responses.stream(model="satchel/tiny", input="Hi", tools=[WEATHER]) as stream:
+        seen = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert seen[0] == "response.created" and seen[-1] == "response.completed"
+    assert final.output_text == "Well." and final.output[1].name == "weather"
+    stream = await sdk.responses.create(model="satchel/tiny", input="Hi", tools=[WEATHER], stream=True)
+    assert [event.type async for event in stream] == seen
