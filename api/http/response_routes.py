@@ -124,9 +124,9 @@ class ResponseRoutes:
         self._kept(request, response_id)
         kept, said = self._chains.delete(caller.tenant, response_id), read_response_id(response_id)
         memory = self._answering.generator.memory
-        own = kept is not None and said is not None and kept.agent == said.agent
-        if own and memory is not None and not self._chains.others(caller.tenant, said.agent):
-            await forget_agent(memory, agent_key(said.agent, caller.tenant))
+        own = "" if kept is None or said is None or kept.agent != said.agent else said.agent
+        if own and memory is not None and not self._chains.others(caller.tenant, own):
+            await forget_agent(memory, agent_key(own, caller.tenant))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request, response_id: str) -> Response:

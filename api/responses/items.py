@@ -162,9 +162,8 @@ class _Writer:
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), part.text)))
         elif part.kind == "text":
             # Texts between calls are one text of one answer; those side by side were two.
-            turn["content"] = (
-                f"{turn['content']}\n\n{part.text}" if self._last == "text" else turn["content"] + part.text
-            )
+            joint = "\n\n" if self._last == "text" else ""
+            turn["content"] = f"{turn['content']}{joint}{part.text}"
         elif part.call is not None:
             turn.setdefault("tool_calls", []).append(part.call)
             self._names[part.call.get("id", "")] = part.call["function"]["name"]
