@@ -76,7 +76,7 @@ def read_format(given: dict[str, Any] | None) -> AnswerForm | None:
     Raises:
         InvalidRequest: it is malformed; `param` is the place.
     """
-    where, kind = "text.format", (given or {"type": "text"}).get("type")
+    where, kind = "text.format", "text" if given is None else given.get("type")
     if given is None or kind == "text":
         return None
     if kind == "json_object":

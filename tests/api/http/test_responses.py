@@ -3,16 +3,26 @@ is asked."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import io
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from PIL import Image
 
 from satchel.actors.protocol.messages import RowUpdate
+from satchel.api.http.app import create_app
+from satchel.cluster.config import Home
 from satchel.cluster.errors import GenerationFailed
+from satchel.cluster.home import prepare_home
+from satchel.cluster.keys import KeyRing, create_key
+from tests.worlds.remembering import Remembering
 from tests.worlds.responses_client import Responses
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -250,3 +260,127 @@ async def test_the_official_clients_streams(sdk, backend):
     assert final.output_text == "Well." and final.output[1].name == "weather"
     stream = await sdk.responses.create(model="satchel/tiny", input="Hi", tools=[WEATHER], stream=True)
     assert [event.type async for event in stream] == seen
+
+
+async def test_references_to_items_that_are_kept(asking, backend):
+    backend.say(f"Well. {CALL}")
+    first = await asking.say([{"role": "user", "content": "Hi", "id": "msg_mine"}], tools=[WEATHER])
+    message, call = first["output"]
+    refer = [{"type": "item_reference", "id": item["id"]} for item in (message, call)]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    await asking.say([{"id": "msg_mine"}, *refer, output], tools=[WEATHER], store=False)
+    by_reference = backend.prompt
+    await asking.say([{"role": "user", "content": "Hi"}, message, call, output], tools=[WEATHER], store=False)
+    assert backend.prompt == by_reference and "rain" in by_reference
+
+
+async def test_a_chain_says_all_that_was_said(asking, backend):
+    backend.say("One.", "Two.", "Three.")
+    first = await asking.say("a", instructions="First.")
+    second = (await asking.stream("b", previous_response_id=first["id"]))[-1]["response"]
+    await asking.say("c", previous_response_id=second["id"], instructions="Last.")
+    said = [
+        ("system", "Last."),
+        ("user", "a"),
+        ("assistant", "One."),
+        ("user", "b"),
+        ("assistant", "Two."),
+        ("user", "c"),
+    ]
+    told = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in said)
+    assert backend.prompt == told + "<|im_start|>assistant\n"
+
+
+async def test_what_is_not_stored_cannot_be_gone_on_with(asking, client):
+    response = await asking.say(store=False)
+    assert response["store"] is False
+    assert (await client.get(f"/v1/responses/{response['id']}")).status_code == 404
+    assert (await asking.refused(previous_response_id=response["id"]))["code"] == "previous_response_not_found"
+
+
+async def test_the_least_recently_used_responses_are_dropped(backend, config):
+    limits = replace(config.endpoint, responses_bytes_max=6_000)
+    transport = httpx.ASGITransport(create_app(backend, replace(config, endpoint=limits)))
+    asking = Responses(httpx.AsyncClient(transport=transport, base_url="http://localhost"))
+    ids = [(await asking.say())["id"] for _ in range(6)]
+    found = [(await asking.client.get(f"/v1/responses/{id}")).status_code for id in ids]
+    assert found[0] == 404 and found[-1] == 200
+    large = await asking.say(metadata={"x": "y" * 7_000})
+    assert (await asking.client.get(f"/v1/responses/{large['id']}")).status_code == 404, "more than all may be"
+    assert (await asking.client.get(f"/v1/responses/{ids[-1]}")).status_code == 200
+
+
+async def test_another_tenants_responses_are_not_there(backend, config, tmp_path):
+    home = Home(tmp_path / "home")
+    prepare_home(home)
+    ann, bob = ({"Authorization": f"Bearer {create_key(home, name)[1]}"} for name in ("ann", "bob"))
+    endpoint = Remembering(backend, config, keys=KeyRing(home, required=True))
+    asking = Responses(endpoint.client)
+    first = (await asking.post(headers=ann)).json()
+    id, item = first["id"], first["output"][0]["id"]
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        answer = await asking.client.request(method, f"/v1/responses/{id}{path}", headers=bob)
+        assert answer.status_code == 404
+    assert (await asking.refused(previous_response_id=id, headers=bob))["code"] == "previous_response_not_found"
+    await asking.refused([{"type": "item_reference", "id": item}], headers=bob)
+    assert (await asking.client.get(f"/v1/responses/{id}", headers=ann)).status_code == 200
+    assert (await asking.post(previous_response_id=id, headers=ann)).status_code == 200
+
+
+async def test_a_streaming_row_stops_with_its_client(server, backend):
+    backend.play(RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0), asyncio.Event())
+    body = {"input": "Hi", "stream": True}
+    async with httpx.AsyncClient() as client, client.stream("POST", f"{server}/v1/responses", json=body) as answer:
+        seen = [json.loads(line[6:]) async for line in _until_text(aiter(answer.aiter_lines()))]
+    async with asyncio.timeout(5):
+        await backend.generations[0].aborted.wait()
+    async with httpx.AsyncClient() as client:
+        id = seen[0]["response"]["id"]
+        assert (await client.get(f"{server}/v1/responses/{id}")).status_code == 404, "it never ended"
+
+
+async def _until_text(lines: AsyncIterator[str]) -> AsyncIterator[str]:
+    async for line in lines:
+        if line.startswith("data: "):
+            yield line
+        if line.startswith("event: response.output_text.delta"):
+            return
+
+
+async def test_a_form_of_the_answer(asking, backend):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    response = await asking.say(text={"format": form, "verbosity": "low"})
+    assert response["text"]["format"] == form and backend.sampling.grammar
+    await asking.say(text={"format": {"type": "text"}})
+    assert not backend.sampling.grammar
+    error = await asking.refused(text={"format": {**form, "schema": {"type": "nothing"}}})
+    assert error["param"].startswith("text.format.schema")
+
+
+async def test_pictures_are_refused_by_models_without_eyes_and_have_a_place(asking):
+    written = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(written, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+    picture = {"type": "input_image", "image_url": url, "detail": "high"}
+    error = await asking.refused([{"role": "user", "content": [picture]}])
+    assert error["param"] == "input[0].content[0]"
+
+
+async def test_whose_memory_it_is(backend, config):
+    endpoint = Remembering(backend, config)
+    asking = Responses(endpoint.client)
+
+    async def whose(**fields: Any) -> str | None:
+        return (await asking.post(**fields)).headers.get("x-satchel-agent")
+
+    assert await whose(headers={"X-Agent-ID": "ann"}) == await whose(agent_id="ann") == "ann"
+    assert await whose(headers={"thread-id": "t1", "session-id": "s1"}, prompt_cache_key="k") == "codex:t1"
+    assert await whose(prompt_cache_key="k") == "cache-key:k"
+    assert await whose(conversation={"id": "conv_1"}) == "conversation:conv_1"
+    assert await whose(store=False) is None
+    own = await asking.post()
+    assert own.headers["x-satchel-agent"].startswith("response:")
+    goes_on = await whose(previous_response_id=own.json()["id"])
+    assert goes_on == own.headers["x-satchel-agent"]
+    assert await whose(previous_response_id=own.json()["id"], headers={"X-Agent-ID": "ann"}) == "ann"
