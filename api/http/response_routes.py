@@ -28,10 +28,10 @@ from ..generation.identity import Identity
 from ..generation.requests import ChatRequest, agent_key
 from ..responses.answers import ResponseObject
 from ..responses.bodies import AskedBody, InputTokensBody, ResponseBody
-from ..responses.chains import KeptResponse, ResponseChains, new_response_id, read_response_id
+from ..responses.chains import KeptResponse, ResponseChains, new_response_id, only_text, read_response_id
 from ..responses.events import ResponseEvents, whole
 from ..responses.listing import item_page
-from ..views.agents import forget_agent
+from ..views.agents import agent_transcripts, forget_agent
 from .answering import Answering, continues
 from .event_stream import EventStream
 from .exchange import CancelOnDisconnect, header_text
@@ -39,6 +39,10 @@ from .message_routes import LEFT_OUT
 
 _log = logging.getLogger(__name__)
 
+_APPENDED = (
+    "previous_response_id: this response was appended to a transcript; go on with it by conversation, or by agent_id "
+    "with agent_continue"
+)
 _SYNCHRONOUS = "a response that is not in the background cannot be cancelled; closing its connection ends it"
 
 
@@ -74,8 +78,12 @@ class ResponseRoutes:
         )
         caller: Caller = request.state.caller
         before = await self._before(body, caller, whose)
-        messages = await asyncio.to_thread(body.messages, before.messages, self._look_up(caller))
-        id = new_response_id(messages, instructed=bool(body.instructions), root=before.root)
+
+        def said() -> tuple[list[Message], str]:
+            messages = body.messages(before.messages, self._look_up(caller))
+            return messages, new_response_id(messages, root=before.root)
+
+        messages, id = await asyncio.to_thread(said)
         agent = whose.agent or before.agent
         if not agent and body.kept and self._answering.generator.memory is not None and (own := read_response_id(id)):
             agent = own.agent
@@ -89,8 +97,8 @@ class ResponseRoutes:
 
         def ended(shown: dict[str, Any], answer: Message) -> None:
             if body.kept:
-                kept = KeptResponse(shown, body.input.given, [*messages, answer], agent)
-                self._chains.keep(caller.tenant, id, kept)
+                whole_chain = None if chat.agent_continue else [*messages, answer]
+                self._chains.keep(caller.tenant, id, KeptResponse(shown, body.input.given, whole_chain, agent))
 
         def events(model: str) -> ResponseEvents:
             return ResponseEvents(ResponseObject(id, body, model), body.tools, ended)
@@ -105,8 +113,14 @@ class ResponseRoutes:
         """Counts the tokens of a prompt, of any length, without generating anything."""
         body = await self._answering.bodies.read(request, InputTokensBody)
         caller: Caller = request.state.caller
-        before = await self._before(body, caller, self._answering.whose(request, agent_id=None))
+        whose = self._answering.whose(request, agent_id=None, conversation=body.conversation)
+        before = await self._before(body, caller, whose)
+        if body.conversation is not None:
+            before = await self._transcript(whose, caller)
         messages = await asyncio.to_thread(body.messages, before.messages, self._look_up(caller))
+        if before.messages and body.conversation is not None:
+            # A transcript begins with the instructions of its first turn.
+            body.instructions = None
         chat = self._answering.complete(request, body.chat(messages), any_model=False)
         async with CancelOnDisconnect(request.receive):
             tokens = await self._answering.generator.count(chat)
@@ -159,24 +173,42 @@ class ResponseRoutes:
 
         Raises:
             PreviousResponseNotFound: its response is not kept, or no longer.
+            InvalidRequest: its response belongs to a transcript, which is gone on with otherwise.
             Unavailable: the transcript in which it may be cannot be had now.
         """
         if (id := body.previous_response_id) is None:
             return _Before([])
         said = read_response_id(id)
         if said is not None and (kept := self._chains.get(caller.tenant, id)) is not None:
+            if kept.messages is None:
+                raise InvalidRequest(_APPENDED, param="previous_response_id")
             return _Before(kept.messages, kept.agent, said.root)
         memory = self._answering.generator.memory
         if said is not None and memory is not None and not self._chains.deleted(caller.tenant, id):
             agent = whose.agent or said.agent
-            try:
-                transcript = await memory.store.transcript(agent_key(agent, caller.tenant))
-            except AgentNotFound:
-                transcript = b"[]"
-            found = await asyncio.to_thread(lambda: said.found_in(json.loads(transcript)))
-            if found is not None:
-                return _Before(found, agent, said.root)
+            for transcript in await agent_transcripts(memory.store, agent_key(agent, caller.tenant)):
+                found = await asyncio.to_thread(lambda line: said.found_in(json.loads(line)), transcript)
+                if found is not None:
+                    return _Before(found, agent, said.root)
         raise PreviousResponseNotFound(f"there is no response {quoted(id)} here", param="previous_response_id")
+
+    async def _transcript(self, whose: Identity, caller: Caller) -> _Before:
+        """Returns what was said in a conversation, for counting.
+
+        Raises:
+            InvalidRequest: it has pictures, which are only known by their hashes.
+            Unavailable: it cannot be had now.
+        """
+        memory = self._answering.generator.memory
+        try:
+            key = agent_key(whose.agent, caller.tenant)
+            transcript = b"[]" if memory is None else await memory.store.transcript(key)
+        except AgentNotFound:
+            transcript = b"[]"
+        messages = await asyncio.to_thread(json.loads, transcript)
+        if not only_text(messages):
+            raise InvalidRequest("conversation: one with pictures cannot be counted", param="conversation")
+        return _Before(messages, whose.agent)
 
 
 class _ResponseStream(EventStream):

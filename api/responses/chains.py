@@ -19,8 +19,10 @@ from cachetools import LRUCache
 
 from ..generation.history import Message
 
-_ID = re.compile(r"resp_([0-9a-f]{16})([0-9a-f]{6})([01])([0-9a-f]{12})[0-9a-f]{13}", re.ASCII)
+_ID = re.compile(r"resp_([0-9a-f]{16})([0-9a-f]{6})([0-9a-f]{12})[0-9a-f]{14}", re.ASCII)
+_VALUE_BYTES = 64
 _MESSAGE_BYTES = 256
+_ITEMS_MAX = 100_000
 _MESSAGES_MAX = 0xFFFFFF
 _DELETED_MAX = 10_000
 
@@ -32,13 +34,11 @@ class ResponseId:
     Attributes:
         root: of its chain.
         messages: how many were said before the answer, instructions not counted.
-        instructed: whether instructions came before them.
         digest: of these messages.
     """
 
     root: str
     messages: int
-    instructed: bool
     digest: str
 
     @property
@@ -49,29 +49,37 @@ class ResponseId:
     def found_in(self, transcript: Sequence[Message]) -> list[Message] | None:
         """Returns what was said up to the answer, without instructions; None if the transcript is another one, or has
         pictures, which are only known there by their hashes."""
-        said = list(transcript[self.instructed :][: self.messages + 1])
-        if len(said) <= self.messages or said[-1]["role"] != "assistant" or _digest(said[:-1]) != self.digest:
-            return None
-        return said if all(isinstance(message["content"], str) for message in said) else None
+        # The instructions, if the transcript has any, are those of its last turn.
+        for skipped in (0, 1) if transcript and transcript[0]["role"] == "system" else (0,):
+            said = list(transcript[skipped:][: self.messages + 1])
+            if len(said) <= self.messages or said[-1]["role"] != "assistant" or _digest(said[:-1]) != self.digest:
+                continue
+            return said if only_text(said) else None
+        return None
 
 
-def new_response_id(messages: Sequence[Message], *, instructed: bool, root: str = "") -> str:
-    """Returns an id for the response to `messages`, which have no instructions among them.
+def only_text(messages: Sequence[Message]) -> bool:
+    """Returns whether messages have no pictures, nor what stands for them in transcripts."""
+    return all(isinstance(message["content"], str) for message in messages)
+
+
+def new_response_id(messages: Sequence[Message], *, root: str = "") -> str:
+    """Returns an id for the response to `messages`, which have no instructions among them. Takes milliseconds for
+    megabytes.
 
     Args:
         root: of the chain that it goes on with, "" for a new one.
     """
     count = min(len(messages), _MESSAGES_MAX)
-    place = f"{root or secrets.token_hex(8)}{count:06x}{int(instructed)}{_digest(messages)}"
-    return f"resp_{place}{secrets.token_hex(7)[:13]}"
+    return f"resp_{root or secrets.token_hex(8)}{count:06x}{_digest(messages)}{secrets.token_hex(7)}"
 
 
 def read_response_id(id: str) -> ResponseId | None:
     """Returns what an id says; None if it is none of ours."""
     if (found := _ID.fullmatch(id)) is None:
         return None
-    root, count, instructed, digest = found.groups()
-    return ResponseId(root, int(count, 16), instructed == "1", digest)
+    root, count, digest = found.groups()
+    return ResponseId(root, int(count, 16), digest)
 
 
 def _digest(messages: Sequence[Message]) -> str:
@@ -90,20 +98,21 @@ class KeptResponse:
     Attributes:
         shown: as its client saw it.
         items: its input, as the client wrote it.
-        messages: all that was said up to its answer, without instructions.
+        messages: all that was said up to its answer, without instructions; None if it was appended to a transcript,
+            and only that has the rest.
         agent: whose memory it is in, "" for nobody's.
     """
 
     shown: dict[str, Any]
     items: list[dict[str, Any]]
-    messages: list[Message]
+    messages: list[Message] | None
     agent: str
 
     @property
     def nbytes(self) -> int:
         """About how much it holds. Responses of a chain share messages, which count for each of them."""
-        own = len(json.dumps([self.shown, self.items]))
-        return own + sum(_MESSAGE_BYTES + _size(message["content"]) for message in self.messages)
+        said = sum(_MESSAGE_BYTES + _size(message["content"]) for message in self.messages or ())
+        return _weight(self.shown) + _weight(self.items) + said
 
 
 def _size(content: str | list[Any]) -> int:
@@ -111,6 +120,21 @@ def _size(content: str | list[Any]) -> int:
         return len(content)
     texts = (part.get("text") if isinstance(part, dict) else getattr(part, "url", None) for part in content)
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _weight(value: Any) -> int:
+    """About how many bytes JSON holds. Not recursive: bodies may be nested deeply."""
+    total, left = 0, [value]
+    while left:
+        value = left.pop()
+        total += _VALUE_BYTES
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return total
 
 
 class ResponseChains:
@@ -125,7 +149,7 @@ class ResponseChains:
             bytes_max, getsizeof=lambda it: it[1]
         )
         # Item ids, and the responses that have them. Those of dropped responses lead nowhere, and are few.
-        self._items: LRUCache[tuple[str, str], str] = LRUCache(100_000)
+        self._items: LRUCache[tuple[str, str], str] = LRUCache(_ITEMS_MAX)
         self._deleted: LRUCache[tuple[str, str], bool] = LRUCache(_DELETED_MAX)
 
     def get(self, tenant: str, id: str) -> KeptResponse | None:

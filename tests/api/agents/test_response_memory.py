@@ -157,7 +157,10 @@ async def test_a_chain_outlives_the_endpoint(engine: Engine):
     for before in (first, second):
         response = await asking.say("What is the code of ada?", previous_response_id=before["id"], **how)
         assert share(response) > 0.9 and "1815" in response["output"][0]["content"][0]["text"]
-    forged = first["id"][:27] + ("0" if first["id"][27] != "0" else "1") + first["id"][28:]
+    fourth = await asking.say("Go on.", previous_response_id=second["id"], max_output_tokens=8)
+    assert await engine.endpoint().say("Well.", previous_response_id=fourth["id"], **how), "without instructions"
+    place = len("resp_") + 22
+    forged = first["id"][:place] + ("0" if first["id"][place] != "0" else "1") + first["id"][place + 1 :]
     error = await asking.refused("Hi", previous_response_id=forged)
     assert error["code"] == "previous_response_not_found"
 
@@ -182,3 +185,9 @@ async def test_a_conversation_is_an_agents_transcript(engine: Engine):
     second = await engine.endpoint().say("What is the code of ada?", **{**how, "conversation": {"id": "conv_1"}})
     assert share(second) > 0.9 and "1815" in second["output"][0]["content"][0]["text"]
     await asking.refused("Hi", conversation="conv_1", previous_response_id=first["id"])
+    error = await asking.refused("Hi", previous_response_id=first["id"])
+    assert error["param"] == "previous_response_id" and "conversation" in error["message"]
+    body = {"input": "Well.", "conversation": "conv_1", "instructions": RULES}
+    counted = (await asking.client.post("/v1/responses/input_tokens", json=body)).json()["input_tokens"]
+    third = await asking.say("Well.", **how)
+    assert abs(counted - third["usage"]["input_tokens"]) < 8
