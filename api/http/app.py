@@ -23,11 +23,13 @@ from ..generation.callers import Caller
 from ..openai.answers import ChatChunks, CompletionChunks, chat_body, completion_body, model_body
 from ..openai.bodies import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody
 from ..responses.bodies import InputTokensBody, ResponseBody
+from ..responses.conversations import ConversationBody
 from ..views.generation import Generator
 from .agent_routes import AgentRoutes
 from .answering import Answering, continues
 from .browser import BrowserGuard, Hosts
 from .cluster_routes import ClusterRoutes, MoveBody
+from .conversation_routes import ConversationRoutes
 from .error_shapes import MESSAGES
 from .event_stream import EventStream
 from .exchange import BodyReader, Refused, RequestContext, add_error_handlers
@@ -107,6 +109,11 @@ def create_app(
     route("/v1/responses/{response_id}", responses.delete, "DELETE")
     route("/v1/responses/{response_id}/cancel", responses.cancel, "POST")
     route("/v1/responses/{response_id}/input_items", responses.input_items)
+    conversations = ConversationRoutes(endpoint.answering)
+    route("/v1/conversations", conversations.create, "POST", ConversationBody)
+    route("/v1/conversations/{conversation_id}", conversations.show)
+    route("/v1/conversations/{conversation_id}", conversations.update, "POST", ConversationBody)
+    route("/v1/conversations/{conversation_id}", conversations.delete, "DELETE")
     route("/v1/models", endpoint.list_models)
     route("/v1/models/{model_id:path}", endpoint.get_model)
     route("/health", endpoint.health)

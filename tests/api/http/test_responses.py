@@ -384,3 +384,34 @@ async def test_whose_memory_it_is(backend, config):
     goes_on = await whose(previous_response_id=own.json()["id"])
     assert goes_on == own.headers["x-satchel-agent"]
     assert await whose(previous_response_id=own.json()["id"], headers={"X-Agent-ID": "ann"}) == "ann"
+
+
+async def test_the_official_clients_conversations(backend, config):
+    endpoint = Remembering(backend, config)
+    http: Any = endpoint.client
+    sdk = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
+    made = await sdk.conversations.create(
+        items=[{"type": "message", "role": "user", "content": "My name is Ada."}], metadata={"a": "b"}
+    )
+    assert made.id.startswith("conv_") and made.metadata == {"a": "b"}
+    backend.say("Well.")
+    response = await sdk.responses.create(model="satchel/tiny", input="Hi", conversation=made.id)
+    assert "My name is Ada." in backend.prompt and response.conversation and response.conversation.id == made.id
+    assert (await sdk.conversations.retrieve(made.id)).created_at == made.created_at
+    assert (await sdk.conversations.update(made.id, metadata={"c": "d"})).metadata == {"c": "d"}
+    said = await Remembering(backend, config, endpoint.store).client.get(f"/v1/conversations/{made.id}")
+    assert said.json()["id"] == made.id and said.json()["metadata"] == {}, "another endpoint knows what was said"
+    assert (await sdk.conversations.delete(made.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await sdk.conversations.retrieve(made.id)
+    assert (await http.get("/v1/agents")).json()["data"] == []
+    empty = await sdk.conversations.create()
+    assert (await sdk.conversations.retrieve(empty.id)).metadata == {}
+    for wrong in (
+        {"metadata": 5},
+        {"metadata": {"a": 5}},
+        {"metadata": {"a": "x" * 513}},
+        {"items": 5},
+        {"items": [{}]},
+    ):
+        assert (await http.post("/v1/conversations", json=wrong)).status_code == 400
