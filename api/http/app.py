@@ -114,6 +114,7 @@ def create_app(
     route("/v1/conversations/{conversation_id}", conversations.show)
     route("/v1/conversations/{conversation_id}", conversations.update, "POST", ConversationBody)
     route("/v1/conversations/{conversation_id}", conversations.delete, "DELETE")
+    route("/v1/conversations/{conversation_id}/items", conversations.items)
     route("/v1/models", endpoint.list_models)
     route("/v1/models/{model_id:path}", endpoint.get_model)
     route("/health", endpoint.health)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import json
+from contextlib import suppress
+from typing import Any, Literal
 
-from fastapi import Request
+from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...cluster.errors import AgentNotFound, InvalidRequest, ResponseNotFound, quoted
@@ -16,8 +19,10 @@ from ..responses.conversations import (
     conversation_agent,
     conversation_object,
     new_conversation,
+    transcript_items,
 )
 from ..responses.items import messages_of
+from ..responses.listing import item_page
 from ..views.agents import forget_agent
 from .answering import Answering
 from .exchange import CancelOnDisconnect
@@ -66,6 +71,25 @@ class ConversationRoutes:
         if (memory := self._answering.generator.memory) is not None:
             await forget_agent(memory, agent_key(conversation_agent(conversation_id), caller.tenant))
         return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+    async def items(
+        self,
+        request: Request,
+        conversation_id: str,
+        limit: int = Query(20),
+        order: Literal["asc", "desc"] = "desc",
+        after: str = "",
+    ) -> Response:
+        """Lists what was said in a conversation, the newest first."""
+        await self._found(request, conversation_id)
+        caller: Caller = request.state.caller
+        memory, transcript = self._answering.generator.memory, b"[]"
+        if memory is not None:
+            with suppress(AgentNotFound):
+                key = agent_key(conversation_agent(conversation_id), caller.tenant)
+                transcript = await memory.store.transcript(key)
+        said = await asyncio.to_thread(lambda: transcript_items(json.loads(transcript)))
+        return JSONResponse(item_page(said, conversation_id, limit, order, after))
 
     async def _found(self, request: Request, id: str) -> dict[str, Any]:
         """Returns a conversation that was made here, or in which something was said.

@@ -7,12 +7,13 @@ import time
 from typing import Annotated, Any
 
 from cachetools import LRUCache
-from pydantic import Field
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from ...cluster.config import Endpoint
 from ..generation.bodies import RequestBody, check_counts
+from ..generation.history import Message
 from ..generation.identity import identify
-from .items import Input, InputItems
+from .items import InputItems, read_input
 
 _KNOWN_MAX = 10_000
 _NAME_CHARACTERS_MAX = 64
@@ -26,11 +27,18 @@ Notes = Annotated[
 ]
 
 
+Items = Annotated[
+    InputItems,
+    PlainValidator(lambda value: read_input(value, "items")),
+    WithJsonSchema({"type": "array", "items": {"type": "object"}}),
+]
+
+
 class ConversationBody(RequestBody):
     """The body that makes a conversation, or changes its `metadata`. Only a new one takes `items`; `model` reads them,
     the default one without a name."""
 
-    items: Input = Field(default_factory=InputItems)
+    items: Items = Field(default_factory=InputItems)
     metadata: Notes | None = None
     model: str | None = None
 
@@ -52,6 +60,32 @@ def new_conversation(metadata: dict[str, str] | None) -> dict[str, Any]:
 
 def conversation_object(id: str, created: int, metadata: dict[str, str] | None = None) -> dict[str, Any]:
     return {"id": id, "object": "conversation", "created_at": created, "metadata": metadata or {}}
+
+
+def transcript_items(messages: list[Message]) -> list[dict[str, Any]]:
+    """Returns a transcript as items. Of pictures it has only what stands for them, which is left out."""
+    items: list[dict[str, Any]] = []
+    for message in messages:
+        role, text = message["role"], _text(message["content"])
+        if role == "tool":
+            call = message.get("tool_call_id", "")
+            items.append({"type": "function_call_output", "call_id": call, "output": text})
+            continue
+        if thought := message.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": thought}]
+            items.append({"type": "reasoning", "summary": [], "content": content})
+        calls = message.get("tool_calls", [])
+        if text or not calls:
+            items.append({"type": "message", "role": role, "content": text})
+        for call in calls:
+            items.append({"type": "function_call", "call_id": call.get("id", ""), **call["function"]})
+    return items
+
+
+def _text(content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text")
 
 
 class KnownConversations:

@@ -75,8 +75,8 @@ class InputItems:
     left_out: list[str] = field(default_factory=list)
 
 
-def read_input(value: Any) -> InputItems:
-    """Checks and converts the input, a string or a list of items.
+def read_input(value: Any, name: str = "input") -> InputItems:
+    """Checks and converts the input, a string or a list of items. `name` is the field that has it.
 
     Raises:
         InvalidRequest: an item is malformed or has what is not supported; `param` is the place.
@@ -87,11 +87,11 @@ def read_input(value: Any) -> InputItems:
         said: Message = {"role": "user", "content": value}
         return InputItems([{"type": "message", "role": "user", "content": value}], [said])
     if not isinstance(value, list):
-        raise _wrong("input", "must be a string or a list of items")
+        raise _wrong(name, "must be a string or a list of items")
     parts: list[Message | SpokenPart] = []
     left_out: dict[str, None] = {}
     for index, item in enumerate(value):
-        where = f"input[{index}]"
+        where = f"{name}[{index}]"
         if not isinstance(item, dict):
             raise _wrong(where, "must be an object with a type")
         kind = item.get("type", "message" if "role" in item else None)
@@ -300,6 +300,7 @@ def _wrong(where: str, what: str) -> InvalidRequest:
 
 Input = Annotated[
     InputItems,
-    PlainValidator(read_input),
+    # Alone it would be given pydantic's information as a name.
+    PlainValidator(lambda value: read_input(value)),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]

@@ -397,6 +397,12 @@ async def test_the_official_clients_conversations(backend, config):
     backend.say("Well.")
     response = await sdk.responses.create(model="satchel/tiny", input="Hi", conversation=made.id)
     assert "My name is Ada." in backend.prompt and response.conversation and response.conversation.id == made.id
+    items: list[Any] = (await sdk.conversations.items.list(made.id, order="asc")).data
+    assert [(item.role, item.content[0].text) for item in items] == [
+        ("user", "My name is Ada."),
+        ("user", "Hi"),
+        ("assistant", "Well."),
+    ]
     assert (await sdk.conversations.retrieve(made.id)).created_at == made.created_at
     assert (await sdk.conversations.update(made.id, metadata={"c": "d"})).metadata == {"c": "d"}
     said = await Remembering(backend, config, endpoint.store).client.get(f"/v1/conversations/{made.id}")
@@ -414,4 +420,5 @@ async def test_the_official_clients_conversations(backend, config):
         {"items": 5},
         {"items": [{}]},
     ):
-        assert (await http.post("/v1/conversations", json=wrong)).status_code == 400
+        refused = await http.post("/v1/conversations", json=wrong)
+        assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(next(iter(wrong)))
