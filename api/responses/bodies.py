@@ -7,6 +7,7 @@ nobody knows is ignored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -116,6 +117,10 @@ class AskedBody(RequestBody):
             check_counts(items, sum(map(_parts, items)), limits, "input")
             arguments = (item.get("arguments") for item in items if isinstance(item, dict))
             check_nested([each for each in arguments if isinstance(each, str)], values, limits)
+        for name, value in fields.items():
+            # It is shown again, and JSON has no infinity.
+            if not _finite(value):
+                raise InvalidRequest(f"{name} has a number that is too large", param=name)
         if fields.get("prompt") is not None:
             raise InvalidRequest("prompt: templates of prompts are not kept here", param="prompt")
 
@@ -236,6 +241,20 @@ class ResponseBody(AskedBody):
 
 class InputTokensBody(AskedBody):
     """The body of `/v1/responses/input_tokens`."""
+
+
+def _finite(value: Any) -> bool:
+    """Returns whether all numbers in a value are finite. Not recursive: bodies may be nested deeply."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, float) and not math.isfinite(value):
+            return False
+    return True
 
 
 def _parts(item: Any) -> int:

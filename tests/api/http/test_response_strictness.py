@@ -209,3 +209,23 @@ async def test_errors_of_the_cluster(config, backend, raised, status, stream):
     error = check(answer, status)
     assert "secret" not in error["message"]
     assert ("retry-after" in answer.headers) == (status in (429, 503, 507))
+
+
+@pytest.mark.parametrize("where", ["metadata", "instructions", "tools", "user", "id"])
+@pytest.mark.parametrize("odd", ['"\\ud800"', "1e999", "NaN"])
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_what_is_shown_again_can_be_written(client, where, odd, stream):
+    more = {
+        "metadata": f'{{"a": {odd}}}',
+        "instructions": odd,
+        "user": odd,
+        "tools": f'[{{"type": "web_search", "x": {odd}}}]',
+        "id": "null",
+    }
+    item = f'{{"role": "user", "content": "Hi", "id": {odd if where == "id" else "null"}}}'
+    data = f'{{"input": [{item}], "stream": {stream}, "{where}": {more[where]}}}'
+    answer = await client.post("/v1/responses", content=data)
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 200 and stream == "false":
+        id = answer.json()["id"]
+        assert (await client.get(f"/v1/responses/{id}/input_items")).status_code == 200
