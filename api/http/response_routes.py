@@ -104,8 +104,11 @@ class ResponseRoutes:
             return ResponseEvents(ResponseObject(id, body, model), body.tools, ended)
 
         if body.stream:
-            return _ResponseStream(self._answering, chat, events, _left_out(body))
-        (stream,), (answer,) = await self._answering.answer(request, chat)
+            return _ResponseStream(self._answering, chat, body, events, _left_out(body))
+        try:
+            (stream,), (answer,) = await self._answering.answer(request, chat)
+        except ContextLengthExceeded as error:
+            raise _too_long(error, body) from None
         shown = whole(events(stream.model.name), answer, stream.remembered)
         return JSONResponse(shown, headers={**self._answering.headers(chat, [stream]), **_left_out(body)})
 
@@ -218,11 +221,12 @@ class _ResponseStream(EventStream):
         self,
         answering: Answering,
         chat: ChatRequest,
+        body: ResponseBody,
         events: Callable[[str], ResponseEvents],
         headers: dict[str, str],
     ) -> None:
         super().__init__(answering, chat, lambda streams: events(streams[0].model.name), headers)
-        self._asked = chat.model
+        self._body = body
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -231,13 +235,21 @@ class _ResponseStream(EventStream):
         except ContextLengthExceeded as error:
             # It is raised before anything is sent, because later errors become events by themselves.
             _log.debug("request %s is too long", scope["state"]["request_id"])
-            await self._fail(error, scope["state"]["request_id"], send)
+            await self._fail(_too_long(error, self._body), scope["state"]["request_id"], send)
 
     async def _fail(self, error: SatchelError, request_id: str, send: Send) -> None:
-        events = self._events(self._asked)
+        events = self._events(self._body.model or "")
         told = events.start([]) + events.failed(error, request_id)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": told})
+
+
+def _too_long(error: ContextLengthExceeded, body: ResponseBody) -> ContextLengthExceeded:
+    """Returns the error in the words of this protocol."""
+    message = error.message.replace("messages", "input", 1)
+    if body.truncation == "auto":
+        message += "; nothing was left out, because truncation 'auto' is not supported"
+    return ContextLengthExceeded(message, param="input", tokens=error.tokens, tokens_max=error.tokens_max)
 
 
 def _left_out(body: AskedBody) -> dict[str, str]:

@@ -216,7 +216,8 @@ async def test_a_failure_in_mid_stream_is_an_event(asking, backend):
 async def test_too_long_in_words_that_make_clients_compact(asking, backend):
     long = "word " * 20_000
     error = await asking.refused(long)
-    assert error["code"] == "context_length_exceeded"
+    assert error["code"] == "context_length_exceeded" and error["param"] == "input"
+    assert "truncation" in (await asking.refused(long, truncation="auto"))["message"]
     events = await asking.stream(long)
     assert kinds(events) == ["created", "in_progress", "failed"]
     assert events[-1]["response"]["error"]["code"] == "context_length_exceeded"
