@@ -80,6 +80,8 @@ class Endpoint:
     """What becomes of a request for a model that is not served: `default` gives it to the first one that its caller may
     use, `refuse` is an error. None does what clients of each protocol expect: `default` for Anthropic's, whose programs
     send names of their own, `refuse` for OpenAI's."""
+    responses_bytes_max: Bytes = 256 * 2**20
+    """Responses kept by id (`store`), with what was said before them; the least recently used is dropped first."""
     unread_tokens_max: Count = 4096
     """A row whose client has this many unread tokens is ended, so that a slow reader does not hold a place."""
 

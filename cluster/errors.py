@@ -10,6 +10,8 @@
     │   ├── NotAllowed              403  another host, a page of another origin, or not for this key
     │   ├── ModelNotFound           404
     │   ├── AgentNotFound           404
+    │   ├── ResponseNotFound        404
+    │   ├── PreviousResponseNotFound 400
     │   ├── SlowBody                408  the request came too slowly
     │   ├── SlowReader              408  the answer was read too slowly
     │   ├── AgentBusy               409
@@ -140,6 +142,15 @@ class ModelNotFound(RequestError):
 class AgentNotFound(RequestError):
     status = 404
     code = "agent_not_found"
+
+
+class ResponseNotFound(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class PreviousResponseNotFound(RequestError):
+    code = "previous_response_not_found"
 
 
 class SlowBody(RequestError):

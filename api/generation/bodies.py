@@ -67,20 +67,20 @@ def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> B
     return body
 
 
-def check_counts(messages: Sequence[Any], parts: int, limits: Endpoint) -> None:
-    """Checks the numbers of messages and of parts of content.
+def check_counts(messages: Sequence[Any], parts: int, limits: Endpoint, name: str = "messages") -> None:
+    """Checks the numbers of messages and of parts of content. `name` is the field that has them.
 
     Raises:
         InvalidRequest: one is over its limit.
     """
     if len(messages) > limits.messages_max:
         raise InvalidRequest(
-            f"messages: at most {limits.messages_max} go into one request (endpoint.messages_max)", param="messages"
+            f"{name}: at most {limits.messages_max} go into one request (endpoint.messages_max)", param=name
         )
     if parts > limits.parts_max:
         raise InvalidRequest(
-            f"messages: at most {limits.parts_max} parts of content go into one request (endpoint.parts_max)",
-            param="messages",
+            f"{name}: at most {limits.parts_max} parts of content go into one request (endpoint.parts_max)",
+            param=name,
         )
 
 

@@ -22,17 +22,21 @@ from ..generation.backend import Backend, NodeState
 from ..generation.callers import Caller
 from ..openai.answers import ChatChunks, CompletionChunks, chat_body, completion_body, model_body
 from ..openai.bodies import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody
+from ..responses.bodies import InputTokensBody, ResponseBody
+from ..responses.conversations import ConversationBody
 from ..views.generation import Generator
 from .agent_routes import AgentRoutes
 from .answering import Answering, continues
 from .browser import BrowserGuard, Hosts
 from .cluster_routes import ClusterRoutes, MoveBody
+from .conversation_routes import ConversationRoutes
 from .error_shapes import MESSAGES
 from .event_stream import EventStream
 from .exchange import BodyReader, Refused, RequestContext, add_error_handlers
 from .guard import KeyGuard, require_admin
 from .message_routes import MessageRoutes
 from .metrics import CONTENT_TYPE, AgentMetrics, Metrics
+from .response_routes import ResponseRoutes
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=GenerationBody)
@@ -98,6 +102,19 @@ def create_app(
         route(path, handler, "POST", body)
         route(f"{path}/", handler, "POST", body, shown=False)
     route("/", messages.greet, "HEAD", shown=False)
+    responses = ResponseRoutes(endpoint.answering, config.endpoint.responses_bytes_max)
+    route("/v1/responses", responses.create, "POST", ResponseBody)
+    route("/v1/responses/input_tokens", responses.input_tokens, "POST", InputTokensBody)
+    route("/v1/responses/{response_id}", responses.show)
+    route("/v1/responses/{response_id}", responses.delete, "DELETE")
+    route("/v1/responses/{response_id}/cancel", responses.cancel, "POST")
+    route("/v1/responses/{response_id}/input_items", responses.input_items)
+    conversations = ConversationRoutes(endpoint.answering)
+    route("/v1/conversations", conversations.create, "POST", ConversationBody)
+    route("/v1/conversations/{conversation_id}", conversations.show)
+    route("/v1/conversations/{conversation_id}", conversations.update, "POST", ConversationBody)
+    route("/v1/conversations/{conversation_id}", conversations.delete, "DELETE")
+    route("/v1/conversations/{conversation_id}/items", conversations.items)
     route("/v1/models", endpoint.list_models)
     route("/v1/models/{model_id:path}", endpoint.get_model)
     route("/health", endpoint.health)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
 from ...actors.protocol.store_messages import AgentBranches, BranchKV, Head, Limits
-from ...cluster.errors import InvalidRequest, SatchelError
+from ...cluster.errors import AgentNotFound, InvalidRequest, SatchelError
 from ..agents.memory import AgentMemory
 from ..agents.store import Store
 from ..generation.backend import Backend
@@ -75,6 +75,22 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
         if await store.held(branch):
             return {**view, "tier": "hot"}
     return {**view, "tier": "warm" if await store.disk_kept(key) else "cold"}
+
+
+async def agent_transcripts(store: Store, key: str) -> list[bytes]:
+    """Returns the transcripts of all branches of an agent, each as JSON in UTF-8; none if the agent is unknown.
+
+    Raises:
+        Unavailable: the store does not answer.
+    """
+    try:
+        described = await store.info(key)
+    except AgentNotFound:
+        return []
+    models = dict.fromkeys(head.files_id for head in described.branches)
+    recalled = [await store.recall(key, files_id, {}) for files_id in models]
+    contents = [branch.content for each in recalled for branch in each.branches]
+    return [content.messages for content in contents if content is not None]
 
 
 async def fork_agent(store: Store, key: str, target: Any, limits: Limits | None = None) -> dict[str, Any]:

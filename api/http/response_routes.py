@@ -1,0 +1,256 @@
+"""The routes of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import Query, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from ...cluster.errors import (
+    AgentNotFound,
+    ContextLengthExceeded,
+    InvalidRequest,
+    PreviousResponseNotFound,
+    ResponseNotFound,
+    SatchelError,
+    quoted,
+)
+from ..generation.callers import Caller
+from ..generation.history import Message
+from ..generation.identity import Identity
+from ..generation.requests import ChatRequest, agent_key
+from ..responses.answers import ResponseObject
+from ..responses.bodies import AskedBody, InputTokensBody, ResponseBody
+from ..responses.chains import KeptResponse, ResponseChains, new_response_id, only_text, read_response_id
+from ..responses.events import ResponseEvents, whole
+from ..responses.listing import item_page
+from ..views.agents import agent_transcripts, forget_agent
+from .answering import Answering, continues
+from .event_stream import EventStream
+from .exchange import CancelOnDisconnect, header_text
+from .message_routes import LEFT_OUT
+
+_log = logging.getLogger(__name__)
+
+_APPENDED = (
+    "previous_response_id: this response was appended to a transcript; go on with it by conversation, or by agent_id "
+    "with agent_continue"
+)
+_SYNCHRONOUS = "a response that is not in the background cannot be cancelled; closing its connection ends it"
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a request goes on with: what was said, whose memory that is, and the root of its chain."""
+
+    messages: list[Message]
+    agent: str = ""
+    root: str = ""
+
+
+class ResponseRoutes:
+    """Handlers for responses: made, gone on with, shown and deleted; and for counting the tokens of their input."""
+
+    def __init__(self, answering: Answering, bytes_max: int) -> None:
+        self._answering = answering
+        self._chains = ResponseChains(bytes_max)
+
+    async def create(self, request: Request) -> Response:
+        """Generates the next response of a conversation."""
+        goes_on = continues(request)
+        body = await self._answering.bodies.read(request, ResponseBody)
+        if goes_on:
+            body.agent_continue = True
+            body.check()
+        whose = self._answering.whose(
+            request,
+            agent_id=body.agent_id,
+            conversation=body.conversation,
+            prompt_cache_key=body.prompt_cache_key,
+            metadata=body.metadata,
+        )
+        caller: Caller = request.state.caller
+        before = await self._before(body, caller, whose)
+
+        def said() -> tuple[list[Message], str]:
+            messages = body.messages(before.messages, self._look_up(caller))
+            return messages, new_response_id(messages, root=before.root)
+
+        messages, id = await asyncio.to_thread(said)
+        agent = whose.agent or before.agent
+        if not agent and body.kept and self._answering.generator.memory is not None and (own := read_response_id(id)):
+            agent = own.agent
+        chat = body.chat(
+            messages,
+            agent=agent,
+            agent_continue=bool(body.agent_continue) or body.conversation is not None,
+            options=body.options,
+        )
+        chat = self._answering.complete(request, chat, any_model=False)
+
+        def ended(shown: dict[str, Any], answer: Message) -> None:
+            if body.kept:
+                whole_chain = None if chat.agent_continue else [*messages, answer]
+                self._chains.keep(caller.tenant, id, KeptResponse(shown, body.input.given, whole_chain, agent))
+
+        def events(model: str) -> ResponseEvents:
+            return ResponseEvents(ResponseObject(id, body, model), body.tools, ended)
+
+        if body.stream:
+            return _ResponseStream(self._answering, chat, body, events, _left_out(body))
+        try:
+            (stream,), (answer,) = await self._answering.answer(request, chat)
+        except ContextLengthExceeded as error:
+            raise _too_long(error, body) from None
+        shown = whole(events(stream.model.name), answer, stream.remembered)
+        return JSONResponse(shown, headers={**self._answering.headers(chat, [stream]), **_left_out(body)})
+
+    async def input_tokens(self, request: Request) -> Response:
+        """Counts the tokens of a prompt, of any length, without generating anything."""
+        body = await self._answering.bodies.read(request, InputTokensBody)
+        caller: Caller = request.state.caller
+        whose = self._answering.whose(request, agent_id=None, conversation=body.conversation)
+        before = await self._before(body, caller, whose)
+        if body.conversation is not None:
+            before = await self._transcript(whose, caller)
+        messages = await asyncio.to_thread(body.messages, before.messages, self._look_up(caller))
+        if before.messages and body.conversation is not None:
+            # A transcript begins with the instructions of its first turn.
+            body.instructions = None
+        chat = self._answering.complete(request, body.chat(messages), any_model=False)
+        async with CancelOnDisconnect(request.receive):
+            tokens = await self._answering.generator.count(chat)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens}, headers=_left_out(body))
+
+    async def show(self, request: Request, response_id: str, stream: bool = False) -> Response:
+        """Shows a kept response."""
+        if stream:
+            raise InvalidRequest("stream: events are sent once, to who asked for them", param="stream")
+        return JSONResponse(self._kept(request, response_id).shown)
+
+    async def delete(self, request: Request, response_id: str) -> Response:
+        """Deletes a response. With the last one of a chain that nobody's name is on, its memory is forgotten."""
+        caller: Caller = request.state.caller
+        self._kept(request, response_id)
+        kept, said = self._chains.delete(caller.tenant, response_id), read_response_id(response_id)
+        memory = self._answering.generator.memory
+        own = "" if kept is None or said is None or kept.agent != said.agent else said.agent
+        if own and memory is not None and not self._chains.others(caller.tenant, own):
+            await forget_agent(memory, agent_key(own, caller.tenant))
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request, response_id: str) -> Response:
+        """Cancels a response in the background, of which there are none."""
+        self._kept(request, response_id)
+        raise InvalidRequest(_SYNCHRONOUS, param="response_id")
+
+    async def input_items(
+        self,
+        request: Request,
+        response_id: str,
+        limit: int = Query(20),
+        order: Literal["asc", "desc"] = "desc",
+        after: str = "",
+    ) -> Response:
+        """Lists the items of a response's own input, the newest first."""
+        return JSONResponse(item_page(self._kept(request, response_id).items, response_id, limit, order, after))
+
+    def _kept(self, request: Request, id: str) -> KeptResponse:
+        caller: Caller = request.state.caller
+        if (kept := self._chains.get(caller.tenant, id)) is None:
+            raise ResponseNotFound(f"there is no response {quoted(id)} here", param="response_id")
+        return kept
+
+    def _look_up(self, caller: Caller) -> Callable[[str], dict[str, Any] | None]:
+        return lambda id: self._chains.item(caller.tenant, id)
+
+    async def _before(self, body: AskedBody, caller: Caller, whose: Identity) -> _Before:
+        """Returns what the request goes on with.
+
+        Raises:
+            PreviousResponseNotFound: its response is not kept, or no longer.
+            InvalidRequest: its response belongs to a transcript, which is gone on with otherwise.
+            Unavailable: the transcript in which it may be cannot be had now.
+        """
+        if (id := body.previous_response_id) is None:
+            return _Before([])
+        said = read_response_id(id)
+        if said is not None and (kept := self._chains.get(caller.tenant, id)) is not None:
+            if kept.messages is None:
+                raise InvalidRequest(_APPENDED, param="previous_response_id")
+            return _Before(kept.messages, kept.agent, said.root)
+        memory = self._answering.generator.memory
+        if said is not None and memory is not None and not self._chains.deleted(caller.tenant, id):
+            agent = whose.agent or said.agent
+            for transcript in await agent_transcripts(memory.store, agent_key(agent, caller.tenant)):
+                found = await asyncio.to_thread(lambda line: said.found_in(json.loads(line)), transcript)
+                if found is not None:
+                    return _Before(found, agent, said.root)
+        raise PreviousResponseNotFound(f"there is no response {quoted(id)} here", param="previous_response_id")
+
+    async def _transcript(self, whose: Identity, caller: Caller) -> _Before:
+        """Returns what was said in a conversation, for counting.
+
+        Raises:
+            InvalidRequest: it has pictures, which are only known by their hashes.
+            Unavailable: it cannot be had now.
+        """
+        memory = self._answering.generator.memory
+        try:
+            key = agent_key(whose.agent, caller.tenant)
+            transcript = b"[]" if memory is None else await memory.store.transcript(key)
+        except AgentNotFound:
+            transcript = b"[]"
+        messages = await asyncio.to_thread(json.loads, transcript)
+        if not only_text(messages):
+            raise InvalidRequest("conversation: one with pictures cannot be counted", param="conversation")
+        return _Before(messages, whose.agent)
+
+
+class _ResponseStream(EventStream):
+    """A streamed response. That its prompt is too long is an event too: clients that compact then look for it there."""
+
+    def __init__(
+        self,
+        answering: Answering,
+        chat: ChatRequest,
+        body: ResponseBody,
+        events: Callable[[str], ResponseEvents],
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(answering, chat, lambda streams: events(streams[0].model.name), headers)
+        self._body = body
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except ContextLengthExceeded as error:
+            # It is raised before anything is sent, because later errors become events by themselves.
+            _log.debug("request %s is too long", scope["state"]["request_id"])
+            await self._fail(_too_long(error, self._body), scope["state"]["request_id"], send)
+
+    async def _fail(self, error: SatchelError, request_id: str, send: Send) -> None:
+        events = self._events(self._body.model or "")
+        told = events.start([]) + events.failed(error, request_id)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": told})
+
+
+def _too_long(error: ContextLengthExceeded, body: ResponseBody) -> ContextLengthExceeded:
+    """Returns the error in the words of this protocol."""
+    message = error.message.replace("messages", "input", 1)
+    if body.truncation == "auto":
+        message += "; nothing was left out, because truncation 'auto' is not supported"
+    return ContextLengthExceeded(message, param="input", tokens=error.tokens, tokens_max=error.tokens_max)
+
+
+def _left_out(body: AskedBody) -> dict[str, str]:
+    return {LEFT_OUT: header_text(", ".join(body.left_out))} if body.left_out else {}
