@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 15
+VERSION = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +443,8 @@ class ReplicaProgress:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
-    alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time."""
+    alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
+    `pictures` says whether it takes pictures and videos."""
 
     replica: str
     node: str
@@ -462,6 +463,7 @@ class ModelInfo:
     layers: str
     created: int
     pid: int
+    pictures: bool = False
 
 
 @dataclass(frozen=True, slots=True)

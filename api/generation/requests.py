@@ -165,9 +165,10 @@ def agent_key(agent: str, tenant: str = OWNER) -> str:
 
 def _too_long(tokens: int, model: ServedModel, where: str, *, at_least: bool = False) -> ContextLengthExceeded:
     amount = f"at least {tokens}" if at_least else f"{tokens}"
+    # Clients compact a conversation when they find OpenAI's words.
     return ContextLengthExceeded(
-        f"{where} has {amount} tokens; the context of {model.name!r} is {model.context_tokens} tokens, at least one of "
-        "which is for the answer",
+        f"This model's maximum context length is {model.context_tokens} tokens. However, your {where} resulted in "
+        f"{amount} tokens, and at least one is for the answer. Please reduce the length of the {where}.",
         param=where.partition("[")[0],
         tokens=tokens,
         tokens_max=model.context_tokens - 1,

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ...cluster.audit import Audit
 from ...cluster.config import Config
-from ...cluster.errors import ModelNotFound, SatchelError, Unavailable
+from ...cluster.errors import SatchelError, Unavailable
 from ...cluster.keys import KeyRing
 from ..agents.memory import AgentMemory
 from ..anthropic.bodies import CountBody, MessagesBody
@@ -33,6 +33,7 @@ from .exchange import BodyReader, Refused, RequestContext, add_error_handlers
 from .guard import KeyGuard, require_admin
 from .message_routes import MessageRoutes
 from .metrics import CONTENT_TYPE, AgentMetrics, Metrics
+from .paths import Paths, heads_of
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=GenerationBody)
@@ -70,7 +71,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )
@@ -87,6 +88,8 @@ def create_app(
         app.add_api_route(
             path, handler, methods=[method], response_model=None, openapi_extra=extra, include_in_schema=shown
         )
+        if method == "GET":
+            app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
 
     route("/v1/chat/completions", endpoint.chat_completions, "POST", ChatBody)
     route("/v1/completions", endpoint.completions, "POST", CompletionBody)
@@ -96,7 +99,6 @@ def create_app(
         (f"{MESSAGES}/count_tokens", messages.count_tokens, CountBody),
     ):
         route(path, handler, "POST", body)
-        route(f"{path}/", handler, "POST", body, shown=False)
     route("/", messages.greet, "HEAD", shown=False)
     route("/v1/models", endpoint.list_models)
     route("/v1/models/{model_id:path}", endpoint.get_model)
@@ -116,6 +118,8 @@ def create_app(
     route("/v1/cluster", cluster.show)
     route("/v1/cluster/agents/{agent_id}", cluster.where)
     route("/v1/cluster/decisions/{request_id:path}", cluster.explain)
+    # The outermost, because all others look at the path.
+    app.add_middleware(Paths, heads=heads_of(app.routes))
     return app
 
 
@@ -174,12 +178,11 @@ class _Routes:
         return JSONResponse({"object": "list", "data": [model_body(model) for model in models]})
 
     async def get_model(self, request: Request, model_id: str) -> Response:
-        """Shows one model."""
+        """Shows one model: the one that would answer a request for that name."""
         caller: Caller = request.state.caller
-        for model in await _probe(self._backend.models()):
-            if model.name == model_id and caller.may_use(model_id):
-                return JSONResponse(model_body(model))
-        raise ModelNotFound(f"the model {model_id!r} does not exist", param="model")
+        lenient = self.answering.takes_any(any_model=False)
+        model = await _probe(self.generator.served(model_id, caller, any_model=lenient))
+        return JSONResponse(model_body(model))
 
     async def health(self, request: Request) -> Response:
         """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is

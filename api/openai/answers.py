@@ -190,14 +190,17 @@ def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[S
 
 
 def model_body(model: ServedModel) -> dict[str, Any]:
-    """Returns an entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it; `memory`
-    what its layers keep."""
+    """Returns an entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it, and
+    `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep."""
+    seen = ["image", "video"] if model.pictures else []
     return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "satchel",
         "max_model_len": model.context_tokens,
+        "context_length": model.context_tokens,
+        "architecture": {"input_modalities": ["text", *seen], "output_modalities": ["text"]},
         "memory": model.memory,
     }
 

@@ -246,7 +246,13 @@ async def test_surrogate_pairs_are_one_character(api, backend):
 
 async def test_a_prompt_longer_than_the_context_says_the_numbers(api):
     error = check(await api.chat("word " * 2000), 400, "messages", "context_length_exceeded")
-    assert "1000" in error["message"]
+    # Clients look for these words, and compact.
+    said = (
+        r"This model's maximum context length is 1000 tokens\. However, your messages resulted in (at least )?\d+ tok"
+    )
+    assert re.match(said, error["message"])
+    error = check(await api.complete([7] * 1234), 400, "prompt", "context_length_exceeded")
+    assert "maximum context length is 1000 tokens. However, your prompt resulted in 1234 tokens" in error["message"]
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_without_encoding_it(api, text, monkeypatch):
