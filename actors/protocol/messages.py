@@ -31,6 +31,10 @@ class Sampling:
 
     `logprobs` is None, or how many of the likeliest tokens are reported beside each drawn one.
 
+    `allowed_token_ids` are all that can be drawn, [] for any. `bad_words` are token ids of words that do not appear in
+    the answer; one may if nothing else can be drawn. They come after penalties and bias, as if the model had no other
+    tokens; `logprobs` are as without them. A row that has them has no `grammar`.
+
     `grammar` bounds the answer, "" for none: text that `model_files.grammars` compiles. Tokens that it excludes cannot
     be drawn; penalties and bias come before it, and `logprobs` are as without it. End-of-sequence tokens can be drawn
     when it is complete, and then end the row. With `ignore_eos` and before `min_tokens` they are drawn only where the
@@ -53,6 +57,8 @@ class Sampling:
     stop_token_ids: list[int] = field(default_factory=list)
     logprobs: int | None = None
     grammar: str = ""
+    allowed_token_ids: list[int] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -20,7 +21,17 @@ from ..agents.memory import AgentMemory
 from ..anthropic.bodies import CountBody, MessagesBody
 from ..generation.backend import Backend, NodeState
 from ..generation.callers import Caller
-from ..openai.answers import ChatChunks, CompletionChunks, chat_body, completion_body, model_body
+from ..generation.streams import TextStream, Usage
+from ..openai.answers import (
+    AnswerStyle,
+    ChatChunks,
+    CompletionChunks,
+    best_answers,
+    chat_body,
+    completion_body,
+    model_body,
+    system_fingerprint,
+)
 from ..openai.bodies import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody
 from ..views.generation import Generator
 from .agent_routes import AgentRoutes
@@ -137,7 +148,7 @@ class _Routes:
         self, backend: Backend, config: Config, generator: Generator, metrics: Metrics, refused: Refused
     ) -> None:
         self._backend = backend
-        self._config = config
+        self._version = _version()
         self.generator = generator
         self.metrics = metrics
         if generator.memory is not None:
@@ -149,13 +160,16 @@ class _Routes:
         """Generates the next message of a conversation."""
         body, agent = await self._read(request, ChatBody)
         chat = self.answering.complete(request, body.request(agent), any_model=False)
+        functions = body.has_functions
         if body.stream:
-            include = body.include_usage
             return EventStream(
-                self.answering, chat, lambda streams: ChatChunks(streams[0].model.name, include_usage=include)
+                self.answering,
+                chat,
+                lambda streams: ChatChunks(streams[0].model.name, self._style(body, streams, functions=functions)),
             )
         streams, answers = await self.answering.answer(request, chat)
-        shown = chat_body(streams[0].model.name, answers, streams[0].remembered)
+        style = self._style(body, streams, functions=functions)
+        shown = chat_body(streams[0].model.name, answers, streams[0].remembered, style)
         return JSONResponse(shown, headers=self.answering.headers(chat, streams))
 
     async def completions(self, request: Request) -> Response:
@@ -163,13 +177,27 @@ class _Routes:
         body, agent = await self._read(request, CompletionBody)
         work = self.answering.complete(request, body.request(agent), any_model=False)
         if body.stream:
-            include = body.include_usage
             return EventStream(
-                self.answering, work, lambda streams: CompletionChunks(streams[0].model.name, include_usage=include)
+                self.answering,
+                work,
+                lambda streams: CompletionChunks(streams[0].model.name, self._style(body, streams)),
             )
         streams, answers = await self.answering.answer(request, work)
-        shown = completion_body(streams[0].model.name, answers)
+        usage = sum((answer.usage for answer in answers), Usage(0, 0, 0))
+        if body.rows > body.choices:
+            answers = best_answers(answers, body.rows, body.choices)
+        if body.logprobs is None:
+            answers = [replace(answer, logprobs=None) for answer in answers]
+        shown = completion_body(streams[0].model.name, answers, self._style(body, streams), usage)
         return JSONResponse(shown, headers=self.answering.headers(work, streams))
+
+    def _style(self, body: GenerationBody, streams: Sequence[TextStream], *, functions: bool = False) -> AnswerStyle:
+        return AnswerStyle(
+            fingerprint=system_fingerprint(streams[0].model, self._version),
+            functions=functions,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+        )
 
     async def list_models(self, request: Request) -> Response:
         """Lists every loaded model that the caller may use, the default first."""
