@@ -66,6 +66,17 @@ def _encoded(text: TextModel, model: ServedModel, request: CompletionRequest, pr
     return [*first, *marks.prompt(text.encode(prompt), text.encode(request.suffix))]
 
 
+def text_tokens(text: TextModel, model: ServedModel, request: CompletionRequest) -> list[int]:
+    """Returns the tokens of a prompt that is one text, which may be empty, or a few times as long as the context.
+
+    Raises:
+        ContextLengthExceeded: it is several times as long.
+    """
+    assert isinstance(request.prompt, str)
+    check_least(text, request.prompt, model, "prompt", cut=True)
+    return text.encode(request.prompt, special_tokens=request.special_tokens)
+
+
 def check_vocabulary(tokens: list[int], size: int, where: str) -> None:
     """Checks token ids.
 

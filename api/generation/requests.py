@@ -286,11 +286,40 @@ def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, medi
     far = _COUNTED_CONTEXTS * model.context_tokens
     if (least := text.tokens_min(conversation.text, far)) >= far:
         return least
-    prompt = text.encode(conversation.text)
+    return len(_encoded(text, conversation, special_tokens=False))
+
+
+def prompt_tokens(
+    text: TextModel,
+    model: ServedModel,
+    request: ChatRequest,
+    media: Sequence[Medium] = (),
+    *,
+    reply: bool,
+    special_tokens: bool,
+) -> list[int]:
+    """Returns the tokens of a conversation's prompt, without an agent's memory. It may be a few times as long as the
+    context.
+
+    Args:
+        reply: as in `prepare_chat`.
+        special_tokens: whether those are added that the tokenizer puts around a text, besides the template's own.
+
+    Raises:
+        InvalidRequest: as `prepare_chat`.
+        ContextLengthExceeded: it is several times as long as the context.
+    """
+    conversation = _render(text, model, request, Past(), media, reply=reply)
+    check_least(text, conversation.text, model, "messages", cut=True)
+    return list(text.plain(_encoded(text, conversation, special_tokens=special_tokens)))
+
+
+def _encoded(text: TextModel, conversation: _Conversation, *, special_tokens: bool) -> list[int]:
+    prompt = text.encode(conversation.text, special_tokens=special_tokens)
     if text.pictures is not None and conversation.placed is not None:
         # Refuses what generating would refuse.
-        with_media_tokens(text.pictures, prompt, conversation.placed)
-    return len(prompt)
+        prompt, _ = with_media_tokens(text.pictures, prompt, conversation.placed)
+    return prompt
 
 
 @dataclass(frozen=True)

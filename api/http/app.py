@@ -33,6 +33,7 @@ from ..openai.answers import (
     system_fingerprint,
 )
 from ..openai.bodies import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody
+from ..openai.token_bodies import DetokenizeBody, TokenizeBody
 from ..views.generation import Generator
 from .agent_routes import AgentRoutes
 from .answering import Answering, continues
@@ -45,6 +46,7 @@ from .guard import KeyGuard, require_admin
 from .message_routes import MessageRoutes
 from .metrics import CONTENT_TYPE, AgentMetrics, Metrics
 from .paths import Paths, heads_of
+from .token_routes import TokenRoutes
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=GenerationBody)
@@ -104,6 +106,9 @@ def create_app(
 
     route("/v1/chat/completions", endpoint.chat_completions, "POST", ChatBody)
     route("/v1/completions", endpoint.completions, "POST", CompletionBody)
+    tokens = TokenRoutes(endpoint.answering)
+    route("/v1/tokenize", tokens.tokenize, "POST", TokenizeBody)
+    route("/v1/detokenize", tokens.detokenize, "POST", DetokenizeBody)
     messages = MessageRoutes(endpoint.answering)
     for path, handler, body in (
         (MESSAGES, messages.messages, MessagesBody),

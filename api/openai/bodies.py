@@ -6,7 +6,7 @@ name. Unknown fields are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest, quoted
 from ..generation.bodies import RequestBody, check_counts, check_nested
+from ..generation.history import Message
 from ..generation.options import (
     AllowedTokenIds,
     BadWords,
@@ -165,7 +166,7 @@ class GenerationBody(RequestBody):
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
-        _refuse_many(fields.get("messages"), values, limits)
+        refuse_many(fields.get("messages"), values, limits)
         refuse_unsupported(fields, cls.undone)
 
     def check(self) -> None:
@@ -226,14 +227,7 @@ class ChatBody(GenerationBody):
                 message = "add_generation_prompt: only with continue_final_message can it be false"
                 raise InvalidRequest(message, param="add_generation_prompt")
             return
-        where = "continue_final_message"
-        if self.add_generation_prompt is not False:
-            raise InvalidRequest(f"{where}: only possible with add_generation_prompt false", param=where)
-        last = self.messages[-1]
-        if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last["content"], str):
-            raise InvalidRequest(f"{where}: the last message must be the assistant's, with text only", param=where)
-        if len(self.messages) == 1:
-            raise InvalidRequest(f"{where}: there must be a message before the last one", param=where)
+        check_continued(self.messages, self.add_generation_prompt)
 
     @property
     def has_functions(self) -> bool:
@@ -242,9 +236,7 @@ class ChatBody(GenerationBody):
 
     @property
     def _tools(self) -> list[dict[str, Any]]:
-        """The tools, without nulls in what templates print."""
-        given = self.tools if self.functions is None else tools_of(self.functions)
-        return [{**tool, "function": _without_nulls(tool["function"])} for tool in given or ()]
+        return tools_for_templates(self.tools or () if self.functions is None else tools_of(self.functions))
 
     @property
     def _template_kwargs(self) -> dict[str, Any]:
@@ -347,7 +339,7 @@ class InjectBody(RequestBody):
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
-        _refuse_many(fields.get("messages"), values, limits)
+        refuse_many(fields.get("messages"), values, limits)
 
 
 class ForkBody(BaseModel):
@@ -358,7 +350,7 @@ class ForkBody(BaseModel):
     target: str = Field(alias="as")
 
 
-def _refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
+def refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
     """Checks the numbers of messages, parts and values before they are validated."""
     if not isinstance(messages, list):
         return
@@ -380,5 +372,25 @@ def _refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
     check_nested(nested, values, limits)
 
 
-def _without_nulls(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in function.items() if value is not None}
+def tools_for_templates(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns tools without the nulls in their functions, which templates would print."""
+    return [
+        {**tool, "function": {name: value for name, value in tool["function"].items() if value is not None}}
+        for tool in tools
+    ]
+
+
+def check_continued(messages: Sequence[Message], generation_prompt: bool | None) -> None:
+    """Checks whether the last message can be continued.
+
+    Raises:
+        InvalidRequest: it is not the assistant's text, or the request says that a message begins after it.
+    """
+    where = "continue_final_message"
+    if generation_prompt is not False:
+        raise InvalidRequest(f"{where}: only possible with add_generation_prompt false", param=where)
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last["content"], str):
+        raise InvalidRequest(f"{where}: the last message must be the assistant's, with text only", param=where)
+    if len(messages) == 1:
+        raise InvalidRequest(f"{where}: there must be a message before the last one", param=where)

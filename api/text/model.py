@@ -331,6 +331,10 @@ class TextModel:
             return self._backend.decode(list(tokens), skip_special_tokens=False)
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def written(self, tokens: Sequence[int]) -> list[str]:
+        """Returns how the tokenizer's vocabulary writes each token, "" for those that it does not have."""
+        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(tokens))]
+
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """Returns a new detokenizer for one row. `context` are the tokens that the text continues, if any."""
         if self.byte_level:

@@ -35,7 +35,7 @@ from ..generation.bound_answers import ModelGrammars, bound_calls
 from ..generation.callers import OWNING, AdmittedRows, Caller
 from ..generation.conversation import sources_in
 from ..generation.options import Options
-from ..generation.prompts import prepare_completion
+from ..generation.prompts import check_vocabulary, prepare_completion, text_tokens
 from ..generation.remembered import OVER_QUOTA, UNANSWERED, Remembered
 from ..generation.requests import (
     Chat,
@@ -45,6 +45,7 @@ from ..generation.requests import (
     Request,
     count_prompt,
     prepare_chat,
+    prompt_tokens,
 )
 from ..generation.streams import TextStream, Usage, abort_all
 from ..media.fetch import PictureLoader
@@ -177,6 +178,45 @@ class Generator:
         model, text = await self._chosen(request)
         media = await self._media(request) if text.pictures is not None else []
         return await asyncio.to_thread(count_prompt, text, model, request, media)
+
+    async def tokenize(
+        self,
+        request: ChatRequest | CompletionRequest,
+        *,
+        reply: bool = True,
+        special_tokens: bool = False,
+        written: bool = False,
+    ) -> tuple[ServedModel, list[int], list[str] | None]:
+        """Returns the model that would answer, the tokens of the prompt, and how its vocabulary writes them if
+        `written`. Nothing is queued, and no agent's memory is read.
+
+        Args:
+            reply, special_tokens: as in `prompt_tokens`, for chats.
+
+        Raises:
+            RequestError: the request is invalid, or its prompt several times as long as the context.
+            Unavailable: the model has not been loaded yet.
+        """
+        model, text = await self._chosen(request)
+        if isinstance(request, ChatRequest):
+            media = await self._media(request) if text.pictures is not None else []
+            tokens = await asyncio.to_thread(
+                prompt_tokens, text, model, request, media, reply=reply, special_tokens=special_tokens
+            )
+        else:
+            tokens = await asyncio.to_thread(text_tokens, text, model, request)
+        return model, tokens, await asyncio.to_thread(text.written, tokens) if written else None
+
+    async def detokenize(self, request: CompletionRequest, tokens: list[int]) -> str:
+        """Returns the text of tokens, special ones included.
+
+        Raises:
+            RequestError: the model does not have one of them.
+            Unavailable: the model has not been loaded yet.
+        """
+        model, text = await self._chosen(request)
+        check_vocabulary(tokens, model.vocabulary_size, "tokens")
+        return await asyncio.to_thread(text.decode, tokens)
 
     async def inject(self, request: ChatRequest) -> tuple[Usage, Remembered]:
         """Appends messages to an agent's transcript and computes their KV, without a reply. Returns the usage and the
