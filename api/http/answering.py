@@ -20,7 +20,7 @@ from ..views.generation import Generator
 from .exchange import BodyReader, CancelOnDisconnect, header_text
 from .metrics import Metrics
 
-Work = TypeVar("Work", ChatRequest, CompletionRequest)
+Work = TypeVar("Work", bound=ChatRequest | CompletionRequest)
 
 
 class Answering:

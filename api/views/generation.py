@@ -400,7 +400,7 @@ class Generator:
         given = job.request.options.seed
         seeds = [secrets.randbits(63) if given is None else given for _ in job.prompts]
         if words := job.request.options.bad_words:
-            job = replace(job, bad_words=job.text.word_tokens(words))
+            job = replace(job, bad_words=await asyncio.to_thread(job.text.word_tokens, words))
         starts = list(enumerate(seeds))
         rows = len(starts) * job.request.choices
         admission = job.request.caller.admit(rows, sum(len(prompt) for prompt in job.prompts))
