@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 from ...actors.model_files.end_tokens import read_end_tokens
 from ...actors.model_files.foreign_code import own_code_only
+from ...actors.model_files.infill import infill_marks
 from ...actors.model_files.processors import PictureProcessor, sees
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
-from .infill import infill_marks
 
 logger = logging.getLogger(__name__)
 

@@ -286,10 +286,10 @@ class Generator:
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
         grammar = await self._grammar(text, chat.thought, request.form, bound_calls(request))
-        _check_limits(request, grammar)
         parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
         calls_max = None if request.tool_use.parallel else 1
         reader = await self._call_reader(text, chat.tools) if parse else None
+        _check_limits(request, grammar)
 
         def row_text(prompt: int) -> RowText:
             start, end = text.think_start, text.think_end

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from satchel.actors.model_files.infill import InfillMarks, infill_marks
 from satchel.actors.protocol.messages import RowUpdate
-from satchel.api.text.infill import InfillMarks, infill_marks
 
 USER = {"role": "user", "content": "Hi"}
 BEGIN = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
