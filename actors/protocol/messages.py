@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 15
+VERSION = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,10 @@ class Sampling:
     With `max_tokens` 0 the prompt is computed and kept, and no token is drawn.
 
     `logprobs` is None, or how many of the likeliest tokens are reported beside each drawn one.
+
+    `allowed_token_ids` are all that can be drawn, [] for any. `bad_words` are token ids of words that do not appear in
+    the answer; one may if nothing else can be drawn. They come after penalties and bias, as if the model had no other
+    tokens; `logprobs` are as without them. A row that has them has no `grammar`.
 
     `grammar` bounds the answer, "" for none: text that `model_files.grammars` compiles. Tokens that it excludes cannot
     be drawn; penalties and bias come before it, and `logprobs` are as without it. End-of-sequence tokens can be drawn
@@ -53,6 +57,8 @@ class Sampling:
     stop_token_ids: list[int] = field(default_factory=list)
     logprobs: int | None = None
     grammar: str = ""
+    allowed_token_ids: list[int] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +449,8 @@ class ReplicaProgress:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
-    alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time."""
+    alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
+    `pictures` says whether it takes pictures and videos."""
 
     replica: str
     node: str
@@ -462,6 +469,7 @@ class ModelInfo:
     layers: str
     created: int
     pid: int
+    pictures: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,7 @@ class ReplicaActor:
             layers=loaded.spec.describe(),
             created=int((loaded.folder / "config.json").stat().st_mtime),
             pid=os.getpid(),
+            pictures=loaded.vision is not None,
         )
 
     @answers(Nothing)

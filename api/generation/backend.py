@@ -16,7 +16,7 @@ from ...actors.protocol.messages import GenerateRequest, ReplicaStats, RowUpdate
 @dataclass(frozen=True)
 class ServedModel:
     """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
-    `memory` tells a reader which layers keep what, and how.
+    `memory` tells a reader which layers keep what, and how; `pictures` says whether it takes pictures and videos.
 
     `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
     that compute differently have others.
@@ -31,6 +31,7 @@ class ServedModel:
     created: int
     memory: str = ""
     trust_remote_code: bool = False
+    pictures: bool = False
 
 
 @dataclass(frozen=True)

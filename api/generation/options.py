@@ -18,6 +18,9 @@ TOP_LOGPROBS_MAX = 20
 _STOPS_MAX = 16
 _STOP_CHARACTERS_MAX = 1024
 _STOP_TOKENS_MAX = 64
+_ALLOWED_TOKENS_MAX = 1024
+_BAD_WORDS_MAX = 64
+_BAD_WORD_CHARACTERS_MAX = 128
 _BIASES_MAX = 1024
 _BIAS_MAX = 100
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
@@ -37,11 +40,27 @@ def _stop_strings(value: Any) -> Any:
     return tuple(stops)
 
 
-def _token_ids(value: Any) -> Any:
+def _token_ids(value: Any, most: int = _STOP_TOKENS_MAX) -> Any:
     if not isinstance(value, list | tuple) or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError("must be a list of token ids")
-    if len(value) > _STOP_TOKENS_MAX:
-        raise ValueError(f"has {len(value)} token ids; at most {_STOP_TOKENS_MAX} are possible")
+    if len(value) > most:
+        raise ValueError(f"has {len(value)} token ids; at most {most} are possible")
+    return tuple(value)
+
+
+def _allowed(value: Any) -> Any:
+    if isinstance(value, list) and not value:
+        raise ValueError("has no token ids, so that nothing could be drawn")
+    return _token_ids(value, _ALLOWED_TOKENS_MAX)
+
+
+def _words(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+        raise ValueError("must be a list of strings")
+    if len(value) > _BAD_WORDS_MAX:
+        raise ValueError(f"has {len(value)} words; at most {_BAD_WORDS_MAX} are possible")
+    if not all(word.strip() and len(word) <= _BAD_WORD_CHARACTERS_MAX for word in value):
+        raise ValueError(f"every word must have 1 to {_BAD_WORD_CHARACTERS_MAX} characters, not only spaces")
     return tuple(value)
 
 
@@ -76,6 +95,8 @@ MaxTokens = Annotated[int, Field(ge=1, le=2**63 - 1)]
 MinTokens = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Stop = Annotated[tuple[str, ...], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str])]
 StopTokenIds = Annotated[tuple[int, ...], BeforeValidator(_token_ids, json_schema_input_type=list[int])]
+AllowedTokenIds = Annotated[tuple[int, ...], BeforeValidator(_allowed, json_schema_input_type=list[int])]
+BadWords = Annotated[tuple[str, ...], BeforeValidator(_words, json_schema_input_type=list[str])]
 TopLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)]
 Choices = Annotated[int, Field(ge=1, le=CHOICES_MAX)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -95,8 +116,10 @@ class Options:
 
     Without `seed` every prompt draws its own. Without `max_tokens` a row may fill the context, within
     `scheduling.max_tokens_max`; a larger value is cut to what is left of the context. `stop` strings end the answer if
-    they occur in its content; reasoning is not searched. `timeout_s` counts from the request's arrival to its last
-    token, at most `timeouts.request_s`.
+    they occur in its content; reasoning is not searched. With `include_stop_str_in_output` the one that is found stays
+    in the answer, as do `stop_token_ids`; special tokens become text with `skip_special_tokens` False. `bad_words` do
+    not appear in the answer, at the beginning of a word or without a space before. `timeout_s` counts from the
+    request's arrival to its last token, at most `timeouts.request_s`.
     """
 
     temperature: Temperature | None = None
@@ -112,6 +135,10 @@ class Options:
     min_tokens: MinTokens = 0
     stop: Stop = ()
     stop_token_ids: StopTokenIds = ()
+    allowed_token_ids: AllowedTokenIds = ()
+    bad_words: BadWords = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: TopLogprobs | None = None
     priority: Priority = 0
@@ -126,6 +153,7 @@ class Options:
         vocabulary_size: int,
         choice: int = 0,
         grammar: str = "",
+        bad_words: Sequence[list[int]] = (),
     ) -> Sampling:
         """Resolves all defaults for one row.
 
@@ -133,6 +161,7 @@ class Options:
             own: the model's own sampling, by field.
             max_tokens: how many the row may generate.
             grammar: what bounds the answer, "" for nothing.
+            bad_words: the token ids of the words that must not appear.
         """
         chosen: dict[str, Any] = {
             name: own.get(name, silent) if getattr(self, name) is None else getattr(self, name)
@@ -154,6 +183,8 @@ class Options:
             stop_token_ids=list(self.stop_token_ids),
             logprobs=self.logprobs,
             grammar=grammar,
+            allowed_token_ids=list(self.allowed_token_ids),
+            bad_words=list(bad_words),
         )
 
     def check_tokens(self, vocabulary_size: int) -> None:
@@ -165,6 +196,7 @@ class Options:
         for name, tokens in (
             ("logit_bias", [token for token, _ in self.logit_bias]),
             ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
         ):
             for token in tokens:
                 if not 0 <= token < vocabulary_size:

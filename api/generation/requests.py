@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import is_media_token
@@ -37,8 +37,9 @@ class Request:
     be unique. `choices` is the number of answers for every prompt. If `options` have no `max_tokens`, a row generates
     at most `max_tokens_default`; `max_tokens_field` is the caller's name of that option. `waited_s` have passed since
     the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`. `form`
-    is what the answer's content must be. With `any_model` the default model answers where there is no `model` of that
-    name.
+    is what the answer's content must be. Only the last `truncate_prompt_tokens` of a prompt are kept; -1 is as many as
+    fit with the answer. `return_token_ids` keeps the ids of prompt and answer. With `any_model` the default model
+    answers where there is no `model` of that name.
     """
 
     model: str = ""
@@ -52,6 +53,8 @@ class Request:
     caller: Caller = OWNING
     cache_salt: str = ""
     form: AnswerForm | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool = False
     any_model: bool = False
 
     @property
@@ -103,9 +106,16 @@ class ChatRequest(Request):
 
 @dataclass(frozen=True)
 class CompletionRequest(Request):
-    """Text to continue. `prompt` is a text or its token ids, or several of either."""
+    """Text to continue. `prompt` is a text or its token ids, or several of either.
+
+    `special_tokens` adds those that the tokenizer puts around a text. With a `suffix` the answer is what comes between
+    the prompt and that. `echo` puts the prompt's text before the answer's.
+    """
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    special_tokens: bool = True
+    suffix: str = ""
+    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,29 +175,46 @@ def agent_key(agent: str, tenant: str = OWNER) -> str:
 
 def _too_long(tokens: int, model: ServedModel, where: str, *, at_least: bool = False) -> ContextLengthExceeded:
     amount = f"at least {tokens}" if at_least else f"{tokens}"
+    # Clients compact a conversation when they find OpenAI's words.
     return ContextLengthExceeded(
-        f"{where} has {amount} tokens; the context of {model.name!r} is {model.context_tokens} tokens, at least one of "
-        "which is for the answer",
+        f"This model's maximum context length is {model.context_tokens} tokens. However, your {where} resulted in "
+        f"{amount} tokens, and at least one is for the answer. Please reduce the length of the {where}.",
         param=where.partition("[")[0],
         tokens=tokens,
         tokens_max=model.context_tokens - 1,
     )
 
 
-def _check_length(prompt: list[int], model: ServedModel, where: str) -> None:
+def kept_tokens(prompt: list[int], model: ServedModel, request: Request) -> list[int]:
+    """Returns the prompt's last tokens, as many as the request keeps."""
+    if (most := request.truncate_prompt_tokens) is None:
+        return prompt
+    if most < 0:
+        answer = request.options.max_tokens or request.max_tokens_default or 1
+        most = max(1, model.context_tokens - answer)
+    return prompt[-most:]
+
+
+def check_length(prompt: list[int], model: ServedModel, where: str) -> None:
+    """Raises:
+    ContextLengthExceeded: a prompt does not fit.
+    """
     if len(prompt) >= model.context_tokens:
         raise _too_long(len(prompt), model, where)
 
 
-def _check_least(text: TextModel, string: str, model: ServedModel, where: str) -> None:
-    # Megabytes take seconds to encode, so text that cannot fit is refused first.
-    if (least := text.tokens_min(string, model.context_tokens)) >= model.context_tokens:
+def check_least(text: TextModel, string: str, model: ServedModel, where: str, *, cut: bool = False) -> None:
+    """Refuses text that cannot fit before it is encoded, because megabytes take seconds.
+
+    Args:
+        cut: whether it may be several times as long, because only a part of it is kept.
+
+    Raises:
+        ContextLengthExceeded: it is too long.
+    """
+    most = model.context_tokens * (_COUNTED_CONTEXTS if cut else 1)
+    if (least := text.tokens_min(string, most)) >= most:
         raise _too_long(least, model, where, at_least=True)
-
-
-def _encode(text: TextModel, string: str, model: ServedModel, where: str, *, special_tokens: bool) -> list[int]:
-    _check_least(text, string, model, where)
-    return text.encode(string, special_tokens=special_tokens)
 
 
 def prepare_chat(
@@ -211,18 +238,22 @@ def prepare_chat(
         ContextLengthExceeded: they do not fit.
     """
     past, pictures = past or Past(), text.pictures
+    if request.truncate_prompt_tokens is not None and (request.agent or media):
+        message = "truncate_prompt_tokens: not possible with an agent's memory, or with pictures"
+        raise InvalidRequest(message, param="truncate_prompt_tokens")
     conversation = _render(text, model, request, past, media, reply=reply)
     rendered, tools, shown, placed = conversation.text, conversation.tools, conversation.shown, conversation.placed
     continuation = None
     if past.lines:
-        _check_least(text, rendered, model, "messages")
+        check_least(text, rendered, model, "messages")
         continuation = continue_text(rendered, past.lines, text)
         prompt = continuation.tokens
     else:
-        prompt = _encode(text, rendered, model, "messages", special_tokens=False)
+        check_least(text, rendered, model, "messages", cut=request.truncate_prompt_tokens is not None)
+        prompt = kept_tokens(text.encode(rendered), model, request)
     if not prompt:
         raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
-    _check_length(prompt, model, "messages")
+    check_length(prompt, model, "messages")
     spans: list[MediaSpan] = []
     if pictures is not None and placed is not None:
         prompt, spans = with_media_tokens(pictures, prompt, placed)
@@ -255,11 +286,40 @@ def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, medi
     far = _COUNTED_CONTEXTS * model.context_tokens
     if (least := text.tokens_min(conversation.text, far)) >= far:
         return least
-    prompt = text.encode(conversation.text)
+    return len(_encoded(text, conversation, special_tokens=False))
+
+
+def prompt_tokens(
+    text: TextModel,
+    model: ServedModel,
+    request: ChatRequest,
+    media: Sequence[Medium] = (),
+    *,
+    reply: bool,
+    special_tokens: bool,
+) -> list[int]:
+    """Returns the tokens of a conversation's prompt, without an agent's memory. It may be a few times as long as the
+    context.
+
+    Args:
+        reply: as in `prepare_chat`.
+        special_tokens: whether those are added that the tokenizer puts around a text, besides the template's own.
+
+    Raises:
+        InvalidRequest: as `prepare_chat`.
+        ContextLengthExceeded: it is several times as long as the context.
+    """
+    conversation = _render(text, model, request, Past(), media, reply=reply)
+    check_least(text, conversation.text, model, "messages", cut=True)
+    return list(text.plain(_encoded(text, conversation, special_tokens=special_tokens)))
+
+
+def _encoded(text: TextModel, conversation: _Conversation, *, special_tokens: bool) -> list[int]:
+    prompt = text.encode(conversation.text, special_tokens=special_tokens)
     if text.pictures is not None and conversation.placed is not None:
         # Refuses what generating would refuse.
-        with_media_tokens(text.pictures, prompt, conversation.placed)
-    return len(prompt)
+        prompt, _ = with_media_tokens(text.pictures, prompt, conversation.placed)
+    return prompt
 
 
 @dataclass(frozen=True)
@@ -326,38 +386,3 @@ def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Seq
         return continuation
     kept = continuation.kept_tokens if same == len(places) else min(continuation.kept_tokens, places[same])
     return replace(continuation, match=Match.DIVERGE, kept_tokens=kept, reason=PICTURES_CHANGED)
-
-
-def prepare_completion(
-    text: TextModel, model: ServedModel, request: CompletionRequest, prompts_max: int
-) -> list[list[int]]:
-    """Encodes the prompts of a completion.
-
-    Raises:
-        InvalidRequest: there are none or more than `prompts_max`, one is empty, or the model lacks one of their tokens.
-        ContextLengthExceeded: one does not fit.
-    """
-    given = request.prompt
-    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-    asked = cast(list[str | list[int]], given if several else [given])
-    if len(asked) > prompts_max:
-        raise InvalidRequest(
-            f"prompt has {len(asked)} entries; at most {prompts_max} go into one request", param="prompt"
-        )
-    prompts: list[list[int]] = []
-    for index, prompt in enumerate(asked):
-        where = f"prompt[{index}]" if several else "prompt"
-        tokens = _encode(text, prompt, model, where, special_tokens=True) if isinstance(prompt, str) else prompt
-        _check_vocabulary(tokens, model.vocabulary_size, where)
-        if not tokens:
-            raise InvalidRequest(f"{where} is empty", param="prompt")
-        _check_length(tokens, model, where)
-        prompts.append(tokens)
-    return prompts
-
-
-def _check_vocabulary(tokens: list[int], size: int, where: str) -> None:
-    if tokens and (min(tokens) < 0 or max(tokens) >= size):
-        index = next(i for i, token in enumerate(tokens) if not 0 <= token < size)
-        where = f"{where}[{index}]"
-        raise InvalidRequest(f"{where} is {tokens[index]}; the model has token ids 0 to {size - 1}", param=where)

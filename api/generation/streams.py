@@ -58,7 +58,8 @@ Event = TextDelta | ReasoningDelta | CallBegun | CallArguments | ToolCall | Fini
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer; `text` is its content. `logprobs` is None if not requested, `stop_string` as in `Finished`."""
+    """A whole answer; `text` is its content. `logprobs` is None if not requested, `stop_string` as in `Finished`.
+    `tokens` and those of its `prompt` are None if not requested."""
 
     text: str
     tool_calls: list[ToolCall]
@@ -67,6 +68,8 @@ class Answer:
     reasoning: str = ""
     logprobs: list[ShownToken] | None = None
     stop_string: str | None = None
+    tokens: list[int] | None = None
+    prompt: list[int] | None = None
 
 
 class AnswerKeeper(Protocol):
@@ -97,6 +100,7 @@ class TextStream:
         abort: starts removing a generation from its batch, in a task that the caller's cancellation does not end.
         on_end: called once with the number of answer tokens, when the row has ended or its abort has begun.
         keeper: of an agent's turn, which is given back if the stream is left early.
+        prompt: the prompt's token ids if they and the answer's are asked for, else None.
 
     Attributes:
         model: the served model.
@@ -117,6 +121,7 @@ class TextStream:
         abort: Callable[[Generation], asyncio.Task[None]],
         on_end: Callable[[int], None] = lambda tokens: None,
         keeper: AnswerKeeper | None = None,
+        prompt: Sequence[int] | None = None,
     ) -> None:
         self.model = model
         self.replica = generation.replica
@@ -132,6 +137,7 @@ class TextStream:
         self._abort = abort
         self._on_end = on_end
         self._keeper = keeper
+        self._prompt = prompt
         self._over = False
         self._reading = False
         self._cached_tokens = 0
@@ -147,6 +153,21 @@ class TextStream:
     def cached_tokens(self) -> int:
         """How many of the prompt's tokens were not computed again, as far as known; 0 before the first token."""
         return self._cached_tokens
+
+    @property
+    def prompt(self) -> list[int] | None:
+        """The prompt's token ids, None if not asked for."""
+        return None if self._prompt is None else list(self._prompt)
+
+    @property
+    def tokens(self) -> list[int] | None:
+        """The answer's token ids so far, None if not asked for."""
+        return None if self._prompt is None else self._tokens[: self._row.tokens]
+
+    @property
+    def usage(self) -> Usage:
+        """Of the row, so far."""
+        return self._usage()
 
     @property
     def remembered(self) -> Remembered | None:
@@ -175,7 +196,7 @@ class TextStream:
                     self._end()
                     raise from_wire(update.error or {"kind": "GenerationFailed", "message": "the row failed"})
                 events = self._row.add(update.tokens, update.logprobs)
-                if self._keeper is not None:
+                if self._keeper is not None or self._prompt is not None:
                     self._tokens += update.tokens
                 if finish is not None:
                     self._end()
@@ -260,6 +281,8 @@ class TextStream:
                         reasoning="".join(reasoning),
                         logprobs=logprobs,
                         stop_string=event.stop_string,
+                        tokens=self.tokens,
+                        prompt=self.prompt,
                     )
         finally:
             await self.abort()

@@ -20,7 +20,7 @@ from ..views.generation import Generator
 from .exchange import BodyReader, CancelOnDisconnect, header_text
 from .metrics import Metrics
 
-Work = TypeVar("Work", ChatRequest, CompletionRequest)
+Work = TypeVar("Work", bound=ChatRequest | CompletionRequest)
 
 
 class Answering:
@@ -59,14 +59,21 @@ class Answering:
             any_model: whether its protocol's clients send names of models that are not served.
         """
         caller: Caller = request.state.caller
-        lenient = any_model if self._unknown_model is None else self._unknown_model == "default"
         return replace(
             work,
             caller=caller,
             request_id=request.state.request_id,
             waited_s=time.perf_counter() - request.state.arrived,
-            any_model=lenient,
+            any_model=self.takes_any(any_model=any_model),
         )
+
+    def takes_any(self, *, any_model: bool) -> bool:
+        """Returns whether a model answers to names of models that are not served.
+
+        Args:
+            any_model: what clients of the protocol expect, where `endpoint.unknown_model` does not say.
+        """
+        return any_model if self._unknown_model is None else self._unknown_model == "default"
 
     async def start(self, work: ChatRequest | CompletionRequest) -> list[TextStream]:
         """Starts all rows of a request. Raises as `Generator.start_chats`."""

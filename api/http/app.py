@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -14,14 +15,25 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ...cluster.audit import Audit
 from ...cluster.config import Config
-from ...cluster.errors import ModelNotFound, SatchelError, Unavailable
+from ...cluster.errors import SatchelError, Unavailable
 from ...cluster.keys import KeyRing
 from ..agents.memory import AgentMemory
 from ..anthropic.bodies import CountBody, MessagesBody
 from ..generation.backend import Backend, NodeState
 from ..generation.callers import Caller
-from ..openai.answers import ChatChunks, CompletionChunks, chat_body, completion_body, model_body
+from ..generation.streams import TextStream, Usage
+from ..openai.answers import (
+    AnswerStyle,
+    ChatChunks,
+    CompletionChunks,
+    best_answers,
+    chat_body,
+    completion_body,
+    model_body,
+    system_fingerprint,
+)
 from ..openai.bodies import ChatBody, CompletionBody, ForkBody, GenerationBody, InjectBody
+from ..openai.token_bodies import DetokenizeBody, TokenizeBody
 from ..responses.bodies import InputTokensBody, ResponseBody
 from ..responses.conversations import ConversationBody
 from ..views.generation import Generator
@@ -36,7 +48,9 @@ from .exchange import BodyReader, Refused, RequestContext, add_error_handlers
 from .guard import KeyGuard, require_admin
 from .message_routes import MessageRoutes
 from .metrics import CONTENT_TYPE, AgentMetrics, Metrics
+from .paths import Paths, heads_of
 from .response_routes import ResponseRoutes
+from .token_routes import TokenRoutes
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=GenerationBody)
@@ -74,7 +88,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )
@@ -91,16 +105,20 @@ def create_app(
         app.add_api_route(
             path, handler, methods=[method], response_model=None, openapi_extra=extra, include_in_schema=shown
         )
+        if method == "GET":
+            app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
 
     route("/v1/chat/completions", endpoint.chat_completions, "POST", ChatBody)
     route("/v1/completions", endpoint.completions, "POST", CompletionBody)
+    tokens = TokenRoutes(endpoint.answering)
+    route("/v1/tokenize", tokens.tokenize, "POST", TokenizeBody)
+    route("/v1/detokenize", tokens.detokenize, "POST", DetokenizeBody)
     messages = MessageRoutes(endpoint.answering)
     for path, handler, body in (
         (MESSAGES, messages.messages, MessagesBody),
         (f"{MESSAGES}/count_tokens", messages.count_tokens, CountBody),
     ):
         route(path, handler, "POST", body)
-        route(f"{path}/", handler, "POST", body, shown=False)
     route("/", messages.greet, "HEAD", shown=False)
     responses = ResponseRoutes(endpoint.answering, config.endpoint.responses_bytes_max)
     route("/v1/responses", responses.create, "POST", ResponseBody)
@@ -133,6 +151,8 @@ def create_app(
     route("/v1/cluster", cluster.show)
     route("/v1/cluster/agents/{agent_id}", cluster.where)
     route("/v1/cluster/decisions/{request_id:path}", cluster.explain)
+    # The outermost, because all others look at the path.
+    app.add_middleware(Paths, heads=heads_of(app.routes))
     return app
 
 
@@ -150,7 +170,7 @@ class _Routes:
         self, backend: Backend, config: Config, generator: Generator, metrics: Metrics, refused: Refused
     ) -> None:
         self._backend = backend
-        self._config = config
+        self._version = _version()
         self.generator = generator
         self.metrics = metrics
         if generator.memory is not None:
@@ -162,13 +182,16 @@ class _Routes:
         """Generates the next message of a conversation."""
         body, agent = await self._read(request, ChatBody)
         chat = self.answering.complete(request, body.request(agent), any_model=False)
+        functions = body.has_functions
         if body.stream:
-            include = body.include_usage
             return EventStream(
-                self.answering, chat, lambda streams: ChatChunks(streams[0].model.name, include_usage=include)
+                self.answering,
+                chat,
+                lambda streams: ChatChunks(streams[0].model.name, self._style(body, streams, functions=functions)),
             )
         streams, answers = await self.answering.answer(request, chat)
-        shown = chat_body(streams[0].model.name, answers, streams[0].remembered)
+        style = self._style(body, streams, functions=functions)
+        shown = chat_body(streams[0].model.name, answers, streams[0].remembered, style)
         return JSONResponse(shown, headers=self.answering.headers(chat, streams))
 
     async def completions(self, request: Request) -> Response:
@@ -176,13 +199,27 @@ class _Routes:
         body, agent = await self._read(request, CompletionBody)
         work = self.answering.complete(request, body.request(agent), any_model=False)
         if body.stream:
-            include = body.include_usage
             return EventStream(
-                self.answering, work, lambda streams: CompletionChunks(streams[0].model.name, include_usage=include)
+                self.answering,
+                work,
+                lambda streams: CompletionChunks(streams[0].model.name, self._style(body, streams)),
             )
         streams, answers = await self.answering.answer(request, work)
-        shown = completion_body(streams[0].model.name, answers)
+        usage = sum((answer.usage for answer in answers), Usage(0, 0, 0))
+        if body.rows > body.choices:
+            answers = best_answers(answers, body.rows, body.choices)
+        if body.logprobs is None:
+            answers = [replace(answer, logprobs=None) for answer in answers]
+        shown = completion_body(streams[0].model.name, answers, self._style(body, streams), usage)
         return JSONResponse(shown, headers=self.answering.headers(work, streams))
+
+    def _style(self, body: GenerationBody, streams: Sequence[TextStream], *, functions: bool = False) -> AnswerStyle:
+        return AnswerStyle(
+            fingerprint=system_fingerprint(streams[0].model, self._version),
+            functions=functions,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+        )
 
     async def list_models(self, request: Request) -> Response:
         """Lists every loaded model that the caller may use, the default first."""
@@ -191,12 +228,11 @@ class _Routes:
         return JSONResponse({"object": "list", "data": [model_body(model) for model in models]})
 
     async def get_model(self, request: Request, model_id: str) -> Response:
-        """Shows one model."""
+        """Shows one model: the one that would answer a request for that name."""
         caller: Caller = request.state.caller
-        for model in await _probe(self._backend.models()):
-            if model.name == model_id and caller.may_use(model_id):
-                return JSONResponse(model_body(model))
-        raise ModelNotFound(f"the model {model_id!r} does not exist", param="model")
+        lenient = self.answering.takes_any(any_model=False)
+        model = await _probe(self.generator.served(model_id, caller, any_model=lenient))
+        return JSONResponse(model_body(model))
 
     async def health(self, request: Request) -> Response:
         """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is

@@ -2,7 +2,7 @@
 
 A page of another origin is refused by its `Origin` or `Sec-Fetch-Site`. A page whose own name was made to point here
 (DNS rebinding) is refused by its `Host`. Bodies must be declared as JSON, which a page cannot send without a CORS
-preflight.
+preflight; one that is declared as nothing is taken from programs only, which browsers show not to be.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .error_shapes import error_response
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.ASCII)
 _JSON = re.compile(r"application/([a-z0-9.-]+\+)?json *(;.*)?", re.ASCII)
+_OF_BROWSERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
 _OTHER_SITES = ("cross-site", "same-site")
 
 
@@ -99,7 +100,8 @@ class BrowserGuard:
         ):
             return NotAllowed("pages of other sites may not use this endpoint (endpoint.origins)")
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        if has_body and not _JSON.fullmatch(headers.get("content-type", "").lower()):
+        kind = headers.get("content-type", "").lower()
+        if has_body and not _JSON.fullmatch(kind) and (kind or any(name in headers for name in _OF_BROWSERS)):
             return UnsupportedMediaType("the body's Content-Type must be application/json")
         return None
 

@@ -19,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.config import Config
@@ -134,11 +135,22 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message, code = f"there is no {request.url.path} here", "not_found"
     elif error.status_code == 405:
+        allowed = _allowed(request)
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": allowed})
+        error.headers = {**(error.headers or {}), "Allow": allowed}
         message, code = f"{request.url.path} does not take {request.method}", "method_not_allowed"
     else:
         message, code = str(error.detail), "http_error"
     shown = SatchelError(message)
     return error_response(request.scope, shown, status=error.status_code, code=code, headers=error.headers)
+
+
+def _allowed(request: Request) -> str:
+    """Returns every method that the request's path takes, as in the header `Allow`."""
+    scope = {**request.scope, "type": "http"}
+    routes = [route for route in request.app.routes if route.matches(scope)[0] is not Match.NONE]
+    return ", ".join(sorted({"OPTIONS", *(method for route in routes for method in route.methods or ())}))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

@@ -6,15 +6,19 @@ name. Unknown fields are ignored.
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from ...cluster.config import Endpoint
-from ...cluster.errors import InvalidRequest
+from ...cluster.errors import InvalidRequest, quoted
 from ..generation.bodies import RequestBody, check_counts, check_nested
+from ..generation.history import Message
 from ..generation.options import (
+    AllowedTokenIds,
+    BadWords,
     CacheSalt,
     Choices,
     LogitBias,
@@ -38,23 +42,12 @@ from ..generation.options import (
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..text.grammars import AnswerForm
 from .forms import read_form, read_tool_choice
-from .messages import Messages, Tools
+from .functions import FunctionCall, tool_use_of, tools_of
+from .messages import Functions, Messages, Tools
+from .unsupported import refuse_unsupported
 
 COMPLETION_MAX_TOKENS = 16
 """The default `max_tokens` of `/v1/completions`, as OpenAI's."""
-
-# Fields that change the answer and are not supported yet, each with its neutral values.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    # vLLM's.
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-}
 
 
 def _tool_choice(value: Any) -> Any:
@@ -65,6 +58,12 @@ def _tool_choice(value: Any) -> Any:
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 Json = Annotated[Any, WithJsonSchema({})]
+EFFORTS = MappingProxyType(
+    {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+)
+"""What templates know for what clients say."""
+
+KeptTokens = Annotated[int, Field(ge=-1, le=2**63 - 1)]
 Few = Annotated[dict[str, Any], Field(max_length=100)]
 ToolChoice = Annotated[Literal["auto", "none", "required"] | dict[str, Any] | None, BeforeValidator(_tool_choice)]
 
@@ -97,6 +96,9 @@ Unchecked = Annotated[Any, WithJsonSchema({})]
 class GenerationBody(RequestBody):
     """The fields that both generation routes take. None, written `null`, means the default."""
 
+    undone: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields of the other routes that this one does not do, with their neutral values."""
+
     model: str | None = None
     stream: bool | None = None
     stream_options: Few | None = None
@@ -111,11 +113,18 @@ class GenerationBody(RequestBody):
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     seed: Seed | None = None
-    max_tokens: MaxTokens | None = None
+    max_tokens: int | None = None
     min_tokens: MinTokens | None = None
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: KeptTokens | None = None
+    return_token_ids: bool | None = None
     priority: Priority | None = None
     timeout_s: TimeoutS | None = None
     user: str | None = None
@@ -147,20 +156,27 @@ class GenerationBody(RequestBody):
         return bool((self.stream_options or {}).get("include_usage"))
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.include_usage and bool((self.stream_options or {}).get("continuous_usage_stats"))
+
+    @property
     def choices(self) -> int:
         return self.n or 1
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
-        _refuse_many(fields.get("messages"), values, limits)
-        _refuse_unsupported(fields)
+        refuse_many(fields.get("messages"), values, limits)
+        refuse_unsupported(fields, cls.undone)
 
     def check(self) -> None:
-        if not isinstance((self.stream_options or {}).get("include_usage"), bool | None):
-            raise InvalidRequest("stream_options.include_usage must be a boolean", param="stream_options.include_usage")
+        for option in ("include_usage", "continuous_usage_stats"):
+            if not isinstance((self.stream_options or {}).get(option), bool | None):
+                raise InvalidRequest(f"stream_options.{option} must be a boolean", param=f"stream_options.{option}")
+        if self.spaces_between_special_tokens and self.skip_special_tokens is False:
+            message = "spaces_between_special_tokens: not possible where special tokens are shown"
+            raise InvalidRequest(message, param="spaces_between_special_tokens")
         _ = self.form  # Raises if it is malformed.
-        if self.best_of is not None and self.best_of != self.choices:
-            raise InvalidRequest("best_of: only the value of n is possible", param="best_of")
 
     def options(self, *, max_tokens: int | None, logprobs: int | None) -> Options:
         same = {
@@ -172,31 +188,79 @@ class GenerationBody(RequestBody):
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
+    undone = MappingProxyType({"echo": (False,), "suffix": ("",), "add_special_tokens": (False,)})
+
     messages: Messages
+    max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    functions: Functions | None = None
+    function_call: FunctionCall = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: Few | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: only possible with logprobs", param="top_logprobs")
+        if self.best_of is not None and self.best_of != self.choices:
+            raise InvalidRequest("best_of: only the value of n is possible", param="best_of")
+        for name, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+            if getattr(self, name) is not None and (self.tools or self.tool_choice is not None):
+                raise InvalidRequest(f"{name}: not possible with {newer}, which is its newer form", param=name)
+        called = self.function_call["name"] if isinstance(self.function_call, dict) else None
+        if called is not None and all(function["name"] != called for function in self.functions or ()):
+            message = f"function_call: {quoted(called)} is not among the functions"
+            raise InvalidRequest(message, param="function_call")
+        self._check_beginning()
+
+    def _check_beginning(self) -> None:
+        """Checks what says where the answer begins."""
+        if not self.continue_final_message:
+            if self.add_generation_prompt is False:
+                message = "add_generation_prompt: only with continue_final_message can it be false"
+                raise InvalidRequest(message, param="add_generation_prompt")
+            return
+        check_continued(self.messages, self.add_generation_prompt)
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether calls are answered in the older form."""
+        return self.functions is not None
+
+    @property
+    def _tools(self) -> list[dict[str, Any]]:
+        return tools_for_templates(self.tools or () if self.functions is None else tools_of(self.functions))
+
+    @property
+    def _template_kwargs(self) -> dict[str, Any]:
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            effort["reasoning_effort"] = EFFORTS[self.reasoning_effort]
+            if self.reasoning_effort in ("none", "minimal"):
+                effort["enable_thinking"] = False
+        return effort | (self.chat_template_kwargs or {})
 
     def request(self, agent: str) -> ChatRequest:
         # The newer name wins if both are given.
         newer = self.max_completion_tokens is not None
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        use = read_tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        begun = self.messages[-1]["content"] if self.continue_final_message else ""
         return ChatRequest(
-            messages=self.messages,
-            tools=[{**tool} for tool in self.tools or ()],
-            tool_use=read_tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
+            messages=self.messages[:-1] if self.continue_final_message else self.messages,
+            prefill=begun,
+            tools=self._tools,
+            tool_use=use if self.functions is None else tool_use_of(self.function_call),
             form=self.form,
-            template_kwargs=effort | (self.chat_template_kwargs or {}),
+            template_kwargs=self._template_kwargs,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            return_token_ids=bool(self.return_token_ids),
             model=self.model or "",
             agent=agent,
             agent_continue=bool(self.agent_continue),
@@ -213,11 +277,34 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`."""
 
+    undone = MappingProxyType({"functions": ([],), "tools": ([],), "continue_final_message": (False,)})
+
     prompt: PromptBody
+    max_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     logprobs: TopLogprobs | None = None
+    best_of: Choices | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many answers are generated for every prompt; the best `choices` of them are shown."""
+        return max(self.choices, self.best_of or 0)
 
     def check(self) -> None:
         super().check()
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo: not possible with logprobs, which the prompt has none of", param="echo")
+        if self.best_of is not None and self.best_of < self.choices:
+            raise InvalidRequest("best_of is less than n", param="best_of")
+        if self.rows > self.choices and self.stream:
+            raise InvalidRequest("best_of: an answer cannot be chosen while it is streamed", param="best_of")
+        if self.suffix and self.truncate_prompt_tokens is not None:
+            message = "truncate_prompt_tokens: not possible with a suffix"
+            raise InvalidRequest(message, param="truncate_prompt_tokens")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise InvalidRequest("min_tokens is more than max_tokens", param="min_tokens")
         if self.agent_continue:
             raise InvalidRequest("agent_continue: only chat completions continue a transcript", param="agent_continue")
 
@@ -226,10 +313,20 @@ class CompletionBody(GenerationBody):
             prompt=self.prompt,
             model=self.model or "",
             agent=agent,
-            options=self.options(max_tokens=self.max_tokens, logprobs=self.logprobs),
-            choices=self.choices,
-            max_tokens_default=max(COMPLETION_MAX_TOKENS, self.min_tokens or 0),
+            # Answers are compared by their logprobs.
+            options=self.options(
+                max_tokens=self.max_tokens or None,
+                logprobs=0 if self.logprobs is None and self.rows > self.choices else self.logprobs,
+            ),
+            choices=self.rows,
+            # With 0 the prompt is read and nothing is generated.
+            max_tokens_default=0 if self.max_tokens == 0 else max(COMPLETION_MAX_TOKENS, self.min_tokens or 0),
             form=self.form,
+            special_tokens=self.add_special_tokens is not False,
+            suffix=self.suffix or "",
+            echo=bool(self.echo),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            return_token_ids=bool(self.return_token_ids),
             cache_salt=self.cache_salt or "",
         )
 
@@ -242,7 +339,7 @@ class InjectBody(RequestBody):
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
-        _refuse_many(fields.get("messages"), values, limits)
+        refuse_many(fields.get("messages"), values, limits)
 
 
 class ForkBody(BaseModel):
@@ -253,7 +350,7 @@ class ForkBody(BaseModel):
     target: str = Field(alias="as")
 
 
-def _refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
+def refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
     """Checks the numbers of messages, parts and values before they are validated."""
     if not isinstance(messages, list):
         return
@@ -268,15 +365,32 @@ def _refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
             arguments = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(arguments, str):
                 nested.append(arguments)
+        called = message.get("function_call")
+        if isinstance(called, dict) and isinstance(called.get("arguments"), str):
+            nested.append(called["arguments"])
     check_counts(messages, parts, limits)
     check_nested(nested, values, limits)
 
 
-def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = fields.get(name)
-        # True equals 1 in Python, so types are compared too.
-        if value is None or any(type(value) is type(known) and value == known for known in neutral):
-            continue
-        allowed = " or ".join(json.dumps(known) for known in neutral[:1]) or "null"
-        raise InvalidRequest(f"{name}: only {allowed} is possible; other values are not supported yet", param=name)
+def tools_for_templates(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns tools without the nulls in their functions, which templates would print."""
+    return [
+        {**tool, "function": {name: value for name, value in tool["function"].items() if value is not None}}
+        for tool in tools
+    ]
+
+
+def check_continued(messages: Sequence[Message], generation_prompt: bool | None) -> None:
+    """Checks whether the last message can be continued.
+
+    Raises:
+        InvalidRequest: it is not the assistant's text, or the request says that a message begins after it.
+    """
+    where = "continue_final_message"
+    if generation_prompt is not False:
+        raise InvalidRequest(f"{where}: only possible with add_generation_prompt false", param=where)
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last["content"], str):
+        raise InvalidRequest(f"{where}: the last message must be the assistant's, with text only", param=where)
+    if len(messages) == 1:
+        raise InvalidRequest(f"{where}: there must be a message before the last one", param=where)

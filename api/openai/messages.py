@@ -29,7 +29,7 @@ from ..media.sources import PictureSource, VideoSource
 
 _PICTURE_KEYS = {"image_url": ("image_url",), "input_image": ("image_url",), "image": ("image", "url", "image_url")}
 _VIDEO_KEYS = {"video_url": ("video_url",), "video": ("video", "url", "video_url")}
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT = ("text", "input_text", "output_text")
 _UNSUPPORTED = {"input_audio": "audio", "audio": "audio", "file": "files", "input_file": "files"}
 _PICTURE_OPTIONS = ("detail", "min_pixels", "max_pixels")
@@ -46,12 +46,12 @@ Label = Annotated[str, Field(max_length=1024)]
 
 class CalledFunction(TypedDict):
     name: str
-    arguments: NotRequired[str]
+    arguments: NotRequired[str | None]
 
 
 class CallBody(TypedDict):
     id: NotRequired[Label | None]
-    type: NotRequired[Literal["function"]]
+    type: NotRequired[Literal["function"] | None]
     function: CalledFunction
 
 
@@ -64,8 +64,11 @@ class UserMessage(TypedDict):
 class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: NotRequired[MessageContent | None]
+    refusal: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
     tool_calls: NotRequired[list[CallBody] | None]
+    function_call: NotRequired[CalledFunction | None]
     name: NotRequired[Label | None]
 
 
@@ -76,7 +79,15 @@ class ToolMessage(TypedDict):
     name: NotRequired[Label | None]
 
 
-MessageBody = Annotated[UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+class FunctionMessage(TypedDict):
+    """What a function of the older form returned."""
+
+    role: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    content: MessageContent | None
+
+
+MessageBody = Annotated[UserMessage | AssistantMessage | ToolMessage | FunctionMessage, Field(discriminator="role")]
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))
@@ -112,7 +123,7 @@ def read_messages(messages: Any) -> list[Message]:
         bodies = _MESSAGES.validate_python(list(messages))
     except ValidationError as error:
         raise _refused(error) from None
-    return [_message(body, index) for index, body in enumerate(bodies)]
+    return [_message(_in_newer_form(body, index), index) for index, body in enumerate(bodies)]
 
 
 def _refused(error: ValidationError) -> InvalidRequest:
@@ -132,17 +143,38 @@ def _refused(error: ValidationError) -> InvalidRequest:
 _OBJECTS = WithJsonSchema({"type": "array", "items": {"type": "object"}})
 Messages = Annotated[list[Any], PlainValidator(read_messages), _OBJECTS]
 Tools = Annotated[list[ToolBody], _OBJECTS]
+Functions = Annotated[list[ToolFunction], _OBJECTS]
 
 
-def _message(body: dict[str, Any], index: int) -> Any:
+def _in_newer_form(body: dict[str, Any], index: int) -> dict[str, Any]:
+    """Returns a message without nulls and other servers' names, and with a function of the older form as a tool."""
     if None in body.values():
         body = {name: value for name, value in body.items() if value is not None}
     if body["role"] == "developer":
         body["role"] = "system"
+    elif body["role"] == "function":
+        # Only one function is called at a time, so the call is that of the message before.
+        body = {"content": "", **body, "role": "tool", "tool_call_id": f"function-{index - 1}"}
+    elif body["role"] == "assistant":
+        if (reasoning := body.pop("reasoning", None)) is not None:
+            body.setdefault("reasoning_content", reasoning)
+        if (refusal := body.pop("refusal", None)) is not None:
+            body.setdefault("content", refusal)
+        if (called := body.pop("function_call", None)) is not None:
+            if body.get("tool_calls"):
+                where = f"messages[{index}].function_call"
+                raise InvalidRequest(f"{where}: the message has tool_calls already", param=where)
+            body["tool_calls"] = [{"id": f"function-{index}", "type": "function", "function": called}]
+        if body.get("reasoning_content"):
+            body.setdefault("content", "")
+    return body
+
+
+def _message(body: dict[str, Any], index: int) -> Any:
     if calls := body.get("tool_calls"):
         for call in calls:
-            call.setdefault("type", "function")
-            call["function"].setdefault("arguments", "")
+            call["type"] = "function"
+            call["function"]["arguments"] = call["function"].get("arguments") or ""
             if call.get("id", "") is None:
                 del call["id"]
     elif calls is not None:
@@ -163,6 +195,8 @@ def _content(parts: list[Any], where: str) -> str | list[Any]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _TEXT and isinstance(text := part.get("text"), str):
             content.append(text)
+        elif kind == "refusal" and isinstance(refusal := part.get("refusal"), str):
+            content.append(refusal)
         else:
             content.append(_media(part, f"{where}[{index}]"))
     if not any(isinstance(part, PictureSource | VideoSource) for part in content):

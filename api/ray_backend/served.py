@@ -146,4 +146,5 @@ def _served(info: ModelInfo) -> ServedModel:
         memory=info.layers,
         files_id=info.files_id,
         trust_remote_code=info.trust_remote_code,
+        pictures=info.pictures,
     )

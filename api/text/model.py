@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from ...actors.model_files.end_tokens import read_end_tokens
 from ...actors.model_files.foreign_code import own_code_only
+from ...actors.model_files.infill import infill_marks
 from ...actors.model_files.processors import PictureProcessor, sees
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
@@ -114,10 +115,14 @@ class StopMatcher:
     The match that ends first wins, and of those that end together the longest. So the result does not depend on the
     pieces. Text that may be the beginning of a stop string is held back. After a match, `matched` is true, `found` the
     stop string, and no more text comes out.
+
+    Args:
+        keeps: whether the stop string that is found stays in the text.
     """
 
-    def __init__(self, stops: Iterable[str]) -> None:
+    def __init__(self, stops: Iterable[str], *, keeps: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keeps = keeps
         self._held = ""
         self.matched = False
         self.found: str | None = None
@@ -132,6 +137,7 @@ class StopMatcher:
             self.matched = True
             end, cut = min(matches)
             self._held, self.found = "", buffer[cut:end]
+            cut = end if self._keeps else cut
         else:
             cut = len(buffer) - longest_held(buffer, self._stops)
             self._held = buffer[cut:]
@@ -169,6 +175,7 @@ class TextModel:
     Attributes:
         hidden_tokens: special and end-of-sequence tokens, which never become text.
         tool_call_tokens, think_tokens: markers of tool calls and reasoning, hidden or not.
+        infill_marks: the tokens of prompts for what comes between two texts; None if there are none.
         byte_level: whether a token's bytes do not depend on its neighbours.
     """
 
@@ -193,6 +200,7 @@ class TextModel:
         self._bytes = _bytes_by_character()
         # Unicode normalization merges at most a few characters into one.
         self._token_characters_max = 4 * max(map(len, self._tokenizer.get_vocab()), default=1)
+        self.infill_marks = infill_marks(self._tokenizer.get_vocab())
         self.end_tokens = frozenset(wrapper.eos_token_ids)
         self.hidden_tokens = self.end_tokens | frozenset(self._tokenizer.all_special_ids) | self._special_added()
         self.has_tool_calls = bool(wrapper.has_tool_calling and wrapper.tool_parser)
@@ -294,6 +302,18 @@ class TextModel:
         # A batch of one, because `Tokenizer.encode` holds the interpreter lock and this does not.
         return self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
 
+    @property
+    def begin_tokens(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text."""
+        whole, bare = self.encode("a", special_tokens=True), self.encode("a")
+        starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return whole[: next(starts, 0)]
+
+    def word_tokens(self, words: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids of words, each as it begins a text and as it follows a space."""
+        spelled = (self.encode(form) for word in words for form in (word, f" {word.lstrip()}"))
+        return [list(tokens) for tokens in dict.fromkeys(map(tuple, spelled)) if tokens]
+
     def tokens_min(self, text: str, enough: int) -> int:
         """Returns a lower bound of the number of tokens in `text`. A text with far more than `enough` tokens is not
         encoded whole, which would take seconds and much memory."""
@@ -314,6 +334,10 @@ class TextModel:
         if self._backend is not None:
             return self._backend.decode(list(tokens), skip_special_tokens=False)
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def written(self, tokens: Sequence[int]) -> list[str]:
+        """Returns how the tokenizer's vocabulary writes each token, "" for those that it does not have."""
+        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(tokens))]
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """Returns a new detokenizer for one row. `context` are the tokens that the text continues, if any."""

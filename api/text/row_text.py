@@ -36,7 +36,10 @@ class RowText:
     Args:
         reasoning, stops, calls: the stages of the text's pipeline; None and () for none.
         stop_tokens: tokens that end the row without being text, besides the model's own end tokens.
+        keeps_stop: whether the stop string or token that ends the row stays in its text.
+        special_tokens: whether special tokens become text, other than the end tokens.
         logprobs: whether events carry logprobs; `add` needs them then.
+        prelude: text that comes before that of the tokens, such as the prompt's.
 
     Attributes:
         follows_tokens: whether events carry `logprobs`.
@@ -52,13 +55,19 @@ class RowText:
         stops: Sequence[str] = (),
         calls: ToolCallSplitter | None = None,
         stop_tokens: Sequence[int] = (),
+        keeps_stop: bool = False,
+        special_tokens: bool = False,
         logprobs: bool = False,
+        prelude: str = "",
     ) -> None:
         self._text = text
         self._detokenizer = detokenizer
-        self._end_tokens = text.end_tokens | frozenset(stop_tokens) if stop_tokens else text.end_tokens
+        ends = stop_tokens and not keeps_stop
+        self._end_tokens = text.end_tokens | frozenset(stop_tokens) if ends else text.end_tokens
+        self._special_tokens = special_tokens
+        self._prelude = prelude
         self._reasoning = reasoning
-        self._stops = StopMatcher(stops) if stops else None
+        self._stops = StopMatcher(stops, keeps=keeps_stop) if stops else None
         self._splitter = calls
         self._pipeline = Pipeline([stage for stage in (reasoning, self._stops, calls) if stage is not None])
         self._ledger = TokenLedger(text) if logprobs else None
@@ -100,7 +109,12 @@ class RowText:
                     pieces += self._pipeline.add(piece)
             if thinking or self._thinking:
                 self.reasoning_tokens += 1
-        return self._events(pieces)
+        return [*self._begin(), *self._events(pieces)]
+
+    def _begin(self) -> list[TextEvent]:
+        """Returns the prelude, once."""
+        said, self._prelude = self._prelude, ""
+        return [TextDelta(said, None if self._ledger is None else [])] if said else []
 
     def finish(self) -> list[TextEvent]:
         """Returns the held events, after the last token or a stop string."""
@@ -109,7 +123,7 @@ class RowText:
             if self._ledger is not None:
                 self._ledger.settle(piece)
             pieces += self._pipeline.add(piece)
-        events = self._events([*pieces, *self._pipeline.flush()])
+        events = [*self._begin(), *self._events([*pieces, *self._pipeline.flush()])]
         if self._ledger is not None and (rest := self._ledger.finish()):
             last = events[-1] if events else None
             if isinstance(last, TextDelta):
@@ -125,7 +139,7 @@ class RowText:
     def _hidden(self, token: int) -> bool:
         if token in self._end_tokens:
             return True
-        if token not in self._text.hidden_tokens:
+        if self._special_tokens or token not in self._text.hidden_tokens:
             return False
         # Some models write their markers, and a call's name and arguments, as special tokens.
         if self._reasoning is not None and not self._reasoning.over and token in self._text.think_tokens:

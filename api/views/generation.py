@@ -35,6 +35,7 @@ from ..generation.bound_answers import ModelGrammars, bound_calls, scripted_gram
 from ..generation.callers import OWNING, AdmittedRows, Caller
 from ..generation.conversation import sources_in
 from ..generation.options import Options
+from ..generation.prompts import check_vocabulary, prepare_completion, text_tokens
 from ..generation.remembered import OVER_QUOTA, UNANSWERED, Remembered
 from ..generation.requests import (
     Chat,
@@ -44,7 +45,7 @@ from ..generation.requests import (
     Request,
     count_prompt,
     prepare_chat,
-    prepare_completion,
+    prompt_tokens,
 )
 from ..generation.streams import TextStream, Usage, abort_all
 from ..media.fetch import PictureLoader
@@ -62,8 +63,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Job:
-    """A checked request. `deadline` is by the event loop's clock; `row_text` creates the text side of a row, given its
-    prompt. If there is a `turn`, the first choice of the `chat` is committed to it. `grammar` bounds the answers."""
+    """A checked request. `deadline` is by the event loop's clock; `row_text` creates the text side of a row, given the
+    index of its prompt. If there is a `turn`, the first choice of the `chat` is committed to it. `grammar` bounds the
+    answers, and `bad_words` are token ids that do not appear in them."""
 
     request: Request
     model: ServedModel
@@ -71,10 +73,11 @@ class _Job:
     agent: str
     deadline: float
     prompts: list[list[int]]
-    row_text: Callable[[list[int]], RowText]
+    row_text: Callable[[int], RowText]
     turn: Turn | None = None
     chat: Chat | None = None
     grammar: str = ""
+    bad_words: Sequence[list[int]] = ()
 
 
 class Generator:
@@ -176,6 +179,45 @@ class Generator:
         media = await self._media(request) if text.pictures is not None else []
         return await asyncio.to_thread(count_prompt, text, model, request, media)
 
+    async def tokenize(
+        self,
+        request: ChatRequest | CompletionRequest,
+        *,
+        reply: bool = True,
+        special_tokens: bool = False,
+        written: bool = False,
+    ) -> tuple[ServedModel, list[int], list[str] | None]:
+        """Returns the model that would answer, the tokens of the prompt, and how its vocabulary writes them if
+        `written`. Nothing is queued, and no agent's memory is read.
+
+        Args:
+            reply, special_tokens: as in `prompt_tokens`, for chats.
+
+        Raises:
+            RequestError: the request is invalid, or its prompt several times as long as the context.
+            Unavailable: the model has not been loaded yet.
+        """
+        model, text = await self._chosen(request)
+        if isinstance(request, ChatRequest):
+            media = await self._media(request) if text.pictures is not None else []
+            tokens = await asyncio.to_thread(
+                prompt_tokens, text, model, request, media, reply=reply, special_tokens=special_tokens
+            )
+        else:
+            tokens = await asyncio.to_thread(text_tokens, text, model, request)
+        return model, tokens, await asyncio.to_thread(text.written, tokens) if written else None
+
+    async def detokenize(self, request: CompletionRequest, tokens: list[int]) -> str:
+        """Returns the text of tokens, special ones included.
+
+        Raises:
+            RequestError: the model does not have one of them.
+            Unavailable: the model has not been loaded yet.
+        """
+        model, text = await self._chosen(request)
+        check_vocabulary(tokens, model.vocabulary_size, "tokens")
+        return await asyncio.to_thread(text.decode, tokens)
+
     async def inject(self, request: ChatRequest) -> tuple[Usage, Remembered]:
         """Appends messages to an agent's transcript and computes their KV, without a reply. Returns the usage and the
         state of the agent's memory.
@@ -251,8 +293,9 @@ class Generator:
         parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
         calls_max = None if request.tool_use.parallel else 1
         reader = await self._call_reader(text, chat.tools) if parse else None
+        _check_limits(request, grammar)
 
-        def row_text(prompt: list[int]) -> RowText:
+        def row_text(prompt: int) -> RowText:
             start, end = text.think_start, text.think_end
             return RowText(
                 text,
@@ -262,8 +305,7 @@ class Generator:
                 calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse, calls_max, reader)
                 if parse
                 else None,
-                stop_tokens=request.options.stop_token_ids,
-                logprobs=request.options.logprobs is not None,
+                **_shown(request.options),
             )
 
         return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat, grammar)
@@ -313,17 +355,19 @@ class Generator:
             prompts_max = self.config.scheduling.queue_requests_max // request.choices
             prompts = await asyncio.to_thread(prepare_completion, text, model, request, prompts_max)
 
-            def row_text(prompt: list[int]) -> RowText:
+            def row_text(prompt: int) -> RowText:
                 return RowText(
                     text,
-                    text.detokenizer(prompt),
+                    text.detokenizer(prompts[prompt].tokens),
                     stops=request.options.stop,
-                    stop_tokens=request.options.stop_token_ids,
-                    logprobs=request.options.logprobs is not None,
+                    prelude=prompts[prompt].text,
+                    **_shown(request.options),
                 )
 
             grammar = await self._grammar(text, Thought.NONE, request.form, None)
-            return _Job(request, model, text, agent, deadline, prompts, row_text, grammar=grammar)
+            _check_limits(request, grammar)
+            tokens = [prompt.tokens for prompt in prompts]
+            return _Job(request, model, text, agent, deadline, tokens, row_text, grammar=grammar)
 
         return await self._run(request, prepare)
 
@@ -359,7 +403,9 @@ class Generator:
         """Starts every prompt's first row, then the others on the same replica, where they share the prompt's KV."""
         given = job.request.options.seed
         seeds = [secrets.randbits(63) if given is None else given for _ in job.prompts]
-        starts = list(zip(job.prompts, seeds, strict=True))
+        if words := job.request.options.bad_words:
+            job = replace(job, bad_words=await asyncio.to_thread(job.text.word_tokens, words))
+        starts = list(enumerate(seeds))
         rows = len(starts) * job.request.choices
         admission = job.request.caller.admit(rows, sum(len(prompt) for prompt in job.prompts))
         first: list[TextStream] = []
@@ -381,9 +427,9 @@ class Generator:
         return [row for i, stream in enumerate(first) for row in (stream, *rest[i * size : (i + 1) * size])]
 
     async def _start(
-        self, job: _Job, admission: AdmittedRows, prompt: list[int], seed: int, choice: int = 0, beside: str = ""
+        self, job: _Job, admission: AdmittedRows, index: int, seed: int, choice: int = 0, beside: str = ""
     ) -> TextStream:
-        request, model = job.request, job.model
+        request, model, prompt = job.request, job.model, job.prompts[index]
         sampling = request.options.sampling(
             job.text.sampling,
             seed=seed,
@@ -391,6 +437,7 @@ class Generator:
             max_tokens=self._max_tokens(request, model.context_tokens - len(prompt)),
             vocabulary_size=model.vocabulary_size,
             grammar=job.grammar,
+            bad_words=job.bad_words,
         )
         # Callers choose request ids and may repeat them; rows must differ.
         row_id = f"{request.request_id or 'row'}/{secrets.token_hex(8)}"
@@ -421,7 +468,7 @@ class Generator:
             keeper = TurnKeeper(job.turn, job.chat, job.text)
         return TextStream(
             generation,
-            job.row_text(prompt),
+            job.row_text(index),
             model=model,
             prompt_tokens=len(prompt),
             choice=choice,
@@ -429,6 +476,7 @@ class Generator:
             abort=self._begin_abort,
             on_end=admission.end_row,
             keeper=keeper,
+            prompt=job.text.plain(prompt) if request.return_token_ids else None,
         )
 
     def _max_tokens(self, request: Request, left: int) -> int:
@@ -453,6 +501,24 @@ def _check_salt(request: Request) -> None:
     if request.cache_salt and request.agent:
         message = "cache_salt is for requests without an agent: an agent's memory is found by its id"
         raise InvalidRequest(message, param="cache_salt")
+
+
+def _check_limits(request: Request, grammar: str) -> None:
+    """Refuses limits of tokens beside a grammar: together they may leave no token to draw."""
+    for name in ("allowed_token_ids", "bad_words"):
+        if grammar and getattr(request.options, name):
+            message = f"{name}: not possible where a form or tools bind the answer"
+            raise InvalidRequest(message, param=name)
+
+
+def _shown(options: Options) -> dict[str, Any]:
+    """Returns what the options say of a row's text, as `RowText` takes it."""
+    return {
+        "stop_tokens": options.stop_token_ids,
+        "keeps_stop": options.include_stop_str_in_output,
+        "special_tokens": not options.skip_special_tokens,
+        "logprobs": options.logprobs is not None,
+    }
 
 
 async def _all_or_none(starts: Sequence[Coroutine[Any, Any, TextStream]]) -> list[TextStream]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from ...protocol.messages import Sampling, TokenLogprobs
 from .grammar import RowMasks
+from .token_limits import TokenLimits, limits_of
 
 _MASK = (1 << 64) - 1
 _NO_LIMIT = 2**31 - 1
@@ -84,13 +85,14 @@ class Draw:
 
 @dataclass
 class _SampledRow:
-    """A row's sampling state: the noise's `seed`, tokens `banned` before `min_tokens`, and the number of draws so far
-    (`position`)."""
+    """A row's sampling state: the noise's `seed`, tokens `banned` before `min_tokens`, the number of draws so far
+    (`position`), and which tokens it may draw (`limits`, None for all)."""
 
     sampling: Sampling
     seed: int
-    banned: list[int]
+    banned: Sequence[int]
     position: int
+    limits: TokenLimits | None = None
 
     @property
     def counted(self) -> bool:
@@ -220,8 +222,9 @@ class _BatchLayout:
             for index, row in enumerate(asked)
             if row.logprobs is not None
         )
+        self.limited = [(index, row.limits) for index, row in enumerate(rows) if row.limits is not None]
         # Every row takes the argmax of the model's own logits and wants no logprobs.
-        self.untouched = not (self.noisy or self.counted or self.bias or self.asking)
+        self.untouched = not (self.noisy or self.counted or self.bias or self.asking or self.limited)
 
 
 class BatchSampler:
@@ -251,11 +254,14 @@ class BatchSampler:
             generated: token ids drawn before, here or elsewhere; their number is the next draw's position.
         """
         banned = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._end_tokens)}
+        held = sorted(token for token in banned if 0 <= token < self._vocabulary)
+        limits = limits_of(sampling, generated, self._vocabulary)
         row = _SampledRow(
             sampling,
             noise_key(sampling.seed, sampling.choice) if sampling.choice else sampling.seed,
-            sorted(token for token in banned if 0 <= token < self._vocabulary),
+            held if limits is None else limits.held_back(held),
             len(generated),
+            limits,
         )
         if row.counted:
             counts = mx.array(self._count(prompt, generated))[None]
@@ -306,12 +312,14 @@ class BatchSampler:
         if self._counts is not None:
             drawn = _pick(draw.tokens, layout.counted)
             self._counts = self._counts.at[mx.arange(len(layout.counted)), drawn].add(2)
+        for index, limits in layout.limited:
+            limits.drawn(draw.tokens[index : index + 1])
         for row in self._rows:
             row.position += 1
         return draw
 
-    def _held_back(self, row: _SampledRow) -> list[int]:
-        return row.banned if row.position < row.sampling.min_tokens else []
+    def _held_back(self, row: _SampledRow) -> Sequence[int]:
+        return row.banned if row.position < row.sampling.min_tokens else ()
 
     def _count(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
         """Returns a row of `_counts`, `(vocabulary,) int32`."""
@@ -323,8 +331,8 @@ class BatchSampler:
         return counts
 
     def _changed(self, logits: mx.array, layout: _BatchLayout, held: list[tuple[int, int]]) -> mx.array:
-        """Returns the logits, `(rows, vocabulary) float32`, after bias, penalties and last `min_tokens`: the tokens of
-        `held`, (row, token), become -inf."""
+        """Returns the logits, `(rows, vocabulary) float32`, after bias, penalties, the rows' limits and `min_tokens`:
+        the tokens of `held`, (row, token), become -inf."""
         if layout.bias is not None:
             places, values = layout.bias
             logits = logits.at[places].add(values)
@@ -339,6 +347,9 @@ class BatchSampler:
         if held:
             logits = mx.array(logits)
             logits[mx.array([index for index, _ in held]), mx.array([token for _, token in held])] = -mx.inf
+        if layout.limited:
+            mine = mx.stack([limits(logits[index]) for index, limits in layout.limited])
+            logits = _put(logits, [index for index, _ in layout.limited], mine)
         return logits
 
     def _masked(self, logits: mx.array, masks: RowMasks) -> mx.array:

@@ -103,6 +103,30 @@ def test_a_row_that_moves_to_another_replica_goes_on_as_if_nothing_had_happened(
         assert row.tokens == alone[index][5:]
 
 
+def test_rows_with_limits_of_tokens_keep_to_them_and_leave_others_alone(
+    bench: MakeBench, loaded: LoadedModel, prompts: list[list[int]], alone: list[list[int]]
+):
+    """In a batch, and from a token on that was drawn elsewhere."""
+    words = [alone[1][:1], alone[1][1:3], alone[1][2:5]]
+    limits = [{"bad_words": words}, {"allowed_token_ids": [*range(20, 60)]}, {"bad_words": words, "temperature": 5.0}]
+    fields = [{**SAMPLING[1], **limit} for limit in limits]
+    separate = [Bench(loaded).run("row", prompts[1], **field).tokens for field in fields]
+    engine = bench()
+    for index, prompt in enumerate(prompts):
+        engine.submit(str(index), prompt, **SAMPLING[index % 4])
+    for index, field in enumerate(fields):
+        engine.submit(f"limited {index}", prompts[1], **field)
+    engine.drain()
+    assert [engine.rows[f"limited {index}"].tokens for index in range(len(fields))] == separate
+    assert [engine.rows[str(index)].tokens for index in range(len(prompts))] == alone
+    assert {*separate[1]} <= {*range(20, 60)}
+    for tokens in (separate[0], separate[2]):
+        assert not any(tokens[at : at + len(word)] == word for word in words for at in range(len(tokens)))
+    for field, tokens in zip(fields, separate, strict=True):
+        left = {**field, "max_tokens": len(tokens) - 5}
+        assert bench().run("rest", prompts[1] + tokens[:5], generated=5, **left).tokens == tokens[5:]
+
+
 def test_a_long_prompt_lets_running_rows_go_on(
     bench: MakeBench, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):

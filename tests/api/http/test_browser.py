@@ -97,15 +97,24 @@ async def test_what_a_page_loads_without_an_origin_is_refused(local: httpx.Async
     check_refused(await local.post("/v1/agents/a/release", headers=follows), 403, "not_allowed", "other sites")
 
 
-@pytest.mark.parametrize(
-    "kind", [None, "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "application/jsonx"]
-)
-async def test_a_body_says_that_it_is_json(local: httpx.AsyncClient, backend: Any, kind: str | None):
+@pytest.mark.parametrize("kind", ["text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "application/jsonx"])
+async def test_a_body_says_that_it_is_json(local: httpx.AsyncClient, backend: Any, kind: str):
     """What does not, a page can send without asking first."""
-    headers = {} if kind is None else {"Content-Type": kind}
-    answer = await local.post("/v1/chat/completions", content=b'{"messages": []}', headers=headers)
+    answer = await local.post("/v1/chat/completions", content=b'{"messages": []}', headers={"Content-Type": kind})
     check_refused(answer, 415, "unsupported_media_type", "application/json")
     assert not backend.requests
+
+
+@pytest.mark.parametrize("sign", [{"Origin": OWN}, {"Sec-Fetch-Site": "same-origin"}, {"Referer": "x"}])
+async def test_a_body_that_says_nothing_is_taken_from_programs_only(
+    local: httpx.AsyncClient, backend: Any, sign: dict[str, str]
+):
+    body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+    answer = await local.post("/v1/chat/completions", content=body, headers=sign)
+    check_refused_kind = (answer.status_code, answer.json()["error"]["code"])
+    assert check_refused_kind == (415, "unsupported_media_type")
+    assert not backend.requests
+    assert (await local.post("/v1/chat/completions", content=body)).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])

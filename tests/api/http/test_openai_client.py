@@ -123,3 +123,28 @@ async def test_errors_arrive_as_the_clients_exceptions(client, backend):
     with pytest.raises(openai.APIError, match="lost"):
         async for _ in stream:
             pass
+
+
+async def test_the_older_form_of_tools(client, backend):
+    backend.say(CALL)
+    asked: Any = {"model": "satchel/tiny", "messages": MESSAGES, "functions": [TOOLS[0]["function"]]}
+    answer = await client.chat.completions.create(**asked, function_call="auto")
+    message = answer.choices[0].message
+    assert (message.function_call.name, answer.choices[0].finish_reason) == ("weather", "function_call")
+    result = {"role": "function", "name": "weather", "content": "rain"}
+    again = await client.chat.completions.create(**{**asked, "messages": [*MESSAGES, message.model_dump(), result]})
+    assert again.system_fingerprint == answer.system_fingerprint
+    assert answer.system_fingerprint is not None
+    assert "rain" in backend.prompt
+
+
+async def test_completions_with_their_own_fields(client, backend):
+    backend.say(" more", " most")
+    answer = await client.completions.create(model="satchel/tiny", prompt="once", echo=True, best_of=2, seed=1)
+    assert len(answer.choices) == 1 and answer.choices[0].text in ("once more", "once most")
+
+
+async def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for(client):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1000 tokens") as caught:
+        await client.chat.completions.create(model="satchel/tiny", messages=[{"role": "user", "content": "a " * 3000}])
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")

@@ -16,6 +16,7 @@ from satchel.cluster.errors import NoReplica
 
 USER = {"role": "user", "content": "Hi"}
 BODY = {"messages": [USER]}
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 
 
 def check(response: httpx.Response, status: int, param: str | None, code: str | None = None) -> dict[str, Any]:
@@ -86,7 +87,32 @@ FIELDS = [
     ("guided_grammar", [5, "start: x"]),
     ("mm_processor_kwargs", [{"max_pixels": 5}]),
     ("guided_choice", ["yes", 5, [5], []]),
-    ("functions", [[{"name": "f"}]]),
+    ("functions", [5, {}]),
+    ("function_call", ["required", 5, {}, {"name": 5}, {"name": "f"}]),
+    ("allowed_token_ids", [[], 5, "5", [1.0], [True], [-1], [10**6], [1] * 1025, {}]),
+    ("bad_words", ["x", 5, [5], [""], [" "], ["x" * 129], ["x"] * 65]),
+    ("include_stop_str_in_output", [1, "true"]),
+    ("skip_special_tokens", [0, "false"]),
+    ("return_token_ids", [1, "true"]),
+    ("truncate_prompt_tokens", [-2, 1.5, "5", True]),
+    ("add_generation_prompt", [False, 1, "x"]),
+    ("continue_final_message", [True, 1]),
+    ("add_special_tokens", [True]),
+    ("chat_template", ["{{ messages }}"]),
+    ("documents", [[{"text": "x"}]]),
+    ("prompt_logprobs", [0, 1, True]),
+    ("prompt_embeds", ["x"]),
+    ("logits_processors", [["x"]]),
+    ("use_beam_search", [True, 1]),
+    ("beam_width", [2]),
+    ("length_penalty", [0.5]),
+    ("early_stopping", [True]),
+    ("detokenize", [False]),
+    ("return_tokens_as_token_ids", [True]),
+    ("include_reasoning", [False]),
+    ("modalities", [["text", "audio"], ["audio"], "text"]),
+    ("audio", [{"voice": "alloy", "format": "wav"}]),
+    ("web_search_options", [{}, {"search_context_size": "low"}]),
     ("agent_continue", [True]),
 ]
 
@@ -106,6 +132,13 @@ async def test_a_wrong_field_is_named(api, backend, field, value):
         ({"n": 2, "best_of": 3}, "best_of"),
         ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
         ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ({"skip_special_tokens": False, "spaces_between_special_tokens": True}, "spaces_between_special_tokens"),
+        ({"functions": [FUNCTION], "tools": [{"type": "function", "function": FUNCTION}]}, "functions"),
+        ({"functions": [FUNCTION], "tool_choice": "auto"}, "functions"),
+        ({"functions": [FUNCTION], "function_call": {"name": "g"}}, "function_call"),
+        ({"truncate_prompt_tokens": 5, "agent_id": "ann"}, "truncate_prompt_tokens"),
+        ({"allowed_token_ids": [5], "response_format": {"type": "json_object"}}, "allowed_token_ids"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
     ],
 )
 async def test_fields_that_do_not_go_together_are_named(api, backend, fields, param):
@@ -119,9 +152,37 @@ async def test_a_completions_logprobs_are_a_small_number(api, logprobs):
     check(await api.complete("x", logprobs=logprobs), 400, "logprobs")
 
 
-async def test_include_usage_must_be_a_boolean(api):
-    response = await api.chat(stream=True, stream_options={"include_usage": "yes"})
-    check(response, 400, "stream_options.include_usage")
+@pytest.mark.parametrize("option", ["include_usage", "continuous_usage_stats"])
+async def test_options_of_a_stream_must_be_booleans(api, option):
+    response = await api.chat(stream=True, stream_options={option: "yes"})
+    check(response, 400, f"stream_options.{option}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"echo": 1}, "echo"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"suffix": 5}, "suffix"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
+        ({"best_of": 17}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"add_special_tokens": "no"}, "add_special_tokens"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"suffix": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"allowed_token_ids": [5], "guided_choice": ["a"]}, "allowed_token_ids"),
+        ({"bad_words": ["a"], "guided_choice": ["a"]}, "bad_words"),
+    ],
+)
+async def test_a_wrong_field_of_a_completion_is_named(api, backend, fields, param):
+    check(await api.complete("x", **fields), 400, param)
+    assert backend.requests == []
 
 
 async def test_neutral_values_and_unknown_fields_are_accepted(api, backend):
@@ -147,7 +208,26 @@ async def test_neutral_values_and_unknown_fields_are_accepted(api, backend):
         model="",
         user="somebody",
         metadata={"a": "b"},
-        store=False,
+        store=True,
+        service_tier="flex",
+        prediction={"type": "content", "content": "Hello"},
+        verbosity="low",
+        safety_identifier="x",
+        prompt_cache_retention="24h",
+        modalities=["text"],
+        audio=None,
+        function_call="auto",
+        use_beam_search=False,
+        length_penalty=1.0,
+        detokenize=True,
+        skip_special_tokens=True,
+        spaces_between_special_tokens=True,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        include_stop_str_in_output=False,
+        allowed_token_ids=None,
+        bad_words=[],
+        prompt_logprobs=None,
         invented=[1, 2],
     )
     assert response.status_code == 200, response.text
@@ -246,7 +326,13 @@ async def test_surrogate_pairs_are_one_character(api, backend):
 
 async def test_a_prompt_longer_than_the_context_says_the_numbers(api):
     error = check(await api.chat("word " * 2000), 400, "messages", "context_length_exceeded")
-    assert "1000" in error["message"]
+    # Clients look for these words, and compact.
+    said = (
+        r"This model's maximum context length is 1000 tokens\. However, your messages resulted in (at least )?\d+ tok"
+    )
+    assert re.match(said, error["message"])
+    error = check(await api.complete([7] * 1234), 400, "prompt", "context_length_exceeded")
+    assert "maximum context length is 1000 tokens. However, your prompt resulted in 1234 tokens" in error["message"]
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_without_encoding_it(api, text, monkeypatch):

@@ -47,6 +47,10 @@ def random_sampling(rng: random.Random) -> Sampling:
         ignore_eos=rng.random() < 0.5,
         stop_token_ids=rng.sample(range(VOCABULARY), rng.choice([0, 3])),
         logprobs=rng.choice([None, None, 0, 5, 40]),
+        allowed_token_ids=[] if plain or rng.random() < 0.7 else rng.sample(range(VOCABULARY), rng.choice([2, 40])),
+        bad_words=[]
+        if plain or rng.random() < 0.7
+        else [[tokens[0]], tokens[1:3], tokens[2:5], [tokens[3], tokens[0]]],
     )
 
 
@@ -60,6 +64,9 @@ def expected(sampling: Sampling, prompt: list[int], generated: list[int], logits
         values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
     for token in set(generated):
         values[token] -= sampling.presence_penalty + sampling.frequency_penalty * generated.count(token)
+    if sampling.allowed_token_ids:
+        values[[token for token in range(len(values)) if token not in sampling.allowed_token_ids]] = -np.inf
+    values[[word[-1] for word in sampling.bad_words if [*generated, word[-1]][-len(word) :] == word]] = -np.inf
     if len(generated) < sampling.min_tokens:
         values[[*sampling.stop_token_ids, *(() if sampling.ignore_eos else END)]] = -np.inf
     if sampling.temperature == 0:
@@ -374,7 +381,8 @@ def test_a_mask_binds_its_row_and_no_other(seed: int, dtype: mx.Dtype):
     """Each row draws what it draws alone, with its mask or without; also in batches that are all greedy."""
     rng = random.Random(seed)
     plain = {"temperature": 0.0} if seed == 0 else {}
-    rows = [dataclasses.replace(random_sampling(rng), min_tokens=0, **plain) for _ in range(8)]
+    unbound = {"min_tokens": 0, "allowed_token_ids": [], "bad_words": []}
+    rows = [dataclasses.replace(random_sampling(rng), **unbound, **plain) for _ in range(8)]
     masks = {index: rng.sample(range(VOCABULARY), rng.choice([1, 3, 200])) for index in rng.sample(range(8), 4)}
     logits = mx.array(np.stack([random_logits(index, 0) for index in range(8)])).astype(dtype)
 

@@ -1,0 +1,89 @@
+"""The prompts of a text completion: encoded, filled in, cut, and checked. Call it in a worker thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from ...cluster.errors import InvalidRequest
+from ..text.model import TextModel
+from .backend import ServedModel
+from .requests import CompletionRequest, check_least, check_length, kept_tokens
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt in tokens. `text` is what it says if the request echoes it, else ""."""
+
+    tokens: list[int]
+    text: str = ""
+
+
+def prepare_completion(
+    text: TextModel, model: ServedModel, request: CompletionRequest, prompts_max: int
+) -> list[PreparedPrompt]:
+    """Encodes the prompts of a completion.
+
+    Raises:
+        InvalidRequest: there are none or more than `prompts_max`, one is empty, or the model lacks one of their tokens,
+            or tokens for a `suffix`.
+        ContextLengthExceeded: one does not fit.
+    """
+    given = request.prompt
+    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    asked = cast(list[str | list[int]], given if several else [given])
+    if len(asked) > prompts_max:
+        raise InvalidRequest(
+            f"prompt has {len(asked)} entries; at most {prompts_max} go into one request", param="prompt"
+        )
+    prompts: list[PreparedPrompt] = []
+    for index, prompt in enumerate(asked):
+        where = f"prompt[{index}]" if several else "prompt"
+        tokens = _encoded(text, model, request, prompt, where) if isinstance(prompt, str) else prompt
+        check_vocabulary(tokens, model.vocabulary_size, where)
+        if not tokens:
+            raise InvalidRequest(f"{where} is empty", param="prompt")
+        if request.suffix and not isinstance(prompt, str):
+            raise InvalidRequest("suffix: only possible with a prompt that is text", param="suffix")
+        tokens = kept_tokens(tokens, model, request)
+        check_length(tokens, model, where)
+        said = ""
+        if request.echo:
+            uncut = request.truncate_prompt_tokens is None
+            said = prompt if uncut and isinstance(prompt, str) else text.decode(tokens)
+        prompts.append(PreparedPrompt(tokens, said))
+    return prompts
+
+
+def _encoded(text: TextModel, model: ServedModel, request: CompletionRequest, prompt: str, where: str) -> list[int]:
+    check_least(text, prompt + request.suffix, model, where, cut=request.truncate_prompt_tokens is not None)
+    if not request.suffix:
+        return text.encode(prompt, special_tokens=request.special_tokens)
+    if (marks := text.infill_marks) is None:
+        message = f"suffix: the model {model.name!r} has no tokens for a text between two others"
+        raise InvalidRequest(message, param="suffix")
+    first = text.begin_tokens if request.special_tokens else []
+    return [*first, *marks.prompt(text.encode(prompt), text.encode(request.suffix))]
+
+
+def text_tokens(text: TextModel, model: ServedModel, request: CompletionRequest) -> list[int]:
+    """Returns the tokens of a prompt that is one text, which may be empty, or a few times as long as the context.
+
+    Raises:
+        ContextLengthExceeded: it is several times as long.
+    """
+    assert isinstance(request.prompt, str)
+    check_least(text, request.prompt, model, "prompt", cut=True)
+    return text.encode(request.prompt, special_tokens=request.special_tokens)
+
+
+def check_vocabulary(tokens: list[int], size: int, where: str) -> None:
+    """Checks token ids.
+
+    Raises:
+        InvalidRequest: the model does not have one of them.
+    """
+    if tokens and (min(tokens) < 0 or max(tokens) >= size):
+        index = next(i for i, token in enumerate(tokens) if not 0 <= token < size)
+        where = f"{where}[{index}]"
+        raise InvalidRequest(f"{where} is {tokens[index]}; the model has token ids 0 to {size - 1}", param=where)

@@ -1,0 +1,69 @@
+"""vLLM's wire format for tokens without an answer: the bodies of `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ...cluster.config import Endpoint
+from ...cluster.errors import InvalidRequest
+from ..generation.bodies import RequestBody
+from ..generation.requests import ChatRequest, CompletionRequest
+from .bodies import Few, check_continued, refuse_many, tools_for_templates
+from .messages import Messages, Tools
+from .unsupported import refuse_unsupported
+
+
+class TokenizeBody(RequestBody):
+    """A text, or messages as the model is shown them. None, written `null`, means the default."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Few | None = None
+    return_token_strs: bool | None = None
+
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
+        refuse_many(fields.get("messages"), values, limits)
+        refuse_unsupported(fields, {})
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("either prompt or messages must be given, and not both", param="prompt")
+        if self.continue_final_message:
+            check_continued(self.messages or (), self.add_generation_prompt)
+
+    @property
+    def reply(self) -> bool:
+        """Whether the prompt ends where the assistant begins."""
+        return self.add_generation_prompt is not False or bool(self.continue_final_message)
+
+    def request(self) -> ChatRequest | CompletionRequest:
+        """Returns the request of which the tokens are the prompt."""
+        if self.messages is None:
+            special = self.add_special_tokens is not False
+            return CompletionRequest(prompt=self.prompt or "", model=self.model or "", special_tokens=special)
+        begun = bool(self.continue_final_message)
+        return ChatRequest(
+            messages=self.messages[:-1] if begun else self.messages,
+            prefill=self.messages[-1]["content"] if begun else "",
+            tools=tools_for_templates(self.tools or ()),
+            template_kwargs=self.chat_template_kwargs or {},
+            model=self.model or "",
+        )
+
+
+class DetokenizeBody(RequestBody):
+    """Token ids whose text is wanted."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+
+    def request(self) -> CompletionRequest:
+        return CompletionRequest(prompt=self.tokens, model=self.model or "")
