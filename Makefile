@@ -38,7 +38,7 @@ test: .venv/.development ## Run all tests
 test-slow: .venv/.development ## Run the tests that take long and say little that others do not
 	@$(BIN)/python -m pytest tests -m slow
 
-test-clients: .venv/.development build/clients/.ready ## Run agent programs (Claude Code, Qwen Code, OpenCode) against a server; needs Node.js
+test-clients: .venv/.development build/clients/.ready ## Run agent programs (Claude Code, Codex, Qwen Code, OpenCode) against a server; needs Node.js
 	@$(BIN)/python -m pytest tests/clients -m clients
 
 test-mutants: .venv/.development $(COSMIC_RAY)/.ready ## Is a small fault in a pure file noticed? FILES="cluster/placement.py" SAMPLE=50 SEED=1 for others

@@ -118,6 +118,23 @@ def test_claude_code(desk: Desk) -> None:
         assert cached >= REUSED_LEAST * sent and desk.agents()[agent] > tokens
 
 
+def test_codex(desk: Desk) -> None:
+    settings = {"CODEX_HOME": str(desk.folder / "user" / "codex"), "SATCHEL_KEY": "none"}
+    Path(settings["CODEX_HOME"]).mkdir()
+    provider = (
+        f'{{name="Satchel", base_url="http://127.0.0.1:{desk.port}/v1", wire_api="responses", env_key="SATCHEL_KEY"}}'
+    )
+    asked = ("-m", "satchel/script", "-c", "model_provider=satchel", "-c", f"model_providers.satchel={{{fields}}}")
+    asked = (*asked, "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+    with desk.served():
+        assert SECRET in desk.run("codex", "exec", *asked, prompt(desk), **settings)
+        assert any(agent.startswith("codex:") for agent in desk.agents())
+        first = desk.counts()
+        assert "well done" in desk.run("codex", "exec", *asked, "resume", "--last", "Say 'well done'", **settings)
+        second = desk.counts()
+        assert second[1] - first[1] >= REUSED_LEAST * (second[0] - first[0])
+
+
 def test_qwen_code(desk: Desk) -> None:
     settings = {
         "OPENAI_BASE_URL": f"http://127.0.0.1:{desk.port}/v1",
