@@ -121,9 +121,7 @@ def test_claude_code(desk: Desk) -> None:
 def test_codex(desk: Desk) -> None:
     settings = {"CODEX_HOME": str(desk.folder / "user" / "codex"), "SATCHEL_KEY": "none"}
     Path(settings["CODEX_HOME"]).mkdir()
-    provider = (
-        f'{{name="Satchel", base_url="http://127.0.0.1:{desk.port}/v1", wire_api="responses", env_key="SATCHEL_KEY"}}'
-    )
+    fields = f'name="Satchel", base_url="http://127.0.0.1:{desk.port}/v1", wire_api="responses", env_key="SATCHEL_KEY"'
     asked = ("-m", "satchel/script", "-c", "model_provider=satchel", "-c", f"model_providers.satchel={{{fields}}}")
     asked = (*asked, "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     with desk.served():
