@@ -56,7 +56,7 @@ class Forced:
     def keep(self, indices: Sequence[int]) -> None:
         self._rows = [self._rows[index] for index in indices]
 
-    def __call__(self, logits: mx.array) -> Draw:
+    def __call__(self, logits: mx.array, masks: None) -> Draw:
         values = np.array(logits.astype(mx.float32))
         tokens = []
         for index, row in enumerate(self._rows):
