@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from ...cluster.errors import InvalidRequest, quoted
+from ..generation.bodies import label_of, string_of, wrong
 from ..generation.history import Message, MessageCall
 from ..media.sources import PictureSource
 
@@ -24,7 +25,6 @@ BILLING = "x-anthropic-billing-header:"
 left out; with it no two conversations would share a prefix."""
 
 _ROLES = ("user", "assistant", "system")
-_LABEL_CHARACTERS_MAX = 1024
 _TOOL_NAME_CHARACTERS_MAX = 128
 _PICTURE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _UNSUPPORTED = {
@@ -46,7 +46,7 @@ def read_system(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
-        raise _wrong("system", "must be a string or a list of text blocks")
+        raise wrong("system", "must be a string or a list of text blocks")
     texts = [_text(block, f"system[{index}]") for index, block in enumerate(value)]
     if texts and texts[0].startswith(BILLING):
         del texts[0]
@@ -60,9 +60,9 @@ def read_messages(value: Any) -> list[Message]:
         InvalidRequest: a message is malformed or has what is not supported; `param` is the place.
     """
     if not isinstance(value, list):
-        raise _wrong("messages", "must be a list")
+        raise wrong("messages", "must be a list")
     if not value:
-        raise _wrong("messages", "is empty")
+        raise wrong("messages", "is empty")
     turns: list[_Turn] = []
     for index, given in enumerate(value):
         role, blocks = _blocks(given, f"messages[{index}]")
@@ -84,14 +84,14 @@ class _Turn:
 
 def _blocks(given: Any, where: str) -> tuple[str, list[tuple[Any, str]]]:
     if not isinstance(given, dict):
-        raise _wrong(where, "must be an object with role and content")
+        raise wrong(where, "must be an object with role and content")
     role, content = given.get("role"), given.get("content")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _wrong(f"{where}.role", f"is {quoted(role)}; known are {', '.join(_ROLES)}")
+        raise wrong(f"{where}.role", f"is {quoted(role)}; known are {', '.join(_ROLES)}")
     if isinstance(content, str):
         return role, [({"type": "text", "text": content}, f"{where}.content")]
     if not isinstance(content, list):
-        raise _wrong(f"{where}.content", "must be a string or a list of blocks")
+        raise wrong(f"{where}.content", "must be a string or a list of blocks")
     return role, [(block, f"{where}.content[{index}]") for index, block in enumerate(content)]
 
 
@@ -128,7 +128,7 @@ class _Reader:
             if kind == "text":
                 texts.append(_text(block, where))
             elif kind == "thinking":
-                thoughts.append(_string(block, "thinking", where))
+                thoughts.append(string_of(block, "thinking", where))
             elif kind == "tool_use":
                 calls.append(self._call(block, where))
             elif kind != "redacted_thinking":
@@ -142,26 +142,26 @@ class _Reader:
         return message
 
     def _call(self, block: dict[str, Any], where: str) -> MessageCall:
-        id, name = _label(block, "id", where), _label(block, "name", where)
+        id, name = label_of(block, "id", where), label_of(block, "name", where)
         given = block.get("input")
         if not isinstance(given, dict):
-            raise _wrong(f"{where}.input", "must be an object")
+            raise wrong(f"{where}.input", "must be an object")
         self._names[id] = name
         arguments = json.dumps(given, ensure_ascii=False)
         return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _result(self, block: dict[str, Any], where: str) -> Message:
-        id = _label(block, "tool_use_id", where)
+        id = label_of(block, "tool_use_id", where)
         failed, given = block.get("is_error"), block.get("content")
         if not isinstance(failed, bool | None):
-            raise _wrong(f"{where}.is_error", "must be a boolean")
+            raise wrong(f"{where}.is_error", "must be a boolean")
         if given is None or isinstance(given, str):
             content: str | list[Any] = given or ""
         elif isinstance(given, list):
             inside = [(part, f"{where}.content[{index}]") for index, part in enumerate(given)]
             content = _content(inside, pictures=True)
         else:
-            raise _wrong(f"{where}.content", "must be a string or a list of blocks")
+            raise wrong(f"{where}.content", "must be a string or a list of blocks")
         message: Message = {"role": "tool", "content": _as_error(content) if failed else content, "tool_call_id": id}
         if id in self._names:
             message["name"] = self._names[id]
@@ -202,52 +202,35 @@ def _picture(block: dict[str, Any], where: str) -> PictureSource:
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(source, dict) or kind not in ("base64", "url"):
         said = "files are not supported" if kind == "file" else "must be an object of type base64 or url"
-        raise _wrong(place, said)
+        raise wrong(place, said)
     if kind == "url":
-        return PictureSource(where, _string(source, "url", place), url_where=f"{place}.url")
+        return PictureSource(where, string_of(source, "url", place), url_where=f"{place}.url")
     media_type = source.get("media_type")
     if media_type not in _PICTURE_TYPES:
-        raise _wrong(f"{place}.media_type", f"is {quoted(media_type)}; known are {', '.join(_PICTURE_TYPES)}")
-    data = _string(source, "data", place)
+        raise wrong(f"{place}.media_type", f"is {quoted(media_type)}; known are {', '.join(_PICTURE_TYPES)}")
+    data = string_of(source, "data", place)
     return PictureSource(where, f"data:{media_type};base64,{data}", url_where=f"{place}.data")
 
 
 def _kind(block: Any, where: str) -> str:
     if not isinstance(block, dict):
-        raise _wrong(where, "must be an object with a type")
+        raise wrong(where, "must be an object with a type")
     kind = block.get("type")
     if not isinstance(kind, str):
-        raise _wrong(f"{where}.type", f"is {quoted(kind)}; known are text, image, tool_use and tool_result")
+        raise wrong(f"{where}.type", f"is {quoted(kind)}; known are text, image, tool_use and tool_result")
     return kind
 
 
 def _text(block: Any, where: str) -> str:
     if (kind := _kind(block, where)) != "text":
         raise _refused(kind, where, "text")
-    return _string(block, "text", where)
-
-
-def _string(block: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(value := block.get(name), str):
-        raise _wrong(f"{where}.{name}", "must be a string")
-    return value
-
-
-def _label(block: dict[str, Any], name: str, where: str) -> str:
-    value = _string(block, name, where)
-    if not 0 < len(value) <= _LABEL_CHARACTERS_MAX:
-        raise _wrong(f"{where}.{name}", f"must have 1 to {_LABEL_CHARACTERS_MAX} characters")
-    return value
+    return string_of(block, "text", where)
 
 
 def _refused(kind: str, where: str, known: str) -> InvalidRequest:
     if kind in _UNSUPPORTED:
         return InvalidRequest(f"{where}: {_UNSUPPORTED[kind]} not supported", param=where)
-    return _wrong(f"{where}.type", f"is {quoted(kind)}; possible here are {known}")
-
-
-def _wrong(where: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{where} {what}", param=where)
+    return wrong(f"{where}.type", f"is {quoted(kind)}; possible here are {known}")
 
 
 @dataclass(frozen=True)
@@ -272,16 +255,16 @@ def read_tools(value: Any) -> ToolSet:
     if value is None:
         return ToolSet()
     if not isinstance(value, list):
-        raise _wrong("tools", "must be a list")
+        raise wrong("tools", "must be a list")
     tools: list[dict[str, Any]] = []
     left_out: dict[str, None] = {}
     for index, given in enumerate(value):
         where = f"tools[{index}]"
         if not isinstance(given, dict):
-            raise _wrong(where, "must be an object")
+            raise wrong(where, "must be an object")
         kind = given.get("type")
         if not isinstance(kind, str | None) or kind == "":
-            raise _wrong(f"{where}.type", "must be a string")
+            raise wrong(f"{where}.type", "must be a string")
         if kind in (None, "custom"):
             tools.append(_tool(given, where))
         else:
@@ -291,14 +274,14 @@ def read_tools(value: Any) -> ToolSet:
 
 def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
     """Only what describes the tool to a model is taken over: a hint that moves must not change the prompt."""
-    name, schema = _string(given, "name", where), given.get("input_schema")
+    name, schema = string_of(given, "name", where), given.get("input_schema")
     if not 0 < len(name) <= _TOOL_NAME_CHARACTERS_MAX:
-        raise _wrong(f"{where}.name", f"must have 1 to {_TOOL_NAME_CHARACTERS_MAX} characters")
+        raise wrong(f"{where}.name", f"must have 1 to {_TOOL_NAME_CHARACTERS_MAX} characters")
     if not isinstance(schema, dict):
-        raise _wrong(f"{where}.input_schema", "must be an object")
+        raise wrong(f"{where}.input_schema", "must be an object")
     function: dict[str, Any] = {"name": name}
     if given.get("description") is not None:
-        function["description"] = _string(given, "description", where)
+        function["description"] = string_of(given, "description", where)
     return {"type": "function", "function": {**function, "parameters": schema}}
 
 

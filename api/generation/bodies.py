@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -39,6 +39,9 @@ class RequestBody(BaseModel):
 
 Body = TypeVar("Body", bound=BaseModel)
 
+LABEL_CHARACTERS_MAX = 1024
+"""Of ids and names that come back from clients."""
+
 
 def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> Body:
     """Parses and validates a body of class `kind`. Large bodies take up to a second: call it in a worker thread.
@@ -65,6 +68,30 @@ def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> B
     if isinstance(body, RequestBody):
         body.check()
     return body
+
+
+def wrong(where: str, what: str) -> InvalidRequest:
+    """Returns the error that `what` is wrong at the place `where`."""
+    return InvalidRequest(f"{where} {what}", param=where)
+
+
+def string_of(given: Mapping[str, Any], name: str, where: str) -> str:
+    """Returns the field of an object at `where` that is a string.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not isinstance(value := given.get(name), str):
+        raise wrong(f"{where}.{name}", "must be a string")
+    return value
+
+
+def label_of(given: Mapping[str, Any], name: str, where: str) -> str:
+    """As `string_of`, for ids and names, which are short and not empty."""
+    value = string_of(given, name, where)
+    if not 0 < len(value) <= LABEL_CHARACTERS_MAX:
+        raise wrong(f"{where}.{name}", f"must have 1 to {LABEL_CHARACTERS_MAX} characters")
+    return value
 
 
 def check_counts(messages: Sequence[Any], parts: int, limits: Endpoint, name: str = "messages") -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...cluster.errors import InvalidRequest, quoted
+from ..generation.bodies import wrong
 from ..generation.requests import ToolUse
 from ..text.grammars import AnswerForm
 from ..text.json_slices import TooDeep, TooManyValues, parse
@@ -51,29 +52,29 @@ def _response_format(wanted: Any) -> AnswerForm | None:
         return AnswerForm("json", {"type": "object"}, where)
     if kind != "json_schema":
         place = f"{where}.type" if isinstance(wanted, Mapping) else where
-        raise _wrong(place, f"is {quoted(kind)}; possible are 'text', 'json_object' and 'json_schema'")
+        raise wrong(place, f"is {quoted(kind)}; possible are 'text', 'json_object' and 'json_schema'")
     where = f"{where}.json_schema"
     given = wanted.get("json_schema")
     if not isinstance(given, Mapping):
-        raise _wrong(where, "must be an object with name and schema")
+        raise wrong(where, "must be an object with name and schema")
     if not isinstance(name := given.get("name"), str) or _NAME.fullmatch(name) is None:
-        raise _wrong(f"{where}.name", "must be 1 to 64 of the characters A-Z a-z 0-9 _ -")
+        raise wrong(f"{where}.name", "must be 1 to 64 of the characters A-Z a-z 0-9 _ -")
     if not isinstance(strict := given.get("strict"), bool | None):
-        raise _wrong(f"{where}.strict", "must be a boolean")
+        raise wrong(f"{where}.strict", "must be a boolean")
     if not isinstance(schema := given.get("schema"), Mapping):
-        raise _wrong(f"{where}.schema", "must be an object")
+        raise wrong(f"{where}.schema", "must be an object")
     return AnswerForm("json", schema, f"{where}.schema", bool(strict))
 
 
 def _structured_outputs(wanted: Any) -> list[AnswerForm]:
     where = "structured_outputs"
     if not isinstance(wanted, Mapping):
-        raise _wrong(where, "must be an object")
+        raise wrong(where, "must be an object")
     for name, value in wanted.items():
         if name in _NEUTRAL and value not in (None, False):
-            raise _wrong(f"{where}.{name}", "is not supported")
+            raise wrong(f"{where}.{name}", "is not supported")
         if name not in (*_KINDS, *_NEUTRAL, *_IGNORED):
-            raise _wrong(f"{where}.{name}", f"is not known; possible are {', '.join(_KINDS)}")
+            raise wrong(f"{where}.{name}", f"is not known; possible are {', '.join(_KINDS)}")
     given = {kind: value for kind in _KINDS if (value := wanted.get(kind)) not in (None, False)}
     return [_form(kind, value, f"{where}.{kind}") for kind, value in given.items()]
 
@@ -81,18 +82,18 @@ def _structured_outputs(wanted: Any) -> list[AnswerForm]:
 def _form(kind: str, value: Any, where: str) -> AnswerForm:
     if kind == "json_object":
         if value is not True:
-            raise _wrong(where, "must be a boolean")
+            raise wrong(where, "must be a boolean")
         return AnswerForm("json", {"type": "object"}, where)
     if kind == "json":
         return AnswerForm("json", _schema(value, where), where)
     if kind == "choice":
         if not isinstance(value, Sequence) or not value or not all(isinstance(each, str) for each in value):
-            raise _wrong(where, "must be a list of strings")
+            raise wrong(where, "must be a list of strings")
         if isinstance(value, str):
-            raise _wrong(where, "must be a list of strings")
+            raise wrong(where, "must be a list of strings")
         return AnswerForm("choice", list(value), where)
     if not isinstance(value, str):
-        raise _wrong(where, "must be a string")
+        raise wrong(where, "must be a string")
     return AnswerForm("regex" if kind == "regex" else "grammar", value, where)
 
 
@@ -102,9 +103,9 @@ def _schema(value: Any, where: str) -> Mapping[str, Any]:
         try:
             value, _ = parse(value.encode(), _SCHEMA_VALUES_MAX)
         except (ValueError, TooDeep, TooManyValues):
-            raise _wrong(where, "is no JSON, or too much of it") from None
+            raise wrong(where, "is no JSON, or too much of it") from None
     if not isinstance(value, Mapping):
-        raise _wrong(where, "must be a JSON schema")
+        raise wrong(where, "must be a JSON schema")
     return value
 
 
@@ -143,7 +144,3 @@ def _function(named: Any) -> str:
         if isinstance(name, str) and name:
             return name
     raise ValueError("a function needs type 'function' and a function with a name")
-
-
-def _wrong(where: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{where} {what}", param=where)

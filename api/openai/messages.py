@@ -23,6 +23,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from ...cluster.errors import InvalidRequest, quoted
+from ..generation.bodies import wrong
 from ..generation.history import Message
 from ..generation.options import invalid_at, position
 from ..media.sources import PictureSource, VideoSource
@@ -116,9 +117,9 @@ def read_messages(messages: Any) -> list[Message]:
         InvalidRequest: a message is malformed; `param` is the place.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise _wrong("messages", "must be a list")
+        raise wrong("messages", "must be a list")
     if not messages:
-        raise _wrong("messages", "is empty")
+        raise wrong("messages", "is empty")
     try:
         bodies = _MESSAGES.validate_python(list(messages))
     except ValidationError as error:
@@ -131,12 +132,12 @@ def _refused(error: ValidationError) -> InvalidRequest:
     where, given = f"messages[{first['loc'][0]}]", first["input"]
     if len(first["loc"]) == 1:
         if not isinstance(given, dict):
-            return _wrong(where, "must be an object with role and content")
-        return _wrong(f"{where}.role", f"is {quoted(given.get('role'))}; known are {', '.join(_ROLES)}")
+            return wrong(where, "must be an object with role and content")
+        return wrong(f"{where}.role", f"is {quoted(given.get('role'))}; known are {', '.join(_ROLES)}")
     # The union adds the role to the place, and which kind of content was tried.
     steps = first["loc"][2:]
     if steps[0] == "content" and len(steps) > 1:
-        return _wrong(f"{where}.content", "must be a string or a list of parts")
+        return wrong(f"{where}.content", "must be a string or a list of parts")
     return invalid_at((where, *steps), first["msg"])
 
 
@@ -183,7 +184,7 @@ def _message(body: dict[str, Any], index: int) -> Any:
     if not isinstance(content, str):
         where = f"messages[{index}].content"
         if content is None and not calls:
-            raise _wrong(where, "is missing (only an assistant message with tool_calls may do without)")
+            raise wrong(where, "is missing (only an assistant message with tool_calls may do without)")
         body["content"] = _content(content or [], where)
     return body
 
@@ -206,15 +207,15 @@ def _content(parts: list[Any], where: str) -> str | list[Any]:
 
 def _media(part: Any, where: str) -> PictureSource | VideoSource:
     if not isinstance(part, dict):
-        raise _wrong(where, "must be an object with a type")
+        raise wrong(where, "must be an object with a type")
     if (source := media_part(part, where)) is not None:
         return source
     kind = part.get("type")
     if kind in _TEXT:
-        raise _wrong(f"{where}.text", "must be a string")
+        raise wrong(f"{where}.text", "must be a string")
     if isinstance(kind, str) and kind in _UNSUPPORTED:
         raise InvalidRequest(f"{where}: this model takes no {_UNSUPPORTED[kind]}", param=where)
-    raise _wrong(f"{where}.type", f"is {quoted(kind)}; known is 'text'")
+    raise wrong(f"{where}.type", f"is {quoted(kind)}; known is 'text'")
 
 
 Whole = Annotated[int, Field(ge=1, le=10**9)]
@@ -250,7 +251,7 @@ def _video(part: dict[str, Any], keys: tuple[str, ...], where: str) -> VideoSour
     if not isinstance(value, list):
         return VideoSource(where, _url(value, place), (), *more, place)
     if not value:
-        raise _wrong(place, "has no frames")
+        raise wrong(place, "has no frames")
     frames = tuple(_frame(frame, f"{place}[{index}]", options) for index, frame in enumerate(value))
     return VideoSource(where, None, frames, *more)
 
@@ -280,7 +281,7 @@ def _named(
     """
     key = next((key for key in keys if part.get(key) is not None), None)
     if key is None:
-        raise _wrong(f"{where}.{keys[0]}", "is missing")
+        raise wrong(f"{where}.{keys[0]}", "is missing")
     _check_known(part, (*_BESIDE, *keys), known, where)
     value, place = part[key], f"{where}.{key}"
     if isinstance(value, dict):
@@ -290,9 +291,9 @@ def _named(
         options = MediaOptions.model_validate(part)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _wrong(position((where, *first["loc"])), first["msg"].removeprefix("Input ")) from None
+        raise wrong(position((where, *first["loc"])), first["msg"].removeprefix("Input ")) from None
     if (options.min_pixels or 0) > (options.max_pixels or math.inf):
-        raise _wrong(f"{where}.min_pixels", "is more than max_pixels")
+        raise wrong(f"{where}.min_pixels", "is more than max_pixels")
     return value, options, place
 
 
@@ -300,14 +301,10 @@ def _check_known(given: dict[str, Any], keys: tuple[str, ...], options: tuple[st
     """Raises for unknown keys. Clients write null for fields that they leave out."""
     for key, value in given.items():
         if value is not None and key not in keys and key not in options:
-            raise _wrong(f"{where}.{key}", f"is not supported; possible are {', '.join(options)}")
+            raise wrong(f"{where}.{key}", f"is not supported; possible are {', '.join(options)}")
 
 
 def _url(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise _wrong(where, "must be a URL")
+        raise wrong(where, "must be a URL")
     return value
-
-
-def _wrong(where: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{where} {what}", param=where)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator, WithJsonSchema
 
 from ...cluster.errors import InvalidRequest, quoted
+from ..generation.bodies import label_of, string_of, wrong
 from ..generation.history import Message, MessageCall
 from ..media.sources import PictureSource
 from .thoughts import opened
@@ -23,7 +24,6 @@ from .tools import INPUT, flat_name
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _UNSUPPORTED = {"input_file": "files are", "input_audio": "audio is", "computer_screenshot": "screenshots are"}
-_LABEL_CHARACTERS_MAX = 1024
 # What OpenAI's servers ran or wrote for themselves. Clients send it back with the rest; a model here cannot use it.
 _THEIRS = (
     "web_search_call",
@@ -87,13 +87,13 @@ def read_input(value: Any, name: str = "input") -> InputItems:
         said: Message = {"role": "user", "content": value}
         return InputItems([{"type": "message", "role": "user", "content": value}], [said])
     if not isinstance(value, list):
-        raise _wrong(name, "must be a string or a list of items")
+        raise wrong(name, "must be a string or a list of items")
     parts: list[Message | SpokenPart] = []
     left_out: dict[str, None] = {}
     for index, item in enumerate(value):
         where = f"{name}[{index}]"
         if not isinstance(item, dict):
-            raise _wrong(where, "must be an object with a type")
+            raise wrong(where, "must be an object with a type")
         kind = item.get("type", "message" if "role" in item else None)
         if kind is None and isinstance(item.get("id"), str):
             kind = "item_reference"
@@ -102,7 +102,7 @@ def read_input(value: Any, name: str = "input") -> InputItems:
         elif (read := _READERS.get(kind) if isinstance(kind, str) else None) is not None:
             parts += read(item, where)
         else:
-            raise _wrong(f"{where}.type", f"is {quoted(kind)}; known are {_KNOWN}")
+            raise wrong(f"{where}.type", f"is {quoted(kind)}; known are {_KNOWN}")
     return InputItems(value, parts, list(left_out))
 
 
@@ -173,7 +173,7 @@ class _Writer:
 def _message(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _wrong(f"{where}.role", f"is {quoted(role)}; known are {', '.join(_ROLES)}")
+        raise wrong(f"{where}.role", f"is {quoted(role)}; known are {', '.join(_ROLES)}")
     place = f"{where}.content"
     if role == "assistant":
         text = _content(item.get("content"), place, pictures=False, joint="")
@@ -188,15 +188,15 @@ def _content(value: Any, where: str, *, pictures: bool, joint: str = "\n") -> st
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _wrong(where, "must be a string or a list of parts")
+        raise wrong(where, "must be a string or a list of parts")
     parts: list[Any] = []
     for index, part in enumerate(value):
         place = f"{where}[{index}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or not isinstance(kind, str):
-            raise _wrong(place, "must be an object with a type")
+            raise wrong(place, "must be an object with a type")
         if kind in _TEXTS or kind == "refusal":
-            text = _string(part, "refusal" if kind == "refusal" else "text", place)
+            text = string_of(part, "refusal" if kind == "refusal" else "text", place)
             if parts and isinstance(parts[-1], str):
                 parts[-1] += f"{joint}{text}"
             else:
@@ -209,7 +209,7 @@ def _content(value: Any, where: str, *, pictures: bool, joint: str = "\n") -> st
             known = (
                 "input_text, output_text, refusal and input_image" if pictures else "input_text, output_text, refusal"
             )
-            raise _wrong(f"{place}.type", f"is {quoted(kind)}; possible here are {known}")
+            raise wrong(f"{place}.type", f"is {quoted(kind)}; possible here are {known}")
     if not any(isinstance(part, PictureSource) for part in parts):
         return parts[0] if parts else ""
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
@@ -222,7 +222,7 @@ def _picture(part: dict[str, Any], where: str) -> PictureSource:
     # As in chat completions, which some clients mean.
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str) or not url:
-        raise _wrong(place, "must be a URL")
+        raise wrong(place, "must be a URL")
     return PictureSource(where, url, url_where=place)
 
 
@@ -230,7 +230,7 @@ def _reasoning(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
     """What the model thought, if it is told; encrypted by others it is left out."""
     sealed, text = item.get("encrypted_content"), ""
     if not isinstance(sealed, str | None):
-        raise _wrong(f"{where}.encrypted_content", "must be a string")
+        raise wrong(f"{where}.encrypted_content", "must be a string")
     if item.get("content") is not None:
         content = _content(item["content"], f"{where}.content", pictures=False)
         assert isinstance(content, str)
@@ -243,31 +243,31 @@ def _reasoning(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
 
 
 def _function_call(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
-    return [_call(item, where, _string(item, "arguments", where))]
+    return [_call(item, where, string_of(item, "arguments", where))]
 
 
 def _custom_call(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
-    given = _string(item, "input", where)
+    given = string_of(item, "input", where)
     return [_call(item, where, json.dumps({INPUT: given}, ensure_ascii=False))]
 
 
 def _call(item: dict[str, Any], where: str, arguments: str) -> SpokenPart:
-    id, name, namespace = _label(item, "call_id", where), _label(item, "name", where), item.get("namespace")
+    id, name, namespace = label_of(item, "call_id", where), label_of(item, "name", where), item.get("namespace")
     if not isinstance(namespace, str | None):
-        raise _wrong(f"{where}.namespace", "must be a string")
+        raise wrong(f"{where}.namespace", "must be a string")
     function = {"name": flat_name(namespace or "", name), "arguments": arguments}
     return SpokenPart("call", where, call={"id": id, "type": "function", "function": function})
 
 
 def _output(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
-    id = _label(item, "call_id", where)
+    id = label_of(item, "call_id", where)
     return [
         {"role": "tool", "content": _content(item.get("output"), f"{where}.output", pictures=True), "tool_call_id": id}
     ]
 
 
 def _reference(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
-    return [SpokenPart("reference", where, _label(item, "id", where))]
+    return [SpokenPart("reference", where, label_of(item, "id", where))]
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any], str], list[Message | SpokenPart]]] = {
@@ -279,23 +279,6 @@ _READERS: Mapping[str, Callable[[dict[str, Any], str], list[Message | SpokenPart
     "custom_tool_call_output": _output,
     "item_reference": _reference,
 }
-
-
-def _string(given: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(value := given.get(name), str):
-        raise _wrong(f"{where}.{name}", "must be a string")
-    return value
-
-
-def _label(given: dict[str, Any], name: str, where: str) -> str:
-    value = _string(given, name, where)
-    if not 0 < len(value) <= _LABEL_CHARACTERS_MAX:
-        raise _wrong(f"{where}.{name}", f"must have 1 to {_LABEL_CHARACTERS_MAX} characters")
-    return value
-
-
-def _wrong(where: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{where} {what}", param=where)
 
 
 Input = Annotated[

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator, WithJsonSchema
 
 from ...cluster.errors import InvalidRequest, quoted
+from ..generation.bodies import wrong
 from ..generation.requests import ToolUse
 from ..openai.forms import read_tool_choice
 
@@ -70,7 +71,7 @@ def read_tools(value: Any) -> OfferedTools:
     if value is None:
         return OfferedTools()
     if not isinstance(value, list):
-        raise _wrong("tools", "must be a list")
+        raise wrong("tools", "must be a list")
     reader = _Reader(OfferedTools(given=value))
     for index, given in enumerate(value):
         reader.read(given, f"tools[{index}]")
@@ -85,13 +86,13 @@ class _Reader:
 
     def read(self, given: Any, where: str, namespace: str = "") -> None:
         if not isinstance(given, Mapping):
-            raise _wrong(where, "must be an object with a type")
+            raise wrong(where, "must be an object with a type")
         if not isinstance(kind := given.get("type"), str) or not kind:
-            raise _wrong(f"{where}.type", f"is {quoted(kind)}; known are 'function', 'custom' and 'namespace'")
+            raise wrong(f"{where}.type", f"is {quoted(kind)}; known are 'function', 'custom' and 'namespace'")
         if kind == "namespace" and not namespace:
             name, tools = _name(given, where), given.get("tools")
             if not isinstance(tools, list):
-                raise _wrong(f"{where}.tools", "must be a list")
+                raise wrong(f"{where}.tools", "must be a list")
             for index, tool in enumerate(tools):
                 self.read(tool, f"{where}.tools[{index}]", name)
         elif kind in ("function", "custom"):
@@ -103,11 +104,11 @@ class _Reader:
         name = _name(given, where)
         shown, known = flat_name(namespace, name), self.offered.known
         if len(shown) > _NAME_CHARACTERS_MAX:
-            raise _wrong(f"{where}.name", f"with its namespace has more than {_NAME_CHARACTERS_MAX} characters")
+            raise wrong(f"{where}.name", f"with its namespace has more than {_NAME_CHARACTERS_MAX} characters")
         if (other := known.get(shown)) is not None and (namespace or other.namespace):
-            raise _wrong(f"{where}.name", f"is {quoted(name)}, and with its namespace the name of another tool")
+            raise wrong(f"{where}.name", f"is {quoted(name)}, and with its namespace the name of another tool")
         if len(self.offered.tools) >= _TOOLS_MAX:
-            raise _wrong("tools", f"are too many; at most {_TOOLS_MAX} go into one request")
+            raise wrong("tools", f"are too many; at most {_TOOLS_MAX} go into one request")
         known[shown] = OfferedTool(kind, name, namespace)
         function = _function(given, where) if kind == "function" else _free_text(given, where)
         self.offered.tools.append({"type": "function", "function": {"name": shown, **function}})
@@ -119,9 +120,9 @@ def _function(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     if schema is None:
         schema = {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping):
-        raise _wrong(f"{where}.parameters", "must be an object")
+        raise wrong(f"{where}.parameters", "must be an object")
     if not isinstance(strict, bool | None):
-        raise _wrong(f"{where}.strict", "must be a boolean")
+        raise wrong(f"{where}.strict", "must be a boolean")
     described = {"description": text} if (text := _description(given, where)) else {}
     return {**described, "parameters": schema, **({"strict": True} if strict else {})}
 
@@ -131,14 +132,14 @@ def _free_text(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     form, place = given.get("format") or {"type": "text"}, f"{where}.format"
     kind = form.get("type") if isinstance(form, Mapping) else None
     if not isinstance(form, Mapping) or kind not in ("text", "grammar"):
-        raise _wrong(place, "must be an object of type 'text' or 'grammar'")
+        raise wrong(place, "must be an object of type 'text' or 'grammar'")
     described, argument = _description(given, where), {"type": "string"}
     if kind == "grammar":
         syntax, definition = form.get("syntax"), form.get("definition")
         if syntax not in ("lark", "regex"):
-            raise _wrong(f"{place}.syntax", f"is {quoted(syntax)}; known are 'lark' and 'regex'")
+            raise wrong(f"{place}.syntax", f"is {quoted(syntax)}; known are 'lark' and 'regex'")
         if not isinstance(definition, str):
-            raise _wrong(f"{place}.definition", "must be a string")
+            raise wrong(f"{place}.definition", "must be a string")
         said = "this Lark grammar" if syntax == "lark" else "this regular expression"
         described = f"{described}\n\nThe input follows {said}:\n{definition}".strip()
         if syntax == "regex":
@@ -150,14 +151,14 @@ def _free_text(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _description(given: Mapping[str, Any], where: str) -> str:
     text = given.get("description")
     if not isinstance(text, str | None):
-        raise _wrong(f"{where}.description", "must be a string")
+        raise wrong(f"{where}.description", "must be a string")
     return text or ""
 
 
 def _name(given: Mapping[str, Any], where: str) -> str:
     name = given.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARACTERS_MAX:
-        raise _wrong(f"{where}.name", f"must be a string of 1 to {_NAME_CHARACTERS_MAX} characters")
+        raise wrong(f"{where}.name", f"must be a string of 1 to {_NAME_CHARACTERS_MAX} characters")
     return name
 
 
@@ -206,10 +207,6 @@ def _chosen_name(tool: Mapping[str, Any]) -> Any:
     if isinstance(name, str) and isinstance(namespace, str):
         return flat_name(namespace, name)
     return name
-
-
-def _wrong(where: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{where} {what}", param=where)
 
 
 Tools = Annotated[
