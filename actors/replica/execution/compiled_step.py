@@ -49,13 +49,11 @@ class CompiledStep:
     """Decode steps of one model. Used on the engine's thread.
 
     Args:
-        fused: whether norms and rotations are left to the kernel, if the model has such that can be.
+        deferral: what of the model is left to the kernel; None for nothing.
     """
 
-    def __init__(self, model: Any, *, fused: bool = False) -> None:
-        self._model = model
-        self._deferral = Deferral(model) if fused else None
-        self.fused = self._deferral is not None and not self._deferral.is_empty
+    def __init__(self, model: Any, deferral: Deferral | None = None) -> None:
+        self._model, self._deferral = model, deferral
         self._graphs: LRUCache[Any, Callable[..., mx.array]] = LRUCache(GRAPHS_MAX)
 
     def __call__(

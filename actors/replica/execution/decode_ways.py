@@ -21,20 +21,16 @@ from ..kv import gpu_kernels
 from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
 from ..kv.device import on_gpu
 from ..kv.paged_cache import PagedKVCache, Reads
+from .agreement import MODEL_ERRORS, TOLERANCE_16, agree
 from .compiled_step import CompiledStep
+from .deferral import Deferral
 
 logger = logging.getLogger(__name__)
-
-TOLERANCE, TOLERANCE_16 = 1e-4, 3e-2
-"""How far logits may differ, of their scale, in float32 and in 16 bits. A mask or a bias that is left out shows as much
-more."""
 
 TIMED_STEPS = 8
 SLOWER_MOST = 1.5
 """A kernel that takes more than this of what dequantizing takes is not used. It is made for rows that are longer than
 those that are tried, so a little slower says nothing."""
-
-_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -78,11 +74,14 @@ def fastest(model: Any, spec: ModelCacheSpec) -> DecodeWay:
         return DecodeWay(Reads.DEQUANTIZED, reason=reason)
     if wanted is not Reads.KERNEL:
         return DecodeWay(wanted)
-    reason = _why_not_compiled(model, spec, fused=True)
+    deferral = Deferral(model)
+    reason = "it has none of the kinds that are known"
+    if not deferral.is_empty:
+        reason = _why_not_compiled(model, spec, deferral)
     if not reason:
         return DecodeWay(wanted, compiled=True, fused=True)
     logger.info("norms and rotations are not left to the kernel: %s", reason)
-    reason = _why_not_compiled(model, spec, fused=False)
+    reason = _why_not_compiled(model, spec)
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
     return DecodeWay(wanted, compiled=not reason, reason=reason)
@@ -105,9 +104,9 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads) -> str:
             return "the model computes attention by itself"
         if kernels and not all(cache.writes() for cache in sealed):
             return "a kernel does not write blocks where they are read"
-    except _ERRORS as error:
+    except MODEL_ERRORS as error:
         return f"reading {reads.value} fails: {first_sentence(error)}"
-    if not _agree(logits[0], logits[1], TOLERANCE if logits[0][0].dtype == mx.float32 else TOLERANCE_16):
+    if not agree(*logits):
         return f"reading {reads.value} differs from the reference"
     return "the kernel is slower" if kernels and is_slower(*times) else ""
 
@@ -117,19 +116,16 @@ def is_slower(dequantized_s: float, kernel_s: float) -> bool:
     return kernel_s > SLOWER_MOST * dequantized_s
 
 
-def _why_not_compiled(model: Any, spec: ModelCacheSpec, *, fused: bool) -> str:
+def _why_not_compiled(model: Any, spec: ModelCacheSpec, deferral: Deferral | None = None) -> str:
     """Why a recorded step does not compute what the model does; empty if it does. One that decides by lengths cannot be
     recorded."""
     if not all(layer.sealed for layer in spec.layers):
         return "it has layers of other kinds"
     try:
-        step = CompiledStep(model, fused=fused)
-        if fused and not step.fused:
-            return "it has none of the kinds that are known"
-        plain, recorded = (_batch_steps(model, spec, way) for way in (None, step))
-    except _ERRORS as error:
+        plain, recorded = (_batch_steps(model, spec, step) for step in (None, CompiledStep(model, deferral)))
+    except MODEL_ERRORS as error:
         return f"recording fails: {first_sentence(error)}"
-    return "" if _agree(plain, recorded, TOLERANCE_16) else "a recorded step computes something else"
+    return "" if agree(plain, recorded, TOLERANCE_16) else "a recorded step computes something else"
 
 
 def _batch_steps(model: Any, spec: ModelCacheSpec, step: CompiledStep | None) -> list[mx.array]:
@@ -164,10 +160,3 @@ def _step_s(model: Any, caches: Sequence[Any]) -> float:
         _step(model, caches, 0)
         times.append(time.perf_counter() - began)
     return min(times)
-
-
-def _agree(expected: Sequence[mx.array], got: Sequence[mx.array], tolerance: float) -> bool:
-    return all(
-        bool(mx.abs(one - other).astype(mx.float32).max() <= tolerance * mx.abs(one).max())
-        for one, other in zip(expected, got, strict=True)
-    )

@@ -150,7 +150,7 @@ class BatchExecutor:
         self._settles = pool is not None and not (pool.kernels and mx.cuda.is_available())
         # On Metal MLX does not know of what kernels write into arrays that they read.
         self._settles_always = self._settles and pool is not None and pool.kernels
-        self._compiled = CompiledStep(self._model, fused=loaded.way.fused) if loaded.way.compiled else None
+        self._compiled = CompiledStep(self._model, loaded.deferral) if loaded.way.compiled else None
         self._prefilling: dict[str, _Prefilling] = {}
         self._joining: dict[str, _Joining] = {}
         self._leaving: set[str] = set()

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.source import first_sentence
 from . import few_rows
+from .agreement import MODEL_ERRORS, agree
 from .prepare import LinearByRows
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,8 @@ logger = logging.getLogger(__name__)
 KINDS = (nn.Linear, nn.QuantizedLinear, LinearByRows)
 """Layers that are joined. Any other, as one with an adapter, may do more than multiply."""
 
-TOLERANCE, TOLERANCE_16 = 1e-4, 3e-2
-"""How far logits may differ, of their scale, in float32 and in 16 bits: a wider product may add in another order."""
-
 _RUNS = ([0, 1], [1])
 """Tokens of a prompt and of a decode step, in which some models compute in another way."""
-
-_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
 
 
 def join(module: nn.Module, model: Any) -> int:
@@ -49,14 +45,14 @@ def join(module: nn.Module, model: Any) -> int:
     """
     try:
         before, groups = _record(module, model)
-    except _ERRORS as error:
+    except MODEL_ERRORS as error:
         logger.warning("products are not joined: recording fails: %s", first_sentence(error))
         return 0
     for names in groups:
         _replace(module, names, _joined)
     try:
-        reason = "" if _agree(before, _run(model)) else "the model computes something else"
-    except _ERRORS as error:
+        reason = "" if agree(before, _run(model)) else "the model computes something else"
+    except MODEL_ERRORS as error:
         reason = f"the model needs its layers: {first_sentence(error)}"
     if reason:
         for names in groups:
@@ -238,11 +234,3 @@ def _cut(layer: Any, start: int, end: int) -> Any:
         elif isinstance(value, mx.array):
             made[name] = value[start:end]
     return made
-
-
-def _agree(expected: Sequence[mx.array], got: Sequence[mx.array]) -> bool:
-    tolerance = TOLERANCE if expected[0].dtype == mx.float32 else TOLERANCE_16
-    return all(
-        bool(mx.abs(one - other).astype(mx.float32).max() <= tolerance * mx.abs(one).max())
-        for one, other in zip(expected, got, strict=True)
-    )

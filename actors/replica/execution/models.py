@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from ..kv.pool import BlockPool
 from ..kv.sealing import FULL_PRECISION, POLICIES
 from . import decode_ways, few_rows_trial, joined, vision
 from .decode_ways import DEQUANTIZED, DecodeWay
+from .deferral import Deferral
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .vision import LanguagePart, Vision
@@ -80,6 +82,11 @@ class LoadedModel:
     def kv(self) -> str:
         """How KV is kept: `q4`, `k8v4` or `fp16`. Always `fp16` if the model's layers cannot be sealed."""
         return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
+
+    @cached_property
+    def deferral(self) -> Deferral | None:
+        """What recorded steps leave to the kernel; None for nothing."""
+        return Deferral(self.model) if self.way.fused else None
 
     def new_caches(self) -> list[Any]:
         """Empty caches for one row, one a layer."""
