@@ -16,7 +16,7 @@ from satchel.api.agents.memory import FOLLOWING_MAX
 from satchel.api.client.agent import Agent
 from satchel.api.client.background import BackgroundLoop
 from satchel.api.generation.backend import NodeState, ReplicaStats
-from satchel.api.http import cluster_routes
+from satchel.api.http.routes import cluster as cluster_routes
 from satchel.api.views import cluster as cluster_views
 from satchel.api.views.cluster import SeenNodes, TokenRates, node_states
 from satchel.cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
@@ -24,7 +24,7 @@ from satchel.cluster.nodes import Link, Node
 from tests.worlds.homes import HomesStore
 from tests.worlds.remembering import Remembering
 
-from ..http.test_operations import samples
+from ..http.routes.test_operations import samples
 
 MEMORY = {"decoding": None, "slots": {"running": 0, "kept": 0, "free": 0}, "memory_bytes": 0, "memory_bytes_max": 0}
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from ..anthropic.answers import message_body
-from ..anthropic.bodies import CountBody, MessagesBody, PromptBody
-from ..anthropic.events import MessageEvents
-from .answering import Answering, continues
-from .event_stream import EventStream
-from .exchange import CancelOnDisconnect, header_text
+from ...anthropic.answers import message_body
+from ...anthropic.bodies import CountBody, MessagesBody, PromptBody
+from ...anthropic.events import MessageEvents
+from ..answering import Answering, continues
+from ..error_shapes import MESSAGES
+from ..event_stream import EventStream
+from ..exchange import CancelOnDisconnect, header_text
+from .adding import add_route
 
 LEFT_OUT = "x-satchel-left-out"
 """The header that names what the model was not told of, such as tools that Anthropic's servers would run."""
@@ -21,6 +23,12 @@ class MessageRoutes:
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the routes to `app`."""
+        add_route(app, "POST", MESSAGES, self.messages, MessagesBody)
+        add_route(app, "POST", f"{MESSAGES}/count_tokens", self.count_tokens, CountBody)
+        add_route(app, "HEAD", "/", self.greet, shown=False)
 
     async def messages(self, request: Request) -> Response:
         """Generates the next message of a conversation."""

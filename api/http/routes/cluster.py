@@ -7,32 +7,24 @@ import contextvars
 import time
 from typing import Annotated, Any
 
-from fastapi import Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
 
-from ...cluster.errors import Unavailable
-from ..agents.memory import AgentMemory
-from ..generation.backend import Backend
-from ..generation.callers import Caller
-from ..generation.requests import agent_key
-from ..openai.answers import error_body
-from ..views.cluster import AGENTS_MAX, TokenRates, cluster_view
-from .guard import require_admin
+from ....cluster.errors import Unavailable
+from ...agents.memory import AgentMemory
+from ...generation.backend import Backend
+from ...generation.callers import Caller
+from ...generation.requests import agent_key
+from ...openai.answers import error_body
+from ...views.cluster import AGENTS_MAX, TokenRates, cluster_view
+from ..guard import require_admin
+from .adding import add_route
 
 VIEW_S = 12.0
 """The time limit of all calls for one view together."""
 
 FRESH_S = 1.0
 """How long a view is reused, so that frequent requests do not load the cluster."""
-
-
-class MoveBody(BaseModel):
-    """The body of `/v1/agents/{id}/move`; `to` is the name of a node."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    to: str
 
 
 class ClusterRoutes:
@@ -44,6 +36,12 @@ class ClusterRoutes:
         self._rates = TokenRates(time.monotonic)
         self._views: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
         """By tenant, None for a view without agents: the start of the view and its task."""
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the routes to `app`."""
+        add_route(app, "GET", "/v1/cluster", self.show)
+        add_route(app, "GET", "/v1/cluster/agents/{agent_id}", self.where)
+        add_route(app, "GET", "/v1/cluster/decisions/{request_id:path}", self.explain)
 
     async def show(self, request: Request, agents: Annotated[int, Query(ge=0, le=AGENTS_MAX)] = AGENTS_MAX) -> Response:
         """Shows nodes, replicas and at most `agents` of the caller's agents."""

@@ -7,13 +7,13 @@ import json
 from contextlib import suppress
 from typing import Any, Literal
 
-from fastapi import Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from ...cluster.errors import AgentNotFound, InvalidRequest, ResponseNotFound, quoted
-from ..generation.callers import Caller
-from ..generation.requests import ChatRequest, agent_key
-from ..responses.conversations import (
+from ....cluster.errors import AgentNotFound, InvalidRequest, ResponseNotFound, quoted
+from ...generation.callers import Caller
+from ...generation.requests import ChatRequest, agent_key
+from ...responses.conversations import (
     ConversationBody,
     KnownConversations,
     conversation_agent,
@@ -21,11 +21,12 @@ from ..responses.conversations import (
     new_conversation,
     transcript_items,
 )
-from ..responses.items import messages_of
-from ..responses.listing import item_page
-from ..views.agents import forget_agent
-from .answering import Answering
-from .exchange import CancelOnDisconnect
+from ...responses.items import messages_of
+from ...responses.listing import item_page
+from ...views.agents import forget_agent
+from ..answering import Answering
+from ..exchange import CancelOnDisconnect
+from .adding import add_route
 
 
 class ConversationRoutes:
@@ -34,6 +35,14 @@ class ConversationRoutes:
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
         self._known = KnownConversations()
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the routes to `app`."""
+        add_route(app, "POST", "/v1/conversations", self.create, ConversationBody)
+        add_route(app, "GET", "/v1/conversations/{conversation_id}", self.show)
+        add_route(app, "POST", "/v1/conversations/{conversation_id}", self.update, ConversationBody)
+        add_route(app, "DELETE", "/v1/conversations/{conversation_id}", self.delete)
+        add_route(app, "GET", "/v1/conversations/{conversation_id}/items", self.items)
 
     async def create(self, request: Request) -> Response:
         """Makes a conversation, and reads its first items if it has any."""

@@ -7,21 +7,30 @@ import secrets
 import time
 from typing import Annotated, Any
 
-from fastapi import Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
 
-from ...cluster.audit import Audit
-from ...cluster.errors import AgentNotFound, DeadlineExceeded, Unavailable
-from ..agents.memory import AgentMemory
-from ..generation.callers import Caller
-from ..generation.remembered import HEADER
-from ..generation.requests import ChatRequest, agent_key
-from ..openai.bodies import ForkBody, InjectBody
-from ..views.agents import PAGE_MAX, agent_info, agent_page, forget_agent, fork_agent, release_agent
-from ..views.generation import Generator
-from .cluster_routes import MoveBody
-from .exchange import BodyReader, CancelOnDisconnect
-from .guard import require_admin
+from ....cluster.audit import Audit
+from ....cluster.errors import AgentNotFound, DeadlineExceeded, Unavailable
+from ...agents.memory import AgentMemory
+from ...generation.callers import Caller
+from ...generation.remembered import HEADER
+from ...generation.requests import ChatRequest, agent_key
+from ...openai.bodies import ForkBody, InjectBody
+from ...views.agents import PAGE_MAX, agent_info, agent_page, forget_agent, fork_agent, release_agent
+from ...views.generation import Generator
+from ..exchange import BodyReader, CancelOnDisconnect
+from ..guard import require_admin
+from .adding import add_route
+
+
+class MoveBody(BaseModel):
+    """The body of `/v1/agents/{id}/move`; `to` is the name of a node."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    to: str
 
 
 class AgentRoutes:
@@ -31,6 +40,18 @@ class AgentRoutes:
         self._generator = generator
         self._bodies = bodies
         self._audit = audit
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the routes to `app`."""
+        add_route(app, "GET", "/v1/agents", self.list_agents)
+        add_route(app, "GET", "/v1/agents/{agent_id}", self.get_agent)
+        add_route(app, "DELETE", "/v1/agents/{agent_id}", self.forget)
+        add_route(app, "POST", "/v1/agents/{agent_id}/inject", self.inject, InjectBody)
+        add_route(app, "POST", "/v1/agents/{agent_id}/fork", self.fork, ForkBody)
+        add_route(app, "POST", "/v1/agents/{agent_id}/release", self.release)
+        add_route(app, "POST", "/v1/agents/{agent_id}/move", self.move, MoveBody)
+        add_route(app, "DELETE", "/v1/cache", self.clear_cache)
+        add_route(app, "GET", "/v1/cache/stats", self.cache_stats)
 
     async def list_agents(
         self, request: Request, limit: Annotated[int, Query(ge=1, le=PAGE_MAX)] = 20, after: str = ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from ..openai.token_bodies import DetokenizeBody, TokenizeBody
-from .answering import Answering
-from .exchange import CancelOnDisconnect
+from ...openai.token_bodies import DetokenizeBody, TokenizeBody
+from ..answering import Answering
+from ..exchange import CancelOnDisconnect
+from .adding import add_route
 
 
 class TokenRoutes:
@@ -15,6 +16,11 @@ class TokenRoutes:
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the routes to `app`."""
+        add_route(app, "POST", "/v1/tokenize", self.tokenize, TokenizeBody)
+        add_route(app, "POST", "/v1/detokenize", self.detokenize, DetokenizeBody)
 
     async def tokenize(self, request: Request) -> Response:
         """Shows the tokens of a text, or of a conversation's prompt."""

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fastapi import Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ...cluster.errors import (
+from ....cluster.errors import (
     AgentNotFound,
     ContextLengthExceeded,
     InvalidRequest,
@@ -22,20 +22,21 @@ from ...cluster.errors import (
     SatchelError,
     quoted,
 )
-from ..generation.callers import Caller
-from ..generation.history import Message
-from ..generation.identity import Identity
-from ..generation.requests import ChatRequest, agent_key
-from ..responses.answers import ResponseObject
-from ..responses.bodies import AskedBody, InputTokensBody, ResponseBody
-from ..responses.chains import KeptResponse, ResponseChains, new_response_id, only_text, read_response_id
-from ..responses.events import ResponseEvents, whole
-from ..responses.listing import item_page
-from ..views.agents import agent_transcripts, forget_agent
-from .answering import Answering, continues
-from .event_stream import EventStream
-from .exchange import CancelOnDisconnect, header_text
-from .message_routes import LEFT_OUT
+from ...generation.callers import Caller
+from ...generation.history import Message
+from ...generation.identity import Identity
+from ...generation.requests import ChatRequest, agent_key
+from ...responses.answers import ResponseObject
+from ...responses.bodies import AskedBody, InputTokensBody, ResponseBody
+from ...responses.chains import KeptResponse, ResponseChains, new_response_id, only_text, read_response_id
+from ...responses.events import ResponseEvents, whole
+from ...responses.listing import item_page
+from ...views.agents import agent_transcripts, forget_agent
+from ..answering import Answering, continues
+from ..event_stream import EventStream
+from ..exchange import CancelOnDisconnect, header_text
+from .adding import add_route
+from .messages import LEFT_OUT
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,15 @@ class ResponseRoutes:
     def __init__(self, answering: Answering, bytes_max: int) -> None:
         self._answering = answering
         self._chains = ResponseChains(bytes_max)
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the routes to `app`."""
+        add_route(app, "POST", "/v1/responses", self.create, ResponseBody)
+        add_route(app, "POST", "/v1/responses/input_tokens", self.input_tokens, InputTokensBody)
+        add_route(app, "GET", "/v1/responses/{response_id}", self.show)
+        add_route(app, "DELETE", "/v1/responses/{response_id}", self.delete)
+        add_route(app, "POST", "/v1/responses/{response_id}/cancel", self.cancel)
+        add_route(app, "GET", "/v1/responses/{response_id}/input_items", self.input_items)
 
     async def create(self, request: Request) -> Response:
         """Generates the next response of a conversation."""

@@ -1,0 +1,104 @@
+"""OpenAI's routes that generate text: chat completions and completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from ...generation.streams import TextStream, Usage
+from ...openai.answers import (
+    AnswerStyle,
+    ChatChunks,
+    CompletionChunks,
+    best_answers,
+    chat_body,
+    completion_body,
+    system_fingerprint,
+)
+from ...openai.bodies import ChatBody, CompletionBody, GenerationBody
+from ..answering import Answering, continues
+from ..event_stream import EventStream
+from .adding import add_route
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+class OpenAIRoutes:
+    """Handlers for chat completions and completions.
+
+    Args:
+        version: Satchel's own, a part of the answers' `system_fingerprint`.
+    """
+
+    def __init__(self, answering: Answering, version: str) -> None:
+        self._answering = answering
+        self._version = version
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the routes to `app`."""
+        add_route(app, "POST", "/v1/chat/completions", self.chat_completions, ChatBody)
+        add_route(app, "POST", "/v1/completions", self.completions, CompletionBody)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Generates the next message of a conversation."""
+        body, agent = await self._read(request, ChatBody)
+        chat = self._answering.complete(request, body.request(agent), any_model=False)
+        functions = body.has_functions
+        if body.stream:
+            return EventStream(
+                self._answering,
+                chat,
+                lambda streams: ChatChunks(streams[0].model.name, self._style(body, streams, functions=functions)),
+            )
+        streams, answers = await self._answering.answer(request, chat)
+        style = self._style(body, streams, functions=functions)
+        shown = chat_body(streams[0].model.name, answers, streams[0].remembered, style)
+        return JSONResponse(shown, headers=self._answering.headers(chat, streams))
+
+    async def completions(self, request: Request) -> Response:
+        """Continues one or several texts."""
+        body, agent = await self._read(request, CompletionBody)
+        work = self._answering.complete(request, body.request(agent), any_model=False)
+        if body.stream:
+            return EventStream(
+                self._answering,
+                work,
+                lambda streams: CompletionChunks(streams[0].model.name, self._style(body, streams)),
+            )
+        streams, answers = await self._answering.answer(request, work)
+        usage = sum((answer.usage for answer in answers), Usage(0, 0, 0))
+        if body.rows > body.choices:
+            answers = best_answers(answers, body.rows, body.choices)
+        if body.logprobs is None:
+            answers = [replace(answer, logprobs=None) for answer in answers]
+        shown = completion_body(streams[0].model.name, answers, self._style(body, streams), usage)
+        return JSONResponse(shown, headers=self._answering.headers(work, streams))
+
+    def _style(self, body: GenerationBody, streams: Sequence[TextStream], *, functions: bool = False) -> AnswerStyle:
+        return AnswerStyle(
+            fingerprint=system_fingerprint(streams[0].model, self._version),
+            functions=functions,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+        )
+
+    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
+        """Returns the body and the agent's id."""
+        goes_on = continues(request)
+        body = await self._answering.bodies.read(request, kind)
+        if goes_on:
+            body.agent_continue = True
+            body.check()
+        whose = self._answering.whose(
+            request,
+            agent_id=body.agent_id,
+            cache_salt=body.cache_salt,
+            conversation=body.conversation,
+            prompt_cache_key=body.prompt_cache_key,
+            metadata=body.metadata,
+        )
+        return body, whose.agent

@@ -1,0 +1,87 @@
+"""The routes that say what is served and how it is: models, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from ....cluster.errors import SatchelError, Unavailable
+from ...generation.backend import Backend, NodeState
+from ...generation.callers import Caller
+from ...openai.answers import model_body
+from ..answering import Answering
+from ..guard import require_admin
+from ..metrics import CONTENT_TYPE, Metrics
+from .adding import add_route
+
+T = TypeVar("T")
+
+_PROBE_TIMEOUT_S = 10.0
+_NODES_TIMEOUT_S = 2.0
+
+
+class StatusRoutes:
+    """Handlers for models, health and metrics."""
+
+    def __init__(self, backend: Backend, answering: Answering, metrics: Metrics) -> None:
+        self._backend = backend
+        self._answering = answering
+        self._metrics = metrics
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the routes to `app`."""
+        add_route(app, "GET", "/v1/models", self.list_models)
+        add_route(app, "GET", "/v1/models/{model_id:path}", self.get_model)
+        add_route(app, "GET", "/health", self.health)
+        add_route(app, "GET", "/metrics", self.show_metrics)
+
+    async def list_models(self, request: Request) -> Response:
+        """Lists every loaded model that the caller may use, the default first."""
+        caller: Caller = request.state.caller
+        models = [model for model in await _probe(self._backend.models()) if caller.may_use(model.name)]
+        return JSONResponse({"object": "list", "data": [model_body(model) for model in models]})
+
+    async def get_model(self, request: Request, model_id: str) -> Response:
+        """Shows one model: the one that would answer a request for that name."""
+        caller: Caller = request.state.caller
+        lenient = self._answering.takes_any(any_model=False)
+        model = await _probe(self._answering.generator.served(model_id, caller, any_model=lenient))
+        return JSONResponse(model_body(model))
+
+    async def health(self, request: Request) -> Response:
+        """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is
+        kept on disk now; serving does not need it. Callers who are no administrators see only the status."""
+        caller: Caller = request.state.caller
+        models, nodes = await asyncio.gather(_probe(self._backend.health()), self._nodes())
+        closed = {node.name: node.disk_error for node in nodes if node.disk_error}
+        more: dict[str, Any] = {"models": models} if caller.admin else {}
+        if closed and caller.admin:
+            more["disk_errors"] = closed
+        if models and all(models.values()):
+            return JSONResponse({"status": "ok", **more})
+        return JSONResponse({"status": "unavailable", **more}, status_code=503, headers={"Retry-After": "1"})
+
+    async def _nodes(self) -> list[NodeState]:
+        """Returns the nodes; none if they are not known in time, because health and metrics must not fail for them."""
+        try:
+            return await asyncio.wait_for(self._backend.nodes(), _NODES_TIMEOUT_S)
+        except (SatchelError, TimeoutError):
+            return []
+
+    async def show_metrics(self, request: Request) -> Response:
+        """Shows metrics in Prometheus' text format. For administrators."""
+        require_admin(request.state.caller)
+        stats, nodes = await asyncio.gather(_probe(self._backend.stats()), self._nodes())
+        text = self._metrics.render(stats, self._backend.failovers, nodes)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _probe(answer: Awaitable[T]) -> T:
+    try:
+        return await asyncio.wait_for(answer, _PROBE_TIMEOUT_S)
+    except TimeoutError:
+        raise Unavailable(f"the cluster did not answer within {_PROBE_TIMEOUT_S:.0f} s") from None
