@@ -109,6 +109,12 @@ class Answering:
         headers["x-satchel-model"] = [served] if work.model and work.model != served else []
         return {name: header_text(", ".join(values)) for name, values in headers.items() if values}
 
+    @staticmethod
+    def left_out(what: Sequence[str]) -> dict[str, str]:
+        """Returns the header that names what the model was not told of, such as tools that a provider's servers would
+        run; no header for nothing."""
+        return {"x-satchel-left-out": header_text(", ".join(what))} if what else {}
+
     def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
         """Records times to first token; `arrived` is by `time.perf_counter`."""
         for stream in streams:

@@ -6,16 +6,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...anthropic.answers import message_body
-from ...anthropic.bodies import CountBody, MessagesBody, PromptBody
+from ...anthropic.bodies import CountBody, MessagesBody
 from ...anthropic.events import MessageEvents
 from ..answering import Answering, continues
 from ..error_shapes import MESSAGES
 from ..event_stream import EventStream
-from ..exchange import CancelOnDisconnect, header_text
+from ..exchange import CancelOnDisconnect
 from .adding import add_route
-
-LEFT_OUT = "x-satchel-left-out"
-"""The header that names what the model was not told of, such as tools that Anthropic's servers would run."""
 
 
 class MessageRoutes:
@@ -44,17 +41,18 @@ class MessageRoutes:
         )
         chat = self._answering.complete(request, chat, any_model=True)
         edits = body.context_management is not None
+        left_out = self._answering.left_out(body.left_out)
         if body.stream:
             return EventStream(
                 self._answering,
                 chat,
                 lambda streams: MessageEvents(chat.model or streams[0].model.name, body.max_tokens, edits=edits),
-                _left_out(body),
+                left_out,
             )
         (stream,), (answer,) = await self._answering.answer(request, chat)
         model = chat.model or stream.model.name
         message = message_body(model, answer, body.max_tokens, edits=edits, remembered=stream.remembered)
-        return JSONResponse(message, headers={**self._answering.headers(chat, [stream]), **_left_out(body)})
+        return JSONResponse(message, headers={**self._answering.headers(chat, [stream]), **left_out})
 
     async def count_tokens(self, request: Request) -> Response:
         """Counts the tokens of a conversation's prompt, of any length, without generating anything."""
@@ -62,12 +60,8 @@ class MessageRoutes:
         chat = self._answering.complete(request, body.chat(), any_model=True)
         async with CancelOnDisconnect(request.receive):
             tokens = await self._answering.generator.count(chat)
-        return JSONResponse({"input_tokens": tokens}, headers=_left_out(body))
+        return JSONResponse({"input_tokens": tokens}, headers=self._answering.left_out(body.left_out))
 
     async def greet(self, request: Request) -> Response:
         """Responds 200, by which Claude Code sees that something answers."""
         return Response()
-
-
-def _left_out(body: PromptBody) -> dict[str, str]:
-    return {LEFT_OUT: header_text(", ".join(body.left_out))} if body.left_out else {}

@@ -34,9 +34,8 @@ from ...responses.listing import item_page
 from ...views.agents import agent_transcripts, forget_agent
 from ..answering import Answering, continues
 from ..event_stream import EventStream
-from ..exchange import CancelOnDisconnect, header_text
+from ..exchange import CancelOnDisconnect
 from .adding import add_route
-from .messages import LEFT_OUT
 
 _log = logging.getLogger(__name__)
 
@@ -113,14 +112,15 @@ class ResponseRoutes:
         def events(model: str) -> ResponseEvents:
             return ResponseEvents(ResponseObject(id, body, model), body.tools, ended)
 
+        left_out = self._answering.left_out(body.left_out)
         if body.stream:
-            return _ResponseStream(self._answering, chat, body, events, _left_out(body))
+            return _ResponseStream(self._answering, chat, body, events, left_out)
         try:
             (stream,), (answer,) = await self._answering.answer(request, chat)
         except ContextLengthExceeded as error:
             raise _too_long(error, body) from None
         shown = whole(events(stream.model.name), answer, stream.remembered)
-        return JSONResponse(shown, headers={**self._answering.headers(chat, [stream]), **_left_out(body)})
+        return JSONResponse(shown, headers={**self._answering.headers(chat, [stream]), **left_out})
 
     async def input_tokens(self, request: Request) -> Response:
         """Counts the tokens of a prompt, of any length, without generating anything."""
@@ -137,7 +137,8 @@ class ResponseRoutes:
         chat = self._answering.complete(request, body.chat(messages), any_model=False)
         async with CancelOnDisconnect(request.receive):
             tokens = await self._answering.generator.count(chat)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens}, headers=_left_out(body))
+        shown = {"object": "response.input_tokens", "input_tokens": tokens}
+        return JSONResponse(shown, headers=self._answering.left_out(body.left_out))
 
     async def show(self, request: Request, response_id: str, stream: bool = False) -> Response:
         """Shows a kept response."""
@@ -260,7 +261,3 @@ def _too_long(error: ContextLengthExceeded, body: ResponseBody) -> ContextLength
     if body.truncation == "auto":
         message += "; nothing was left out, because truncation 'auto' is not supported"
     return ContextLengthExceeded(message, param="input", tokens=error.tokens, tokens_max=error.tokens_max)
-
-
-def _left_out(body: AskedBody) -> dict[str, str]:
-    return {LEFT_OUT: header_text(", ".join(body.left_out))} if body.left_out else {}
