@@ -11,16 +11,23 @@ from fastapi import Request
 
 from ...cluster.config import Config
 from ...cluster.errors import InvalidRequest
+from ..anthropic.bodies import MessagesBody
 from ..generation.callers import Caller
 from ..generation.identity import NOBODY, Identity, identify
 from ..generation.remembered import HEADER
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.streams import Answer, TextStream, collect_all
+from ..openai.bodies import GenerationBody
+from ..responses.bodies import ResponseBody
 from ..views.generation import Generator
 from .exchange import BodyReader, CancelOnDisconnect, header_text
 from .metrics import Metrics
 
+AgentBody = TypeVar("AgentBody", bound=GenerationBody | MessagesBody | ResponseBody)
+"""A body that may go on with its agent's transcript."""
+
 Work = TypeVar("Work", bound=ChatRequest | CompletionRequest)
+"""What a body asks of a model."""
 
 
 class Answering:
@@ -35,6 +42,20 @@ class Answering:
         self.bodies = bodies
         self._unknown_model = config.endpoint.unknown_model
         self._metrics = metrics
+
+    async def read(self, request: Request, kind: type[AgentBody]) -> AgentBody:
+        """Returns the body, with what the header `X-Agent-Continue` asks for.
+
+        Raises:
+            InvalidRequest: the header says neither yes nor no, or contradicts the body; else as `BodyReader.read`.
+            RequestTooLarge, Unavailable, SlowBody, ClientDisconnect: as `BodyReader.read`.
+        """
+        goes_on = _continues(request)
+        body = await self.bodies.read(request, kind)
+        if goes_on:
+            body.agent_continue = True
+            body.check()
+        return body
 
     def whose(
         self, request: Request, *, agent_id: str | None, cache_salt: str | None = None, **fields: Any
@@ -122,7 +143,7 @@ class Answering:
                 self._metrics.first_token(stream.model.name, stream.first_event_at - arrived)
 
 
-def continues(request: Request) -> bool:
+def _continues(request: Request) -> bool:
     """Returns whether the header asks to append to the agent's transcript.
 
     Raises:

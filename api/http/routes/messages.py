@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from ...anthropic.answers import message_body
 from ...anthropic.bodies import CountBody, MessagesBody
 from ...anthropic.events import MessageEvents
-from ..answering import Answering, continues
+from ..answering import Answering
 from ..error_shapes import MESSAGES
 from ..event_stream import EventStream
 from ..exchange import CancelOnDisconnect
@@ -29,12 +29,11 @@ class MessageRoutes:
 
     async def messages(self, request: Request) -> Response:
         """Generates the next message of a conversation."""
-        goes_on = continues(request)
-        body = await self._answering.bodies.read(request, MessagesBody)
+        body = await self._answering.read(request, MessagesBody)
         whose = self._answering.whose(request, agent_id=body.agent_id, metadata=body.user)
         chat = body.chat(
             agent=whose.agent,
-            agent_continue=goes_on or bool(body.agent_continue),
+            agent_continue=bool(body.agent_continue),
             options=body.options,
             # Without any tokens to generate the prompt is read all the same, as when something is injected.
             max_tokens_default=None if body.max_tokens else 0,

@@ -20,7 +20,7 @@ from ...openai.answers import (
     system_fingerprint,
 )
 from ...openai.bodies import ChatBody, CompletionBody, GenerationBody
-from ..answering import Answering, continues
+from ..answering import Answering
 from ..event_stream import EventStream
 from .adding import add_route
 
@@ -88,11 +88,7 @@ class OpenAIRoutes:
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
         """Returns the body and the agent's id."""
-        goes_on = continues(request)
-        body = await self._answering.bodies.read(request, kind)
-        if goes_on:
-            body.agent_continue = True
-            body.check()
+        body = await self._answering.read(request, kind)
         whose = self._answering.whose(
             request,
             agent_id=body.agent_id,

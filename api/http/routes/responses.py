@@ -32,7 +32,7 @@ from ...responses.chains import KeptResponse, ResponseChains, new_response_id, o
 from ...responses.events import ResponseEvents, whole
 from ...responses.listing import item_page
 from ...views.agents import agent_transcripts, forget_agent
-from ..answering import Answering, continues
+from ..answering import Answering
 from ..event_stream import EventStream
 from ..exchange import CancelOnDisconnect
 from .adding import add_route
@@ -73,11 +73,7 @@ class ResponseRoutes:
 
     async def create(self, request: Request) -> Response:
         """Generates the next response of a conversation."""
-        goes_on = continues(request)
-        body = await self._answering.bodies.read(request, ResponseBody)
-        if goes_on:
-            body.agent_continue = True
-            body.check()
+        body = await self._answering.read(request, ResponseBody)
         whose = self._answering.whose(
             request,
             agent_id=body.agent_id,
