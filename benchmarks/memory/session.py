@@ -15,9 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.api.text.spelling import common_length
 
 from ..parts import Budget, ResultTable, Say, median
 from .desk import SPECIAL_TOKENS, Desk
@@ -66,25 +65,18 @@ def play(desk: Desk, requests: Sequence[dict[str, Any]], budget: Budget) -> Iter
         rng = random.Random(block)
         return [rng.randrange(size) for _ in range(TRACE_BLOCK)]
 
-    said: list[np.ndarray] = []
+    said: list[list[int]] = []
     for request in requests:
         if budget.left_s <= 0:
             return
         blocks = (block for first, last in request["blocks"] for block in range(first, last + 1))
         prompt = [token for block in blocks for token in tokens_of(block)]
-        known = max((common(np.array(prompt), earlier) for earlier in said), default=0)
+        known = max((common_length(prompt, earlier) for earlier in said), default=0)
         answer = desk.ask(prompt, max(1, request["output"] // ANSWER_SHARE))
-        said.append(np.array(prompt))
+        said.append(prompt)
         computed = len(prompt) - answer.cached
         again = max(0, computed - (len(prompt) - known))
         yield SessionTurn(len(prompt), computed, again, (answer.first - answer.sent) * 1e3)
-
-
-def common(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns how many first tokens are equal."""
-    size = min(len(one), len(other))
-    differing = np.flatnonzero(one[:size] != other[:size])
-    return int(differing[0]) if differing.size else size
 
 
 def session(desk: Desk, trace: Path | None, tokens_max: int, budget: Budget, say: Say) -> ResultTable:
