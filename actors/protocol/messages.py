@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 16
+VERSION = 17
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ class Head:
     first KV block (empty if it may not be shared). `files` is the id of that model's files, the same however it
     computes; empty if unknown. `messages` and `tokens` are lengths. `turns` counts from the conversation's beginning,
     over all branches; `injected` is whether messages were added without a reply. `created` and `used` are Unix times.
+    `program` is what the agent is of, such as `codex`, and `parent` the id of the agent that it works for; "" if
+    unknown.
     """
 
     agent: str
@@ -38,6 +40,8 @@ class Head:
     created: float
     used: float
     files: bytes = b""
+    program: str = ""
+    parent: str = ""
 
     @property
     def files_id(self) -> bytes:
@@ -59,7 +63,7 @@ class Content:
 class Commit:
     """The end of a turn. `branch` and `epoch` name what it continues; `branch` is None for a new branch. `since` is the
     sequence number at its beginning (0 if unknown) and `turn` the name that `Begin` gave it, "" for a stateless one.
-    `turns` includes this one."""
+    `turns` includes this one. `program` and `parent` are as in `Head`; "" leaves what is known."""
 
     model: bytes
     content: Content
@@ -71,6 +75,8 @@ class Commit:
     injected: bool = False
     turn: str = ""
     files: bytes = b""
+    program: str = ""
+    parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

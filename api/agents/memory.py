@@ -149,7 +149,15 @@ class AgentMemory:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def turn(
-        self, agent: str, files_id: bytes, text: TextModel, *, continues: bool, limits: Limits | None = None
+        self,
+        agent: str,
+        files_id: bytes,
+        text: TextModel,
+        *,
+        continues: bool,
+        limits: Limits | None = None,
+        program: str = "",
+        parent: str = "",
     ) -> Turn:
         """Returns a turn of the agent (its key) that has not begun yet.
 
@@ -158,8 +166,9 @@ class AgentMemory:
             text: the model's text side.
             continues: whether it is appended to the stored transcript.
             limits: the tenant's limit on a node's disk.
+            program, parent: as in `Head`.
         """
-        return Turn(self, agent, files_id, text, continues, limits)
+        return Turn(self, agent, files_id, text, continues, limits, program, parent)
 
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         # A new context, because Ray cancels calls that inherit a request's context together with the request.
@@ -197,6 +206,8 @@ class Turn:
         text: TextModel,
         continues: bool,
         limits: Limits | None = None,
+        program: str = "",
+        parent: str = "",
     ) -> None:
         self.agent = agent
         self.continues = continues
@@ -207,6 +218,7 @@ class Turn:
         self._files_id = files_id
         self._text = text
         self._limits = limits
+        self._program, self._parent = program, parent
         self._name = uuid.uuid4().hex if continues else ""
         self._since = 0
         self._main: tuple[int, int, int] | None = None
@@ -360,6 +372,8 @@ class Turn:
             injected=kept.injected,
             turn=self._name,
             files=self._files_id,
+            program=self._program,
+            parent=self._parent,
         )
         # Where the answer to a first try was lost with the store's process, a second one opens a branch of its own.
         # Where a stateless turn was kept and the answer lost, it opens another branch, which does no harm.

@@ -75,7 +75,11 @@ def show(context: typer.Context, agent: AgentArgument, json: JsonOption = False,
     count = len(found["pictures"])
     pictures = f", {count:,} picture{'s' if count > 1 else ''}" if count else ""
     words = f"{size(found['bytes'])} of words"
-    console.print(f"{found['id']}{where}{copies}: {found['tier']}, {words}{pictures}, used {_used(found)}")
+    program = f", {found['program']}" if found.get("program") else ""
+    parent = f", works for {found['parent']}" if found.get("parent") else ""
+    console.print(
+        f"{found['id']}{where}{copies}: {found['tier']}, {words}{pictures}, used {_used(found)}{program}{parent}"
+    )
     shown = table("branch", "model", "tokens", "messages", "turns", "used")
     for branch in found["branches"]:
         numbers = [f"{branch[name]:,}" for name in ("tokens", "messages", "turns")]
@@ -147,10 +151,12 @@ def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
 
     from .views import size, table
 
-    shown = table("agent", "home", "copies", "model", "tokens", "turns", "words", "used")
+    shown = table("agent", "program", "parent", "home", "copies", "model", "tokens", "turns", "words", "used")
     for agent in page["data"]:
         shown.add_row(
             Text(agent["id"]),
+            Text(agent["program"] or ""),
+            Text(agent["parent"] or ""),
             Text(agent.get("home") or ""),
             Text(", ".join(agent.get("copies", []))),
             Text(agent["model"]),

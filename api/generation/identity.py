@@ -1,7 +1,8 @@
 """Whose memory a request goes on with: the agent that the caller names, or what agent programs send by themselves.
 
 Pure. In this order: `X-Agent-ID` or `agent_id`; Claude Code's headers; Codex's; `X-Session-ID`, which OpenCode and
-others send; the fields `conversation` and `prompt_cache_key`; `metadata.user_id`.
+others send; the fields `conversation` and `prompt_cache_key`; `metadata.user_id`; how a conversation of Qwen Code
+begins, as that sends no id.
 
 Agents that nobody named are called PROGRAM:ID, such as `claude-code:4f2c…`, so that they are told apart from those that
 somebody did. An ID whose characters or length an agent's may not have is replaced by its hash.
@@ -19,9 +20,9 @@ from typing import Any
 from ...cluster.errors import InvalidRequest
 from .requests import agent_key
 
-CLAUDE_CODE, CODEX, OPENCODE = "claude-code", "codex", "opencode"
+CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE = "claude-code", "codex", "opencode", "qwen-code"
 SESSION, CONVERSATION, CACHE_KEY, USER = "session", "conversation", "cache-key", "user"
-"""What stands before the ids of programs that do not say their names."""
+"""What stands before the ids of programs that are not known."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9._@-]{1,48}", re.ASCII)
 _HASH = "sha256."
@@ -36,8 +37,7 @@ class Identity:
 
     Attributes:
         agent: its id, "" for none.
-        program: what sent it, as far as its headers say, or the kind of id it was known by. "" if the caller named the
-            agent.
+        program: what sent it, "" if that is not known, or if the caller named the agent.
         parent: the agent that a subagent works for, "" if there is none.
         named: whether the caller named the agent.
     """
@@ -58,6 +58,7 @@ def identify(
     conversation: Any = None,
     prompt_cache_key: Any = None,
     metadata: Any = None,
+    messages: Sequence[Mapping[str, Any]] = (),
 ) -> Identity:
     """Returns the agent of a request. Only what names an agent outright can be wrong; anything else is used if it can
     be, and never refused.
@@ -81,6 +82,7 @@ def identify(
         or _by_field(CONVERSATION, conversation.get("id") if isinstance(conversation, Mapping) else conversation)
         or _by_field(CACHE_KEY, prompt_cache_key)
         or _user(user_id)
+        or _qwen_code(given, messages)
     )
     return found or NOBODY
 
@@ -137,12 +139,13 @@ def _session(headers: _Headers) -> Identity | None:
     if not (session := headers["x-session-id"]):
         return None
     parent = headers["x-parent-session-id"]
-    program = OPENCODE if headers["user-agent"].lower().startswith(OPENCODE) else SESSION
-    return Identity(_name(program, session), program, _name(program, parent) if parent else "")
+    program = OPENCODE if headers["user-agent"].lower().startswith(OPENCODE) else ""
+    kind = program or SESSION
+    return Identity(_name(kind, session), program, _name(kind, parent) if parent else "")
 
 
 def _by_field(kind: str, value: Any) -> Identity | None:
-    return Identity(_name(kind, value), kind) if isinstance(value, str) and value else None
+    return Identity(_name(kind, value)) if isinstance(value, str) and value else None
 
 
 def _user(user_id: Any) -> Identity | None:
@@ -151,6 +154,17 @@ def _user(user_id: Any) -> Identity | None:
     if session := _claude_session(user_id):
         return Identity(_name(CLAUDE_CODE, session), CLAUDE_CODE)
     return _by_field(USER, user_id)
+
+
+def _qwen_code(headers: _Headers, messages: Sequence[Mapping[str, Any]]) -> Identity | None:
+    """Its first user message names the folder and the day: conversations that share both are one agent's branches."""
+    if not headers["user-agent"].lower().startswith("qwencode/"):
+        return None
+    first = next((message.get("content") for message in messages if message.get("role") == "user"), None)
+    if not first:
+        return None
+    begins = hashlib.sha256(json.dumps(first).encode()).hexdigest()[:32]
+    return Identity(_name(QWEN_CODE, begins), QWEN_CODE)
 
 
 def _claude_session(user_id: str) -> str:

@@ -33,7 +33,8 @@ _AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
 class Request:
     """The fields of every request.
 
-    `model` "" is the default model; `agent` is the agent's id or "" for none. `request_id` appears in logs and need not
+    `model` "" is the default model; `agent` is the agent's id or "" for none, `program` and `parent` what is known of
+    it (`Identity`). `request_id` appears in logs and need not
     be unique. `choices` is the number of answers for every prompt. If `options` have no `max_tokens`, a row generates
     at most `max_tokens_default`; `max_tokens_field` is the caller's name of that option. `waited_s` have passed since
     the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`. `form`
@@ -44,6 +45,8 @@ class Request:
 
     model: str = ""
     agent: str = ""
+    program: str = ""
+    parent: str = ""
     options: Options = field(default_factory=Options)
     request_id: str = ""
     choices: int = 1

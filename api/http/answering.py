@@ -71,7 +71,8 @@ class Answering:
         headers = [(name.lower(), value) for name, value in request.headers.items()]
         identity = identify(headers, agent_id=agent_id, **fields)
         # A salt is for requests without an agent. One that the caller did not name must not fail them.
-        return NOBODY if cache_salt and not identity.named else identity
+        request.state.whose = NOBODY if cache_salt and not identity.named else identity
+        return request.state.whose
 
     def complete(self, request: Request, work: Work, *, any_model: bool) -> Work:
         """Returns the request with what is not in its body.
@@ -80,9 +81,14 @@ class Answering:
             any_model: whether its protocol's clients send names of models that are not served.
         """
         caller: Caller = request.state.caller
+        whose: Identity = getattr(request.state, "whose", NOBODY)
+        # A response that goes on with another is of the other's agent, whose program is known already.
+        own = work.agent == whose.agent
         return replace(
             work,
             caller=caller,
+            program=whose.program if own else "",
+            parent=whose.parent if own else "",
             request_id=request.state.request_id,
             waited_s=time.perf_counter() - request.state.arrived,
             any_model=self.takes_any(any_model=any_model),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
@@ -60,7 +61,8 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
     """Returns one agent.
 
     Returns:
-        `tokens`, `blocks` (of KV that the tokens fill), `messages`, `turns` and `model` of its main branch, `bytes` and
+        `program` (such as `codex`) and `parent` (the id of the agent that it works for) where they are known, `tokens`,
+        `blocks` (of KV that the tokens fill), `messages`, `turns` and `model` of its main branch, `bytes` and
         `branches` of all, `created` and `last_used` in Unix time, and `tier`: `hot` if a replica has blocks of it in
         memory, `warm` if the disk has blocks or tails of it, else `cold`. `pictures` are the images in the main
         branch's transcript, in the order of first use and each once: `hash` (of the RGB pixels, in hexadecimal),
@@ -146,6 +148,8 @@ def _view(described: AgentBranches, names: dict[bytes, str]) -> dict[str, Any]:
     return {
         "id": agent_id_of(described.agent),
         "object": "agent",
+        "program": _latest(described.branches, lambda head: head.program),
+        "parent": _latest(described.branches, lambda head: head.parent),
         "model": shown["model"],
         "tokens": shown["tokens"],
         "blocks": shown["blocks"],
@@ -156,6 +160,11 @@ def _view(described: AgentBranches, names: dict[bytes, str]) -> dict[str, Any]:
         "last_used": int(max(head.used for head in described.branches)),
         "branches": branches,
     }
+
+
+def _latest(branches: list[Head], value: Callable[[Head], str]) -> str | None:
+    """Returns the value of the branch that was used last among those that have one."""
+    return next((known for head in sorted(branches, key=lambda head: -head.epoch) if (known := value(head))), None)
 
 
 def _branch_view(head: Head, names: dict[bytes, str]) -> dict[str, Any]:

@@ -275,7 +275,13 @@ class Generator:
         turn, past = None, None
         if agent and self.memory is not None:
             turn = self.memory.turn(
-                agent, model.files_id, text, continues=request.agent_continue, limits=request.caller.disk_limits
+                agent,
+                model.files_id,
+                text,
+                continues=request.agent_continue,
+                limits=request.caller.disk_limits,
+                program=request.program,
+                parent=request.parent,
             )
             turns.append(turn)
             await turn.open()

@@ -367,6 +367,8 @@ class Agents:
             created=old.created if old else unix_now,
             used=unix_now,
             files=commit.files,
+            program=commit.program or (old.program if old else ""),
+            parent=commit.parent or (old.parent if old else ""),
         )
         with self._storage.transaction():
             self._storage.put(head, commit.content)

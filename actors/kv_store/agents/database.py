@@ -25,7 +25,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from ....cluster.errors import ClusterError, DiskError, HomeInUse, MemoryFull, SatchelError, Unavailable
+from ....cluster.errors import ClusterError, DiskError, MemoryFull, Unavailable
 from ...protocol.entries import KEY_BYTES
 from ...protocol.store_messages import Content, Head
 from ..disk.folder import says_full
@@ -33,6 +33,7 @@ from ..disk.io import DiskIO
 from ..disk.segments import read_key
 from .branches import ROW_BYTES
 from .roles import Place, Role
+from .schema import is_damage, prepare, unusable
 
 logger = logging.getLogger(__name__)
 
@@ -59,42 +60,9 @@ _ID_BYTES = 32
 
 HEADS = """
 SELECT b.agent, b.branch, b.epoch, b.model, b.root, b.turns, b.injected, b.messages, b.created, b.used, b.digest, b.mac,
-    LENGTH(c.tokens), LENGTH(c.text), LENGTH(c.messages)
+    b.program, b.parent, LENGTH(c.tokens), LENGTH(c.text), LENGTH(c.messages)
 FROM branches b JOIN contents c ON c.agent = b.agent AND c.branch = b.branch
 """
-
-SCHEMA_VERSION = 3
-
-_STATEMENTS = [
-    "CREATE TABLE branches (agent TEXT, branch INTEGER, epoch INTEGER, model BLOB, root BLOB, turns INTEGER, "
-    "injected INTEGER, messages INTEGER, created REAL, used REAL, digest BLOB, mac BLOB, "
-    "PRIMARY KEY (agent, branch)) WITHOUT ROWID",
-    "CREATE TABLE contents (agent TEXT, branch INTEGER, tokens BLOB, text BLOB, messages BLOB, "
-    "PRIMARY KEY (agent, branch))",
-    "CREATE TABLE agents (agent TEXT PRIMARY KEY, changed INTEGER) WITHOUT ROWID",
-    "CREATE INDEX quiet ON agents (changed, agent)",
-    "CREATE TABLE tombstones (agent TEXT PRIMARY KEY, sequence INTEGER, at REAL, mac BLOB) WITHOUT ROWID",
-    "CREATE TABLE homes (agent TEXT PRIMARY KEY, epoch INTEGER, role INTEGER, mac BLOB) WITHOUT ROWID",
-    "CREATE TABLE let_go (agent TEXT PRIMARY KEY, sequence INTEGER) WITHOUT ROWID",
-]
-"""The schema, exactly as SQLite stores it."""
-
-_FROM_1 = [
-    "ALTER TABLE contents RENAME TO before",
-    _STATEMENTS[1],
-    "INSERT INTO contents SELECT b.agent, c.* FROM before c JOIN branches b ON b.branch = c.branch",
-    "DROP TABLE before",
-    _STATEMENTS[-2],
-]
-"""Migrates schema 1, in which branches of two nodes could collide."""
-
-_FROM_2 = [_STATEMENTS[-1]]
-"""Migrates schema 2, which did not record evicted agents."""
-
-
-# One process keeps the file, so SQLite needs no shared memory, and a second process gets SQLITE_BUSY.
-_SETTINGS = ["locking_mode = EXCLUSIVE", "cell_size_check = ON", "trusted_schema = OFF", "journal_mode = WAL"]
-_SETTINGS += ["synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON", "secure_delete = ON"]
 
 
 class AgentDatabase:
@@ -240,7 +208,7 @@ class AgentDatabase:
             )
             mac = mac_of(self._key, *head_fields(head, digest))
             fields = (head.epoch, head.model + head.files, head.root, head.turns, int(head.injected), head.messages)
-            row = (head.agent, head.branch, *fields, head.created, head.used, digest, mac)
+            row = (head.agent, head.branch, *fields, head.created, head.used, digest, mac, head.program, head.parent)
             self._db.execute(f"INSERT OR REPLACE INTO branches VALUES ({','.join('?' * len(row))})", row)
             self._db.execute(_CHANGED, (head.agent, head.epoch))
             self._db.execute("DELETE FROM let_go WHERE agent = ?", (head.agent,))
@@ -461,7 +429,10 @@ def salvage(path: Path, key: bytes) -> Iterator[tuple[Head, Content]]:
             # From both ends: a broken page ends the scan, and the rows behind it may be whole.
             try:
                 db.text_factory = lambda data: data.decode("utf-8", "replace")
-                for row in db.execute(f"{HEADS} ORDER BY b.agent {order}, b.branch {order}"):
+                columns = {name for _, name, *_ in db.execute("PRAGMA table_info(branches)")}
+                # The file may be of an earlier schema.
+                heads = HEADS if "program" in columns else HEADS.replace("b.program, b.parent", "'', ''")
+                for row in db.execute(f"{heads} ORDER BY b.agent {order}, b.branch {order}"):
                     head = read_head(row, key)
                     if head is not None and (content := read_content(db, head, key)) is not None:
                         yield head, content
@@ -490,7 +461,23 @@ def read_content(db: sqlite3.Connection, head: Head, key: bytes) -> Content | No
 
 def read_head(row: tuple[Any, ...], key: bytes) -> Head | None:
     """Returns the head in a row of `HEADS`, None if it does not verify."""
-    agent, branch, epoch, model, root, turns, injected, messages, created, used, digest, mac, *lengths = row
+    (
+        agent,
+        branch,
+        epoch,
+        model,
+        root,
+        turns,
+        injected,
+        messages,
+        created,
+        used,
+        digest,
+        mac,
+        program,
+        parent,
+        *lengths,
+    ) = row
     try:
         head = Head(
             agent=agent,
@@ -506,6 +493,8 @@ def read_head(row: tuple[Any, ...], key: bytes) -> Head | None:
             created=created,
             used=used,
             files=model[_ID_BYTES:],
+            program=program,
+            parent=parent,
         )
         return head if hmac.compare_digest(mac_of(key, *head_fields(head, digest)), mac) else None
     except (TypeError, AttributeError, UnicodeEncodeError, struct.error):
@@ -515,7 +504,9 @@ def read_head(row: tuple[Any, ...], key: bytes) -> Head | None:
 def head_fields(head: Head, digest: bytes) -> tuple[bytes, ...]:
     numbers = struct.pack("<qqqqq", head.branch, head.epoch, head.turns, head.injected, head.messages)
     times = struct.pack("<dd", head.created, head.used)
-    return b"branch", head.agent.encode(), numbers, times, head.model + head.files, head.root, digest
+    # Rows of schema 3 have neither, and keep their MACs.
+    origin = (head.program.encode(), head.parent.encode()) if head.program or head.parent else ()
+    return b"branch", head.agent.encode(), numbers, times, head.model + head.files, head.root, digest, *origin
 
 
 def mac_of(key: bytes, *fields: bytes) -> bytes:
@@ -532,69 +523,3 @@ def _digest(hasher: Any, parts: Iterable[bytes]) -> bytes:
         hasher.update(len(part).to_bytes(8, "big"))
         hasher.update(part)
     return hasher.digest()
-
-
-def is_damage(error: Exception) -> bool:
-    """Returns whether the file itself is at fault, not the disk, another process or the caller."""
-    if isinstance(error, UnicodeDecodeError):
-        # Python cannot decode a damaged name in SQLite's message.
-        return True
-    code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-def unusable(path: Path, error: Exception) -> SatchelError:
-    """Returns the error for a file that cannot be opened and is not damaged."""
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return HomeInUse(f"another process uses {path}")
-    return ClusterError(f"cannot use {path}: {error}")
-
-
-class _Damaged(sqlite3.DatabaseError):
-    """Damage that SQLite does not report itself."""
-
-    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-
-
-def prepare(db: sqlite3.Connection) -> None:
-    """Makes a connection durable and exclusive, and creates, migrates and checks the tables.
-
-    Raises:
-        ClusterError: a newer version wrote the file.
-        sqlite3.Error: the file cannot be used, or is damaged (`is_damage`).
-    """
-    db.text_factory = lambda data: data.decode("utf-8", "replace")
-    for setting in _SETTINGS:
-        db.execute(f"PRAGMA {setting}").fetchone()
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > SCHEMA_VERSION:
-            raise ClusterError(f"agents' memory was written by a newer version of Satchel (its schema is {version})")
-        if version == 0:
-            if db.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0]:
-                raise _Damaged("tables without a version")
-            _upgrade(db, _STATEMENTS)
-        else:
-            if version < SCHEMA_VERSION:
-                _upgrade(db, [*(_FROM_1 if version == 1 else ()), *_FROM_2])
-            # SQLite would accept a damaged table name.
-            statements = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")]
-            if sorted(statements) != sorted(_STATEMENTS):
-                raise _Damaged("other tables than there should be")
-            if (verdict := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
-                raise _Damaged(str(verdict))
-        db.execute("DELETE FROM contents WHERE (agent, branch) NOT IN (SELECT agent, branch FROM branches)")
-        db.execute("DELETE FROM agents WHERE agent NOT IN (SELECT agent FROM branches)")
-        db.execute("INSERT OR IGNORE INTO agents SELECT agent, MAX(epoch) FROM branches GROUP BY agent")
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
-
-
-def _upgrade(db: sqlite3.Connection, statements: Iterable[str]) -> None:
-    for statement in statements:
-        db.execute(statement)
-    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

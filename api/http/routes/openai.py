@@ -96,5 +96,6 @@ class OpenAIRoutes:
             conversation=body.conversation,
             prompt_cache_key=body.prompt_cache_key,
             metadata=body.metadata,
+            messages=body.messages if isinstance(body, ChatBody) else (),
         )
         return body, whose.agent

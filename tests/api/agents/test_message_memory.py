@@ -106,6 +106,20 @@ async def test_sessions_share_what_they_begin_with(messages: Messages):
     assert other["usage"]["cache_read_input_tokens"] >= 256, "their billing headers differ, and are not read"
 
 
+async def test_a_subagents_program_and_parent_are_known_and_stay_in_copies(messages: Messages):
+    body = {"model": "satchel/recall", "max_tokens": 1, "messages": [{"role": "user", "content": "Hello"}]}
+    for headers in ({}, {"X-Claude-Code-Agent-Id": "a1"}):
+        headers = {"X-Claude-Code-Session-Id": "1", **headers}
+        assert (await messages.client.post("/v1/messages", json=body, headers=headers)).is_success
+    assert (await messages.client.post("/v1/agents/claude-code:1:a1/fork", json={"as": "copy"})).is_success
+    listed = (await messages.client.get("/v1/agents")).json()["data"]
+    assert [(agent["id"], agent["program"], agent["parent"]) for agent in listed] == [
+        ("claude-code:1", "claude-code", None),
+        ("claude-code:1:a1", "claude-code", "claude-code:1"),
+        ("copy", "claude-code", "claude-code:1"),
+    ]
+
+
 async def test_counting_agrees_with_the_usage(messages: Messages):
     session = Session(messages, "1")
     session.thread.append({"role": "user", "content": "Hello"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -12,6 +13,8 @@ from satchel.api.generation.requests import agent_key
 from satchel.cluster.errors import InvalidRequest
 
 SESSION = "11111111-2222-3333-4444-555555555555"
+QWEN = [{"role": "system", "content": "You are."}, {"role": "user", "content": "In /a."}]
+QWEN_HASH = hashlib.sha256(b'"In /a."').hexdigest()[:32]
 CLAUDE = {"x-claude-code-session-id": SESSION}
 EVERYTHING: dict[str, Any] = {
     "headers": {
@@ -73,17 +76,21 @@ def of(headers: dict[str, str] | None = None, **fields: Any) -> Identity:
             {"x-session-id": "ses_2", "x-parent-session-id": "ses_1", "user-agent": "opencode/1.2"},
             *({}, "opencode:ses_2", "opencode", "opencode:ses_1"),
         ),
-        ({"x-session-id": "1"}, {}, "session:1", "session", ""),
+        ({"x-session-id": "1"}, {}, "session:1", "", ""),
+        # Qwen Code, which sends no id.
+        ({"user-agent": "QwenCode/1 (linux)"}, {"messages": QWEN}, "qwen-code:" + QWEN_HASH, "qwen-code", ""),
+        ({"user-agent": "QwenCode/1 (linux)"}, {"messages": QWEN[:1]}, "", "", ""),
+        ({"user-agent": "qwen"}, {"messages": QWEN}, "", "", ""),
         # Fields.
-        ({}, {"conversation": "conv_1"}, "conversation:conv_1", "conversation", ""),
-        ({}, {"conversation": {"id": "conv_1"}}, "conversation:conv_1", "conversation", ""),
-        ({}, {"prompt_cache_key": "key"}, "cache-key:key", "cache-key", ""),
-        ({}, {"metadata": {"user_id": "u1"}}, "user:u1", "user", ""),
+        ({}, {"conversation": "conv_1"}, "conversation:conv_1", "", ""),
+        ({}, {"conversation": {"id": "conv_1"}}, "conversation:conv_1", "", ""),
+        ({}, {"prompt_cache_key": "key"}, "cache-key:key", "", ""),
+        ({}, {"metadata": {"user_id": "u1"}}, "user:u1", "", ""),
     ],
 )
 def test_who_it_is(headers, fields, agent, program, parent):
     found = of(headers, **fields)
-    assert found == Identity(agent, program, parent, named=bool(agent and not program))
+    assert found == Identity(agent, program, parent, named="agent_id" in fields or "x-agent-id" in headers)
 
 
 def test_the_order():

@@ -12,7 +12,7 @@ import pytest
 
 from satchel.actors.kv_store.agents.agents import Agents
 from satchel.actors.kv_store.agents.branches import AgentLimits
-from satchel.actors.kv_store.agents.database import NAME, SCHEMA_VERSION, AgentDatabase
+from satchel.actors.kv_store.agents.database import NAME, AgentDatabase
 from satchel.actors.kv_store.agents.roles import (
     LIFE,
     NOWHERE,
@@ -25,6 +25,7 @@ from satchel.actors.kv_store.agents.roles import (
     outranks,
     tombstone_epoch,
 )
+from satchel.actors.kv_store.agents.schema import SCHEMA_VERSION
 from satchel.actors.protocol.store_messages import Commit, Content, Head
 from satchel.cluster.errors import AgentElsewhere, AgentNotFound, StaleEpoch, Unavailable
 
@@ -285,19 +286,25 @@ def test_places_last_and_one_that_was_tampered_with_is_a_copy_to_be_adopted(tmp_
     again.database.close()
 
 
-def test_a_file_of_the_first_schema_is_taken_over(tmp_path):
-    """Its contents went by branch alone; now they go by agent too, as branches of two nodes may have one number."""
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_file_of_an_earlier_schema_is_taken_over(tmp_path, version):
+    """Contents went by branch alone in the first; now they go by agent too, as branches of two nodes may have one
+    number. The second knew no evicted agents, the third no programs."""
     node = Node(tmp_path)
     heads = [node.speak("one"), node.speak("two"), node.speak("three", "t/y")]
     node.database.close()
     with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as raw:
-        raw.execute("ALTER TABLE contents RENAME TO newer")
-        raw.execute("CREATE TABLE contents (branch INTEGER PRIMARY KEY, tokens BLOB, text BLOB, messages BLOB)")
-        raw.execute("INSERT INTO contents SELECT branch, tokens, text, messages FROM newer")
-        raw.execute("DROP TABLE newer")
-        raw.execute("DROP TABLE homes")
-        raw.execute("DROP TABLE let_go")
-        raw.execute("PRAGMA user_version = 1")
+        raw.execute("ALTER TABLE branches DROP COLUMN program")
+        raw.execute("ALTER TABLE branches DROP COLUMN parent")
+        if version < 3:
+            raw.execute("DROP TABLE let_go")
+        if version == 1:
+            raw.execute("ALTER TABLE contents RENAME TO newer")
+            raw.execute("CREATE TABLE contents (branch INTEGER PRIMARY KEY, tokens BLOB, text BLOB, messages BLOB)")
+            raw.execute("INSERT INTO contents SELECT branch, tokens, text, messages FROM newer")
+            raw.execute("DROP TABLE newer")
+            raw.execute("DROP TABLE homes")
+        raw.execute(f"PRAGMA user_version = {version}")
     again = Node(tmp_path)
     assert again.said() == ["one", "two"] and again.said("t/y") == ["three"]
     assert again.roles.place(X) == Place(1, Role.PRIMARY) and again.agents.sequence >= max(head.epoch for head in heads)
