@@ -38,7 +38,7 @@ test: .venv/.development ## Run all tests
 test-slow: .venv/.development ## Run the tests that take long and say little that others do not
 	@$(BIN)/python -m pytest tests -m slow
 
-test-clients: .venv/.development build/clients/.ready ## Run agent programs (Claude Code, Codex, Qwen Code, OpenCode) against a server; needs Node.js
+test-clients: .venv/.development build/clients/.ready build/clients/venv/.ready ## Run agent programs and frameworks against a server; needs Node.js
 	@$(BIN)/python -m pytest tests/clients -m clients
 
 test-mutants: .venv/.development $(COSMIC_RAY)/.ready ## Is a small fault in a pure file noticed? FILES="cluster/placement.py" SAMPLE=50 SEED=1 for others
@@ -99,9 +99,10 @@ attack: .venv/.development ## Attack a server of its own on loopback while 16 cl
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)
 
-lock: .venv/bin/python ## Write both lock files anew from pyproject.toml; UPGRADE=1 takes newer versions
+lock: .venv/bin/python ## Write the lock files anew from pyproject.toml; UPGRADE=1 takes newer versions
 	@$(COMPILE) pyproject.toml --group build --output-file requirements.lock
 	@$(COMPILE) --group dev --constraint requirements.lock --output-file tests/requirements.lock
+	@$(COMPILE) tests/clients/requirements.in --output-file tests/clients/requirements.lock
 
 clean: ## Remove the environment, caches and build results
 	@rm -rf .venv .uv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -147,6 +148,12 @@ build/clients/.ready: tests/clients/package.json tests/clients/package-lock.json
 	@mkdir -p build/clients && cp tests/clients/package.json tests/clients/package-lock.json build/clients
 	@# Not `npm ci`: the lock leaves out packages of platforms that npm could not resolve where it was written.
 	@cd build/clients && npm install --silent --no-fund --no-audit
+	@touch $@
+
+build/clients/venv/.ready: tests/clients/requirements.lock | .venv/bin/python
+	@echo "Installing the frameworks into build/clients/venv"
+	@$(UV) venv --quiet --clear --python $(BIN)/python build/clients/venv
+	@$(UV) pip sync --quiet --python build/clients/venv/bin/python --require-hashes tests/clients/requirements.lock
 	@touch $@
 
 # Apart from the others: what it needs, nobody else does. As it was at a day, so that it stays the same.

@@ -70,18 +70,24 @@ def bound_calls(request: ChatRequest) -> BoundCalls | None:
     return None
 
 
-def scripted_grammar(text: TextModel, script: Script, chat: Chat, template_kwargs: Mapping[str, Any]) -> str:
-    """Returns the grammar of what a script says in a conversation.
+def scripted_grammar(
+    text: TextModel, script: Script, chat: Chat, request: ChatRequest, calls: BoundCalls | None
+) -> str:
+    """Returns the grammar of what a script says in a conversation; "" if it has nothing to say where the request binds
+    the answer to a form or to calls.
 
     Raises:
         InvalidRequest: the model's template cannot write it.
     """
     said = with_arguments(chat.messages)
     reply = script.reply(said, chat.tools)
-    calls = [] if reply.call is None else [ToolCall(0, "call_0", reply.call[0], json.dumps(reply.call[1]))]
-    answer = with_arguments([answer_message(reply.text, "", calls)])
-    prompt = text.render(said, chat.tools, template_kwargs)
-    whole = text.render([*said, *answer], chat.tools, template_kwargs, generation_prompt=False)
+    forced = calls is not None and request.tool_use.forced
+    if (reply.otherwise and request.form is not None) or (reply.call is None and forced):
+        return ""
+    made = [] if reply.call is None else [ToolCall(0, "call_0", reply.call[0], json.dumps(reply.call[1]))]
+    answer = with_arguments([answer_message(reply.text, "", made)])
+    prompt = text.render(said, chat.tools, request.template_kwargs)
+    whole = text.render([*said, *answer], chat.tools, request.template_kwargs, generation_prompt=False)
     return token_grammar(answer_tokens(text, prompt, whole))
 
 

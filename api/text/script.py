@@ -24,16 +24,19 @@ _GROUP = re.compile(r"\\(\d)")
 
 @dataclass(frozen=True)
 class ScriptedReply:
-    """What is said: a text, and a call of a tool, (name, arguments), if there is one."""
+    """What is said: a text, and a call of a tool, (name, arguments), if there is one. `otherwise` is whether no rule
+    fits."""
 
     text: str
     call: tuple[str, dict[str, Any]] | None = None
+    otherwise: bool = False
 
 
 @dataclass(frozen=True)
 class _Rule:
     """`after` is whose turn is answered, `user` or `tool`; `pattern` is searched in what it says. `calls` are arguments
-    by the name of a tool: the first that the request has is called. `\\1` in a text is the pattern's first group."""
+    by the name of a tool: the first that the request has is called, with those arguments that it has.
+    `\\1` in a text is the pattern's first group."""
 
     after: str
     pattern: re.Pattern[str]
@@ -75,7 +78,7 @@ class Script:
         Args:
             messages, tools: as chat templates take them.
         """
-        offered = {tool["function"]["name"] for tool in tools}
+        offered = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         after, said = _last_turn(messages)
         for rule in self._rules:
             found = rule.pattern.search(said) if rule.after == after else None
@@ -84,9 +87,13 @@ class Script:
             name = next((name for name in rule.calls if name in offered), None)
             if name is None and rule.calls:
                 continue
-            call = None if name is None else (name, _filled(rule.calls[name], found))
+            call = None
+            if name is not None:
+                has = offered[name].get("properties") or rule.calls[name]
+                arguments = {key: value for key, value in rule.calls[name].items() if key in has}
+                call = name, _filled(arguments, found)
             return ScriptedReply(_filled(rule.text, found), call)
-        return ScriptedReply(self._otherwise)
+        return ScriptedReply(self._otherwise, otherwise=True)
 
 
 def _last_turn(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

@@ -292,9 +292,10 @@ class Generator:
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
         bound = bound_calls(request)
+        grammar = ""
         if text.script is not None:
-            grammar = await asyncio.to_thread(scripted_grammar, text, text.script, chat, request.template_kwargs)
-        else:
+            grammar = await asyncio.to_thread(scripted_grammar, text, text.script, chat, request, bound)
+        if not grammar:
             grammar = await self._grammar(text, chat.thought, request.form, bound)
         parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
         calls_max = None if request.tool_use.parallel else 1
