@@ -135,8 +135,16 @@ class NotAllowed(RequestError):
 
 
 class ModelNotFound(RequestError):
+    """`model` is the name that was asked for, "" if unknown; it does not cross process borders."""
+
     status = 404
     code = "model_not_found"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None, model: str = ""
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.model = model
 
 
 class AgentNotFound(RequestError):

@@ -17,13 +17,14 @@ from ..generation.identity import NOBODY, Identity, identify
 from ..generation.remembered import HEADER
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.streams import Answer, TextStream, collect_all
+from ..ollama.bodies import OllamaBody
 from ..openai.bodies import GenerationBody
 from ..responses.bodies import ResponseBody
 from ..views.generation import Generator
 from .exchange import BodyReader, CancelOnDisconnect, header_text
 from .metrics import Metrics
 
-AgentBody = TypeVar("AgentBody", bound=GenerationBody | MessagesBody | ResponseBody)
+AgentBody = TypeVar("AgentBody", bound=GenerationBody | MessagesBody | OllamaBody | ResponseBody)
 """A body that may go on with its agent's transcript."""
 
 Work = TypeVar("Work", bound=ChatRequest | CompletionRequest)

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's and Anthropic's routes over any `Backend`. It knows nothing of Ray."""
+"""The HTTP application: the routes of all protocols over any `Backend`. It knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from .routes.agents import AgentRoutes
 from .routes.cluster import ClusterRoutes
 from .routes.conversations import ConversationRoutes
 from .routes.messages import MessageRoutes
+from .routes.ollama import OllamaRoutes
 from .routes.openai import OpenAIRoutes
 from .routes.responses import ResponseRoutes
 from .routes.status import StatusRoutes
@@ -74,6 +75,7 @@ def create_app(
     MessageRoutes(answering).add_to(app)
     ResponseRoutes(answering, config.endpoint.responses_bytes_max).add_to(app)
     ConversationRoutes(answering).add_to(app)
+    OllamaRoutes(answering).add_to(app)
     StatusRoutes(backend, answering, metrics).add_to(app)
     AgentRoutes(generator, answering.bodies, audit).add_to(app)
     ClusterRoutes(backend, generator.memory).add_to(app)

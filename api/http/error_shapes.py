@@ -11,9 +11,11 @@ from starlette.types import Scope
 
 from ...cluster.errors import SatchelError
 from ..anthropic import answers as anthropic
+from ..ollama import answers as ollama
 from ..openai import answers as openai
 
 MESSAGES = "/v1/messages"
+OLLAMA = "/api"
 
 
 class ErrorShape(Protocol):
@@ -53,12 +55,25 @@ class AnthropicErrors:
         return shown, anthropic.error_body(shown, anthropic.error_message(error), request_id)
 
 
-_OPENAI, _ANTHROPIC = OpenAIErrors(), AnthropicErrors()
+class OllamaErrors:
+    request_id_header = ""
+
+    def body(
+        self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        return error.status if status is None else status, ollama.error_body(error)
+
+
+_OPENAI = OpenAIErrors()
+_OTHERS: tuple[tuple[str, ErrorShape], ...] = ((MESSAGES, AnthropicErrors()), (OLLAMA, OllamaErrors()))
 
 
 def shape_of(path: str) -> ErrorShape:
     """Returns the shape of errors at a path, served or not."""
-    return _ANTHROPIC if path == MESSAGES or path.startswith(f"{MESSAGES}/") else _OPENAI
+    for begins, shape in _OTHERS:
+        if path == begins or path.startswith(f"{begins}/"):
+            return shape
+    return _OPENAI
 
 
 def error_response(

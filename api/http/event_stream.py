@@ -75,7 +75,7 @@ class EventStream(Response):
 
     Args:
         encoder: makes the encoder, once the rows have been accepted.
-        headers: further ones.
+        headers: further ones, or others than those of server-sent events.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class Generator:
                 return model
         if wanted in names:
             raise NoReplica(f"the model {wanted!r} is still loading", param="model")
-        raise ModelNotFound(f"the model {quoted(wanted)} does not exist", param="model")
+        raise ModelNotFound(f"the model {quoted(wanted)} does not exist", param="model", model=wanted)
 
     async def text_model(self, model: ServedModel) -> TextModel:
         """Returns the text side of `model`, loaded on first use.

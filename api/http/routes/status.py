@@ -42,21 +42,21 @@ class StatusRoutes:
     async def list_models(self, request: Request) -> Response:
         """Lists every loaded model that the caller may use, the default first."""
         caller: Caller = request.state.caller
-        models = [model for model in await _probe(self._backend.models()) if caller.may_use(model.name)]
+        models = [model for model in await probe(self._backend.models()) if caller.may_use(model.name)]
         return JSONResponse({"object": "list", "data": [model_body(model) for model in models]})
 
     async def get_model(self, request: Request, model_id: str) -> Response:
         """Shows one model: the one that would answer a request for that name."""
         caller: Caller = request.state.caller
         lenient = self._answering.takes_any(any_model=False)
-        model = await _probe(self._answering.generator.served(model_id, caller, any_model=lenient))
+        model = await probe(self._answering.generator.served(model_id, caller, any_model=lenient))
         return JSONResponse(model_body(model))
 
     async def health(self, request: Request) -> Response:
         """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is
         kept on disk now; serving does not need it. Callers who are no administrators see only the status."""
         caller: Caller = request.state.caller
-        models, nodes = await asyncio.gather(_probe(self._backend.health()), self._nodes())
+        models, nodes = await asyncio.gather(probe(self._backend.health()), self._nodes())
         closed = {node.name: node.disk_error for node in nodes if node.disk_error}
         more: dict[str, Any] = {"models": models} if caller.admin else {}
         if closed and caller.admin:
@@ -75,12 +75,17 @@ class StatusRoutes:
     async def show_metrics(self, request: Request) -> Response:
         """Shows metrics in Prometheus' text format. For administrators."""
         require_admin(request.state.caller)
-        stats, nodes = await asyncio.gather(_probe(self._backend.stats()), self._nodes())
+        stats, nodes = await asyncio.gather(probe(self._backend.stats()), self._nodes())
         text = self._metrics.render(stats, self._backend.failovers, nodes)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
-async def _probe(answer: Awaitable[T]) -> T:
+async def probe(answer: Awaitable[T]) -> T:
+    """Returns what the cluster answers to a question that costs it little.
+
+    Raises:
+        Unavailable: it does not answer in time.
+    """
     try:
         return await asyncio.wait_for(answer, _PROBE_TIMEOUT_S)
     except TimeoutError:

@@ -1,0 +1,114 @@
+"""Ollama's wire format on the way out: whole answers, what they took, and errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from ...cluster.errors import ContextLengthExceeded, ModelNotFound, SatchelError, quoted
+from ..generation.history import called_with
+from ..generation.remembered import Remembered
+from ..generation.streams import Answer, TextStream, Usage
+from ..text.logprobs import ShownToken, chat_logprobs
+from ..text.pipeline import ToolCall
+
+Part = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
+"""Returns the fields of a text, reasoning and calls, as one of the two routes shows them."""
+
+
+def message_part(text: str, reasoning: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+    """Returns a part of an answer as `/api/chat` shows it."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["thinking"] = reasoning
+    if calls:
+        message["tool_calls"] = [_call_body(call) for call in calls]
+    return {"message": message}
+
+
+def response_part(text: str, reasoning: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+    """Returns a part of an answer as `/api/generate` shows it, which has no calls."""
+    return {"response": text, **({"thinking": reasoning} if reasoning else {})}
+
+
+def _call_body(call: ToolCall) -> dict[str, Any]:
+    given = called_with(call.arguments)
+    # What a limit has cut off is no JSON.
+    arguments = given if isinstance(given, dict) else {}
+    return {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}
+
+
+def answer_body(model: str, part: dict[str, Any], done: str = "") -> dict[str, Any]:
+    """Returns a part of an answer.
+
+    Args:
+        model: as the client called it.
+        done: why the answer ended, "" if it goes on.
+    """
+    body = {"model": model, "created_at": date(time.time()), **part, "done": bool(done)}
+    return {**body, "done_reason": done} if done else body
+
+
+def whole_body(model: str, part: Part, answer: Answer, stream: TextStream, arrived: float) -> dict[str, Any]:
+    """Returns a whole answer.
+
+    Args:
+        stream: from which it came.
+        arrived: when the request did, by `time.perf_counter`.
+    """
+    shown = part(answer.text, answer.reasoning, answer.tool_calls)
+    body = answer_body(model, shown, done_reason(answer.reason)) | logprobs_field(answer.logprobs)
+    return body | taken(answer.usage, stream, arrived) | memory_field(stream.remembered)
+
+
+def done_reason(reason: str) -> str:
+    """Returns why an answer ended, `stop` or `length`; `reason` is as in `streams.Finished`."""
+    return "length" if reason == "length" else "stop"
+
+
+def taken(usage: Usage, stream: TextStream, arrived: float) -> dict[str, int]:
+    """Returns what an answer took: tokens, and nanoseconds. Until its first word counts as the prompt's, waiting
+    included. Nothing is loaded for a request."""
+    now = time.perf_counter()
+    began = now if stream.first_event_at is None else stream.first_event_at
+    return {
+        "total_duration": _nanoseconds(now - arrived),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_cached_count": usage.cached_tokens,
+        "prompt_eval_duration": _nanoseconds(began - arrived),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": _nanoseconds(now - began),
+    }
+
+
+def logprobs_field(tokens: Sequence[ShownToken] | None) -> dict[str, Any]:
+    """Returns the field `logprobs`, or {} if there are none."""
+    return {"logprobs": chat_logprobs(list(tokens))["content"]} if tokens else {}
+
+
+def memory_field(remembered: Remembered | None) -> dict[str, Any]:
+    """Returns the field `satchel`, or {} if nothing is missing in the agent's memory."""
+    body = None if remembered is None else remembered.body
+    return {} if body is None else {"satchel": body}
+
+
+def error_body(error: SatchelError) -> dict[str, str]:
+    """Returns an error, in Ollama's words where its clients look for them."""
+    message = error.message
+    if isinstance(error, ModelNotFound) and error.model:
+        message = f"model {quoted(error.model)} not found"
+    elif isinstance(error, ContextLengthExceeded) and error.tokens is not None:
+        message = f"the input length exceeds the context length: {error.tokens} tokens > {error.tokens_max} maximum"
+    return {"error": message}
+
+
+def date(seconds: float) -> str:
+    """Returns Unix time as RFC 3339 writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1e9))

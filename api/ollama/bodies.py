@@ -1,0 +1,225 @@
+"""Ollama's wire format on the way in: the bodies of `/api/chat`, `/api/generate` and `/api/show`.
+
+Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
+name. What concerns Ollama's own runtime (`keep_alive`, most `options`) and what nobody knows is ignored. A prompt that
+is too long is never cut, whatever `truncate` and `shift` say.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from ...cluster.config import Endpoint
+from ...cluster.errors import InvalidRequest
+from ..generation.bodies import RequestBody, check_counts, wrong
+from ..generation.history import Message
+from ..generation.options import Options, TopLogprobs
+from ..generation.requests import ChatRequest, CompletionRequest
+from ..openai.bodies import tools_for_templates
+from ..text.grammars import AnswerForm
+from .messages import OllamaMessages, OllamaTools, content_of, read_images
+from .options import ModelOptions
+
+# Templates know three degrees.
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}
+
+
+def _keep_alive(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float | str | None):
+        raise ValueError("must be a number of seconds or a duration such as '5m'")
+    return value
+
+
+def _think(value: Any) -> Any:
+    if not isinstance(value, bool | None) and not (isinstance(value, str) and value in _EFFORTS):
+        raise ValueError("must be true, false, 'low', 'medium', 'high' or 'max'")
+    return value
+
+
+KeepAlive = Annotated[Any, PlainValidator(_keep_alive), WithJsonSchema({"type": ["number", "string", "null"]})]
+Think = Annotated[Any, PlainValidator(_think), WithJsonSchema({"type": ["boolean", "string", "null"]})]
+ModelName = Annotated[str, Field(min_length=1)]
+
+
+def read_format(given: Any) -> AnswerForm | None:
+    """Reads `format`: JSON, or a schema that it follows.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if given is None or given == "":
+        return None
+    if given == "json":
+        return AnswerForm("json", {"type": "object"}, "format")
+    if not isinstance(given, dict):
+        raise wrong("format", "must be 'json' or a JSON schema")
+    return AnswerForm("json", given, "format")
+
+
+class OllamaBody(RequestBody):
+    """The fields that both generation routes take. None, written `null`, means the default."""
+
+    model: ModelName
+    stream: bool | None = None
+    format: Annotated[Any, WithJsonSchema({"type": ["string", "object", "null"]})] = None
+    think: Think = None
+    options: ModelOptions | None = None
+    keep_alive: KeepAlive = None
+    truncate: bool | None = None
+    shift: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    debug_render_only: bool | None = Field(default=None, alias="_debug_render_only")
+    agent_id: str | None = None
+    agent_continue: bool | None = None
+
+    def check(self) -> None:
+        _ = self.form  # Raises if it is malformed.
+        if self.options is not None:
+            self.options.check()
+        if self.debug_render_only:
+            raise InvalidRequest("_debug_render_only is not supported", param="_debug_render_only")
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def form(self) -> AnswerForm | None:
+        """What the answer's content must be.
+
+        Raises:
+            InvalidRequest: as `read_format`.
+        """
+        return read_format(self.format)
+
+    @property
+    def sampling(self) -> Options:
+        top = (self.top_logprobs or 0) if self.logprobs else None
+        return (self.options or ModelOptions()).sampling(logprobs=top)
+
+    def _chat(self, messages: list[Message], agent: str, **fields: Any) -> ChatRequest:
+        kwargs: dict[str, Any] = {} if self.think is None else {"enable_thinking": self.think is not False}
+        if isinstance(self.think, str):
+            kwargs["reasoning_effort"] = _EFFORTS[self.think]
+        return ChatRequest(
+            messages=messages,
+            form=self.form,
+            template_kwargs=kwargs,
+            model=self.model,
+            agent=agent,
+            agent_continue=bool(self.agent_continue),
+            options=self.sampling,
+            max_tokens_field="options.num_predict",
+            **fields,
+        )
+
+
+class OllamaChatBody(OllamaBody):
+    """The body of `/api/chat`. Without messages the model is only loaded."""
+
+    messages: OllamaMessages = Field(default_factory=list)
+    tools: OllamaTools | None = None
+
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
+        if isinstance(messages := fields.get("messages"), list):
+            images = (message.get("images") for message in messages if isinstance(message, dict))
+            check_counts(messages, sum(len(given) for given in images if isinstance(given, list)), limits)
+
+    def check(self) -> None:
+        super().check()
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant":
+            return
+        if last.get("tool_calls"):
+            raise wrong("messages", "end with a call of a tool, so its result must follow")
+        if len(self.messages) == 1:
+            raise wrong("messages", "begin with the answer that is to be continued")
+
+    @property
+    def loads(self) -> bool:
+        return not self.messages
+
+    def request(self, agent: str) -> ChatRequest:
+        """Returns the conversation. An assistant's message at its end is the beginning of the answer."""
+        messages, begun = list(self.messages), ""
+        if messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str):
+            begun = messages.pop()["content"]
+        return self._chat(messages, agent, prefill=begun, tools=tools_for_templates(self.tools or ()))
+
+
+class OllamaGenerateBody(OllamaBody):
+    """The body of `/api/generate`. Without a prompt the model is only loaded."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    context: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer"}})] = None
+    raw: bool | None = None
+    images: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "string"}})] = None
+
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
+        if isinstance(images := fields.get("images"), list):
+            check_counts((), len(images), limits, "images")
+
+    def check(self) -> None:
+        super().check()
+        read_images(self.images, "images")
+        if not isinstance(self.context, list | None):
+            raise wrong("context", "must be a list of token ids")
+        if self.template:
+            raise wrong("template", "is not supported: the model's own is used, or none with raw")
+        if self.context:
+            raise wrong("context", "is not supported; /api/chat takes the messages before this one")
+        if not (self.raw or self.suffix):
+            return
+        for name, given in (("system", self.system), ("images", self.images), ("think", self.think)):
+            if given:
+                raise wrong(name, f"is not possible with {'raw' if self.raw else 'suffix'}: there is no conversation")
+        if self.agent_continue:
+            raise wrong("agent_continue", "is not possible with raw or suffix: there is no conversation")
+
+    @property
+    def loads(self) -> bool:
+        return not self.prompt
+
+    def request(self, agent: str) -> ChatRequest | CompletionRequest:
+        prompt = self.prompt or ""
+        if self.raw or self.suffix:
+            return CompletionRequest(
+                prompt=prompt,
+                suffix=self.suffix or "",
+                form=self.form,
+                model=self.model,
+                agent=agent,
+                options=self.sampling,
+                max_tokens_field="options.num_predict",
+            )
+        opening: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        asked: Message = {"role": "user", "content": content_of(prompt, read_images(self.images, "images"))}
+        return self._chat([*opening, asked], agent)
+
+
+class OllamaShowBody(BaseModel):
+    """The body of `/api/show`. `name` is the older name of `model`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: Annotated[str, BeforeValidator(lambda value: "" if value is None else value)] = ""
+    name: Annotated[str, BeforeValidator(lambda value: "" if value is None else value)] = ""
+
+    @property
+    def wanted(self) -> str:
+        """The model's name.
+
+        Raises:
+            InvalidRequest: there is none.
+        """
+        if not (name := self.model or self.name):
+            raise wrong("model", "is required")
+        return name
