@@ -77,12 +77,12 @@ def model_facts(folder: str, files_id: bytes) -> ModelFacts:
         kind if isinstance(kind, str) else "",
         inner if isinstance(inner, dict) else config,
         sum(file.size for file in files),
-        _parameters(tensors, quantization),
-        _level(tensors, quantization),
+        parameters_of(tensors, quantization),
+        level_of(tensors, quantization),
     )
 
 
-def _parameters(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> int | None:
+def parameters_of(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> int | None:
     """Counts the weights; those of mlx's quantized layers are packed, and have scales beside them."""
     total = 0
     for name, tensor in tensors.items():
@@ -103,7 +103,7 @@ def _parameters(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) 
     return total or None
 
 
-def _level(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> str:
+def level_of(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> str:
     bits, mode = quantization.get("bits"), quantization.get("mode", "affine")
     if isinstance(bits, int):
         return f"int{bits}" if mode == "affine" else str(mode)
@@ -151,12 +151,12 @@ def running_body(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
 
 def shown_body(model: ServedModel, facts: ModelFacts, text: TextModel) -> dict[str, Any]:
     """Returns the body of `/api/show`."""
-    kind = facts.architecture or "unknown"
-    info: dict[str, Any] = {"general.architecture": kind, "general.basename": model.name}
+    info: dict[str, Any] = {"general.basename": model.name}
     if facts.parameters is not None:
         info["general.parameter_count"] = facts.parameters
-    info[f"{kind}.context_length"] = model.context_tokens
-    info |= {f"{kind}.{name}": facts.config[given] for name, given in _INFO.items() if given in facts.config}
+    if kind := facts.architecture:
+        info |= {"general.architecture": kind, f"{kind}.context_length": model.context_tokens}
+        info |= {f"{kind}.{name}": facts.config[given] for name, given in _INFO.items() if given in facts.config}
     can = {
         "completion": True,
         "tools": text.has_tool_calls,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ...cluster.errors import InvalidRequest
 from ..generation.options import (
@@ -41,14 +41,14 @@ def _number_or_switch(value: Any) -> Any:
 
 
 Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(_whole)]
-Tolerated = Annotated[int | float | None, BeforeValidator(_number_or_switch)]
+Tolerated = Annotated[Any, PlainValidator(_number_or_switch), WithJsonSchema({"type": ["number", "boolean", "null"]})]
 
 
 class ModelOptions(BaseModel):
     """The field `options`. None means the default, which is the model's own where its files have one. What nobody knows
     is ignored."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="ignore")
 
     num_predict: Whole | None = None
     temperature: Temperature | None = None
