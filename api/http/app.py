@@ -1,4 +1,4 @@
-"""The HTTP application: the routes of all protocols over any `Backend`. It knows nothing of Ray."""
+"""The HTTP application: the routes of all protocols, over any `Backend`. It knows nothing of Ray."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
@@ -19,7 +19,7 @@ from ..generation.options import Options, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..openai.bodies import tools_for_templates
 from ..text.grammars import AnswerForm
-from .messages import OllamaMessages, OllamaTools, content_of, read_images
+from .messages import OllamaImages, OllamaMessages, OllamaTools, content_of
 from .options import ModelOptions
 
 # Templates know three degrees.
@@ -160,7 +160,7 @@ class OllamaGenerateBody(OllamaBody):
     template: str | None = None
     context: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer"}})] = None
     raw: bool | None = None
-    images: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "string"}})] = None
+    images: OllamaImages = Field(default_factory=list)
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
@@ -169,7 +169,6 @@ class OllamaGenerateBody(OllamaBody):
 
     def check(self) -> None:
         super().check()
-        read_images(self.images, "images")
         if not isinstance(self.context, list | None):
             raise wrong("context", "must be a list of token ids")
         if self.template:
@@ -201,7 +200,7 @@ class OllamaGenerateBody(OllamaBody):
                 max_tokens_field="options.num_predict",
             )
         opening: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        asked: Message = {"role": "user", "content": content_of(prompt, read_images(self.images, "images"))}
+        asked: Message = {"role": "user", "content": content_of(prompt, self.images)}
         return self._chat([*opening, asked], agent)
 
 
@@ -210,8 +209,8 @@ class OllamaShowBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    model: Annotated[str, BeforeValidator(lambda value: "" if value is None else value)] = ""
-    name: Annotated[str, BeforeValidator(lambda value: "" if value is None else value)] = ""
+    model: str | None = None
+    name: str | None = None
 
     @property
     def wanted(self) -> str:

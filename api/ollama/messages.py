@@ -7,6 +7,7 @@ thread.
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
@@ -125,4 +126,9 @@ def _typed(tools: Any) -> Any:
 
 _OBJECTS = WithJsonSchema({"type": "array", "items": {"type": "object"}})
 OllamaMessages = Annotated[list[Any], PlainValidator(read_messages), _OBJECTS]
+OllamaImages = Annotated[
+    list[PictureSource],
+    PlainValidator(partial(read_images, where="images")),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}}),
+]
 OllamaTools = Annotated[list[ToolBody], BeforeValidator(_typed), _OBJECTS]

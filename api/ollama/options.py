@@ -82,7 +82,7 @@ class ModelOptions(BaseModel):
     use_mmap: Tolerated = None
     use_mlock: Tolerated = None
     embedding_only: Tolerated = None
-    # They change nothing without Mirostat, and a newline was spared by versions of Ollama before 0.7 only.
+    # Newer versions of Ollama do not know these either.
     mirostat_tau: Tolerated = None
     mirostat_eta: Tolerated = None
     penalize_newline: Tolerated = None

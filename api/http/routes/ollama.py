@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -67,8 +68,8 @@ class OllamaRoutes:
         if body.loads:
             await self._served(request, body.model)
             return JSONResponse(answer_body(body.model, part("", "", ()), "load"))
-        asked = body.model_copy(update={"model": await self._named(body.model)})
-        work = self._answering.complete(request, asked.request(whose.agent), any_model=False)
+        asked = replace(body.request(whose.agent), model=await self._named(body.model))
+        work = self._answering.complete(request, asked, any_model=False)
         arrived = request.state.arrived
         if body.streams:
             return EventStream(self._answering, work, lambda streams: AnswerLines(body.model, part, arrived), LINES)
