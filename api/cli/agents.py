@@ -151,12 +151,13 @@ def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
 
     from .views import size, table
 
-    shown = table("agent", "program", "parent", "home", "copies", "model", "tokens", "turns", "words", "used")
+    # Only where one is known: a terminal is narrow.
+    origins = [name for name in ("program", "parent") if any(agent[name] for agent in page["data"])]
+    shown = table("agent", *origins, "home", "copies", "model", "tokens", "turns", "words", "used")
     for agent in page["data"]:
         shown.add_row(
             Text(agent["id"]),
-            Text(agent["program"] or ""),
-            Text(agent["parent"] or ""),
+            *(Text(agent[name] or "") for name in origins),
             Text(agent.get("home") or ""),
             Text(", ".join(agent.get("copies", []))),
             Text(agent["model"]),
