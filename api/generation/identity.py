@@ -161,9 +161,11 @@ def _qwen_code(headers: _Headers, messages: Sequence[Mapping[str, Any]]) -> Iden
     if not headers["user-agent"].lower().startswith("qwencode/"):
         return None
     first = next((message.get("content") for message in messages if message.get("role") == "user"), None)
-    if not first:
+    # Of a message with pictures its text.
+    said = [part for part in first if isinstance(part, Mapping)] if isinstance(first, list) else first
+    if not said:
         return None
-    begins = hashlib.sha256(json.dumps(first).encode()).hexdigest()[:32]
+    begins = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
     return Identity(_name(QWEN_CODE, begins), QWEN_CODE)
 
 

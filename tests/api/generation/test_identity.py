@@ -10,11 +10,15 @@ import pytest
 
 from satchel.api.generation.identity import NOBODY, Identity, identify
 from satchel.api.generation.requests import agent_key
+from satchel.api.media.sources import PictureSource
 from satchel.cluster.errors import InvalidRequest
 
 SESSION = "11111111-2222-3333-4444-555555555555"
 QWEN = [{"role": "system", "content": "You are."}, {"role": "user", "content": "In /a."}]
 QWEN_HASH = hashlib.sha256(b'"In /a."').hexdigest()[:32]
+QWEN_TEXT = {"type": "text", "text": "In /a."}
+QWEN_SEES = [{"role": "user", "content": [PictureSource("messages[0]", "data:"), QWEN_TEXT]}]
+QWEN_SEES_HASH = hashlib.sha256(json.dumps([QWEN_TEXT]).encode()).hexdigest()[:32]
 CLAUDE = {"x-claude-code-session-id": SESSION}
 EVERYTHING: dict[str, Any] = {
     "headers": {
@@ -79,6 +83,7 @@ def of(headers: dict[str, str] | None = None, **fields: Any) -> Identity:
         ({"x-session-id": "1"}, {}, "session:1", "", ""),
         # Qwen Code, which sends no id.
         ({"user-agent": "QwenCode/1 (linux)"}, {"messages": QWEN}, "qwen-code:" + QWEN_HASH, "qwen-code", ""),
+        ({"user-agent": "QwenCode/1 (linux)"}, {"messages": QWEN_SEES}, "qwen-code:" + QWEN_SEES_HASH, "qwen-code", ""),
         ({"user-agent": "QwenCode/1 (linux)"}, {"messages": QWEN[:1]}, "", "", ""),
         ({"user-agent": "qwen"}, {"messages": QWEN}, "", "", ""),
         # Fields.
