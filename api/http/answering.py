@@ -72,17 +72,16 @@ class Answering:
         headers = [(name.lower(), value) for name, value in request.headers.items()]
         identity = identify(headers, agent_id=agent_id, **fields)
         # A salt is for requests without an agent. One that the caller did not name must not fail them.
-        request.state.whose = NOBODY if cache_salt and not identity.named else identity
-        return request.state.whose
+        return NOBODY if cache_salt and not identity.named else identity
 
-    def complete(self, request: Request, work: Work, *, any_model: bool) -> Work:
+    def complete(self, request: Request, work: Work, whose: Identity = NOBODY, *, any_model: bool) -> Work:
         """Returns the request with what is not in its body.
 
         Args:
+            whose: who sent it.
             any_model: whether its protocol's clients send names of models that are not served.
         """
         caller: Caller = request.state.caller
-        whose: Identity = getattr(request.state, "whose", NOBODY)
         # A response that goes on with another is of the other's agent, whose program is known already.
         own = work.agent == whose.agent
         return replace(

@@ -38,7 +38,7 @@ class MessageRoutes:
             # Without any tokens to generate the prompt is read all the same, as when something is injected.
             max_tokens_default=None if body.max_tokens else 0,
         )
-        chat = self._answering.complete(request, chat, any_model=True)
+        chat = self._answering.complete(request, chat, whose, any_model=True)
         edits = body.context_management is not None
         left_out = self._answering.left_out(body.left_out)
         if body.stream:

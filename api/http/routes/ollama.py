@@ -69,7 +69,7 @@ class OllamaRoutes:
             await self._served(request, body.model)
             return JSONResponse(answer_body(body.model, part("", "", ()), "load"))
         asked = replace(body.request(whose.agent), model=await self._named(body.model))
-        work = self._answering.complete(request, asked, any_model=False)
+        work = self._answering.complete(request, asked, whose, any_model=False)
         arrived = request.state.arrived
         if body.streams:
             return EventStream(self._answering, work, lambda streams: AnswerLines(body.model, part, arrived), LINES)

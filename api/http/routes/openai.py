@@ -9,6 +9,7 @@ from typing import TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from ...generation.identity import Identity
 from ...generation.streams import TextStream, Usage
 from ...openai.answers import (
     AnswerStyle,
@@ -45,8 +46,8 @@ class OpenAIRoutes:
 
     async def chat_completions(self, request: Request) -> Response:
         """Generates the next message of a conversation."""
-        body, agent = await self._read(request, ChatBody)
-        chat = self._answering.complete(request, body.request(agent), any_model=False)
+        body, whose = await self._read(request, ChatBody)
+        chat = self._answering.complete(request, body.request(whose.agent), whose, any_model=False)
         functions = body.has_functions
         if body.stream:
             return EventStream(
@@ -61,8 +62,8 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request) -> Response:
         """Continues one or several texts."""
-        body, agent = await self._read(request, CompletionBody)
-        work = self._answering.complete(request, body.request(agent), any_model=False)
+        body, whose = await self._read(request, CompletionBody)
+        work = self._answering.complete(request, body.request(whose.agent), whose, any_model=False)
         if body.stream:
             return EventStream(
                 self._answering,
@@ -86,8 +87,8 @@ class OpenAIRoutes:
             continuous_usage=body.continuous_usage,
         )
 
-    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str]:
-        """Returns the body and the agent's id."""
+    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Identity]:
+        """Returns the body, and whose it is."""
         body = await self._answering.read(request, kind)
         whose = self._answering.whose(
             request,
@@ -98,4 +99,4 @@ class OpenAIRoutes:
             metadata=body.metadata,
             messages=body.messages if isinstance(body, ChatBody) else (),
         )
-        return body, whose.agent
+        return body, whose

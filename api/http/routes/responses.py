@@ -98,7 +98,7 @@ class ResponseRoutes:
             agent_continue=bool(body.agent_continue) or body.conversation is not None,
             options=body.options,
         )
-        chat = self._answering.complete(request, chat, any_model=False)
+        chat = self._answering.complete(request, chat, whose, any_model=False)
 
         def ended(shown: dict[str, Any], answer: Message) -> None:
             if body.kept:
