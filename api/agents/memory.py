@@ -148,28 +148,6 @@ class AgentMemory:
         self.lines = _Lines(lines_bytes_max)
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def turn(
-        self,
-        agent: str,
-        files_id: bytes,
-        text: TextModel,
-        *,
-        continues: bool,
-        limits: Limits | None = None,
-        program: str = "",
-        parent: str = "",
-    ) -> Turn:
-        """Returns a turn of the agent (its key) that has not begun yet.
-
-        Args:
-            words_id: of the model's files, to which its token ids belong.
-            text: the model's text side.
-            continues: whether it is appended to the stored transcript.
-            limits: the tenant's limit on a node's disk.
-            program, parent: as in `Head`.
-        """
-        return Turn(self, agent, files_id, text, continues, limits, program, parent)
-
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         # A new context, because Ray cancels calls that inherit a request's context together with the request.
         task = asyncio.create_task(work, context=contextvars.Context())
@@ -191,8 +169,15 @@ class AgentMemory:
 class Turn:
     """One turn of an agent, from `open` to `commit` or `leave`.
 
-    Attributes:
+    Args:
+        agent: its key.
+        files_id: of the model's files, to which its token ids belong.
+        text: the model's text side.
         continues: whether it is appended to the stored transcript.
+        limits: the tenant's limit on a node's disk.
+        program, parent: as in `Head`.
+
+    Attributes:
         lines: the branches that it may continue.
         messages: the stored transcript that it is appended to, in OpenAI's form.
         remembered: the state of its memory so far, for the client.
@@ -204,6 +189,7 @@ class Turn:
         agent: str,
         files_id: bytes,
         text: TextModel,
+        *,
         continues: bool,
         limits: Limits | None = None,
         program: str = "",

@@ -274,7 +274,8 @@ class Generator:
         media = await self._media(request) if text.pictures is not None else []
         turn, past = None, None
         if agent and self.memory is not None:
-            turn = self.memory.turn(
+            turn = Turn(
+                self.memory,
                 agent,
                 model.files_id,
                 text,
