@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
 
 from ...cluster.config import Config
-from ...cluster.errors import InvalidRequest
+from ...cluster.errors import InvalidRequest, Unavailable
 from ..anthropic.bodies import MessagesBody
+from ..generation.backend import ServedModel
 from ..generation.callers import Caller
 from ..generation.identity import NOBODY, Identity, identify
 from ..generation.remembered import HEADER
@@ -23,6 +25,10 @@ from ..responses.bodies import ResponseBody
 from ..views.generation import Generator
 from .exchange import BodyReader, CancelOnDisconnect, header_text
 from .metrics import Metrics
+
+_PROBE_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
 
 AgentBody = TypeVar("AgentBody", bound=GenerationBody | MessagesBody | OllamaBody | ResponseBody)
 """A body that may go on with its agent's transcript."""
@@ -102,6 +108,25 @@ class Answering:
         """
         return any_model if self._unknown_model is None else self._unknown_model == "default"
 
+    async def models(self, request: Request) -> list[ServedModel]:
+        """Returns every loaded model that the caller may use, the default first.
+
+        Raises:
+            Unavailable: the cluster does not answer.
+        """
+        caller: Caller = request.state.caller
+        return [model for model in await probe(self.generator.backend.models()) if caller.may_use(model.name)]
+
+    async def served(self, request: Request, name: str) -> ServedModel:
+        """Returns the model that would answer the caller's request for `name`.
+
+        Raises:
+            ModelNotFound, NoReplica: as `Generator.served`.
+            Unavailable: the cluster does not answer.
+        """
+        lenient = self.takes_any(any_model=False)
+        return await probe(self.generator.served(name, request.state.caller, any_model=lenient))
+
     async def start(self, work: ChatRequest | CompletionRequest) -> list[TextStream]:
         """Starts all rows of a request. Raises as `Generator.start_chats`."""
         if isinstance(work, ChatRequest):
@@ -147,6 +172,18 @@ class Answering:
         for stream in streams:
             if stream.first_event_at is not None:
                 self._metrics.first_token(stream.model.name, stream.first_event_at - arrived)
+
+
+async def probe(answer: Awaitable[T]) -> T:
+    """Returns what the cluster answers to a question that costs it little.
+
+    Raises:
+        Unavailable: it does not answer in time.
+    """
+    try:
+        return await asyncio.wait_for(answer, _PROBE_TIMEOUT_S)
+    except TimeoutError:
+        raise Unavailable(f"the cluster did not answer within {_PROBE_TIMEOUT_S:.0f} s") from None
 
 
 def _continues(request: Request) -> bool:

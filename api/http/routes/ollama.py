@@ -12,16 +12,14 @@ from fastapi.responses import JSONResponse, Response
 
 from ....cluster.errors import SatchelError
 from ...generation.backend import ServedModel
-from ...generation.callers import Caller
 from ...ollama.answers import Part, answer_body, message_part, response_part, whole_body
 from ...ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from ...ollama.events import LINES, AnswerLines
 from ...ollama.models import VERSION, ModelFacts, listed_body, model_facts, running_body, shown_body
-from ..answering import Answering
+from ..answering import Answering, probe
 from ..error_shapes import OLLAMA, error_response
 from ..event_stream import EventStream
 from .adding import add_route
-from .status import probe
 
 _FILES = "the models of a server are in its config; `satchel models load` adds one while it runs"
 _NOT_DONE = (
@@ -98,19 +96,15 @@ class OllamaRoutes:
         return JSONResponse({"version": VERSION})
 
     async def _list(self, request: Request, body: Callable[[ServedModel, ModelFacts], dict[str, Any]]) -> Response:
-        caller: Caller = request.state.caller
-        models = await probe(self._answering.generator.backend.models())
+        models = await self._answering.models(request)
 
         def shown() -> list[dict[str, Any]]:
-            mine = [model for model in models if caller.may_use(model.name)]
-            return [body(model, model_facts(model.folder, model.files_id)) for model in mine]
+            return [body(model, model_facts(model.folder, model.files_id)) for model in models]
 
         return JSONResponse({"models": await asyncio.to_thread(shown)})
 
     async def _served(self, request: Request, name: str) -> ServedModel:
-        lenient = self._answering.takes_any(any_model=False)
-        wanted = await self._named(name)
-        return await probe(self._answering.generator.served(wanted, request.state.caller, any_model=lenient))
+        return await self._answering.served(request, await self._named(name))
 
     async def _named(self, name: str) -> str:
         """Returns the name under which a model is served that Ollama's clients call `name`."""

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from ....cluster.errors import SatchelError, Unavailable
+from ....cluster.errors import SatchelError
 from ...generation.backend import Backend, NodeState
 from ...generation.callers import Caller
 from ...openai.answers import model_body
-from ..answering import Answering
+from ..answering import Answering, probe
 from ..guard import require_admin
 from ..metrics import CONTENT_TYPE, Metrics
 from .adding import add_route
 
-T = TypeVar("T")
-
-_PROBE_TIMEOUT_S = 10.0
 _NODES_TIMEOUT_S = 2.0
 
 
@@ -41,16 +37,12 @@ class StatusRoutes:
 
     async def list_models(self, request: Request) -> Response:
         """Lists every loaded model that the caller may use, the default first."""
-        caller: Caller = request.state.caller
-        models = [model for model in await probe(self._backend.models()) if caller.may_use(model.name)]
+        models = await self._answering.models(request)
         return JSONResponse({"object": "list", "data": [model_body(model) for model in models]})
 
     async def get_model(self, request: Request, model_id: str) -> Response:
         """Shows one model: the one that would answer a request for that name."""
-        caller: Caller = request.state.caller
-        lenient = self._answering.takes_any(any_model=False)
-        model = await probe(self._answering.generator.served(model_id, caller, any_model=lenient))
-        return JSONResponse(model_body(model))
+        return JSONResponse(model_body(await self._answering.served(request, model_id)))
 
     async def health(self, request: Request) -> Response:
         """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is
@@ -78,15 +70,3 @@ class StatusRoutes:
         stats, nodes = await asyncio.gather(probe(self._backend.stats()), self._nodes())
         text = self._metrics.render(stats, self._backend.failovers, nodes)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
-
-
-async def probe(answer: Awaitable[T]) -> T:
-    """Returns what the cluster answers to a question that costs it little.
-
-    Raises:
-        Unavailable: it does not answer in time.
-    """
-    try:
-        return await asyncio.wait_for(answer, _PROBE_TIMEOUT_S)
-    except TimeoutError:
-        raise Unavailable(f"the cluster did not answer within {_PROBE_TIMEOUT_S:.0f} s") from None
