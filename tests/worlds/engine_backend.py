@@ -6,21 +6,40 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from fastapi import FastAPI
 
 from satchel.actors.protocol.block_ids import is_shared, scope_of
 from satchel.actors.protocol.messages import GenerateRequest, RowUpdate
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.tiers.disk_tier import DiskTier
+from satchel.api.agents.memory import AgentMemory
 from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel
+from satchel.api.http.app import create_app
 from satchel.api.ray_backend.rows import called
+from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config
 from satchel.cluster.errors import SatchelError
 
 from .direct import carried
 from .remembering import LocalStore
+
+
+@asynccontextmanager
+async def remembering_app(config: Config, folder: Path) -> AsyncIterator[FastAPI]:
+    """The application over an engine with the first model of `config`, with agents' memory and KV in `folder`."""
+    store = LocalStore(config, folder)
+    backend = EngineBackend(config, store)
+    await backend.begin()
+    yield create_app(backend, config, generator=Generator(backend, config, memory=AgentMemory(store.asked)))
+    await backend.at_rest()
+    await backend.end()
+    store.actor.close()
 
 
 class EngineGeneration:

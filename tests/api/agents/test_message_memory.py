@@ -9,13 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.api.agents.memory import AgentMemory
-from satchel.api.http.app import create_app
-from satchel.api.views.generation import Generator
 from satchel.cluster.config import parse_config
 from tests.worlds.anthropic_client import Messages, gathered
-from tests.worlds.engine_backend import EngineBackend
-from tests.worlds.remembering import LocalStore
+from tests.worlds.engine_backend import remembering_app
 
 HINT = {"cache_control": {"type": "ephemeral"}}
 TOOLS = [
@@ -64,15 +60,10 @@ class Session:
 @pytest.fixture
 async def messages(tmp_path: Path) -> AsyncIterator[Messages]:
     config = parse_config({"models": [{"name": "satchel/recall", "source": "embedded:recall"}]})
-    store = LocalStore(config, tmp_path / "kv")
-    backend = EngineBackend(config, store)
-    await backend.begin()
-    generator = Generator(backend, config, memory=AgentMemory(store.asked))
-    transport = httpx.ASGITransport(create_app(backend, config, generator=generator))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
-        yield Messages(client)
-    await backend.end()
-    store.actor.close()
+    async with remembering_app(config, tmp_path / "kv") as app:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
+            yield Messages(client)
 
 
 def share(answer: dict[str, Any]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import anthropic
 import httpx2
@@ -11,12 +10,8 @@ import pytest
 import pytest_asyncio
 from anthropic.types import MessageParam, ToolParam
 
-from satchel.api.agents.memory import AgentMemory
-from satchel.api.http.app import create_app
-from satchel.api.views.generation import Generator
 from satchel.cluster.config import parse_config
-from tests.worlds.engine_backend import EngineBackend
-from tests.worlds.remembering import LocalStore
+from tests.worlds.engine_backend import remembering_app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,17 +26,11 @@ MODEL = "claude-opus-5"
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    folder: Path = tmp_path_factory.mktemp("world")
     config = parse_config({"models": [{"name": "satchel/script", "source": "embedded:script"}]})
-    store = LocalStore(config, folder / "kv")
-    backend = EngineBackend(config, store)
-    app = create_app(backend, config, generator=Generator(backend, config, memory=AgentMemory(store.asked)))
-    await backend.begin()
-    transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost")
-    async with anthropic.AsyncAnthropic(api_key="x", base_url="http://localhost", http_client=transport) as made:
-        yield made
-    await backend.at_rest()
-    await backend.end()
+    async with remembering_app(config, tmp_path_factory.mktemp("kv")) as app:
+        transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost")
+        async with anthropic.AsyncAnthropic(api_key="x", base_url="http://localhost", http_client=transport) as made:
+            yield made
 
 
 async def test_a_tool_is_called_and_its_result_answered_from_memory(client: anthropic.AsyncAnthropic) -> None:

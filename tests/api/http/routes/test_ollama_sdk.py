@@ -16,15 +16,12 @@ import pytest_asyncio
 from PIL import Image
 
 from satchel.actors.protocol.media_ids import is_media_token
-from satchel.api.agents.memory import AgentMemory
 from satchel.api.generation.backend import ServedModel
 from satchel.api.http.app import create_app
 from satchel.api.text.model import load_text_model
-from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config, parse_config
-from tests.worlds.engine_backend import EngineBackend
+from tests.worlds.engine_backend import remembering_app
 from tests.worlds.fake_backend import FakeBackend
-from tests.worlds.remembering import LocalStore
 from tests.worlds.vision_families import write_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -49,15 +46,9 @@ def sdk(app: Any, **more: Any) -> ollama.AsyncClient:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ollama.AsyncClient]:
-    folder: Path = tmp_path_factory.mktemp("world")
     config = parse_config({"models": [{"name": "satchel/script", "source": "embedded:script"}]})
-    store = LocalStore(config, folder / "kv")
-    backend = EngineBackend(config, store)
-    app = create_app(backend, config, generator=Generator(backend, config, memory=AgentMemory(store.asked)))
-    await backend.begin()
-    yield sdk(app, headers={"X-Agent-ID": "desk"})
-    await backend.at_rest()
-    await backend.end()
+    async with remembering_app(config, tmp_path_factory.mktemp("kv")) as app:
+        yield sdk(app, headers={"X-Agent-ID": "desk"})
 
 
 async def test_a_tool_is_called_and_its_result_answered_from_memory(client: ollama.AsyncClient) -> None:
