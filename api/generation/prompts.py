@@ -58,7 +58,7 @@ def prepare_completion(
 def _encoded(text: TextModel, model: ServedModel, request: CompletionRequest, prompt: str, where: str) -> list[int]:
     check_least(text, prompt + request.suffix, model, where, cut=request.truncate_prompt_tokens is not None)
     if not request.suffix:
-        return text.encode(prompt, special_tokens=request.special_tokens)
+        return text.encode_prompt(prompt, request.scope, special_tokens=request.special_tokens)
     if (marks := text.infill_marks) is None:
         message = f"suffix: the model {model.name!r} has no tokens for a text between two others"
         raise InvalidRequest(message, param="suffix")
@@ -74,7 +74,7 @@ def text_tokens(text: TextModel, model: ServedModel, request: CompletionRequest)
     """
     assert isinstance(request.prompt, str)
     check_least(text, request.prompt, model, "prompt", cut=True)
-    return text.encode(request.prompt, special_tokens=request.special_tokens)
+    return text.encode_prompt(request.prompt, request.scope, special_tokens=request.special_tokens)
 
 
 def check_vocabulary(tokens: list[int], size: int, where: str) -> None:

@@ -69,6 +69,11 @@ class Request:
         """
         return agent_key(self.agent, self.caller.tenant)
 
+    @property
+    def scope(self) -> str:
+        """Among whose requests it may show, by how long it takes, that a prompt began like an earlier one."""
+        return f"{self.caller.tenant}/{self.cache_salt}"
+
 
 @dataclass(frozen=True)
 class ToolUse:
@@ -253,7 +258,7 @@ def prepare_chat(
         prompt = continuation.tokens
     else:
         check_least(text, rendered, model, "messages", cut=request.truncate_prompt_tokens is not None)
-        prompt = kept_tokens(text.encode(rendered), model, request)
+        prompt = kept_tokens(text.encode_prompt(rendered, request.scope), model, request)
     if not prompt:
         raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
     check_length(prompt, model, "messages")
@@ -289,7 +294,7 @@ def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, medi
     far = _COUNTED_CONTEXTS * model.context_tokens
     if (least := text.tokens_min(conversation.text, far)) >= far:
         return least
-    return len(_encoded(text, conversation, special_tokens=False))
+    return len(_encoded(text, request, conversation, special_tokens=False))
 
 
 def prompt_tokens(
@@ -314,11 +319,11 @@ def prompt_tokens(
     """
     conversation = _render(text, model, request, Past(), media, reply=reply)
     check_least(text, conversation.text, model, "messages", cut=True)
-    return list(text.plain(_encoded(text, conversation, special_tokens=special_tokens)))
+    return list(text.plain(_encoded(text, request, conversation, special_tokens=special_tokens)))
 
 
-def _encoded(text: TextModel, conversation: _Conversation, *, special_tokens: bool) -> list[int]:
-    prompt = text.encode(conversation.text, special_tokens=special_tokens)
+def _encoded(text: TextModel, request: Request, conversation: _Conversation, *, special_tokens: bool) -> list[int]:
+    prompt = text.encode_prompt(conversation.text, request.scope, special_tokens=special_tokens)
     if text.pictures is not None and conversation.placed is not None:
         # Refuses what generating would refuse.
         prompt, _ = with_media_tokens(text.pictures, prompt, conversation.placed)

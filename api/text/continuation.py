@@ -13,8 +13,9 @@ stay the same. There are four kinds. Later ones are tried only if they can keep 
 3. an end of a word in the new text and in the line; words are what the pre-tokenizer separates (byte-level only);
 4. the beginning of an added token in the new text, at a border of the line (other tokenizers).
 
-The rest is always tokenized from the beginning of an added token before the seam, or from the beginning of the text. So
-the cut has no effect: nothing is added at its front, and no merge crosses the seam.
+The rest is tokenized from the beginning of an added token before the seam, or from the beginning of the text, or from
+the beginning of a word, if what follows is tokenized as in the line. So the cut has no effect: nothing is added at its
+front, and no merge crosses the seam.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...cluster.errors import InvalidRequest
-from .model import TextModel
-from .spelling import IndexedLine, Spelling, StoredBranch, common_length, spelling_of, utf8
+from .spelling import IndexedLine, Spelling, StoredBranch, common_length, utf8
+
+if TYPE_CHECKING:
+    from .model import TextModel
 
 __all__ = ["Continuation", "IndexedLine", "Match", "StoredBranch", "continue_text", "index_line"]
 
@@ -45,6 +49,12 @@ _AHEAD_BYTES = 4096
 # How far before the end of a long common part the comparison of words begins.
 _BEHIND_BYTES = 16_384
 _WORD_BEGINS = (re.compile(rb"[a-z]\n(?=[A-Za-z])"), re.compile(rb"[a-z](?= [a-z])"))
+# If so much is common after the last added token, the encoding begins at a line or a word so far before the end of it,
+# and only if the ids of the next bytes are the line's.
+_LONG_BYTES = 32_768
+_OVERLAP_BYTES = 8192
+_PROVEN_BYTES = 4096
+_LATE_BEGINS = (re.compile(rb"\n(?=\S)"), _WORD_BEGINS[1])
 # How many borders before the end of the common part are tried as the beginning of an added token. This finds one that
 # shares its first characters, such as `<|`, with the line.
 _BORDERS_TRIED = 8
@@ -94,7 +104,7 @@ class _Seam:
 
 def index_line(line: StoredBranch, model: TextModel) -> IndexedLine:
     """Returns `line` prepared for `continue_text` with this model, for callers that cache it."""
-    return spelling_of(model).index(line)
+    return model.spelling.index(line)
 
 
 def continue_text(text: str, lines: Sequence[StoredBranch], model: TextModel) -> Continuation:
@@ -107,7 +117,7 @@ def continue_text(text: str, lines: Sequence[StoredBranch], model: TextModel) ->
     Raises:
         InvalidRequest: `text` is not valid Unicode.
     """
-    spelling = spelling_of(model)
+    spelling = model.spelling
     new = _NewText(text, model, spelling)
     ranked = []
     for place, line in enumerate(lines):
@@ -185,7 +195,10 @@ class _NewText:
         place = self._last_added(line, within)
         first = 0 if place is None else place + 1
         start = 0 if place is None else int(line.ends[first]) - len(self._spelling.content(line.tokens[place]))
-        rest, skip = self._encode(start), int(place is not None)
+        skip = int(place is not None)
+        if (late := self._late(line, common, start)) is not None:
+            first, start, skip = line.tokens_within(late), late, 0
+        rest = self._encode(start)
         own = _ids(line.tokens[first:within])
         same = common_length(own, rest[skip : skip + len(own)])
         seam = _Seam(first + same, rest, skip + same)
@@ -196,8 +209,28 @@ class _NewText:
             return self._at_word(line, common, start, seam)
         return self._before_added(line, within, seam)
 
+    def _late(self, line: IndexedLine, common: int, start: int) -> int | None:
+        """Returns a byte after `start` from which on the text is encoded as it is in the whole; None if there is none,
+        or too little to gain.
+
+        Words do not depend on what is before them, and merges stay inside words. So if two encodings have a long
+        stretch of tokens in common, they are the same from there on.
+        """
+        if not self._spelling.byte_level or common - start < _LONG_BYTES:
+            return None
+        first, last = common - 2 * _OVERLAP_BYTES, common - _OVERLAP_BYTES
+        for pattern in _LATE_BEGINS:
+            for match in pattern.finditer(self.data, first, last):
+                at = match.end()
+                begin = line.tokens_within(at)
+                if line.ends[begin] != at:
+                    continue
+                proven = _ids(line.tokens[begin : line.tokens_within(at + _PROVEN_BYTES)])
+                return at if self._encode(at)[: len(proven)] == proven else None
+        return None
+
     def _encode(self, start: int) -> list[int]:
-        """Returns the ids of the text from byte `start`, which is 0 or the beginning of an added token."""
+        """Returns the ids of the text from byte `start`, which begins a character."""
         if start not in self._encoded:
             self._encoded[start] = self._model.encode(self.data[start:].decode())
         return self._encoded[start]

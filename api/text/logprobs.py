@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...actors.protocol.messages import TokenLogprobs
-from .model import REPLACEMENT, TextModel
+from .model import TextModel
+from .spelling import REPLACEMENT
 
 LOGPROB_MIN = -9999.0
 """OpenAI's value for a practically impossible token; JSON has no infinity."""

@@ -13,6 +13,7 @@ import logging
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,11 +23,11 @@ from ...actors.model_files.infill import infill_marks
 from ...actors.model_files.processors import PictureProcessor, sees
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
+from .recent import RecentTexts
 from .script import Script
+from .spelling import REPLACEMENT, Spelling
 
 logger = logging.getLogger(__name__)
-
-REPLACEMENT = "\ufffd"
 
 # A character has at most four bytes, so if a window this long still ends in U+FFFD, its bytes are invalid.
 _HELD_TOKENS_MAX = 8
@@ -177,6 +178,8 @@ class TextModel:
         tool_call_tokens, think_tokens: markers of tool calls and reasoning, hidden or not.
         infill_marks: the tokens of prompts for what comes between two texts; None if there are none.
         byte_level: whether a token's bytes do not depend on its neighbours.
+        backend: the `tokenizers.Tokenizer`; None if the tokenizer is written in Python.
+        added_tokens: the `AddedToken` of each added token's id.
     """
 
     def __init__(
@@ -194,8 +197,9 @@ class TextModel:
         self.pictures = pictures
         self._wrapper = wrapper
         self._tokenizer = wrapper._tokenizer
-        self._backend = _rust_tokenizer(self._tokenizer)
-        self.byte_level = self._backend is not None and _is_byte_level(self._backend)
+        self.added_tokens: dict[int, Any] = dict(self._tokenizer.added_tokens_decoder)
+        self.backend = _rust_tokenizer(self._tokenizer)
+        self.byte_level = self.backend is not None and _is_byte_level(self.backend)
         self._pieces: dict[int, bytes] = {}
         self._bytes = _bytes_by_character()
         # Unicode normalization merges at most a few characters into one.
@@ -216,8 +220,7 @@ class TextModel:
         self.think_tokens = frozenset(markers) - self.end_tokens
 
     def _special_added(self) -> frozenset[int]:
-        added = self._tokenizer.added_tokens_decoder
-        return frozenset(token for token, entry in added.items() if entry.special)
+        return frozenset(token for token, entry in self.added_tokens.items() if entry.special)
 
     def render(
         self,
@@ -276,9 +279,9 @@ class TextModel:
         Raises:
             InvalidRequest: Python code wraps it, so that others cannot follow it.
         """
-        if self._backend is None:
+        if self.backend is None:
             raise InvalidRequest(f"the tokenizer of {self.name!r} is written in Python: its answers cannot be bound")
-        return self._backend.to_str()
+        return self.backend.to_str()
 
     def prefilled(self, prompt: str, beginning: str) -> str:
         """Returns `prompt` with the `beginning` of the answer's content behind it; a block of reasoning that `prompt`
@@ -297,17 +300,42 @@ class TextModel:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"text with an unpaired surrogate at character {error.start}") from None
-        if self._backend is None:
+        if self.backend is None:
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens))
         # A batch of one, because `Tokenizer.encode` holds the interpreter lock and this does not.
-        return self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
+        return self.backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
+
+    def encode_prompt(self, text: str, scope: str, *, special_tokens: bool = False) -> list[int]:
+        """As `encode`, but takes less time for a text that goes on from an earlier one of the same `scope`."""
+        around = self._around if special_tokens else ([], [])
+        if self.backend is None or around is None:
+            return self.encode(text, special_tokens=special_tokens)
+        begin, end = around
+        return [*begin, *self.recent.encode(text, scope), *end]
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """The bytes of the tokens."""
+        return Spelling(self)
+
+    @cached_property
+    def recent(self) -> RecentTexts:
+        """The prompts that were encoded lately."""
+        return RecentTexts(self)
 
     @property
     def begin_tokens(self) -> list[int]:
         """The special tokens that the tokenizer puts before a text."""
+        return self._around[0] if self._around else []
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens that the tokenizer puts before and after a text; None if it does something else to it."""
         whole, bare = self.encode("a", special_tokens=True), self.encode("a")
-        starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
-        return whole[: next(starts, 0)]
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return whole[:at], whole[at + len(bare) :]
+        return None
 
     def word_tokens(self, words: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of words, each as it begins a text and as it follows a space."""
@@ -318,21 +346,21 @@ class TextModel:
         """Returns a lower bound of the number of tokens in `text`. A text with far more than `enough` tokens is not
         encoded whole, which would take seconds and much memory."""
         least = len(text) // self._token_characters_max
-        if least >= enough or self._backend is None or len(text) <= _LONG_TOKEN_CHARACTERS * enough:
+        if least >= enough or self.backend is None or len(text) <= _LONG_TOKEN_CHARACTERS * enough:
             return least
         tokens = 0
         for start in range(0, len(text), _COUNTED_CHARACTERS):
             piece = text[start : start + _COUNTED_CHARACTERS].encode("utf-8", "replace").decode()
             # A cut adds a few tokens, but never doubles their number.
-            tokens += len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
+            tokens += len(self.backend.encode_batch_fast([piece], add_special_tokens=False)[0])
             if tokens >= 2 * enough:
                 break
         return max(least, tokens // 2)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of `tokens`, special tokens included."""
-        if self._backend is not None:
-            return self._backend.decode(list(tokens), skip_special_tokens=False)
+        if self.backend is not None:
+            return self.backend.decode(list(tokens), skip_special_tokens=False)
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def written(self, tokens: Sequence[int]) -> list[str]:
@@ -355,7 +383,7 @@ class TextModel:
         return piece
 
     def _bytes_alone(self, token: int) -> bytes:
-        if self._backend is not None and (byte := _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or "")):
+        if self.backend is not None and (byte := _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token) or "")):
             return bytes.fromhex(byte[1])
         # Decoders may strip a leading space, but not the space of a second token.
         return self.decode([token, token])[len(self.decode([token])) :].encode()
@@ -363,9 +391,9 @@ class TextModel:
     def _piece(self, token: int) -> bytes:
         piece = self._pieces.get(token)
         if piece is None:
-            assert self._backend is not None
+            assert self.backend is not None
             # Models may pad their vocabulary with ids that the tokenizer does not have; they have no text.
-            written = self._backend.id_to_token(token) or ""
+            written = self.backend.id_to_token(token) or ""
             try:
                 piece = bytes([self._bytes[character] for character in written])
             except KeyError:

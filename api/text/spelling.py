@@ -11,11 +11,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .model import REPLACEMENT, TextModel
+if TYPE_CHECKING:
+    from .model import TextModel
+
+REPLACEMENT = "\ufffd"
 
 SPELLS_OTHERWISE = "tokens spell another text"
 NO_TEXT = "bytes that are no text"
@@ -81,7 +84,7 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class Spelling:
-    """The bytes of one model's tokens. Thread-safe; `spelling_of` keeps one per model.
+    """The bytes of one model's tokens. Thread-safe.
 
     Attributes:
         backend: the `tokenizers.Tokenizer`, or None.
@@ -90,7 +93,7 @@ class Spelling:
     """
 
     def __init__(self, model: TextModel) -> None:
-        self.backend, self._added = _inside(model)
+        self.backend, self._added = model.backend, model.added_tokens
         self._model = model
         self._concatenates = self.backend is not None and (model.byte_level or _is_sentencepiece(self.backend))
         self._pieces = _TokenBytes(self._spell)
@@ -127,6 +130,19 @@ class Spelling:
             fault = NO_TEXT if data.startswith(REPLACEMENT.encode(), fault_at) else SPELLS_OTHERWISE
         added = added[: int(np.searchsorted(added, count))]
         return IndexedLine(line.text, line.tokens, data, ends[: count + 1], added, fault, fault_at)
+
+    def extended(self, line: IndexedLine, kept: int, text: str, tokens: list[int]) -> IndexedLine:
+        """Returns the line of `text` and `tokens` with offsets, where `line` has the first `kept` tokens."""
+        data, at = text.encode(), int(line.ends[kept])
+        rest = tokens[kept:]
+        pieces = list(map(self._pieces.__getitem__, rest)) if self._concatenates else []
+        if not pieces or b"".join(pieces) != data[at:]:
+            return self.index(StoredBranch(text, tokens))
+        ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces))) + at
+        added = np.flatnonzero(np.isin(np.array(rest, np.int64), self._added_tokens)) + kept
+        known = line.added[: int(np.searchsorted(line.added, kept))]
+        ends, added = np.concatenate((line.ends[: kept + 1], ends)), np.concatenate((known, added))
+        return IndexedLine(text, tokens, data, ends, added, "", len(data))
 
     def sizes(self, tokens: Sequence[int]) -> np.ndarray:
         """Returns `(len(tokens) + 1,) int64`: the bytes of the first k tokens, for every k. Byte-level only."""
@@ -299,17 +315,6 @@ class Spelling:
         return at
 
 
-def spelling_of(model: TextModel) -> Spelling:
-    """Returns the `Spelling` of this model, created on first use.
-
-    To be moved: a field of `TextModel`.
-    """
-    spelling = vars(model).get("_spelling")
-    if spelling is None:
-        spelling = vars(model)["_spelling"] = Spelling(model)
-    return spelling
-
-
 def utf8(line: StoredBranch) -> bytes:
     """Returns the text of `line` in UTF-8. Lone surrogates become bytes that no valid text has."""
     return line.data if isinstance(line, IndexedLine) else line.text.encode("utf-8", "surrogatepass")
@@ -332,14 +337,6 @@ def common_length(one: _Items, other: _Items) -> int:
         else:
             high = middle
     return low
-
-
-def _inside(model: TextModel) -> tuple[Any | None, dict[int, Any]]:
-    """Returns the Rust tokenizer, or None, and the added tokens by id.
-
-    To be moved: public fields of `TextModel`.
-    """
-    return model._backend, dict(model._tokenizer.added_tokens_decoder)
 
 
 def _state(part: Any | None) -> dict[str, Any] | None:

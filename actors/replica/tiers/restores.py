@@ -84,8 +84,10 @@ class Restores:
             return False
         if not request.reusable or self._hangs():
             return False
-        # All of the agent's memory is hot, and asking the disk for the few new tokens takes longer than computing them.
-        return not (plain and 0 < request.remembered_tokens <= hot and tokens - hot < BLOCK_TOKENS)
+        # All that an agent remembers is hot, or there is none, and asking the disk for the few new tokens takes longer
+        # than computing them.
+        remembered = request.remembered_tokens if request.agent else hot
+        return not (plain and 0 < remembered <= hot and tokens - hot < BLOCK_TOKENS)
 
     def _hangs(self) -> bool:
         """Whether the disk hangs, so that reading would only delay rows."""

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 import satchel.actors.model_files as model_files
 from satchel.api.text.continuation import IndexedLine, Match, StoredBranch, continue_text, index_line
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.api.text.spelling import common_length, spelling_of
+from satchel.api.text.spelling import common_length
 from satchel.cluster.errors import InvalidRequest
 
 END = "<|im_end|>"
@@ -142,10 +142,10 @@ def test_only_added_tokens_that_nothing_can_reach_into_split_a_text(recall: Text
     flags = {"|>!": {}, "<any>": {"normalized": True}, "<word>": {"single_word": True}, "\n\n": {}, "<free>": {}}
     tokenizer.add_tokens([AddedToken(content, **{"normalized": False, **flag}) for content, flag in flags.items()])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    spelling = spelling_of(load_text_model(tmp_path))
+    spelling = load_text_model(tmp_path).spelling
     vocabulary = tokenizer.get_vocab()
     assert [name for name in (END, *flags) if spelling.stands_alone(vocabulary[name])] == ["<free>"]
-    assert spelling_of(recall).stands_alone(vocabulary[END])
+    assert recall.spelling.stands_alone(vocabulary[END])
 
 
 def test_no_seam_is_told_by_words_where_the_tokenizer_changes_the_text(recall: TextModel, tmp_path: Path):

@@ -189,8 +189,8 @@ def test_any_tokens_of_real_tokenizers(
 
 
 def test_a_character_spelled_in_byte_tokens_keeps_each_tokens_byte(sentencepiece: TextModel):
-    assert sentencepiece._backend is not None
-    tokens = [sentencepiece._backend.token_to_id(f"<0x{byte:02X}>") for byte in "日".encode()]
+    assert sentencepiece.backend is not None
+    tokens = [sentencepiece.backend.token_to_id(f"<0x{byte:02X}>") for byte in "日".encode()]
     row = RowText(sentencepiece, sentencepiece.detokenizer(), logprobs=True)
     events = [*row.add(tokens, [(-1.0, [])] * 3), *row.finish()]
     assert [token.data for token in shown_tokens(events)] == [bytes([byte]) for byte in "日".encode()]
@@ -204,8 +204,8 @@ def test_bytes_that_are_no_text_stay_their_tokens_own():
 
 
 def test_a_space_that_a_decoder_strips_is_no_tokens(sentencepiece: TextModel):
-    assert sentencepiece._backend is not None
-    tokens = [sentencepiece._backend.token_to_id(word) for word in ("▁", "a", "▁world")]
+    assert sentencepiece.backend is not None
+    tokens = [sentencepiece.backend.token_to_id(word) for word in ("▁", "a", "▁world")]
     row = RowText(sentencepiece, sentencepiece.detokenizer(), logprobs=True)
     events = [*row.add(tokens, logprobs_of(range(3))), *row.finish()]
     assert content(events) == "a world"

@@ -23,8 +23,8 @@ def pieces(detokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def every_token(text: TextModel) -> int:
-    assert text._backend is not None
-    return text._backend.get_vocab_size(with_added_tokens=True)
+    assert text.backend is not None
+    return text.backend.get_vocab_size(with_added_tokens=True)
 
 
 @quick
@@ -69,14 +69,14 @@ def test_the_window_detokenizer_equals_one_shot_decoding_of_valid_text(words: li
 
 def spell(text: TextModel, word: str) -> list[int]:
     """The tokens of a word of the SentencePiece-like vocabulary; what it has not is spelled in bytes."""
-    assert text._backend is not None
-    whole = text._backend.token_to_id({"Hello": "▁Hello", "world": "▁world", " ": "▁"}.get(word, word))
+    assert text.backend is not None
+    whole = text.backend.token_to_id({"Hello": "▁Hello", "world": "▁world", " ": "▁"}.get(word, word))
     return [whole] if whole is not None else [byte_token(text, byte) for byte in word.encode()]
 
 
 def byte_token(text: TextModel, byte: int) -> int:
-    assert text._backend is not None
-    return text._backend.token_to_id(f"<0x{byte:02X}>")
+    assert text.backend is not None
+    return text.backend.token_to_id(f"<0x{byte:02X}>")
 
 
 def test_a_continued_text_keeps_its_first_space(sentencepiece: TextModel):

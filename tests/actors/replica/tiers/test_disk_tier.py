@@ -150,9 +150,9 @@ def test_a_conversation_that_goes_on_from_memory_asks_nothing_of_the_disk(
     monkeypatch.setattr(node, "call", lambda method, *rest: (asked.append(method), call(method, *rest))[1])
     told = prompt + first.tokens
 
-    def looks(name: str, more: list[int], remembered: int) -> bool:
+    def looks(name: str, more: list[int], remembered: int, agent: str = AGENT) -> bool:
         asked.clear()
-        bench.run(name, more, agent=AGENT, remembered=remembered)
+        bench.run(name, more, agent=agent, remembered=remembered)
         return "disk_find" in asked
 
     assert not looks("little", [*told, *prompt_of(30, seed=2)], len(told))
@@ -160,6 +160,7 @@ def test_a_conversation_that_goes_on_from_memory_asks_nothing_of_the_disk(
     elsewhere = [*told, *prompt_of(9, seed=4)]
     assert looks("said elsewhere", [*elsewhere, *prompt_of(9, seed=5)], len(elsewhere))
     assert looks("unknown", [*told, *prompt_of(30, seed=6)], 0)
+    assert not looks("nobody's", [*told, *prompt_of(30, seed=7)], 0, agent="")
     monkeypatch.undo()
     write_down(bench, disk)
 
