@@ -218,7 +218,7 @@ def shut_down(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("end", [stopped, late, shut_down])
-@pytest.mark.parametrize("said", [0, 1, 300])
+@pytest.mark.parametrize("said", [0, 1, 40])
 def test_a_row_that_is_taken_out_leaves_what_it_computed(
     loaded: LoadedModel, node: Node, end: Callable[[Bench], None], said: int
 ):
