@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
@@ -72,6 +74,12 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
+@cache
+def _authorities() -> ssl.SSLContext:
+    """Those that a server's certificate may be of. Reading them takes long."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
 class Fetcher:
     """Fetches files over HTTP, for one event loop."""
 
@@ -87,6 +95,7 @@ class Fetcher:
             # `fetch` limits the whole of it.
             timeout=None,
             trust_env=False,
+            verify=_authorities(),
             # No cookies: they would leak information between hosts and between callers.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
         )

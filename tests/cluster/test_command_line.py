@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from satchel.api.cli.main import main
 from satchel.cluster.bring_up.doctor import check_home, check_port, check_version, examine
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Home, default_config
@@ -43,17 +44,23 @@ def test_version_and_help(tmp_path: Path) -> None:
         ["explain", "r1"],
     ],
 )
-def test_without_a_server_there_is_a_sentence(command: list[str], tmp_path: Path) -> None:
-    result = satchel(*command, "--home", str(tmp_path / "home"), cwd=tmp_path)
-    assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr == f"satchel: no server runs on {tmp_path}/home; start one with `satchel serve`\n"
+def test_without_a_server_there_is_a_sentence(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["satchel", *command, "--home", str(tmp_path / "home")])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capsys.readouterr()
+    assert left.value.code == 1 and said.out == ""
+    assert said.err == f"satchel: no server runs on {tmp_path}/home; start one with `satchel serve`\n"
 
 
-def test_a_wrong_command_line_is_a_usage_error(tmp_path: Path) -> None:
-    assert satchel("serve", "--port", "0", cwd=tmp_path).returncode == 2
-    assert satchel("dance", cwd=tmp_path).returncode == 2
-    assert satchel("models", "load", "owner/name", "--dtype", "int8", cwd=tmp_path).returncode == 2
-    assert satchel("models", "unload", cwd=tmp_path).returncode == 2
+def test_a_wrong_command_line_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in ("serve --port 0", "dance", "models load owner/name --dtype int8", "models unload"):
+        monkeypatch.setattr(sys, "argv", ["satchel", *arguments.split()])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert left.value.code == 2, arguments
 
 
 def test_options_of_the_group_reach_its_commands(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_two_models_of_one_config_answer_each_in_its_own_way(server: Server):
 
 
 def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
-    """Its running answer is finished, its replicas are gone afterwards, and its name is free again."""
+    """Its running answer is finished, and its replicas are gone afterwards."""
     arguments = ("embedded:recall", "--name", "extra/one", "--context-tokens-max", "512", "--replicas", "2")
     before = said(server, "plain", max_tokens=20)
     loaded = server.command("models", "load", *arguments)
@@ -161,15 +161,10 @@ def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
     unknown = server.command("models", "unload", "extra/one")
     assert unknown.returncode == 1
     assert unknown.stderr == f"satchel: the model 'extra/one' is not served; there are: plain, {ADAPTED}\n"
-    # Without "--replicas 2".
-    assert server.command("models", "load", *arguments[:-2]).returncode == 0
-    assert said(server, "extra/one", max_tokens=20) == before
-    assert server.command("models", "unload", "extra/one").returncode == 0
 
 
 def test_a_load_that_fails_leaves_nothing_behind(server: Server, tmp_path: Path):
     for arguments, says in [
-        (["/no/such/folder"], "satchel: '/no/such/folder' is neither a folder nor a Hub id"),
         (["embedded:recall", "--name", "x", "--adapter", str(tmp_path)], f"satchel: {tmp_path} has no adapter_config"),
         (["embedded:recall", "--name", "two words"], "satchel: model: name: "),
     ]:
@@ -271,9 +266,10 @@ def test_a_client_that_never_reads_holds_no_row(server: Server):
 
 
 def test_stopping_the_server_finishes_the_answers_of_loaded_models_too(server: Server):
-    assert server.command("models", "load", "embedded:recall", "--name", "late").returncode == 0
+    """Of one with a name that another one had."""
+    assert server.command("models", "load", "embedded:recall", "--name", "orphan").returncode == 0
     session = json.loads((server.home / "run" / "cluster.json").read_text())["ray_sid"]
-    body = {**STORY, "model": "late", "stream": True, "ignore_eos": True, "max_tokens": 200}
+    body = {**STORY, "model": "orphan", "stream": True, "ignore_eos": True, "max_tokens": 200}
     with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)

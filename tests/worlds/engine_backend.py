@@ -77,7 +77,9 @@ class EngineBackend:
 
     def _run(self, ready: Future[Engine]) -> None:
         source = str(models.EMBEDDED / self.config.models[0].source.removeprefix("embedded:"))
-        loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None)
+        # The fast numerics are tried while a model is loaded, which takes longer than the rest of it.
+        how: dict[str, Any] = {"numerics": "reproducible", "progress": lambda what, fraction: None}
+        loaded = models.load(source, context_tokens_max=None, **how)
         self.disk = DiskTier(loaded.spec, loaded.model_id, carried("local", self._carry, self._loop))
         engine = Engine(loaded, self.config.scheduling, 2**30, self._take, self.disk)
         ready.set_result(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -26,10 +27,15 @@ def add_route(
     """
     extra = None
     if body is not None:
-        schema = body.model_json_schema()
-        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema_of(body)}}}}
     app.add_api_route(
         path, handler, methods=[method], response_model=None, openapi_extra=extra, include_in_schema=shown
     )
     if method == "GET":
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+
+
+@cache
+def _schema_of(body: type[BaseModel]) -> dict[str, Any]:
+    """Takes long, and is the same for every application."""
+    return body.model_json_schema()

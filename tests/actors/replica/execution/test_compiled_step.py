@@ -27,7 +27,7 @@ from tests.worlds.bench import Bench
 from tests.worlds.families import write_model
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1000)
-LENGTHS = (128, 128, 256, 300, 700, 3)
+LENGTHS = (236, 236, 256, 500, 740, 3)
 
 
 @pytest.fixture(params=["q4", "fp16"])
@@ -101,7 +101,7 @@ def story(loaded: LoadedModel) -> tuple[dict[str, list[int]], list[list[bytes]]]
         for _ in range(5):
             note(executor, drawn)
     executor.leave(["0", "3"])
-    for _ in range(BLOCK_TOKENS):
+    for _ in range(30):
         note(executor, drawn)
     left = []
     for row in ("1", "2", "4", "5"):

@@ -133,7 +133,7 @@ def write_adapter(folder: Path, *, zero: bool = False, seed: int = 1, **config: 
 def load_with(adapter: Path | None) -> LoadedModel:
     source = "embedded:recall"
     given = None if adapter is None else str(adapter)
-    return models.load(source, context_tokens_max=None, progress=quiet, adapter=given)
+    return models.load(source, context_tokens_max=None, progress=quiet, adapter=given, numerics="reproducible")
 
 
 def logits(loaded: LoadedModel) -> np.ndarray:
