@@ -133,7 +133,8 @@ class Chat:
     `prompt` has media token ids in place of pictures; `media` are their spans, and `shown` their sources. `thinking`
     says that the prompt ends inside a block of reasoning, `may_think` that the answer may begin with one. `text` is the
     text of `prompt`, `messages` the whole conversation as a transcript, and `continuation` how the prompt continues the
-    agent's memory, None if there is nothing to continue. The prompt ends with the `prefill`.
+    agent's memory, None if there is nothing to continue. The prompt ends with the `prefill`. `lasting_tokens` and
+    `lasting_saved` are as in `GenerateRequest`.
     """
 
     prompt: list[int]
@@ -146,6 +147,8 @@ class Chat:
     shown: list[Medium] = field(default_factory=list)
     may_think: bool = False
     prefill: str = ""
+    lasting_tokens: int = 0
+    lasting_saved: bool = False
 
     @property
     def thought(self) -> Thought:
@@ -280,7 +283,23 @@ def prepare_chat(
         # What is begun is no reasoning.
         not request.prefill and text.may_think(rendered),
         request.prefill,
+        _lasting_tokens(text, prompt, rendered, request.template_kwargs) if request.agent else 0,
+        # What follows a user's message is dropped after the next one; what is between a turn's steps mostly is not.
+        bool(transcript) and transcript[-1]["role"] == "user" and text.habits.drops_thinking,
     )
+
+
+def _lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_kwargs: Mapping[str, Any]) -> int:
+    """Returns how many tokens are before what the template adds to the prompt for the next answer alone; 0 if it adds
+    nothing."""
+    end = text.passing_end(template_kwargs)
+    if not end or not rendered.endswith(end):
+        return 0
+    left, count = len(end.encode()), 0
+    while left > 0 and count < len(prompt):
+        count += 1
+        left -= len(text.token_bytes(prompt[-count]))
+    return len(prompt) - count
 
 
 def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, media: Sequence[Medium] = ()) -> int:

@@ -463,6 +463,8 @@ class Generator:
             choices=request.choices,
             media=[] if job.chat is None else job.chat.media,
             remembered_tokens=0 if job.chat is None else job.chat.remembered_tokens,
+            lasting_tokens=0 if job.chat is None else job.chat.lasting_tokens,
+            lasting_saved=job.chat is not None and job.chat.lasting_saved,
             tenant=request.caller.tenant,
             flow=job.agent or f"{request.caller.tenant}/ {request.caller.host}",
             memory_bytes_max=request.caller.limits.memory_bytes_max,
