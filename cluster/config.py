@@ -239,6 +239,9 @@ class Config:
     """Agents' transcripts and manifests on disk; the least recently used agents are evicted first."""
     branches_max: Count = 8
     """Lines of conversation that one agent remembers; the least recently used is evicted."""
+    date_days: Annotated[int, Field(ge=0, le=3650)] = 7
+    """If the model's template shows the date, an agent's conversation keeps the one of its first turn for so many days,
+    then that of the day for as many again. With 0 it shows each day's own. With another date all is read again."""
     disk_bytes_max: Bytes = 20 * 2**30
     """Agents' KV on each node's disk; the least recently used is evicted first."""
     disk_reserve_bytes: Bytes = 2**30

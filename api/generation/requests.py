@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from ...actors.model_files.processors import PictureProcessor
@@ -20,11 +22,14 @@ from ..text.spelling import common_length
 from .backend import ServedModel
 from .callers import OWNING, Caller
 from .conversation import with_arguments, with_shown, with_system_first
-from .history import Message
+from .history import History, Message
 from .options import Options
 
 _COUNTED_CONTEXTS = 4
 """A prompt of so many contexts is counted roughly: encoding megabytes takes seconds."""
+
+_ROLE_TOKENS = 16
+"""So many tokens may be between the last special token and an answer: the name of its role, a line break."""
 
 _AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
 
@@ -164,11 +169,22 @@ class Chat:
 @dataclass(frozen=True)
 class Past:
     """An agent's memory: the transcript that a request is appended to, the lines that its prompt may continue, and for
-    each line the media token ids in it."""
+    each line the media token ids in it. `began` has the lines' transcripts and when they were opened, as Unix time; the
+    date that a template shows stays the same for `date_s` seconds of a conversation, if that is not 0."""
 
     messages: Sequence[Message] = ()
     lines: Sequence[StoredBranch] = ()
     media_tokens: Sequence[Sequence[int]] = ()
+    began: Sequence[tuple[History, float]] = ()
+    date_s: float = 0.0
+
+    def shown_at(self, messages: Sequence[Message], now_s: float) -> datetime:
+        """Returns the time whose date the prompt of a conversation shows, in the local time zone."""
+        goes_on = [(history.length, began) for history, began in self.began if history.begins(messages)]
+        if not goes_on or not self.date_s:
+            return datetime.fromtimestamp(now_s)
+        began = max(goes_on)[1]
+        return datetime.fromtimestamp(began + max(0.0, now_s - began) // self.date_s * self.date_s)
 
 
 def agent_key(agent: str, tenant: str = OWNER) -> str:
@@ -283,15 +299,15 @@ def prepare_chat(
         # What is begun is no reasoning.
         not request.prefill and text.may_think(rendered),
         request.prefill,
-        _lasting_tokens(text, prompt, rendered, request.template_kwargs) if request.agent else 0,
+        lasting_tokens(text, prompt, rendered, request.template_kwargs) if request.agent else 0,
         # What follows a user's message is dropped after the next one; what is between a turn's steps mostly is not.
         bool(transcript) and transcript[-1]["role"] == "user" and text.habits.drops_thinking,
     )
 
 
-def _lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_kwargs: Mapping[str, Any]) -> int:
-    """Returns how many tokens are before what the template adds to the prompt for the next answer alone; 0 if it adds
-    nothing."""
+def lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_kwargs: Mapping[str, Any]) -> int:
+    """Returns how many of a rendered prompt's tokens are before what the template adds for the next answer alone; 0 if
+    it adds nothing."""
     end = text.passing_end(template_kwargs)
     if not end or not rendered.endswith(end):
         return 0
@@ -299,7 +315,10 @@ def _lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_
     while left > 0 and count < len(prompt):
         count += 1
         left -= len(text.token_bytes(prompt[-count]))
-    return len(prompt) - count
+    lasting = len(prompt) - count
+    # Before another text the last line break may be a part of another token: behind a special token nothing changes.
+    near = range(lasting, max(0, lasting - _ROLE_TOKENS), -1)
+    return next((at for at in near if prompt[at - 1] in text.hidden_tokens), lasting)
 
 
 def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, media: Sequence[Medium] = ()) -> int:
@@ -379,20 +398,21 @@ def _render(
     if tools and not text.has_tool_calls:
         raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
     said = with_arguments(messages)
+    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
+    at = past.shown_at(with_references(messages, shown), time.time()) if past.began and text.shows_date else None
     try:
-        rendered = text.render(said, tools, request.template_kwargs)
+        rendered = text.render(said, tools, request.template_kwargs, at=at)
     except InvalidRequest:
         said, given = with_system_first(said), said
         if said == given:
             raise
-        rendered = text.render(said, tools, request.template_kwargs)
+        rendered = text.render(said, tools, request.template_kwargs, at=at)
     if not reply:
-        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False)
+        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False, at=at)
         # Some templates end a conversation in a way that no answer could follow.
         rendered = closed if closed and rendered.startswith(closed) else rendered
     elif request.prefill:
         rendered = text.prefilled(rendered, request.prefill)
-    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
     placed = None if pictures is None else place(pictures, rendered, shown)
     return _Conversation(rendered if placed is None else placed.text, messages, tools, shown, placed)
 

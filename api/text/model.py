@@ -270,7 +270,11 @@ class TextModel:
         """Returns the template's text; "" if the conversation is rendered by Python code."""
         if self._wrapper._chat_template is not None or not _renders_templates(self._tokenizer):
             return ""
-        return self._tokenizer.get_chat_template(tools=tools or None)
+        try:
+            return self._tokenizer.get_chat_template(tools=tools or None)
+        except ValueError:
+            # It has several, and none for conversations like this one.
+            return ""
 
     @cached_property
     def habits(self) -> TemplateHabits:
@@ -287,7 +291,7 @@ class TextModel:
             known = self._passing_ends[key] = passing_end(self, template_kwargs)
         return known
 
-    @property
+    @cached_property
     def shows_date(self) -> bool:
         """Whether the chat template shows the date."""
         return self._wrapper.has_chat_template and shows_date(self._template(None))
@@ -498,7 +502,10 @@ def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error
     pictures = _pictures(path, trusted=trusted)
-    return TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures, script=Script.read(path))
+    model = TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures, script=Script.read(path))
+    for note in model.habits.notes:
+        logger.warning("%s: %s", name, note)
+    return model
 
 
 def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:

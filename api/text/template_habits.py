@@ -32,7 +32,7 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "gongoozle",
-        "description": "Looks on.",
+        "description": "Pettifogs.",
         "parameters": {"type": "object", "properties": {"what": {"type": "string"}}},
     },
 }
@@ -48,6 +48,7 @@ class TemplateHabits:
         drops_thinking: reasoning of the turns before the last user message.
         drops_steps: reasoning even of the steps of one turn, between its calls of tools.
         moves: what it shows only before the last user message: `system message`, `tools`.
+        rewrites: it changes a user message in another way once the next one follows.
         unstable: it changes what was said from the beginning on with every turn.
         dated: it shows the date.
     """
@@ -55,6 +56,7 @@ class TemplateHabits:
     drops_thinking: bool = False
     drops_steps: bool = False
     moves: tuple[str, ...] = ()
+    rewrites: bool = False
     unstable: bool = False
     dated: bool = False
 
@@ -69,6 +71,8 @@ class TemplateHabits:
             notes.append(
                 f"the template moves the {what} to the last user message: after each one the turn before is read again"
             )
+        elif self.rewrites:
+            notes.append("the template changes a user message once another follows: then its turn is read again")
         if self.drops_steps:
             notes.append("the template drops thinking at once: after each step its answer is read again")
         elif self.drops_thinking:
@@ -135,16 +139,19 @@ class _Trial:
         thinks = self._text.has_thinking or _THOUGHT in answered or _THOUGHT in second
         # The first turn again before the second one: not even what lies behind a turn stays.
         unstable = bool(third) and _common(second, third) < _end_of(second, _ASKED)
-        moves = [] if unstable or not _moved(first, second) else ["system message"]
         step, after = self._with_tools()
-        if step and after:
-            if not unstable and _moved(step[0], after):
-                moves.append("tools")
-            thinks = thinks or _THOUGHT in step[1]
+        thinks = thinks or (bool(step) and _THOUGHT in step[1])
+        later = [(first, second), *([(step[0], after)] if step and after else [])]
+        changes = not unstable and any(_common(prompt, then) < _end_of(prompt, _ASKED) for prompt, then in later)
+        moves = {"system message": _SYSTEM, "tools": _TOOL["function"]["description"]} if changes else {}
+        moved = [
+            what for what, said in moves.items() if any(then.rfind(said) > then.find(_ASKED) for _, then in later)
+        ]
         return TemplateHabits(
             drops_thinking=thinks and not all(_THOUGHT in later for later in (second, after) if later),
             drops_steps=thinks and bool(step) and _THOUGHT not in step[1],
-            moves=tuple(dict.fromkeys(moves)),
+            moves=tuple(moved),
+            rewrites=changes and not moved,
             unstable=unstable,
             dated=self._text.shows_date,
         )
@@ -170,10 +177,6 @@ class _Trial:
             )
         except InvalidRequest:
             return ""
-
-
-def _moved(prompt: str, later: str) -> bool:
-    return _common(prompt, later) < _end_of(prompt, _ASKED)
 
 
 def _end_of(prompt: str, said: str) -> int:

@@ -143,6 +143,14 @@ class Generator:
         # Shielded: a cancelled request must not end the loading for the others.
         return await asyncio.shield(task)
 
+    async def template_notes(self, model: ServedModel) -> list[str]:
+        """Returns in sentences what the model's chat template forgets; none if its tokenizer does not load."""
+        try:
+            return (await self.text_model(model)).habits.notes
+        except Exception:
+            # A list of models does not fail for one of them; requests for it say what is wrong.
+            return []
+
     async def start_chat(self, request: ChatRequest) -> TextStream:
         """Starts a conversation with one choice; see `start_chats`."""
         (stream,) = await self.start_chats(request)
@@ -287,7 +295,11 @@ class Generator:
             turns.append(turn)
             await turn.open()
             past = Past(
-                turn.messages, [known.line for known in turn.lines], [known.media_tokens for known in turn.lines]
+                turn.messages,
+                [known.line for known in turn.lines],
+                [known.media_tokens for known in turn.lines],
+                [(known.history, known.created) for known in turn.lines],
+                self.config.date_days * 86_400.0,
             )
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
         if turn is not None and self.memory is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from .turns import KINDS, Client, FoundAgain, TemplateTurns
 
 MARKERS = re.compile(
     r"<\|?[a-z_]*\|[^|<>\s]{1,40}\|>|<\|[^|<>\s]{1,40}\|?>|<[a-z_]{1,40}\|>|<｜[^｜<>]{1,40}｜>|\[/?[A-Z_]{3,20}\]"
-    r"|</?think>|</?tool_call>|<(?:start|end)_of_turn>|</?arg_(?:key|value)>"
+    r"|\]~!?b[\]\[]|\[e~\[|</?think>|</?tool_call>|<(?:start|end)_of_turn>|</?arg_(?:key|value)>"
 )
 TOKENS_MAX = 60_000
 DATED = "with the day's date"
@@ -128,7 +129,7 @@ def main() -> None:
     recorded = sessions(chosen.traces, chosen.sessions, chosen.steps)
     result: dict[str, Any] = {
         "machine": machine.facts("cpu"),
-        "versions": machine.versions(__import__("sys").executable),
+        "versions": machine.versions(sys.executable),
         "when": kept.now(),
         "sessions": f"{len(recorded)} sessions, {sum(len(one.steps) for one in recorded)} requests.",
         "rows": [],

@@ -17,6 +17,7 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV, ReuseRule
 from satchel.api.generation.conversation import with_arguments
 from satchel.api.generation.history import History
+from satchel.api.generation.requests import lasting_tokens
 from satchel.api.text.continuation import IndexedLine, Match, StoredBranch, continue_text, index_line
 from satchel.api.text.model import TextModel
 from satchel.api.text.spelling import common_length
@@ -185,8 +186,7 @@ class TemplateTurns:
         if self._said and (lost := len(self._said[-1][0]) - possible) > 0:
             found.losses[where] += lost
             found.examples.setdefault(where, _difference(before, rendered))
-        end = text.passing_end({})
-        lasting = len(prompt) - (len(text.encode(end)) if end and rendered.endswith(end) else 0)
+        lasting = lasting_tokens(text, prompt, rendered, {}) or len(prompt)
         for name, layers in self._layers.items():
             known = layers.found
             layers.turn(prompt, spoken, lasting)
