@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from ...cluster.errors import InvalidRequest
@@ -144,9 +143,7 @@ class _Trial:
         later = [(first, second), *([(step[0], after)] if step and after else [])]
         changes = not unstable and any(_common(prompt, then) < _end_of(prompt, _ASKED) for prompt, then in later)
         moves = {"system message": _SYSTEM, "tools": _TOOL["function"]["description"]} if changes else {}
-        moved = [
-            what for what, said in moves.items() if any(then.rfind(said) > then.find(_ASKED) for _, then in later)
-        ]
+        moved = [what for what, said in moves.items() if any(then.rfind(said) > then.find(_ASKED) for _, then in later)]
         return TemplateHabits(
             drops_thinking=thinks and not all(_THOUGHT in later for later in (second, after) if later),
             drops_steps=thinks and bool(step) and _THOUGHT not in step[1],
@@ -184,4 +181,5 @@ def _end_of(prompt: str, said: str) -> int:
 
 
 def _common(prompt: str, later: str) -> int:
-    return len(commonprefix([prompt, later]))
+    pairs = enumerate(zip(prompt, later, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(later)))

@@ -176,7 +176,9 @@ class TemplateTurns:
         prompt = went_on.tokens
         spoken = text.encode(self._written(rendered, sent, answer, at))
         possible, before = max(
-            ((common_length(prompt, tokens), said) for tokens, said in self._said), default=(0, ""), key=lambda it: it[0]
+            ((common_length(prompt, tokens), said) for tokens, said in self._said),
+            default=(0, ""),
+            key=lambda it: it[0],
         )
         possible = min(possible, len(prompt) - 1)
         found.requests += 1

@@ -59,7 +59,9 @@ TEMPLATES: dict[str, tuple[str, TemplateHabits, str]] = {
     ),
     "moves the system's message": (
         TOOLS
-        + messages("{%- if messages.index(message) == ns.last %}{{ messages[0].content }}{% endif -%}" + thinking("true"))
+        + messages(
+            "{%- if messages.index(message) == ns.last %}{{ messages[0].content }}{% endif -%}" + thinking("true")
+        )
         + ASKS,
         TemplateHabits(moves=("system message",)),
         "",
@@ -102,7 +104,9 @@ TEMPLATES: dict[str, tuple[str, TemplateHabits, str]] = {
 
 def write_template(folder: Path, template: str) -> Path:
     """A model folder with a tokenizer of single bytes and the markers of these templates."""
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")

@@ -314,7 +314,11 @@ class RowMemory:
         if tail is not None and tail_id(tail.parent, tail.tokens) not in saved:
             items.append(tail)
         end = sequence.prompt_end
-        if end is not None and (not ended or sequence.request.lasting_saved) and all(item.tokens != end.tokens for item in items):
+        if (
+            end is not None
+            and (not ended or sequence.request.lasting_saved)
+            and all(item.tokens != end.tokens for item in items)
+        ):
             items.append(end)
         return items
 

@@ -42,7 +42,9 @@ async def test_a_conversation_keeps_the_date_of_its_first_turn_for_days(
     endpoint.generator.config = replace(endpoint.generator.config, date_days=kept)
     said: list[str] = ["Hi"]
     for turn, after in enumerate((0, 1, 8, 15)):
-        monkeypatch.setattr(requests, "time", SimpleNamespace(time=lambda after=after: time.time() + after * 86_400 + 60))
+        monkeypatch.setattr(
+            requests, "time", SimpleNamespace(time=lambda after=after: time.time() + after * 86_400 + 60)
+        )
         endpoint.draw("ok")
         await (endpoint.go_on("And now?") if turn == 3 else endpoint.say(*said))
         assert day(shown[turn]) in backend.text.decode(endpoint.prompt)

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+
 from satchel.api.generation.requests import lasting_tokens
 from satchel.api.text.model import TextModel, load_text_model
 from tests.worlds.forgetful_templates import ASKS, SYSTEM, TEMPLATES, messages, write_template
