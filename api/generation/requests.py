@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 
 from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import is_media_token
@@ -115,6 +115,10 @@ class ChatRequest(Request):
     agent_continue: bool = False
     opening: Sequence[Message] = ()
     prefill: str = ""
+
+    def of(self, model: ServedModel) -> Self:
+        """Returns the request with the model's own variables for its template, where it leaves them open."""
+        return replace(self, template_kwargs={**model.template_kwargs, **self.template_kwargs})
 
 
 @dataclass(frozen=True)
@@ -301,14 +305,17 @@ def prepare_chat(
         request.prefill,
         lasting_tokens(text, prompt, rendered, request.template_kwargs) if request.agent else 0,
         # What follows a user's message is dropped after the next one; what is between a turn's steps mostly is not.
-        bool(transcript) and transcript[-1]["role"] == "user" and text.habits.drops_thinking,
+        bool(request.agent)
+        and bool(transcript)
+        and transcript[-1]["role"] == "user"
+        and text.habits(request.template_kwargs).drops_thinking,
     )
 
 
 def lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_kwargs: Mapping[str, Any]) -> int:
     """Returns how many of a rendered prompt's tokens are before what the template adds for the next answer alone; 0 if
     it adds nothing."""
-    end = text.passing_end(template_kwargs)
+    end = text.habits(template_kwargs).passing_end
     if not end or not rendered.endswith(end):
         return 0
     left, count = len(end.encode()), 0

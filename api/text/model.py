@@ -28,7 +28,7 @@ from .recent import RecentTexts
 from .script import Script
 from .spelling import REPLACEMENT, Spelling
 from .template_dates import dated, shows_date
-from .template_habits import TemplateHabits, habits_of, passing_end
+from .template_habits import TemplateHabits, habits_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ _LONG_TOKEN_CHARACTERS = 8
 """Texts with more characters per token than this are rare."""
 _COUNTED_CHARACTERS = 2**16
 
-_PASSING_ENDS_MAX = 64
+_HABITS_MAX = 64
+"""Sets of variables for which a template's habits are remembered."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -207,7 +208,7 @@ class TextModel:
         self.byte_level = self.backend is not None and _is_byte_level(self.backend)
         self._pieces: dict[int, bytes] = {}
         self._bytes = _bytes_by_character()
-        self._passing_ends: dict[str, str] = {}
+        self._habits: dict[str, TemplateHabits] = {}
         # Unicode normalization merges at most a few characters into one.
         self._token_characters_max = 4 * max(map(len, self._tokenizer.get_vocab()), default=1)
         self.infill_marks = infill_marks(self._tokenizer.get_vocab())
@@ -255,7 +256,7 @@ class TextModel:
             raise InvalidRequest(
                 f"chat_template_kwargs: {min(taken)!r} is not for callers to set", param="chat_template_kwargs"
             )
-        if at is not None and (template := dated(self._template(tools))) is not None:
+        if at is not None and (template := dated(self.template(tools))) is not None:
             extra |= {"chat_template": template.text} | template.variables(at)
         try:
             # A template is a program of the model's author: it may raise anything for messages it does not expect.
@@ -266,9 +267,13 @@ class TextModel:
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the model's chat template refused: {reason}", param="messages") from error
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> str:
-        """Returns the template's text; "" if the conversation is rendered by Python code."""
-        if self._wrapper._chat_template is not None or not _renders_templates(self._tokenizer):
+    def template(self, tools: list[dict[str, Any]] | None = None) -> str:
+        """Returns the chat template's text; "" if there is none, or the conversation is rendered by Python code."""
+        if (
+            not self._wrapper.has_chat_template
+            or self._wrapper._chat_template is not None
+            or not _renders_templates(self._tokenizer)
+        ):
             return ""
         try:
             return self._tokenizer.get_chat_template(tools=tools or None)
@@ -276,25 +281,20 @@ class TextModel:
             # It has several, and none for conversations like this one.
             return ""
 
-    @cached_property
-    def habits(self) -> TemplateHabits:
-        """What the chat template forgets of a conversation."""
-        return habits_of(self) if self._wrapper.has_chat_template else TemplateHabits()
-
-    def passing_end(self, template_kwargs: Mapping[str, Any]) -> str:
-        """Returns what `template_habits.passing_end` does, which costs two short renderings at the first call with
+    def habits(self, template_kwargs: Mapping[str, Any] | None = None) -> TemplateHabits:
+        """Returns what the chat template forgets of a conversation, which takes milliseconds at the first call with
         these variables."""
-        key = json.dumps(template_kwargs, sort_keys=True)
-        if (known := self._passing_ends.get(key)) is None:
-            if len(self._passing_ends) >= _PASSING_ENDS_MAX:
-                self._passing_ends.clear()
-            known = self._passing_ends[key] = passing_end(self, template_kwargs)
+        key = json.dumps(template_kwargs or {}, sort_keys=True, default=str)
+        if (known := self._habits.get(key)) is None:
+            if len(self._habits) >= _HABITS_MAX:
+                self._habits.clear()
+            known = self._habits[key] = habits_of(self, template_kwargs or {})
         return known
 
     @cached_property
     def shows_date(self) -> bool:
         """Whether the chat template shows the date."""
-        return self._wrapper.has_chat_template and shows_date(self._template(None))
+        return shows_date(self.template())
 
     def plain(self, tokens: Sequence[int]) -> Sequence[int]:
         """`tokens` with the model's own in the place of words (see `protocol.media_ids`)."""
@@ -502,10 +502,7 @@ def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error
     pictures = _pictures(path, trusted=trusted)
-    model = TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures, script=Script.read(path))
-    for note in model.habits.notes:
-        logger.warning("%s: %s", name, note)
-    return model
+    return TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures, script=Script.read(path))
 
 
 def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:

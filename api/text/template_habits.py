@@ -6,9 +6,10 @@ messages in another way once others follow: without reasoning, with the system's
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,15 @@ _TOOL: dict[str, Any] = {
 # Some templates want an id of nine characters.
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "gongoozle", "arguments": {"what": "canals"}}}
 
+_SWITCHES: dict[str, bool] = {
+    "clear_thinking": False,
+    "drop_thinking": False,
+    "keep_past_thinking": True,
+    "preserve_thinking": True,
+    "truncate_history_thinking": False,
+}
+"""Variables with which published templates keep the reasoning of earlier turns."""
+
 
 @dataclass(frozen=True)
 class TemplateHabits:
@@ -50,6 +60,9 @@ class TemplateHabits:
         rewrites: it changes a user message in another way once the next one follows.
         unstable: it changes what was said from the beginning on with every turn.
         dated: it shows the date.
+        passing_end: the end of a prompt that later prompts do not have there, as `<think>`: what the template adds for
+            the next answer alone.
+        switch: variables of the template, as JSON, with which it drops no thinking; "" if none is known.
     """
 
     drops_thinking: bool = False
@@ -58,6 +71,8 @@ class TemplateHabits:
     rewrites: bool = False
     unstable: bool = False
     dated: bool = False
+    passing_end: str = ""
+    switch: str = ""
 
     @property
     def notes(self) -> list[str]:
@@ -78,43 +93,37 @@ class TemplateHabits:
             notes.append(
                 "the template drops thinking of earlier turns: after each user message the last turn's answer, with "
                 "its calls and their results, is read again"
+                + (f" (not with `template_kwargs: {self.switch}`)" if self.switch else "")
             )
         if self.dated:
             notes.append("the template shows the date: where it changes, the conversation is read again")
         return notes
 
 
-def habits_of(text: TextModel) -> TemplateHabits:
-    """Returns what the model's template forgets, as far as it renders the trial's conversations. Never raises."""
+def habits_of(text: TextModel, template_kwargs: Mapping[str, Any]) -> TemplateHabits:
+    """Returns what the model's template forgets with these variables, as far as it renders the trial's conversations.
+    Never raises."""
     try:
-        return _Trial(text).habits()
+        habits = _Trial(text, template_kwargs).habits()
+        if habits.drops_thinking:
+            for name, value in _SWITCHES.items():
+                if name in text.template() and name not in template_kwargs:
+                    kept = _Trial(text, {**template_kwargs, name: value}).habits()
+                    if not kept.drops_thinking:
+                        return replace(habits, switch=json.dumps({name: value}))
+        return habits
     except Exception:
         # A template is a foreign program, and no reason not to serve the model.
         logger.warning("the chat template of %r could not be tried", text.name, exc_info=True)
         return TemplateHabits()
 
 
-def passing_end(text: TextModel, template_kwargs: Mapping[str, Any]) -> str:
-    """Returns the end of a prompt that later prompts of the conversation do not have there, as `<think>`: what the
-    template adds for the next answer alone. "" if there is none, or the template refuses the trial's messages.
-
-    Args:
-        template_kwargs: variables for the template.
-    """
-    trial = _Trial(text, template_kwargs)
-    prompt, later = trial.asked(), trial.asked_again()
-    if not prompt or not later:
-        return ""
-    shared = _common(prompt, later)
-    return prompt[shared:] if shared >= _end_of(prompt, _ASKED) else ""
-
-
 class _Trial:
     """A short conversation, rendered as its turns come."""
 
-    def __init__(self, text: TextModel, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, text: TextModel, template_kwargs: Mapping[str, Any]) -> None:
         self._text = text
-        self._kwargs = template_kwargs or {}
+        self._kwargs = template_kwargs
         system: Messages = [{"role": "system", "content": _SYSTEM}]
         user = {"role": "user", "content": _ASKED}
         # Some templates know no messages of the system.
@@ -122,14 +131,8 @@ class _Trial:
         self._answer = {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT}
         self._next = {"role": "user", "content": _ASKED_NEXT}
 
-    def asked(self) -> str:
-        return self._render(self._opening)
-
-    def asked_again(self) -> str:
-        return self._render([*self._opening, self._answer, self._next])
-
     def habits(self) -> TemplateHabits:
-        first, second = self.asked(), self.asked_again()
+        first, second = self._render(self._opening), self._render([*self._opening, self._answer, self._next])
         if not first or not second:
             return TemplateHabits(dated=self._text.shows_date)
         last = {"role": "user", "content": _ASKED_LAST}
@@ -145,12 +148,13 @@ class _Trial:
         moves = {"system message": _SYSTEM, "tools": _TOOL["function"]["description"]} if changes else {}
         moved = [what for what, said in moves.items() if any(then.rfind(said) > then.find(_ASKED) for _, then in later)]
         return TemplateHabits(
-            drops_thinking=thinks and not all(_THOUGHT in later for later in (second, after) if later),
+            drops_thinking=thinks and not all(_THOUGHT in then for then in (second, after) if then),
             drops_steps=thinks and bool(step) and _THOUGHT not in step[1],
             moves=tuple(moved),
             rewrites=changes and not moved,
             unstable=unstable,
             dated=self._text.shows_date,
+            passing_end=first[shared:] if (shared := _common(first, second)) >= _end_of(first, _ASKED) else "",
         )
 
     def _with_tools(self) -> tuple[tuple[str, str] | None, str]:

@@ -134,7 +134,7 @@ class Generator:
         task = self._texts.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             trusted = model.trust_remote_code
-            loading = asyncio.to_thread(self._load_text, model.folder, name=model.name, trusted=trusted)
+            loading = asyncio.to_thread(self._load, model, trusted=trusted)
             task = asyncio.create_task(loading)
             self._texts[key] = task
             # Drop those of models that are no longer served.
@@ -143,10 +143,17 @@ class Generator:
         # Shielded: a cancelled request must not end the loading for the others.
         return await asyncio.shield(task)
 
+    def _load(self, model: ServedModel, *, trusted: bool) -> TextModel:
+        """Loads a model's text side, and logs what its template forgets."""
+        text = self._load_text(model.folder, name=model.name, trusted=trusted)
+        for note in text.habits(model.template_kwargs).notes:
+            _log.warning("%s: %s", model.name, note)
+        return text
+
     async def template_notes(self, model: ServedModel) -> list[str]:
         """Returns in sentences what the model's chat template forgets; none if its tokenizer does not load."""
         try:
-            return (await self.text_model(model)).habits.notes
+            return (await self.text_model(model)).habits(model.template_kwargs).notes
         except Exception:
             # A list of models does not fail for one of them; requests for it say what is wrong.
             return []
@@ -185,7 +192,7 @@ class Generator:
         """
         model, text = await self._chosen(request)
         media = await self._media(request) if text.pictures is not None else []
-        return await asyncio.to_thread(count_prompt, text, model, request, media)
+        return await asyncio.to_thread(count_prompt, text, model, request.of(model), media)
 
     async def tokenize(
         self,
@@ -209,7 +216,7 @@ class Generator:
         if isinstance(request, ChatRequest):
             media = await self._media(request) if text.pictures is not None else []
             tokens = await asyncio.to_thread(
-                prompt_tokens, text, model, request, media, reply=reply, special_tokens=special_tokens
+                prompt_tokens, text, model, request.of(model), media, reply=reply, special_tokens=special_tokens
             )
         else:
             tokens = await asyncio.to_thread(text_tokens, text, model, request)
@@ -279,6 +286,7 @@ class Generator:
         if request.agent_continue and self.memory is None:
             raise InvalidRequest("agent_continue: this endpoint keeps no agents' memory", param="agent_continue")
         model, text = await self._chosen(request)
+        request = request.of(model)
         media = await self._media(request) if text.pictures is not None else []
         turn, past = None, None
         if agent and self.memory is not None:

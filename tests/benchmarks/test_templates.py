@@ -27,7 +27,8 @@ def rows_of(tmp_path: Path, name: str, session: RecordedSession) -> dict[str, di
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATES[name][0], encoding="utf-8")
     return {
-        f"{row['template']}, {row['sent back']}": row for row in measure(text_model(template, tmp_path / "m"), [session])
+        f"{row['template']}, {row['sent back']}": row
+        for row in measure(text_model(template, tmp_path / "m"), [session])
     }
 
 

@@ -47,6 +47,11 @@ TEMPLATES: dict[str, tuple[str, TemplateHabits, str]] = {
         TemplateHabits(drops_thinking=True),
         "<think>\n",
     ),
+    "keeps thinking if asked": (
+        SYSTEM + TOOLS + messages(thinking(f"({LATER} or (clear_thinking is defined and not clear_thinking))")) + ASKS,
+        TemplateHabits(drops_thinking=True, switch='{"clear_thinking": false}'),
+        "",
+    ),
     "drops thinking at once": (
         SYSTEM + TOOLS + messages() + OPENS,
         TemplateHabits(drops_thinking=True, drops_steps=True),

@@ -59,7 +59,7 @@ async def test_the_replica_is_told_where_later_prompts_go_on(endpoint: Rememberi
     call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     steps = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = {"role": "tool", "content": "It rains.", "tool_call_id": "call00001"}
-    for agent, said, saved in (("", steps[:1], True), ("ann", steps[:1], True), ("ann", [*steps, result], False)):
+    for agent, said, saved in (("", steps[:1], False), ("ann", steps[:1], True), ("ann", [*steps, result], False)):
         await endpoint.post({"messages": said}, agent)
         sent = backend.requests[-1]
         lasting = sent["prompt"][: sent["lasting_tokens"]]
@@ -77,3 +77,25 @@ async def test_models_are_listed_with_what_their_templates_forget(endpoint: Reme
     assert [note.partition(":")[0] for note in first["notes"]] == ["the template drops thinking of earlier turns"]
     assert other["notes"] == []
     assert (await endpoint.client.get("/v1/models/satchel/tiny")).json() == first
+
+
+@pytest.mark.parametrize("endpoint", ["keeps thinking if asked"], indirect=True)
+async def test_a_model_may_have_variables_of_its_own_for_its_template(endpoint: Remembering, backend):
+    """They are for programs that send none, and a request may say otherwise. The note names the one that helps."""
+    told = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ok", "reasoning_content": "Hm."}]
+    body = {"messages": [*told, {"role": "user", "content": "And now?"}]}
+
+    async def prompt(**more: bool) -> str:
+        await endpoint.post(body | ({"chat_template_kwargs": more} if more else {}))
+        return backend.text.decode(endpoint.prompt)
+
+    assert "Hm." not in await prompt()
+    (note,) = (await endpoint.client.get("/v1/models/satchel/tiny")).json()["notes"]
+    assert note.endswith('(not with `template_kwargs: {"clear_thinking": false}`)')
+    backend.served[0] = replace(backend.served[0], template_kwargs={"clear_thinking": False})
+    assert "Hm." in await prompt()
+    kept = len(endpoint.prompt)
+    assert "Hm." not in await prompt(clear_thinking=True)
+    assert (await endpoint.client.get("/v1/models/satchel/tiny")).json()["notes"] == []
+    counted = await endpoint.client.post("/v1/tokenize", json={"model": "satchel/tiny", **body})
+    assert counted.json()["count"] == kept

@@ -92,7 +92,7 @@ async def test_agents_are_listed_with_their_homes(served: Served) -> None:
 async def test_models_are_listed_with_what_their_templates_forget(served: Served) -> None:
     generator = served.endpoint.generator
     text = await generator.text_model(await generator.served("other"))
-    text.__dict__["habits"] = TemplateHabits(dated=True)
+    text._habits["{}"] = TemplateHabits(dated=True)
     (line,) = [line for line in (await served.says("models")).splitlines() if "template" in line]
     assert line.startswith("other: the template shows the date")
 
