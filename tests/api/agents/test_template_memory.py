@@ -9,11 +9,15 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from satchel.api.generation import requests
 from satchel.api.generation.backend import ServedModel
 from satchel.api.text.model import load_text_model
+from satchel.cluster.config import parse_config
+from tests.worlds.engine_backend import remembering_app
+from tests.worlds.families import write_model
 from tests.worlds.forgetful_templates import TEMPLATES, write_template
 from tests.worlds.remembering import Remembering
 
@@ -99,3 +103,24 @@ async def test_a_model_may_have_variables_of_its_own_for_its_template(endpoint: 
     assert (await endpoint.client.get("/v1/models/satchel/tiny")).json()["notes"] == []
     counted = await endpoint.client.post("/v1/tokenize", json={"model": "satchel/tiny", **body})
     assert counted.json()["count"] == kept
+
+
+async def test_after_thinking_is_dropped_recurrent_layers_go_on_where_the_answer_began(tmp_path: Path):
+    """Through the whole server, with a real engine: only what follows the user's message is read again."""
+    folder = write_model(tmp_path / "hybrid", "qwen3_next")
+    (folder / "chat_template.jinja").write_text(TEMPLATES["drops thinking"][0])
+    config = parse_config({"models": [{"name": "hybrid", "source": str(folder)}]})
+    told = [{"role": "user", "content": " ".join(f"The code of {number} is {number * 7}." for number in range(60))}]
+    found: list[tuple[int, int]] = []
+    async with remembering_app(config, tmp_path / "kv") as app:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
+            for _ in range(3):
+                body = {"messages": told, "max_tokens": 8, "temperature": 0}
+                answer = (await client.post("/v1/chat/completions", json=body, headers={"X-Agent-ID": "ann"})).json()
+                usage = answer["usage"]
+                found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+                told += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "And now?"}]
+    opening = len(load_text_model(folder).encode("assistant\n<think>\n"))
+    assert found[0][1] == 0
+    assert [cached for _, cached in found[1:]] == [prompt - opening for prompt, _ in found[:2]]

@@ -18,10 +18,7 @@ OPENS = [3001, 3002]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-@pytest.mark.parametrize("asked", [700, 768])
-def test_a_turn_without_the_thinking_before_it_computes_what_follows_it(
-    tmp_path: Path, node: Node, family: str, asked: int
-):
+def test_a_turn_without_the_thinking_before_it_computes_what_follows_it(tmp_path: Path, node: Node, family: str):
     """Its prompt leaves the turn before, with two steps, where its first answer began: layers of full attention find
     all before that, those with a window too, and recurrent ones have their state there. After a restart at most a
     block more is computed."""
@@ -33,20 +30,20 @@ def test_a_turn_without_the_thinking_before_it_computes_what_follows_it(
         numerics="reproducible",
     )
     bench, disk = process(loaded, node)
-    told, printed = prompt_of(asked), prompt_of(300, seed=2)
-    thought = bench.run("asked", [*told, *OPENS], agent=AGENT, max_tokens=90, lasting=asked, saved=True).tokens
+    asked = 450
+    told, printed = prompt_of(asked), prompt_of(230, seed=2)
+    thought = bench.run("asked", [*told, *OPENS], agent=AGENT, max_tokens=40, lasting=asked, saved=True).tokens
     stepped = [*told, *OPENS, *thought, *printed]
-    step = bench.run("step", [*stepped, *OPENS], agent=AGENT, max_tokens=90, lasting=len(stepped))
-    assert step.cached == asked + 2 + 90, "the step goes on behind the answer"
+    step = bench.run("step", [*stepped, *OPENS], agent=AGENT, max_tokens=40, lasting=len(stepped))
+    assert step.cached == asked + 2 + 40, "the step goes on behind the answer"
     dropped = [*told, *thought[-20:], *printed, *step.tokens[-20:], *prompt_of(40, seed=3), *OPENS]
-    following = bench.run("next", dropped, agent=AGENT, max_tokens=5, lasting=len(dropped) - 2)
-    assert following.cached == asked
-    other = bench.run("step again", [*stepped[:-50], *OPENS], agent=AGENT, max_tokens=1)
-    assert other.cached is not None and other.cached > asked, "the line with the thinking is still there"
+    # Nobody's, so that it leaves nothing on the disk.
+    assert bench.run("hot", dropped, max_tokens=5).cached == asked
+    again = bench.run("step again", [*stepped[:-30], *OPENS], max_tokens=1)
+    assert again.cached is not None and again.cached >= asked, "the line with the thinking is still there"
     write_down(bench, disk)
     node.restart()
     bench, disk = process(loaded, node)
-    warm = bench.run("warm", [*dropped[:-60], 9, 9], agent=AGENT, max_tokens=1)
-    assert warm.cached is not None and warm.cached >= asked - 255
-    assert warm.cached >= asked or not loaded.spec.recurrent
+    warm = bench.run("warm", dropped, agent=AGENT, max_tokens=1)
+    assert warm.cached == asked if loaded.spec.recurrent else warm.cached in range(asked - 255, asked + 1)
     write_down(bench, disk)
