@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
 
-_FIRST, _OTHER_DAY = datetime(2024, 3, 8, 9, 30), datetime(2025, 11, 25, 17, 45)
+_DAY = datetime(2024, 3, 8, 9, 30)
 
 # Words that no template has.
 _SYSTEM, _ASKED, _THOUGHT, _RESULT, _SAID = "Salmagundi.", "Quixotry?", "Zyzzyva.", "Lagniappe.", "Brouhaha."
@@ -173,9 +173,7 @@ class _Trial:
     ) -> str:
         """Returns the rendered text, "" if the template refuses it."""
         try:
-            return self._text.render(
-                list(messages), tools, self._kwargs, generation_prompt=generation_prompt, at=_FIRST
-            )
+            return self._text.render(list(messages), tools, self._kwargs, generation_prompt=generation_prompt, at=_DAY)
         except InvalidRequest:
             return ""
 

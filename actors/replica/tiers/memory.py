@@ -373,6 +373,8 @@ class RowMemory:
         """Keeps the open tail of the row's caches, which hold `computed` tokens."""
         whole = computed // BLOCK_TOKENS
         start = whole * BLOCK_TOKENS
+        # One of an earlier place would have another parent.
+        sequence.tail = None
         if not self._keeps(sequence) or start == computed:
             return
         (slab,) = self._executor.cut(sequence.id, [(start, computed)])
@@ -434,7 +436,6 @@ class RowMemory:
         if not self._keeps(sequence):
             return
         computed = self._executor.length(sequence.id)
-        sequence.tail = None
         sequence.ids = block_ids(sequence.request.root_id, sequence.tokens)
         self.keep_blocks(sequence, computed)
         self.keep_tail(sequence, computed)
