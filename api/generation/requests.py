@@ -184,10 +184,11 @@ class Past:
 
     def shown_at(self, messages: Sequence[Message], now_s: float) -> datetime:
         """Returns the time whose date the prompt of a conversation shows, in the local time zone."""
-        goes_on = [(history.length, began) for history, began in self.began if history.begins(messages)]
-        if not goes_on or not self.date_s:
+        lines = sorted(self.began, key=lambda line: line[0].length, reverse=True) if self.date_s else []
+        # The longest first: each costs a digest of the messages.
+        began = next((began for history, began in lines if history.begins(messages)), None)
+        if began is None:
             return datetime.fromtimestamp(now_s)
-        began = max(goes_on)[1]
         return datetime.fromtimestamp(began + max(0.0, now_s - began) // self.date_s * self.date_s)
 
 
