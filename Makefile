@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow test-clients test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
-	bench-vision bench-scenarios soak attack
+	bench-vision bench-scenarios bench-templates soak attack
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
@@ -13,6 +13,7 @@ MINUTES ?=
 BODIES ?=
 ONLY ?=
 TRACES ?=
+TEMPLATES ?=
 URL ?= http://127.0.0.1:8000
 UV_VERSION := 0.13.8
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
@@ -88,6 +89,9 @@ bench-vision: .venv/.development ## Measure pictures and videos; BENCH="--parts 
 
 bench-scenarios: .venv/.development ## Run agents' stories on the server at URL=http://127.0.0.1:8000; TRACES=folder adds recordings
 	@$(BIN)/python -m benchmarks.scenarios.run --url "$(URL)" $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
+
+bench-templates: .venv/.development ## Measure what chat templates forget: TEMPLATES=folder of NAME.jinja, TRACES=folder of recordings
+	@$(BIN)/python -m benchmarks.templates.run --templates "$(TEMPLATES)" --traces "$(TRACES)" $(BENCH)
 
 soak: .venv/.development ## Kill a server and fill its disk for MINUTES=60 while agents talk, and compare; BENCH="--disk tenth" options
 	@$(BIN)/python -m benchmarks.soak.run $(if $(MINUTES),--minutes "$(MINUTES)") $(BENCH)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
@@ -111,6 +111,8 @@ class Model:
     between the two."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. Its KV is not shared with the plain model."""
+    template_kwargs: dict[str, JsonValue] = field(default_factory=dict, hash=False)
+    """Variables for its chat template, such as `clear_thinking: false`, where a request does not say otherwise."""
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id must name the
     reviewed commit: `owner/name@` and 40 hexadecimal digits."""
@@ -239,6 +241,9 @@ class Config:
     """Agents' transcripts and manifests on disk; the least recently used agents are evicted first."""
     branches_max: Count = 8
     """Lines of conversation that one agent remembers; the least recently used is evicted."""
+    date_days: Annotated[int, Field(ge=0, le=3650)] = 7
+    """If the model's template shows the date, an agent's conversation keeps the one of its first turn for so many days,
+    then that of the day for as many again. With 0 it shows each day's own. With another date all is read again."""
     disk_bytes_max: Bytes = 20 * 2**30
     """Agents' KV on each node's disk; the least recently used is evicted first."""
     disk_reserve_bytes: Bytes = 2**30

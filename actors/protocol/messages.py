@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 17
+VERSION = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,9 @@ class GenerateRequest:
         pull_from, pull_tokens: the node from which KV of so many of the prompt's first tokens is pulled before prefill,
             as far as it is missing on the replica's node; "" for none.
         remembered_tokens: how many of the prompt's first tokens the agent had in earlier turns; 0 if unknown.
+        lasting_tokens: how many of the prompt's first tokens later prompts of the conversation begin with, whatever the
+            answer is and the template drops of it: up to where the answer begins; 0 if unknown.
+        lasting_saved: whether KV there goes to disk in any case: later prompts leave this one there.
         reusable: if False, no other request can find this one's KV, so none is kept when it ends.
         tenant, flow: tenants take turns, and within a tenant its flows.
         memory_bytes_max: the limit of the tenant's unused KV in the replica's memory, in bytes; None for no limit.
@@ -117,6 +120,8 @@ class GenerateRequest:
     pull_tokens: int = 0
     media: list[MediaSpan] = field(default_factory=list)
     remembered_tokens: int = 0
+    lasting_tokens: int = 0
+    lasting_saved: bool = False
     reusable: bool = True
     model_id: bytes = b""
     tenant: str = ""

@@ -160,6 +160,7 @@ class Intake:
             keys=self._memory.keys(sequence),
             twin=self._memory.twin(sequence),
             known=known,
+            pause=self._memory.pause(request),
         )
         prefixes = self._memory.prefixes
         try:

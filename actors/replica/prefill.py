@@ -157,7 +157,11 @@ class PrefillLoop:
         sequence = self._delivery.rows[chunk.request_id]
         self._keeping.after_chunk(sequence, chunk.stop)
         row = self._scheduler.row(chunk.request_id)
-        if row is not None and row.done == row.prompt:
+        if row is None:
+            return
+        if chunk.stop == row.pause:
+            self._keeping.at_pause(sequence, chunk.stop)
+        if row.done == row.prompt:
             self._keeping.after_prompt(sequence, chunk.stop)
             self._start_decoding(sequence)
 

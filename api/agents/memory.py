@@ -68,6 +68,8 @@ class KnownLine:
     history: History
     media_tokens: Sequence[int] = ()
     """The media token ids of its images; `line` has the model's own ids in their place."""
+    created: float = 0.0
+    """When it was opened, as Unix time."""
 
     @property
     def nbytes(self) -> int:
@@ -283,7 +285,7 @@ class Turn:
         for head in (branch.head for branch in branches):
             line = learned.get(head.branch) or known.get(head.branch)
             if line is not None and line.epoch == head.epoch:
-                self.lines.append(line)
+                self.lines.append(replace(line, created=head.created))
         if all_of_them:
             known = {}
         self._memory.lines.set((self.agent, self._files_id), known | {line.branch: line for line in self.lines})

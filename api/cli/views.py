@@ -213,7 +213,11 @@ def show_models(home: Home, *, as_json: bool) -> None:
     shown = table("model", "context", "memory")
     for model in found.get("data", []):
         shown.add_row(model.get("id", ""), f"{model.get('max_model_len', 0):,} tokens", model.get("memory", ""))
-    Console().print(shown)
+    console = Console(markup=False, highlight=False)
+    console.print(shown)
+    for model in found.get("data", []):
+        for note in model.get("notes", []):
+            console.print(f"{model.get('id', '')}: {note}")
 
 
 def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:

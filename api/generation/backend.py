@@ -19,7 +19,7 @@ class ServedModel:
     `memory` tells a reader which layers keep what, and how; `pictures` says whether it takes pictures and videos.
 
     `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
-    that compute differently have others.
+    that compute differently have others. `template_kwargs` are variables for its template that requests leave open.
     """
 
     name: str
@@ -32,6 +32,7 @@ class ServedModel:
     memory: str = ""
     trust_remote_code: bool = False
     pictures: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from datetime import datetime
+from typing import Any, Self
 
 from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import is_media_token
@@ -20,11 +22,14 @@ from ..text.spelling import common_length
 from .backend import ServedModel
 from .callers import OWNING, Caller
 from .conversation import with_arguments, with_shown, with_system_first
-from .history import Message
+from .history import History, Message
 from .options import Options
 
 _COUNTED_CONTEXTS = 4
 """A prompt of so many contexts is counted roughly: encoding megabytes takes seconds."""
+
+_ROLE_TOKENS = 16
+"""So many tokens may be between the last special token and an answer: the name of its role, a line break."""
 
 _AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
 
@@ -111,6 +116,10 @@ class ChatRequest(Request):
     opening: Sequence[Message] = ()
     prefill: str = ""
 
+    def of(self, model: ServedModel) -> Self:
+        """Returns the request with the model's own variables for its template, where it leaves them open."""
+        return replace(self, template_kwargs={**model.template_kwargs, **self.template_kwargs})
+
 
 @dataclass(frozen=True)
 class CompletionRequest(Request):
@@ -133,7 +142,8 @@ class Chat:
     `prompt` has media token ids in place of pictures; `media` are their spans, and `shown` their sources. `thinking`
     says that the prompt ends inside a block of reasoning, `may_think` that the answer may begin with one. `text` is the
     text of `prompt`, `messages` the whole conversation as a transcript, and `continuation` how the prompt continues the
-    agent's memory, None if there is nothing to continue. The prompt ends with the `prefill`.
+    agent's memory, None if there is nothing to continue. The prompt ends with the `prefill`. `lasting_tokens` and
+    `lasting_saved` are as in `GenerateRequest`.
     """
 
     prompt: list[int]
@@ -146,6 +156,8 @@ class Chat:
     shown: list[Medium] = field(default_factory=list)
     may_think: bool = False
     prefill: str = ""
+    lasting_tokens: int = 0
+    lasting_saved: bool = False
 
     @property
     def thought(self) -> Thought:
@@ -161,11 +173,23 @@ class Chat:
 @dataclass(frozen=True)
 class Past:
     """An agent's memory: the transcript that a request is appended to, the lines that its prompt may continue, and for
-    each line the media token ids in it."""
+    each line the media token ids in it. `began` has the lines' transcripts and when they were opened, as Unix time; the
+    date that a template shows stays the same for `date_s` seconds of a conversation, if that is not 0."""
 
     messages: Sequence[Message] = ()
     lines: Sequence[StoredBranch] = ()
     media_tokens: Sequence[Sequence[int]] = ()
+    began: Sequence[tuple[History, float]] = ()
+    date_s: float = 0.0
+
+    def shown_at(self, messages: Sequence[Message], now_s: float) -> datetime:
+        """Returns the time whose date the prompt of a conversation shows, in the local time zone."""
+        lines = sorted(self.began, key=lambda line: line[0].length, reverse=True) if self.date_s else []
+        # The longest first: each costs a digest of the messages.
+        began = next((began for history, began in lines if history.begins(messages)), None)
+        if began is None:
+            return datetime.fromtimestamp(now_s)
+        return datetime.fromtimestamp(began + max(0.0, now_s - began) // self.date_s * self.date_s)
 
 
 def agent_key(agent: str, tenant: str = OWNER) -> str:
@@ -280,7 +304,29 @@ def prepare_chat(
         # What is begun is no reasoning.
         not request.prefill and text.may_think(rendered),
         request.prefill,
+        lasting_tokens(text, prompt, rendered, request.template_kwargs) if request.agent else 0,
+        # What follows a user's message is dropped after the next one; what is between a turn's steps mostly is not.
+        bool(request.agent)
+        and bool(transcript)
+        and transcript[-1]["role"] == "user"
+        and text.habits(request.template_kwargs).drops_thinking,
     )
+
+
+def lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_kwargs: Mapping[str, Any]) -> int:
+    """Returns how many of a rendered prompt's tokens are before what the template adds for the next answer alone; 0 if
+    it adds nothing."""
+    end = text.habits(template_kwargs).passing_end
+    if not end or not rendered.endswith(end):
+        return 0
+    left, count = len(end.encode()), 0
+    while left > 0 and count < len(prompt):
+        count += 1
+        left -= len(text.token_bytes(prompt[-count]))
+    lasting = len(prompt) - count
+    # Before another text the last line break may be a part of another token: behind a special token nothing changes.
+    near = range(lasting, max(0, lasting - _ROLE_TOKENS), -1)
+    return next((at for at in near if prompt[at - 1] in text.hidden_tokens), lasting)
 
 
 def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, media: Sequence[Medium] = ()) -> int:
@@ -360,20 +406,21 @@ def _render(
     if tools and not text.has_tool_calls:
         raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
     said = with_arguments(messages)
+    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
+    at = past.shown_at(with_references(messages, shown), time.time()) if past.began and text.shows_date else None
     try:
-        rendered = text.render(said, tools, request.template_kwargs)
+        rendered = text.render(said, tools, request.template_kwargs, at=at)
     except InvalidRequest:
         said, given = with_system_first(said), said
         if said == given:
             raise
-        rendered = text.render(said, tools, request.template_kwargs)
+        rendered = text.render(said, tools, request.template_kwargs, at=at)
     if not reply:
-        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False)
+        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False, at=at)
         # Some templates end a conversation in a way that no answer could follow.
         rendered = closed if closed and rendered.startswith(closed) else rendered
     elif request.prefill:
         rendered = text.prefilled(rendered, request.prefill)
-    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
     placed = None if pictures is None else place(pictures, rendered, shown)
     return _Conversation(rendered if placed is None else placed.text, messages, tools, shown, placed)
 

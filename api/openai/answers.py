@@ -286,9 +286,10 @@ def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[S
     return "null" if tokens is None else json.dumps(body(tokens))
 
 
-def model_body(model: ServedModel) -> dict[str, Any]:
+def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     """Returns an entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it, and
-    `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep."""
+    `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep, and
+    `notes` say what its chat template forgets."""
     seen = ["image", "video"] if model.pictures else []
     return {
         "id": model.name,
@@ -299,6 +300,7 @@ def model_body(model: ServedModel) -> dict[str, Any]:
         "context_length": model.context_tokens,
         "architecture": {"input_modalities": ["text", *seen], "output_modalities": ["text"]},
         "memory": model.memory,
+        "notes": list(notes),
     }
 
 

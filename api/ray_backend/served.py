@@ -126,7 +126,7 @@ class ServedModels:
             for answer in asyncio.as_completed(asked):
                 info = await answer
                 if info is not None:
-                    self._known[entry] = _served(info)
+                    self._known[entry] = _served(info, entry)
                     return
         finally:
             for task in asked:
@@ -135,7 +135,7 @@ class ServedModels:
                 asking.again_at = time.monotonic() + ASK_AGAIN_S
 
 
-def _served(info: ModelInfo) -> ServedModel:
+def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
     return ServedModel(
         name=info.name,
         model_id=info.model_id,
@@ -147,4 +147,5 @@ def _served(info: ModelInfo) -> ServedModel:
         files_id=info.files_id,
         trust_remote_code=info.trust_remote_code,
         pictures=info.pictures,
+        template_kwargs=entry.model.template_kwargs,
     )

@@ -13,6 +13,7 @@ import logging
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from ...cluster.errors import InvalidRequest, ModelLoadError
 from .recent import RecentTexts
 from .script import Script
 from .spelling import REPLACEMENT, Spelling
+from .template_dates import dated, shows_date
+from .template_habits import TemplateHabits, habits_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,9 @@ _CONTEXT_TOKENS = 6
 _LONG_TOKEN_CHARACTERS = 8
 """Texts with more characters per token than this are rare."""
 _COUNTED_CHARACTERS = 2**16
+
+_HABITS_MAX = 64
+"""Sets of variables for which a template's habits are remembered."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -202,6 +208,7 @@ class TextModel:
         self.byte_level = self.backend is not None and _is_byte_level(self.backend)
         self._pieces: dict[int, bytes] = {}
         self._bytes = _bytes_by_character()
+        self._habits: dict[str, TemplateHabits] = {}
         # Unicode normalization merges at most a few characters into one.
         self._token_characters_max = 4 * max(map(len, self._tokenizer.get_vocab()), default=1)
         self.infill_marks = infill_marks(self._tokenizer.get_vocab())
@@ -229,12 +236,14 @@ class TextModel:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         generation_prompt: bool = True,
+        at: datetime | None = None,
     ) -> str:
         """Returns the prompt text of a conversation.
 
         Args:
             template_kwargs: variables for the template, such as `enable_thinking`.
             generation_prompt: whether the text ends with the beginning of the assistant's message.
+            at: the time whose date the template shows, as far as that can be chosen; None for now.
 
         Raises:
             InvalidRequest: the model has no chat template, its template refuses these messages, or a variable has a
@@ -247,6 +256,8 @@ class TextModel:
             raise InvalidRequest(
                 f"chat_template_kwargs: {min(taken)!r} is not for callers to set", param="chat_template_kwargs"
             )
+        if at is not None and (template := dated(self.template(tools))) is not None:
+            extra |= {"chat_template": template.text} | template.variables(at)
         try:
             # A template is a program of the model's author: it may raise anything for messages it does not expect.
             return self._wrapper.apply_chat_template(
@@ -255,6 +266,35 @@ class TextModel:
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the model's chat template refused: {reason}", param="messages") from error
+
+    def template(self, tools: list[dict[str, Any]] | None = None) -> str:
+        """Returns the chat template's text; "" if there is none, or the conversation is rendered by Python code."""
+        if (
+            not self._wrapper.has_chat_template
+            or self._wrapper._chat_template is not None
+            or not _renders_templates(self._tokenizer)
+        ):
+            return ""
+        try:
+            return self._tokenizer.get_chat_template(tools=tools or None)
+        except ValueError:
+            # It has several, and none for conversations like this one.
+            return ""
+
+    def habits(self, template_kwargs: Mapping[str, Any] | None = None) -> TemplateHabits:
+        """Returns what the chat template forgets of a conversation, which takes milliseconds at the first call with
+        these variables."""
+        key = json.dumps(template_kwargs or {}, sort_keys=True, default=str)
+        if (known := self._habits.get(key)) is None:
+            if len(self._habits) >= _HABITS_MAX:
+                self._habits.clear()
+            known = self._habits[key] = habits_of(self, template_kwargs or {})
+        return known
+
+    @cached_property
+    def shows_date(self) -> bool:
+        """Whether the chat template shows the date."""
+        return shows_date(self.template())
 
     def plain(self, tokens: Sequence[int]) -> Sequence[int]:
         """`tokens` with the model's own in the place of words (see `protocol.media_ids`)."""
@@ -425,6 +465,12 @@ def _rust_tokenizer(tokenizer: Any) -> Any | None:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _renders_templates(tokenizer: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
 
 def _is_byte_level(backend: Any) -> bool:

@@ -134,7 +134,7 @@ class Generator:
         task = self._texts.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             trusted = model.trust_remote_code
-            loading = asyncio.to_thread(self._load_text, model.folder, name=model.name, trusted=trusted)
+            loading = asyncio.to_thread(self._load, model, trusted=trusted)
             task = asyncio.create_task(loading)
             self._texts[key] = task
             # Drop those of models that are no longer served.
@@ -142,6 +142,21 @@ class Generator:
             self._texts = {known: text for known, text in self._texts.items() if known in served}
         # Shielded: a cancelled request must not end the loading for the others.
         return await asyncio.shield(task)
+
+    def _load(self, model: ServedModel, *, trusted: bool) -> TextModel:
+        """Loads a model's text side, and logs what its template forgets."""
+        text = self._load_text(model.folder, name=model.name, trusted=trusted)
+        for note in text.habits(model.template_kwargs).notes:
+            _log.warning("%s: %s", model.name, note)
+        return text
+
+    async def template_notes(self, model: ServedModel) -> list[str]:
+        """Returns in sentences what the model's chat template forgets; none if its tokenizer does not load."""
+        try:
+            return (await self.text_model(model)).habits(model.template_kwargs).notes
+        except Exception:
+            # A list of models does not fail for one of them; requests for it say what is wrong.
+            return []
 
     async def start_chat(self, request: ChatRequest) -> TextStream:
         """Starts a conversation with one choice; see `start_chats`."""
@@ -177,7 +192,7 @@ class Generator:
         """
         model, text = await self._chosen(request)
         media = await self._media(request) if text.pictures is not None else []
-        return await asyncio.to_thread(count_prompt, text, model, request, media)
+        return await asyncio.to_thread(count_prompt, text, model, request.of(model), media)
 
     async def tokenize(
         self,
@@ -201,7 +216,7 @@ class Generator:
         if isinstance(request, ChatRequest):
             media = await self._media(request) if text.pictures is not None else []
             tokens = await asyncio.to_thread(
-                prompt_tokens, text, model, request, media, reply=reply, special_tokens=special_tokens
+                prompt_tokens, text, model, request.of(model), media, reply=reply, special_tokens=special_tokens
             )
         else:
             tokens = await asyncio.to_thread(text_tokens, text, model, request)
@@ -271,6 +286,7 @@ class Generator:
         if request.agent_continue and self.memory is None:
             raise InvalidRequest("agent_continue: this endpoint keeps no agents' memory", param="agent_continue")
         model, text = await self._chosen(request)
+        request = request.of(model)
         media = await self._media(request) if text.pictures is not None else []
         turn, past = None, None
         if agent and self.memory is not None:
@@ -287,7 +303,11 @@ class Generator:
             turns.append(turn)
             await turn.open()
             past = Past(
-                turn.messages, [known.line for known in turn.lines], [known.media_tokens for known in turn.lines]
+                turn.messages,
+                [known.line for known in turn.lines],
+                [known.media_tokens for known in turn.lines],
+                [(known.history, known.created) for known in turn.lines],
+                self.config.date_days * 86_400.0,
             )
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
         if turn is not None and self.memory is not None:
@@ -463,6 +483,8 @@ class Generator:
             choices=request.choices,
             media=[] if job.chat is None else job.chat.media,
             remembered_tokens=0 if job.chat is None else job.chat.remembered_tokens,
+            lasting_tokens=0 if job.chat is None else job.chat.lasting_tokens,
+            lasting_saved=job.chat is not None and job.chat.lasting_saved,
             tenant=request.caller.tenant,
             flow=job.agent or f"{request.caller.tenant}/ {request.caller.host}",
             memory_bytes_max=request.caller.limits.memory_bytes_max,

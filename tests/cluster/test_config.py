@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,8 @@ def test_one_model_is_checked_as_in_a_file() -> None:
     assert model == Model(name="a", source="b", replicas=2)
     with pytest.raises(ConfigError) as caught:
         parse_model(name="two words", source="b", replicas=0)
+    variables = parse_model(name="a", source="b", template_kwargs={"clear_thinking": False, "tools": [1]})
+    assert parse_model(**json.loads(json.dumps(asdict(variables)))) == variables and hash(variables)
     assert "model: name: " in caught.value.message and "replicas: " in caught.value.message
 
 

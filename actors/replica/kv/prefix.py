@@ -273,23 +273,22 @@ class PrefixCache(Generic[Value]):
         """Returns the blocks to reuse, the id of the last one (or the root), the tail after it and how many of its
         tokens; () and 0 without a tail."""
         parts: list[tuple[PrefixKV[Value], int]] = []
-        parent = root
         for index, block in enumerate(block_ids):
             stop = (index + 1) * BLOCK_TOKENS
             entry = self._entries.get((block, None))
             if entry is None or stop > tokens_max or entry.tokens != prompt[stop - BLOCK_TOKENS : stop]:
                 break
             parts.append((entry.kept, BLOCK_TOKENS))
-            parent = block
-        whole = len(parts)
-        start = whole * BLOCK_TOKENS
-        for key, used in self._candidates(parent, prompt[start : min(tokens_max, start + BLOCK_TOKENS)]):
-            entry = self._entries[(parent, key)]
-            if covers(self._rule, [*parts, (entry.kept, len(key))], whole + 1, used):
-                return [kept.value for kept, _ in parts], parent, key, used
-        while whole and not covers(self._rule, parts, whole, BLOCK_TOKENS):
-            whole -= 1
-        return [kept.value for kept, _ in parts[:whole]], parent, (), 0
+        # If window or recurrent layers lack something at the end of the last block, they may have it before.
+        for whole in range(len(parts), -1, -1):
+            parent, start = block_ids[whole - 1] if whole else root, whole * BLOCK_TOKENS
+            for key, used in self._candidates(parent, prompt[start : min(tokens_max, start + BLOCK_TOKENS)]):
+                entry = self._entries[(parent, key)]
+                if covers(self._rule, [*parts[:whole], (entry.kept, len(key))], whole + 1, used):
+                    return [kept.value for kept, _ in parts[:whole]], parent, key, used
+            if whole and covers(self._rule, parts, whole, BLOCK_TOKENS):
+                return [kept.value for kept, _ in parts[:whole]], parent, (), 0
+        return [], root, (), 0
 
     def put_blocks(
         self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], PrefixKV[Value]]], tenant: str = ""

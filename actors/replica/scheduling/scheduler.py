@@ -104,6 +104,7 @@ class ScheduledRow:
         keys: ids of the prompt's whole blocks; empty if blocks cannot be reused.
         twin: equal for rows with equal whole prompts; empty if whole prompts cannot be reused.
         known: how many prompt tokens could be reused when the row arrived.
+        pause: a number of tokens at which a chunk ends, as if a border were there; 0 for none.
         restoring: it has a place and waits for KV that is read back.
         suspect: it was in a batch that failed.
         passed: a shorter row took the last prefill turn from this one.
@@ -124,6 +125,7 @@ class ScheduledRow:
     keys: tuple[bytes, ...] = ()
     twin: bytes = b""
     known: int = 0
+    pause: int = 0
     restoring: bool = False
     passed: bool = False
 
@@ -403,7 +405,7 @@ class Scheduler:
     def _chunk(self, row: ScheduledRow, budget: int, step_budget: int) -> PrefillChunk | None:
         size = self.limits.prefill_chunk_tokens
         border = (row.done // size + 1) * size
-        stop = min(row.prompt, border)
+        stop = min(row.prompt, border, row.pause if row.done < row.pause else border)
         if stop - row.done > budget:
             stop = stop_inside(row.done, budget, step_budget)
         return PrefillChunk(row.request_id, row.done, stop) if stop > row.done else None

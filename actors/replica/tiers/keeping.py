@@ -72,11 +72,15 @@ class Keeping:
             self._try(self._memory.keep_blocks, sequence, computed)
             self._try(self._write_blocks, sequence)
 
+    def at_pause(self, sequence: Sequence, computed: int) -> None:
+        """Keeps the state where later prompts leave this one, as `RowMemory.pause` says."""
+        self._try(self._memory.keep_prompt_end, sequence, computed)
+
     def after_prompt(self, sequence: Sequence, computed: int) -> None:
         """Keeps the prompt's end once its last chunk is computed: for other choices, or for the agent's next turn."""
         if sequence.request.choices > 1:
             self._try(self._memory.keep_tail, sequence, computed)
-        elif sequence.request.agent and sequence.request.reusable:
+        elif sequence.request.agent and sequence.request.reusable and sequence.prompt_end is None:
             self._try(self._memory.keep_prompt_end, sequence, computed)
 
     def before_step(self, decoding: Iterable[Sequence]) -> None:

@@ -35,7 +35,7 @@ class Sequence:
         cached: how many tokens the first admission reused; None before it.
         tail: the open tail that was kept last.
         prompt_tail: the prompt's open tail, if the answer filled its block.
-        prompt_end: the prompt's open tail with a snapshot of recurrent layers.
+        prompt_end: the prompt's open tail with a snapshot of recurrent layers, up to where later prompts leave it.
         snapshots: blocks with a snapshot that are not on their way to disk yet; a state cannot be cut again.
         grammar: what the answer follows; None for nothing.
     """
@@ -299,7 +299,8 @@ class RowMemory:
 
         Args:
             ended: False for an aborted row. Its client has seen less of the answer than was generated, so the next turn
-                cannot use the snapshot at the answer's end, but the one at the prompt's end.
+                cannot use the snapshot at the answer's end, but the one at the prompt's end. So it is written then, and
+                for a request that says so (`lasting_saved`).
         """
         items = self.unsaved_blocks(sequence, saved)
         if self._written(sequence) < self._whole(sequence):
@@ -313,7 +314,11 @@ class RowMemory:
         if tail is not None and tail_id(tail.parent, tail.tokens) not in saved:
             items.append(tail)
         end = sequence.prompt_end
-        if end is not None and not ended and all(item.tokens != end.tokens for item in items):
+        if (
+            end is not None
+            and (not ended or sequence.request.lasting_saved)
+            and all(item.tokens != end.tokens for item in items)
+        ):
             items.append(end)
         return items
 
@@ -368,6 +373,8 @@ class RowMemory:
         """Keeps the open tail of the row's caches, which hold `computed` tokens."""
         whole = computed // BLOCK_TOKENS
         start = whole * BLOCK_TOKENS
+        # One of an earlier place would have another parent.
+        sequence.tail = None
         if not self._keeps(sequence) or start == computed:
             return
         (slab,) = self._executor.cut(sequence.id, [(start, computed)])
@@ -375,9 +382,16 @@ class RowMemory:
         sequence.tail = (tokens, kept_of(slab))
         self.prefixes.put_tail(sequence.request.root_id, chain, *sequence.tail, sequence.request.tenant)
 
+    def pause(self, request: GenerateRequest) -> int:
+        """Returns after how many tokens of the prompt prefill has to stop for `keep_prompt_end`, because a later prompt
+        lacks the rest; 0 for the prompt's end."""
+        if not self._spec.recurrent or not request.agent or not request.reusable:
+            return 0
+        return request.lasting_tokens if request.lasting_tokens < len(request.prompt) - 1 else 0
+
     def keep_prompt_end(self, sequence: Sequence, computed: int) -> None:
         """Keeps the prompt's tail with a snapshot, for a next turn without the whole answer: the state of recurrent
-        layers cannot be cut back. The row's caches must hold exactly the prompt, `computed` tokens."""
+        layers cannot be cut back. The row's caches must hold exactly so much of it, `computed` tokens."""
         if not self._spec.recurrent:
             return
         self.keep_tail(sequence, computed)
@@ -422,7 +436,6 @@ class RowMemory:
         if not self._keeps(sequence):
             return
         computed = self._executor.length(sequence.id)
-        sequence.tail = None
         sequence.ids = block_ids(sequence.request.root_id, sequence.tokens)
         self.keep_blocks(sequence, computed)
         self.keep_tail(sequence, computed)

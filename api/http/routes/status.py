@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from ....cluster.errors import SatchelError
-from ...generation.backend import Backend, NodeState
+from ...generation.backend import Backend, NodeState, ServedModel
 from ...generation.callers import Caller
 from ...openai.answers import model_body
 from ..answering import Answering, probe
@@ -38,11 +38,14 @@ class StatusRoutes:
     async def list_models(self, request: Request) -> Response:
         """Lists every loaded model that the caller may use, the default first."""
         models = await self._answering.models(request)
-        return JSONResponse({"object": "list", "data": [model_body(model) for model in models]})
+        return JSONResponse({"object": "list", "data": await asyncio.gather(*map(self._described, models))})
 
     async def get_model(self, request: Request, model_id: str) -> Response:
         """Shows one model: the one that would answer a request for that name."""
-        return JSONResponse(model_body(await self._answering.served(request, model_id)))
+        return JSONResponse(await self._described(await self._answering.served(request, model_id)))
+
+    async def _described(self, model: ServedModel) -> dict[str, Any]:
+        return model_body(model, await self._answering.generator.template_notes(model))
 
     async def health(self, request: Request) -> Response:
         """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is

@@ -18,6 +18,7 @@ from satchel.api.cli.views import size
 from satchel.api.generation.backend import NodeState, ReplicaStats
 from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
+from satchel.api.text.template_habits import TemplateHabits
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord
@@ -86,6 +87,14 @@ async def test_agents_are_listed_with_their_homes(served: Served) -> None:
     assert "ann" in text and "bob" not in text and "--after ann" in text
     (found,) = json.loads(await served.says("agents", "list", "--after", "ann", "--json"))
     assert (found["id"], found["home"], found["copies"]) == ("bob", "mac0", ["mac1"])
+
+
+async def test_models_are_listed_with_what_their_templates_forget(served: Served) -> None:
+    generator = served.endpoint.generator
+    text = await generator.text_model(await generator.served("other"))
+    text._habits["{}"] = TemplateHabits(dated=True)
+    (line,) = [line for line in (await served.says("models")).splitlines() if "template" in line]
+    assert line.startswith("other: the template shows the date")
 
 
 async def test_an_agent_is_shown_with_its_home(served: Served) -> None:

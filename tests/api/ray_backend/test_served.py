@@ -18,7 +18,8 @@ from satchel.cluster.errors import NoReplica
 from satchel.cluster.timing import Timing
 from tests.worlds.direct import model_info
 
-A, B = Model(name="a", source="s"), Model(name="b", source="s", replicas=2)
+A = Model(name="a", source="s", template_kwargs={"clear_thinking": False})
+B = Model(name="b", source="s", replicas=2)
 
 
 def entry(order: int, model: Model) -> ServedEntry:
@@ -72,6 +73,7 @@ async def test_the_first_request_waits_for_a_model_that_answers(world: World):
     world.load("a-0", "a")
     world.load("b-1", "b")
     assert await world.names() == ["a", "b"], "one replica of b is enough"
+    assert [model.template_kwargs for model in await world.models.models()] == [{"clear_thinking": False}, {}]
     asked = len(world.asked)
     assert await world.names() == ["a", "b"]
     assert (len(world.asked), world.reads) == (asked, 1), "what is known is not asked again"

@@ -253,7 +253,7 @@ def common(left: list[int], right: list[int]) -> list[int]:
 )
 def test_windows_and_states_are_there_wherever_a_prefix_is_found(rule: ReuseRule, seed: int):
     """What is found ends where some kept row had all that window and recurrent layers need; a row that goes on where it
-    ended finds all of itself."""
+    ended finds all of itself. A state is found even where the blocks of another row go further."""
     rng = random.Random(seed)
     cache: PrefixCache[str] = PrefixCache(1_000_000, rule)
     kept: list[list[int]] = []
@@ -265,6 +265,8 @@ def test_windows_and_states_are_there_wherever_a_prefix_is_found(rule: ReuseRule
         assert estimated == found
         if found:
             assert served(rule, kept, tokens, found), f"seed {seed}: {found} tokens found that no kept rows can give"
+        if rule == ReuseRule(0, True):
+            assert found == max((len(row) for row in kept if tokens[: len(row)] == row), default=0), "the longest row"
         keep(cache, tokens, rule.window)
         kept.append(tokens)
         cache.check()

@@ -123,9 +123,9 @@ async def test_an_effort_is_told_as_templates_know_it(api, monkeypatch, effort, 
     render = "satchel.api.text.model.TextModel.render"
     monkeypatch.setattr(render, lambda self, messages, tools, kwargs, **how: told.append(kwargs) or "x")
     await api.chat(reasoning_effort=effort)
-    assert (told[0]["reasoning_effort"], told[0].get("enable_thinking")) == said
+    assert (told[-1]["reasoning_effort"], told[-1].get("enable_thinking")) == said
     await api.chat(reasoning_effort=effort, chat_template_kwargs={"enable_thinking": True, "reasoning_effort": "x"})
-    assert told[1] == {"reasoning_effort": "x", "enable_thinking": True}
+    assert told[-1] == {"reasoning_effort": "x", "enable_thinking": True}
 
 
 async def test_the_last_message_is_continued(api, backend):

@@ -1,0 +1,187 @@
+"""What a chat template forgets of a conversation, found by rendering a short one: milliseconds, at a model's load.
+
+An agent's KV is found again as far as its next prompt begins as the last one did. A template may render the same
+messages in another way once others follow: without reasoning, with the system's message elsewhere, with a new date.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from ...cluster.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from .model import TextModel
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+
+_DAY = datetime(2024, 3, 8, 9, 30)
+
+# Words that no template has.
+_SYSTEM, _ASKED, _THOUGHT, _RESULT, _SAID = "Salmagundi.", "Quixotry?", "Zyzzyva.", "Lagniappe.", "Brouhaha."
+_ASKED_NEXT, _ASKED_LAST = "Vellichor?", "Sonder?"
+
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "gongoozle",
+        "description": "Pettifogs.",
+        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}},
+    },
+}
+# Some templates want an id of nine characters.
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "gongoozle", "arguments": {"what": "canals"}}}
+
+_SWITCHES: dict[str, bool] = {
+    "clear_thinking": False,
+    "drop_thinking": False,
+    "keep_past_thinking": True,
+    "preserve_thinking": True,
+    "truncate_history_thinking": False,
+}
+"""Variables with which published templates keep the reasoning of earlier turns."""
+
+
+@dataclass(frozen=True)
+class TemplateHabits:
+    """What a template forgets.
+
+    Attributes:
+        drops_thinking: reasoning of the turns before the last user message.
+        drops_steps: reasoning even of the steps of one turn, between its calls of tools.
+        moves: what it shows only before the last user message: `system message`, `tools`.
+        rewrites: it changes a user message in another way once the next one follows.
+        unstable: it changes what was said from the beginning on with every turn.
+        dated: it shows the date.
+        passing_end: the end of a prompt that later prompts do not have there, as `<think>`: what the template adds for
+            the next answer alone.
+        switch: variables of the template, as JSON, with which it drops no thinking; "" if none is known.
+    """
+
+    drops_thinking: bool = False
+    drops_steps: bool = False
+    moves: tuple[str, ...] = ()
+    rewrites: bool = False
+    unstable: bool = False
+    dated: bool = False
+    passing_end: str = ""
+    switch: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about what is read again and why; none for a template that forgets nothing."""
+        notes: list[str] = []
+        if self.unstable:
+            notes.append("the template changes what was said before: each turn reads the conversation again")
+        elif self.moves:
+            what = " and ".join(self.moves)
+            notes.append(
+                f"the template moves the {what} to the last user message: after each one the turn before is read again"
+            )
+        elif self.rewrites:
+            notes.append("the template changes a user message once another follows: then its turn is read again")
+        if self.drops_steps:
+            notes.append("the template drops thinking at once: after each step its answer is read again")
+        elif self.drops_thinking:
+            notes.append(
+                "the template drops thinking of earlier turns: after each user message the last turn's answer, with "
+                "its calls and their results, is read again"
+                + (f" (not with `template_kwargs: {self.switch}`)" if self.switch else "")
+            )
+        if self.dated:
+            notes.append("the template shows the date: where it changes, the conversation is read again")
+        return notes
+
+
+def habits_of(text: TextModel, template_kwargs: Mapping[str, Any]) -> TemplateHabits:
+    """Returns what the model's template forgets with these variables, as far as it renders the trial's conversations.
+    Never raises."""
+    try:
+        habits = _Trial(text, template_kwargs).habits()
+        if habits.drops_thinking:
+            for name, value in _SWITCHES.items():
+                if name in text.template() and name not in template_kwargs:
+                    kept = _Trial(text, {**template_kwargs, name: value}).habits()
+                    if not kept.drops_thinking:
+                        return replace(habits, switch=json.dumps({name: value}))
+        return habits
+    except Exception:
+        # A template is a foreign program, and no reason not to serve the model.
+        logger.warning("the chat template of %r could not be tried", text.name, exc_info=True)
+        return TemplateHabits()
+
+
+class _Trial:
+    """A short conversation, rendered as its turns come."""
+
+    def __init__(self, text: TextModel, template_kwargs: Mapping[str, Any]) -> None:
+        self._text = text
+        self._kwargs = template_kwargs
+        system: Messages = [{"role": "system", "content": _SYSTEM}]
+        user = {"role": "user", "content": _ASKED}
+        # Some templates know no messages of the system.
+        self._opening = [*system, user] if self._render([*system, user]) else [user]
+        self._answer = {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT}
+        self._next = {"role": "user", "content": _ASKED_NEXT}
+
+    def habits(self) -> TemplateHabits:
+        first, second = self._render(self._opening), self._render([*self._opening, self._answer, self._next])
+        if not first or not second:
+            return TemplateHabits(dated=self._text.shows_date)
+        last = {"role": "user", "content": _ASKED_LAST}
+        third = self._render([*self._opening, self._answer, self._next, self._answer, last])
+        answered = self._render([*self._opening, self._answer], generation_prompt=False)
+        thinks = self._text.has_thinking or _THOUGHT in answered or _THOUGHT in second
+        # The first turn again before the second one: not even what lies behind a turn stays.
+        unstable = bool(third) and _common(second, third) < _end_of(second, _ASKED)
+        step, after = self._with_tools()
+        thinks = thinks or (bool(step) and _THOUGHT in step[1])
+        later = [(first, second), *([(step[0], after)] if step and after else [])]
+        changes = not unstable and any(_common(prompt, then) < _end_of(prompt, _ASKED) for prompt, then in later)
+        moves = {"system message": _SYSTEM, "tools": _TOOL["function"]["description"]} if changes else {}
+        moved = [what for what, said in moves.items() if any(then.rfind(said) > then.find(_ASKED) for _, then in later)]
+        return TemplateHabits(
+            drops_thinking=thinks and not all(_THOUGHT in then for then in (second, after) if then),
+            drops_steps=thinks and bool(step) and _THOUGHT not in step[1],
+            moves=tuple(moved),
+            rewrites=changes and not moved,
+            unstable=unstable,
+            dated=self._text.shows_date,
+            passing_end=first[shared:] if (shared := _common(first, second)) >= _end_of(first, _ASKED) else "",
+        )
+
+    def _with_tools(self) -> tuple[tuple[str, str] | None, str]:
+        """Returns the prompts of a turn with a call of a tool, before and after it, and of the turn after that; nothing
+        if the template refuses them."""
+        tools = [_TOOL]
+        call = {"role": "assistant", "content": "", "reasoning_content": _THOUGHT, "tool_calls": [_CALL]}
+        result = {"role": "tool", "content": _RESULT, "tool_call_id": _CALL["id"], "name": "gongoozle"}
+        stepped = [*self._opening, call, result]
+        before, between = self._render(self._opening, tools), self._render(stepped, tools)
+        after = self._render([*stepped, self._answer, self._next], tools)
+        return ((before, between) if before and between else None), after
+
+    def _render(
+        self, messages: Sequence[dict[str, Any]], tools: Messages | None = None, *, generation_prompt: bool = True
+    ) -> str:
+        """Returns the rendered text, "" if the template refuses it."""
+        try:
+            return self._text.render(list(messages), tools, self._kwargs, generation_prompt=generation_prompt, at=_DAY)
+        except InvalidRequest:
+            return ""
+
+
+def _end_of(prompt: str, said: str) -> int:
+    return prompt.rfind(said) + len(said)
+
+
+def _common(prompt: str, later: str) -> int:
+    pairs = enumerate(zip(prompt, later, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(later)))
