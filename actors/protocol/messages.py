@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 17
+VERSION = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +447,21 @@ class ReplicaProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingInfo:
+    """How a model embeds texts. `refusal` says why it does not, "" if it does.
+
+    `pooling` is what of a text's hidden states makes its embedding: `last`, `mean` or `cls`, the first. `normalized`
+    says whether embeddings have length 1, and `stated` whether the model's own files say all this.
+    """
+
+    dimensions: int = 0
+    pooling: str = ""
+    normalized: bool = True
+    stated: bool = False
+    refusal: str = "it is not known whether it embeds texts"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
     alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
@@ -470,6 +485,7 @@ class ModelInfo:
     created: int
     pid: int
     pictures: bool = False
+    embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,6 +505,7 @@ class ReplicaStats:
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
     generated_tokens_total: int = 0
+    embedded_tokens_total: int = 0
     requests_total: int = 0
     prefix_blocks: int = 0
     prefix_bytes: int = 0
@@ -515,6 +532,43 @@ class ReplicaStats:
     """How it computes, by setting; see `identity.computing`."""
     decoding: str = ""
     """How decode steps read KV, and why not faster; see `decode_ways.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequest:
+    """Texts of which a vector each is wanted: of their hidden states, or of the logits that follow them.
+
+    Attributes:
+        texts: token ids of each.
+        prompt_tokens: how many of each text's first tokens are a prompt of the model's that does not count for the
+            mean.
+        score: [] for embeddings. [token] asks for the logit of a token after the text, [token, other] for the
+            difference of two: vectors of one dimension.
+        tenant, flow: as in `GenerateRequest`.
+    """
+
+    request_id: str
+    model: str
+    texts: list[list[int]]
+    prompt_tokens: int = 0
+    score: list[int] = field(default_factory=list)
+    priority: int = 0
+    deadline_s: float = 600.0
+    tenant: str = ""
+    flow: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens its texts have together."""
+        return sum(map(len, self.texts))
+
+
+@dataclass(frozen=True, slots=True)
+class PooledTexts:
+    """The vectors of a `PoolingRequest`, one after the other in its order: float32, little-endian."""
+
+    dimensions: int
+    vectors: bytes
 
 
 @dataclass(frozen=True, slots=True)
