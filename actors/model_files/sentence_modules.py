@@ -16,6 +16,7 @@ from .source import read_json, read_json_list
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
+PROCESSING = "sentence_bert_config.json"
 
 _POOLINGS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _OLDER_NAMES = {
@@ -40,6 +41,7 @@ class SentenceModules:
         stated: whether the files name the pooling.
         score: ids of the tokens whose logits make a score, one or two as in `PoolingRequest`; empty for none.
         prompts: what goes before texts, by name; `default_prompt` where nobody names one.
+        generation_prompt: whether a template that shows a pair is to end where the answer begins.
         refusal: why the model embeds no texts, "" if it does.
     """
 
@@ -50,6 +52,7 @@ class SentenceModules:
     score: tuple[int, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
+    generation_prompt: bool = True
     refusal: str = ""
 
 
@@ -57,7 +60,7 @@ def read_sentence_modules(folder: Path) -> SentenceModules:
     """Reads the files in a model's folder. What is wrong with them becomes the `refusal`."""
     try:
         prompts, default = _prompts(folder)
-        found = _modules(folder)
+        found = _modules(folder) | _processing(folder)
         refusal = _looks_both_ways(read_json(folder / "config.json"))
         return SentenceModules(**found, prompts=prompts, default_prompt=default, refusal=refusal)
     except ModelLoadError as error:
@@ -115,6 +118,15 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str]:
     given = config.get("prompts")
     prompts = {name: text for name, text in given.items() if isinstance(text, str)} if isinstance(given, dict) else {}
     return prompts, prompts.get(str(config.get("default_prompt_name")), "")
+
+
+def _processing(folder: Path) -> dict[str, Any]:
+    if not (folder / PROCESSING).is_file():
+        return {}
+    given: Any = read_json(folder / PROCESSING)
+    for name in ("processing_kwargs", "chat_template"):
+        given = given.get(name) if isinstance(given, dict) else None
+    return {"generation_prompt": isinstance(given, dict) and given.get("add_generation_prompt") is True}
 
 
 def _looks_both_ways(config: Mapping[str, Any]) -> str:

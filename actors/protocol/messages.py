@@ -540,8 +540,8 @@ class PoolingRequest:
 
     Attributes:
         texts: token ids of each.
-        prompt_tokens: how many of each text's first tokens are a prompt of the model's that does not count for the
-            mean.
+        skipped: how many of each text's first tokens do not count for the mean and the first, as those of a prompt
+            that the model was trained with; [] for none.
         score: [] for embeddings. [token] asks for the logit of a token after the text, [token, other] for the
             difference of two: vectors of one dimension.
         tenant, flow: as in `GenerateRequest`.
@@ -550,7 +550,7 @@ class PoolingRequest:
     request_id: str
     model: str
     texts: list[list[int]]
-    prompt_tokens: int = 0
+    skipped: list[int] = field(default_factory=list)
     score: list[int] = field(default_factory=list)
     priority: int = 0
     deadline_s: float = 600.0

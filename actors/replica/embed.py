@@ -49,9 +49,10 @@ class _Embedding:
     vectors: dict[int, np.ndarray]
 
     def text(self, index: int) -> PoolingText:
-        tokens = self.request.texts[index]
-        skipped = min(self.request.prompt_tokens, len(tokens) - 1)
-        return PoolingText(tokens, skipped, tuple(self.request.score))
+        tokens, skipped = self.request.texts[index], self.request.skipped
+        # At least one token counts.
+        most = len(tokens) - 1
+        return PoolingText(tokens, min(skipped[index], most) if skipped else 0, tuple(self.request.score))
 
     def answer(self) -> PooledTexts:
         vectors = np.stack([self.vectors[index] for index in range(len(self.request.texts))])
@@ -125,6 +126,8 @@ class EmbedLoop:
                 "the model scores no texts: it changes its logits after the output layer", param="model"
             )
         tokens = [token for text in request.texts for token in text] + request.score
+        if request.skipped and (len(request.skipped) != len(request.texts) or min(request.skipped) < 0):
+            return InvalidRequest("every text needs a number of skipped tokens", param="input")
         if not all(request.texts) or not tokens or max(tokens) >= loaded.vocabulary_size or min(tokens) < 0:
             return InvalidRequest("a text is empty or has token ids outside the vocabulary", param="input")
         longest = max(map(len, request.texts))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...actors.protocol.messages import EmbeddingInfo
 from ...cluster.errors import SatchelError
 from ..generation.backend import ServedModel
 from ..generation.remembered import Remembered
@@ -288,7 +289,8 @@ def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[S
 
 def model_body(model: ServedModel) -> dict[str, Any]:
     """Returns an entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it, and
-    `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep."""
+    `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep, and
+    `embedding` how it embeds texts."""
     seen = ["image", "video"] if model.pictures else []
     return {
         "id": model.name,
@@ -299,6 +301,19 @@ def model_body(model: ServedModel) -> dict[str, Any]:
         "context_length": model.context_tokens,
         "architecture": {"input_modalities": ["text", *seen], "output_modalities": ["text"]},
         "memory": model.memory,
+        "embedding": _embedding_body(model.embedding),
+    }
+
+
+def _embedding_body(embedding: EmbeddingInfo) -> dict[str, Any]:
+    if embedding.refusal:
+        return {"supported": False, "reason": embedding.refusal}
+    return {
+        "supported": True,
+        "dimensions": embedding.dimensions,
+        "pooling": embedding.pooling,
+        "normalized": embedding.normalized,
+        "from_model_files": embedding.stated,
     }
 
 
