@@ -170,7 +170,8 @@ def _shortened(vectors: np.ndarray, dimensions: int | None, normalized: bool) ->
 
 def _probabilities(logits: np.ndarray) -> np.ndarray:
     """Returns the logistic function of logits `(texts,)`."""
-    return 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+    # This form does not overflow.
+    return np.exp(-np.logaddexp(0.0, -logits.astype(np.float64)))
 
 
 def _cosines(vectors: np.ndarray) -> np.ndarray:
