@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
@@ -76,17 +76,31 @@ class EmbeddingBody(VectorBody):
         return EmbeddingRequest(self.input, self.dimensions, special, **self._common)
 
 
-class RankedText(RequestBody):
+class DocumentBody(RequestBody):
     """A document as an object; its other fields are ignored."""
 
     text: str
+
+
+def _document_tag(given: Any) -> str | None:
+    return "<text>" if isinstance(given, str) else "<object>" if isinstance(given, dict | DocumentBody) else None
+
+
+Document = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[DocumentBody, Tag("<object>")],
+    Discriminator(
+        _document_tag,
+        custom_error_type="document",
+        custom_error_message="must be a string, or an object with a text",
+    ),
+]
 
 
 class RankingBody(VectorBody):
     """The body of `/v1/rerank`, `/rerank` and `/v2/rerank`."""
 
     query: str
-    documents: list[str | RankedText]
+    documents: list[Document]
     top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
 

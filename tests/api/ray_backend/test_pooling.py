@@ -138,7 +138,7 @@ async def test_the_only_replica_is_asked_again_when_it_is_back():
     ],
 )
 async def test_what_all_refuse_and_what_is_wrong_is_told(scripts: dict[str, list[Any]], error: type[SatchelError]):
-    cluster = Cluster(**scripts)
+    cluster = Cluster(worlds.SOON, **scripts)
     with pytest.raises(error):
         await cluster.pool()
     assert max(cluster.counts().values()) == 1 and set(cluster.loads.values()) == {0}
