@@ -79,7 +79,7 @@ def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def test_an_embedding_is_the_models_own_beside_others_in_chunks_and_in_a_batch(
     tmp_path: Path, family: str, pooling: str
 ):
-    """Against mlx-lm's model alone and numpy; the longest text is longer than Gemma's windows. Three tokens of each text
+    """Against mlx-lm's model alone and numpy. The longest text is longer than Gemma's windows; three tokens of each
     do not count for the mean."""
     folder = write_model(tmp_path / family, family)
     loaded = models.load(str(folder), context_tokens_max=None, progress=lambda what, fraction: None)
