@@ -505,7 +505,6 @@ class ReplicaStats:
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
     generated_tokens_total: int = 0
-    embedded_tokens_total: int = 0
     requests_total: int = 0
     prefix_blocks: int = 0
     prefix_bytes: int = 0
@@ -518,6 +517,7 @@ class ReplicaStats:
     restored_tokens_total: int = 0
     blocks_corrupt_total: int = 0
     failed_checks_total: int = 0
+    embedded_tokens_total: int = 0
     vision_cache_hits_total: int = 0
     vision_encodes_total: int = 0
     vision_bytes: int = 0

@@ -339,9 +339,8 @@ class TextModel:
 
     @property
     def closing_tokens(self) -> list[int]:
-        """The special tokens that the tokenizer puts behind a text."""
-        whole, bare = self.encode("a", special_tokens=True), self.encode("a")
-        return whole[len(self.begin_tokens) + len(bare) :]
+        """The special tokens that the tokenizer puts after a text."""
+        return self._around[1] if self._around else []
 
     def token_of(self, word: str) -> int | None:
         """Returns the token that a word is, None if it has several."""
