@@ -117,19 +117,20 @@ class EmbedLoop:
 
     def _refusal(self, request: PoolingRequest) -> SatchelError | None:
         loaded, hidden = self._loaded, self._loaded.hidden
-        refused = hidden if isinstance(hidden, str) else "" if request.score else loaded.sentences.refusal
-        if refused:
+        if refused := loaded.embedding.refusal:
             return InvalidRequest(f"the model embeds no texts: {refused}", param="model")
         assert isinstance(hidden, HiddenStates)
         if request.score and not hidden.exact:
             return InvalidRequest(
                 "the model scores no texts: it changes its logits after the output layer", param="model"
             )
-        tokens = [token for text in request.texts for token in text] + request.score
+        if not request.texts or not all(request.texts):
+            return InvalidRequest("there are no texts, or one is empty", param="input")
         if request.skipped and (len(request.skipped) != len(request.texts) or min(request.skipped) < 0):
             return InvalidRequest("every text needs a number of skipped tokens", param="input")
-        if not all(request.texts) or not tokens or max(tokens) >= loaded.vocabulary_size or min(tokens) < 0:
-            return InvalidRequest("a text is empty or has token ids outside the vocabulary", param="input")
+        given = [*request.texts, request.score] if request.score else request.texts
+        if max(map(max, given)) >= loaded.vocabulary_size or min(map(min, given)) < 0:
+            return InvalidRequest("a text has token ids outside the vocabulary", param="input")
         longest = max(map(len, request.texts))
         if longest > loaded.context_tokens:
             return ContextLengthExceeded(

@@ -91,9 +91,8 @@ class Embedder:
         """Returns documents by their relevance. Raises as `embed`."""
 
         def encode(text: TextModel, model: ServedModel, sentences: SentenceModules) -> TokenTexts:
+            _check_embeds(model)
             pairs = pair_form(text, sentences, f"{model.name} {model.folder}")
-            if pairs is None:
-                _check_embeds(model)
             return ranking_texts(text, model, sentences, pairs, request)
 
         model, texts, answer = await self._run(request, encode)

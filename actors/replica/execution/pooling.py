@@ -17,6 +17,9 @@ from ..kv.device import on_gpu, size_class
 from .executor import CLEAR_EVERY_TOKENS, SHAPE_TOKENS
 from .hidden_states import HiddenStates
 
+HEAD_ROWS = 8
+"""Of how many texts at a time logits are made: a row of them may have 250,000."""
+
 LENGTH_MIN = 1e-12
 """A shorter vector is not made longer."""
 
@@ -79,10 +82,14 @@ class TextPooler:
         last = pooled = states[mx.arange(len(texts)), stops - 1]
         if self._pooling != "last":
             pooled = self._counted(states, mx.array([text.skipped for text in texts]), stops)
-        vectors = [self._vector((last if text.score else pooled)[row], text) for row, text in enumerate(texts)]
-        mx.eval(vectors)
+        made: dict[int, np.ndarray] = {}
+        for scored in (False, True):
+            rows = [row for row, text in enumerate(texts) if bool(text.score) is scored]
+            if rows:
+                given = (last if scored else pooled)[mx.array(rows)]
+                made |= zip(rows, self._vectors(given, [texts[row] for row in rows]), strict=True)
         self._note(len(texts) * width)
-        return [_sound(vector) for vector in vectors]
+        return [made[row] for row in range(len(texts))]
 
     def _alone(self, text: PoolingText) -> np.ndarray:
         vector = self.advance(self.begin(text), len(text.tokens))
@@ -108,7 +115,7 @@ class TextPooler:
         if stop < len(text.tokens):
             mx.eval(kept)
             return None
-        return _sound(self._vector(states[0, -1] if long.pooled is None else long.pooled[0], text))
+        return self._vectors(states[:, -1] if long.pooled is None else long.pooled, [text])[0]
 
     def width(self, longest: int) -> int:
         """Returns to how many tokens a batch is padded."""
@@ -128,26 +135,38 @@ class TextPooler:
         # What padding gives may be no number, so it is not multiplied by 0.
         return mx.where(counts[..., None], states.astype(mx.float32), 0.0).sum(axis=1)
 
-    def _vector(self, pooled: mx.array, text: PoolingText) -> mx.array:
-        """Returns the vector of what was pooled, `(dimensions,)`."""
-        if text.score:
-            # Of one text at a time: a row of logits may have 250,000.
-            logits = self._hidden.head(pooled[None])[0][mx.array(text.score)].astype(mx.float32)
-            return logits[:1] - logits[1:] if len(text.score) > 1 else logits
-        vector = pooled.astype(mx.float32)
-        if self._pooling == "mean":
-            vector = vector / (len(text.tokens) - text.skipped)
-        return vector / mx.maximum(mx.linalg.norm(vector), LENGTH_MIN) if self._normalizes else vector
+    def _vectors(self, pooled: mx.array, texts: Sequence[PoolingText]) -> np.ndarray:
+        """Returns the vectors of texts that all have scores or none, `(texts, dimensions)` float32.
+
+        Args:
+            pooled: of their hidden states, `(texts, dimensions)`.
+        """
+        if texts[0].score:
+            starts = range(0, len(texts), HEAD_ROWS)
+            parts = [self._scores(pooled[at : at + HEAD_ROWS], texts[at : at + HEAD_ROWS]) for at in starts]
+            vectors = np.concatenate(parts)
+        else:
+            made = pooled.astype(mx.float32)
+            if self._pooling == "mean":
+                made = made / mx.array([[float(len(text.tokens) - text.skipped)] for text in texts])
+            if self._normalizes:
+                made = made / mx.maximum(mx.linalg.norm(made, axis=1, keepdims=True), LENGTH_MIN)
+            vectors = np.array(made)
+        if not np.isfinite(vectors).all():
+            raise GenerationFailed("the model's output is not a number")
+        return vectors
+
+    def _scores(self, last: mx.array, texts: Sequence[PoolingText]) -> np.ndarray:
+        """Returns the scores `(texts, 1)` of last hidden states."""
+        yes = mx.array([text.score[0] for text in texts])
+        no = mx.array([text.score[-1] for text in texts])
+        logits, rows = self._hidden.head(last).astype(mx.float32), mx.arange(len(texts))
+        # One token alone is no difference.
+        apart = mx.array([float(len(text.score) > 1) for text in texts])
+        return np.array((logits[rows, yes] - apart * logits[rows, no])[:, None])
 
     def _note(self, tokens: int) -> None:
         self._since_clear += tokens
         if self._since_clear >= CLEAR_EVERY_TOKENS:
             self._since_clear = 0
             mx.clear_cache()
-
-
-def _sound(vector: mx.array) -> np.ndarray:
-    values = np.array(vector)
-    if not np.isfinite(values).all():
-        raise GenerationFailed("the model's output is not a number")
-    return values

@@ -95,24 +95,28 @@ class OllamaRoutes:
     async def embed(self, request: Request) -> Response:
         """Embeds one or several texts."""
         body = await self._answering.bodies.read(request, OllamaEmbedBody)
-        made = await self._embedded(request, body)
+        made, headers = await self._embedded(request, body)
         shown = await asyncio.to_thread(embed_json, body.model, made, request.state.arrived)
-        return Response(shown, media_type="application/json")
+        return Response(shown, headers=headers, media_type="application/json")
 
     async def embeddings(self, request: Request) -> Response:
         """Embeds one text; the older form."""
         body = await self._answering.bodies.read(request, OllamaEmbeddingsBody)
-        return Response(embeddings_json(await self._embedded(request, body)), media_type="application/json")
+        made, headers = await self._embedded(request, body)
+        return Response(embeddings_json(made), headers=headers, media_type="application/json")
 
-    async def _embedded(self, request: Request, body: OllamaEmbedBody | OllamaEmbeddingsBody) -> Embeddings | None:
-        """Returns the embeddings that a body asks for, None if it only asks for the model."""
+    async def _embedded(
+        self, request: Request, body: OllamaEmbedBody | OllamaEmbeddingsBody
+    ) -> tuple[Embeddings | None, dict[str, str]]:
+        """Returns the embeddings that a body asks for, None if it only asks for the model; and the answer's headers."""
         if body.loads:
             await self._served(request, body.model)
-            return None
+            return None, {}
         asked = replace(body.request(), model=await self._named(body.model))
         work = self._answering.complete(request, asked, any_model=False)
         async with CancelOnDisconnect(request.receive):
-            return await self._embedder.embed(work)
+            made = await self._embedder.embed(work)
+        return made, self._answering.placed(work, [made])
 
     async def show(self, request: Request) -> Response:
         """Shows what one model is and can do."""

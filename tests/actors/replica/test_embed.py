@@ -208,6 +208,7 @@ def test_what_cannot_be_taken_is_refused(bench: MakeBench, loaded: LoadedModel):
         return type(error), error.message
 
     asked = Asked(bench())
+    assert refusal(asked, [], score=[5])[0] is InvalidRequest
     for texts in ([], [[]], [[1], []], [[loaded.vocabulary_size]], [[-1]]):
         assert refusal(asked, texts)[0] is InvalidRequest
     assert refusal(asked, [[1]], score=[loaded.vocabulary_size])[0] is InvalidRequest

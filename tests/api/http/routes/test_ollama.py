@@ -383,7 +383,9 @@ async def test_texts_are_embedded_in_both_forms(client: httpx.AsyncClient, backe
         return await client.post(f"/api/{path}", json={"model": "satchel/tiny", **fields})
 
     one, two = backend.text.encode("Hello"), backend.text.encode("b")
-    body = (await embed(input=["Hello", "b"], keep_alive="5m", options={"num_ctx": 8})).json()
+    response = await embed(input=["Hello", "b"], keep_alive="5m", options={"num_ctx": 8})
+    body = response.json()
+    assert response.headers["x-satchel-replica"] == "satchel/tiny#0"
     assert list(body) == ["model", "embeddings", "total_duration", "load_duration", "prompt_eval_count"]
     assert backend.pooled[-1].texts == [one, two] and body["prompt_eval_count"] == len(one) + len(two)
     assert body["model"] == "satchel/tiny" and body["load_duration"] == 0 < body["total_duration"]
