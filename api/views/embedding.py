@@ -89,6 +89,8 @@ class Embedder:
 
     async def rank(self, request: RankingRequest) -> Ranking:
         """Returns documents by their relevance. Raises as `embed`."""
+        if request.top_n is not None and request.top_n < 1:
+            raise InvalidRequest("top_n: must be at least 1", param="top_n")
 
         def encode(text: TextModel, model: ServedModel, sentences: SentenceModules) -> TokenTexts:
             _check_embeds(model)

@@ -99,6 +99,8 @@ async def test_texts_are_embedded_and_ranked(handles: Cluster):
     assert [each.index for each in handles.rerank_sync("What is the code of dora?", documents)][:1] == [1]
     with pytest.raises(InvalidRequest, match="dimensions"):
         await handles.embed("x", dimensions=1000)
+    with pytest.raises(InvalidRequest, match="top_n"):
+        await handles.rerank("x", ["y"], top_n=0)
     figures = [replica.stats().wait() for replica in handles.replicas().values()]
     assert sum(each.embedded_tokens_total for each in figures) > 0
 
