@@ -97,7 +97,8 @@ def embed_json(model: str, made: Embeddings | None, arrived: float) -> bytes:
     """
     vectors = "" if made is None else ",".join(map(numbers_json, made.vectors))
     took = {"total_duration": _nanoseconds(time.perf_counter() - arrived), "load_duration": 0}
-    rest = json.dumps({**took, "prompt_eval_count": 0 if made is None else made.tokens})
+    counts = {**took, "prompt_eval_count": 0 if made is None else made.tokens}
+    rest = json.dumps(counts, separators=(",", ":"))
     return f'{{"model":{json.dumps(model)},"embeddings":[{vectors}],{rest[1:]}'.encode()
 
 

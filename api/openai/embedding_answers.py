@@ -23,8 +23,8 @@ def embedding_json(made: Embeddings, *, base64_encoded: bool) -> bytes:
         base64_encoded: whether an embedding is a string, its float32 numbers in little-endian order in base64.
     """
     entries = ",".join(_entries(made.vectors, base64_encoded=base64_encoded))
-    model, usage = json.dumps(made.model.name), json.dumps(_usage(made.tokens))
-    return f'{{"object":"list","data":[{entries}],"model":{model},"usage":{usage}}}'.encode()
+    usage = json.dumps(_usage(made.tokens), separators=(",", ":"))
+    return f'{{"object":"list","data":[{entries}],"model":{json.dumps(made.model.name)},"usage":{usage}}}'.encode()
 
 
 def _entries(vectors: np.ndarray, *, base64_encoded: bool) -> Iterator[str]:
