@@ -25,6 +25,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 HUB_PATTERNS = ["*.json", WEIGHTS, "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 CODE = "*.py"
 
+_SUBFOLDERS = ["*/*"]
+_OTHER_SUBFOLDERS = ["[!0-9]*/*", "[0-9]*/[!c]*"]
+"""Files in subfolders of a repository belong to other formats, but for those like `1_Pooling/config.json`, which say
+how sentence-transformers goes on with the model's output."""
+
 Progress = Callable[[str, float | None], None]
 """Called with the present activity and the fraction done, None if unknown."""
 
@@ -61,13 +66,25 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelLoadError: the file cannot be read or holds something else.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from None
+    data = _parsed(path)
     if not isinstance(data, dict):
         raise ModelLoadError(f"{path} holds no JSON object")
     return data
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """As `read_json`, for a list."""
+    data = _parsed(path)
+    if not isinstance(data, list):
+        raise ModelLoadError(f"{path} holds no JSON list")
+    return data
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from None
 
 
 def _find(source: str, needed: Sequence[str], patterns: Sequence[str], progress: Progress) -> Path:
@@ -128,11 +145,10 @@ class _Download:
             self._snapshot(allow_patterns=[escape(name) for name in wanted], tqdm_class=self._bar(missing_bytes))
         )
 
-    def _snapshot(self, **options: Any) -> Any:
+    def _snapshot(self, ignored: Sequence[str] = _OTHER_SUBFOLDERS, **options: Any) -> Any:
         from huggingface_hub import snapshot_download
 
-        # Files in subfolders of a repository belong to other formats.
-        return snapshot_download(self.repository, revision=self.revision, ignore_patterns=["*/*"], **options)
+        return snapshot_download(self.repository, revision=self.revision, ignore_patterns=list(ignored), **options)
 
     def _without_other_weights(self, files: dict[str, Any]) -> list[str]:
         """Returns the files without weights that the index does not name: some repositories have the weights twice."""
@@ -171,12 +187,15 @@ class _Download:
             named = named_by_index(Path(index))
             if named and all((Path(index).parent / name).is_file() for name in named):
                 patterns = [pattern for pattern in patterns if pattern != WEIGHTS] + [escape(name) for name in named]
-        try:
-            return Path(self._snapshot(allow_patterns=patterns, local_files_only=True))
-        except IncompleteSnapshotError:
-            there = "only in part in the local Hub cache"
-        except LocalEntryNotFoundError:
-            there = "not in the local Hub cache"
+        there = "not in the local Hub cache"
+        # Without the files in subfolders a model is still served.
+        for ignored in (_OTHER_SUBFOLDERS, _SUBFOLDERS):
+            try:
+                return Path(self._snapshot(ignored, allow_patterns=patterns, local_files_only=True))
+            except IncompleteSnapshotError:
+                there = "only in part in the local Hub cache"
+            except LocalEntryNotFoundError:
+                break
         raise ModelLoadError(_unreachable(self, there, cause)) from cause
 
     def _bar(self, total: int) -> type:

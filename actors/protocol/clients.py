@@ -32,6 +32,8 @@ from .messages import (
     NodeReports,
     Nothing,
     Places,
+    PooledTexts,
+    PoolingRequest,
     ReplicaName,
     ReplicaProgress,
     ReplicaReport,
@@ -184,6 +186,17 @@ class ReplicaClient:
         timeout_s = request.deadline_s + self._answer_s
         return self.actor.call(lambda replica: replica.submit.remote(encode(request)), _nothing, timeout_s)
 
+    def pool(self, request: PoolingRequest) -> Call[PooledTexts]:
+        """Returns the vectors of texts, by the request's deadline.
+
+        Raises:
+            SatchelError: the refusal, or why it failed.
+        """
+        timeout_s = request.deadline_s + self._answer_s
+        return self.actor.call(
+            lambda replica: replica.pool.remote(encode(request)), partial(decode, PooledTexts), timeout_s, large=True
+        )
+
     def next_frame(self, consumer: str, number: int) -> Call[Frame | None]:
         """Returns the new tokens of the consumer's rows, of one engine step or several; an empty frame if there are
         none for a while, None if the consumer is gone."""
@@ -191,7 +204,7 @@ class ReplicaClient:
         return self.actor.call(lambda replica: replica.next_frame.remote(encode(message)), read, self._frame_silence_s)
 
     def abort(self, request_ids: Sequence[str]) -> Call[None]:
-        """Removes rows from the queue or the batch, within one step. Ignores unknown ids."""
+        """Removes rows and texts from the queue or the batch, within one step. Ignores unknown ids."""
         message = RowIds(list(request_ids))
         return self.actor.call(lambda replica: replica.abort.remote(encode(message)), _nothing, self._answer_s)
 

@@ -452,6 +452,21 @@ class ReplicaProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingInfo:
+    """How a model embeds texts. `refusal` says why it does not, "" if it does.
+
+    `pooling` is what of a text's hidden states makes its embedding: `last`, `mean` or `cls`, the first. `normalized`
+    says whether embeddings have length 1, and `stated` whether the model's own files say all this.
+    """
+
+    dimensions: int = 0
+    pooling: str = ""
+    normalized: bool = True
+    stated: bool = False
+    refusal: str = "it is not known whether it embeds texts"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
     alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
@@ -475,6 +490,7 @@ class ModelInfo:
     created: int
     pid: int
     pictures: bool = False
+    embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,6 +522,7 @@ class ReplicaStats:
     restored_tokens_total: int = 0
     blocks_corrupt_total: int = 0
     failed_checks_total: int = 0
+    embedded_tokens_total: int = 0
     vision_cache_hits_total: int = 0
     vision_encodes_total: int = 0
     vision_bytes: int = 0
@@ -520,6 +537,43 @@ class ReplicaStats:
     """How it computes, by setting; see `identity.computing`."""
     decoding: str = ""
     """How decode steps read KV, and why not faster; see `decode_ways.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequest:
+    """Texts of which a vector each is wanted: of their hidden states, or of the logits that follow them.
+
+    Attributes:
+        texts: token ids of each.
+        skipped: how many of each text's first tokens do not count for the mean and the first, as those of a prompt
+            that the model was trained with; [] for none.
+        score: [] for embeddings. [token] asks for the logit of a token after the text, [token, other] for the
+            difference of two: vectors of one dimension.
+        tenant, flow: as in `GenerateRequest`.
+    """
+
+    request_id: str
+    model: str
+    texts: list[list[int]]
+    skipped: list[int] = field(default_factory=list)
+    score: list[int] = field(default_factory=list)
+    priority: int = 0
+    deadline_s: float = 600.0
+    tenant: str = ""
+    flow: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens its texts have together."""
+        return sum(map(len, self.texts))
+
+
+@dataclass(frozen=True, slots=True)
+class PooledTexts:
+    """The vectors of a `PoolingRequest`, one after the other in its order: float32, little-endian."""
+
+    dimensions: int
+    vectors: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ from ..protocol.messages import (
     ModelInfo,
     NextFrame,
     Nothing,
+    PooledTexts,
+    PoolingRequest,
     ReplicaProgress,
     ReplicaStats,
     RowIds,
@@ -147,6 +149,7 @@ class ReplicaActor:
             created=int((loaded.folder / "config.json").stat().st_mtime),
             pid=os.getpid(),
             pictures=loaded.vision is not None,
+            embedding=loaded.embedding,
         )
 
     @answers(Nothing)
@@ -171,6 +174,7 @@ class ReplicaActor:
             prompt_tokens_total=counters.prompt_tokens,
             cached_tokens_total=counters.cached_tokens,
             generated_tokens_total=counters.generated_tokens,
+            embedded_tokens_total=counters.embedded_tokens,
             prefix_blocks=engine.prefixes.blocks,
             prefix_bytes=engine.prefixes.nbytes,
             prefix_hits_total=counters.prefix_hits,
@@ -228,6 +232,32 @@ class ReplicaActor:
             rows.discard(request.request_id)
             raise refusal
 
+    @answers(PoolingRequest)
+    async def pool(self, request: PoolingRequest) -> PooledTexts:
+        """Returns the vectors of texts once all are computed. They are given up if the call is cancelled.
+
+        Raises:
+            SatchelError: the request is refused, or failed.
+        """
+        engine = self._engine
+        if engine is None:
+            raise NoReplica(f"{self._model.name} is still loading")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[PooledTexts | SatchelError] = loop.create_future()
+
+        def reply(result: PooledTexts | SatchelError) -> None:
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(result))
+
+        engine.pool(request, reply)
+        try:
+            result = await answer
+        except asyncio.CancelledError:
+            engine.abort((request.request_id,))
+            raise
+        if isinstance(result, SatchelError):
+            raise result
+        return result
+
     @answers(NextFrame)
     async def next_frame(self, asked: NextFrame) -> Frame | None:
         """Returns the consumer's next frame, as `Consumers.next_frame`."""
@@ -262,7 +292,7 @@ class ReplicaActor:
 
     @answers(RowIds)
     async def abort(self, rows: RowIds) -> None:
-        """Aborts rows. Unknown ids are ignored."""
+        """Aborts rows and requests for vectors. Unknown ids are ignored."""
         await self._take_out(rows.request_ids)
 
     async def _take_out(self, request_ids: list[str]) -> None:

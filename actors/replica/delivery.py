@@ -36,6 +36,7 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    embedded_tokens: int = 0
     steps: int = 0
     prefix_hits: int = 0
     prefix_misses: int = 0

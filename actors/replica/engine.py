@@ -1,9 +1,9 @@
 """The replica's step loop: one thread that owns the model, the scheduler and the prefix cache.
 
 Other threads only put commands into the inbox and get results through callbacks, so nothing here is locked. A step
-handles commands, removes the rows that the scheduler names, prefills within the step's budget (`prefill.py`), decodes
-once (`decode.py`), and delivers all new tokens in one call (`delivery.py`). First tokens are delivered earlier, before
-the decode step.
+handles commands, removes the rows that the scheduler names, prefills within the step's budget (`prefill.py`) or embeds
+texts within it (`embed.py`), decodes once (`decode.py`), and delivers all new tokens in one call (`delivery.py`). First
+tokens are delivered earlier, before the decode step.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import time
 from collections.abc import Callable
 
 from ...cluster.config import Scheduling
-from ...cluster.errors import ContextLengthExceeded, DeadlineExceeded, Draining, SatchelError
+from ...cluster.errors import ContextLengthExceeded, DeadlineExceeded, Draining, SatchelError, Unavailable
 from ...cluster.timing import USUAL, Timing
-from ..protocol.messages import GenerateRequest
+from ..protocol.messages import GenerateRequest, PoolingRequest
 from .decode import DecodeLoop
 from .delivery import Delivery, Outbox
+from .embed import EmbedLoop, Reply
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.grammar import Grammars, RowGrammar
 from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings
 from .execution.warm_up import WarmUp
-from .intake import Abort, Command, IdleCheck, Inbox, Intake, ReadBack, RunOnEngine, Submit
+from .intake import Abort, Command, IdleCheck, Inbox, Intake, Pool, ReadBack, RunOnEngine, Submit
 from .memory_room import MemoryRoom, limits_of
 from .prefill import PrefillLoop
 from .scheduling.prefill_budget import PrefillPace
@@ -89,6 +90,7 @@ class Engine:
             memory,
             pictures,
             lambda: 0 if disk is None else disk.waiting_bytes,
+            lambda: self.embed.held_bytes,
         )
         self.restores = Restores(
             disk,
@@ -104,6 +106,10 @@ class Engine:
             scheduler, executor, memory, keeping, pictures, self.restores, self.pace, delivery, self.room.fit
         )
         self.decode = DecodeLoop(scheduler, executor, keeping, self.pace, delivery)
+        self.embed = EmbedLoop(
+            loaded, lambda: self.room.budget.bytes_max, limits.queue_requests_max, self.pace, delivery.counters
+        )
+        self._embeds_next = False
         self._disk = disk
         self._intake = Intake(loaded, scheduler, memory, pictures, delivery)
         self._idle = IdleCheck(scheduler, executor, memory, lambda: not self._inbox.empty)
@@ -159,8 +165,13 @@ class Engine:
         """
         self._inbox.put(Submit(request, reply, known, embeddings or {}, grammar))
 
+    def pool(self, request: PoolingRequest, reply: Reply) -> None:
+        """Queues a request for vectors. `reply` gets them, or the refusal, or why it failed; it is called on the
+        engine's thread."""
+        self._inbox.put(Pool(request, reply))
+
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        """Aborts requests before the next step. Unknown ids are ignored."""
+        """Aborts requests of either kind before the next step. Unknown ids are ignored."""
         self._inbox.put(Abort(request_ids))
 
     def call(self, action: Callable[[], None]) -> None:
@@ -186,29 +197,32 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Number of requests in the queue or waiting for their pictures."""
-        return self.scheduler.waiting + len(self.pictures)
+        """Number of requests in the queue, waiting for their pictures, or for vectors."""
+        return self.scheduler.waiting + len(self.pictures) + len(self.embed.queue)
 
     @property
     def pending_tokens(self) -> int:
-        """Prompt tokens still to prefill, over all requests."""
-        return self.scheduler.pending_tokens + self.pictures.pending_tokens
+        """Tokens still to prefill or to embed, over all requests."""
+        return self.scheduler.pending_tokens + self.pictures.pending_tokens + self.embed.queue.pending_tokens
 
     @property
     def active(self) -> list[str]:
         """Ids of all requests that are queued or running."""
-        return list(self.delivery.rows)
+        return [*self.delivery.rows, *self.embed.queue.request_ids]
 
     def drain(self) -> None:
         """Refuses new requests from now on; accepted ones go on."""
         self._intake.drain()
 
     def end_all(self) -> None:
-        """Ends every row with an error that says the server is shutting down."""
+        """Ends every request with an error that says the server is shutting down."""
 
         def end() -> None:
-            for request_id in self.active:
-                self.delivery.end(request_id, "error", Draining("the server is shutting down"))
+            closing = Draining("the server is shutting down")
+            for request_id in [*self.delivery.rows]:
+                self.delivery.end(request_id, "error", closing)
+            for request_id in self.embed.queue.request_ids:
+                self.embed.end(request_id, closing)
 
         self.call(end)
 
@@ -251,10 +265,16 @@ class Engine:
         if plan.expired or plan.cut or plan.preempted:
             self.room.fit()
         self.prefill.open_overdue()
-        prefilled = self.prefill.step()
+        computed = self._prefill_or_embed()
         decoded = self.decode.step()
         delivery.flush()
-        return bool(prefilled or decoded or moved or plan.expired or plan.cut or plan.preempted)
+        return bool(computed or decoded or moved or plan.expired or plan.cut or plan.preempted)
+
+    def _prefill_or_embed(self) -> bool:
+        """Does one of the two, in turn if there is work for both. Returns False if there was nothing to do."""
+        prefilled = not (self._embeds_next and self.embed.queue) and self.prefill.step()
+        self._embeds_next = prefilled
+        return prefilled or self.embed.step(decoding=bool(self.scheduler.decoding()))
 
     def _wait(self) -> None:
         """Waits for a command; only briefly if there are rows, whose deadlines may pass."""
@@ -280,10 +300,17 @@ class Engine:
             case Submit():
                 self._idle.note_work()
                 command.reply(self._intake.accept(command))
+            case Pool():
+                self._idle.note_work()
+                if self._intake.draining:
+                    command.reply(Draining("the replica is shutting down"))
+                else:
+                    self.embed.accept(command.request, command.reply)
             case Abort():
                 for request_id in command.request_ids:
                     if request_id in self.delivery.rows:
                         self.delivery.end(request_id, "abort")
+                    self.embed.end(request_id, Unavailable("the request was taken back"))
             case ReadBack():
                 self.prefill.open_restored(command.reading, command.restored)
             case RunOnEngine():

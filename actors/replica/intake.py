@@ -20,7 +20,7 @@ from ...cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from ..protocol.messages import GenerateRequest
+from ..protocol.messages import GenerateRequest, PooledTexts, PoolingRequest
 from .delivery import Delivery
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
@@ -50,6 +50,14 @@ class Submit:
 
 
 @dataclass(frozen=True)
+class Pool:
+    """Queues a request for vectors. `reply` gets them, or the refusal, or why it failed."""
+
+    request: PoolingRequest
+    reply: Callable[[PooledTexts | SatchelError], None]
+
+
+@dataclass(frozen=True)
 class ReadBack:
     """Delivers what was read back for a row; None if nothing was."""
 
@@ -59,7 +67,7 @@ class ReadBack:
 
 @dataclass(frozen=True)
 class Abort:
-    """Aborts requests; unknown ids are ignored."""
+    """Aborts requests of either kind; unknown ids are ignored."""
 
     request_ids: tuple[str, ...]
 
@@ -71,7 +79,7 @@ class RunOnEngine:
     action: Callable[[], None]
 
 
-Command = Submit | ReadBack | Abort | RunOnEngine
+Command = Submit | Pool | ReadBack | Abort | RunOnEngine
 
 
 class Inbox:
@@ -132,6 +140,10 @@ class Intake:
     def drain(self) -> None:
         """Refuses new requests from now on."""
         self._draining.set()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining.is_set()
 
     def accept(self, submitted: Submit) -> SatchelError | None:
         """Makes a row for the request, which is queued or waits for its pictures.

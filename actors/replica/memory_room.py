@@ -47,6 +47,7 @@ class MemoryRoom:
     Args:
         bytes_max: what the replica may hold besides its weights and what a step needs for a moment.
         unwritten_bytes: returns what waits to be written to the disk.
+        text_bytes: returns what a text that is embedded takes.
 
     Attributes:
         usage: figures of the last step, as `ReplicaStats` has them; for any thread.
@@ -62,6 +63,7 @@ class MemoryRoom:
         memory: RowMemory,
         pictures: PictureQueue,
         unwritten_bytes: Callable[[], int],
+        text_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         spec = loaded.spec
         self.budget = MemoryBudget(
@@ -70,7 +72,7 @@ class MemoryRoom:
         self._loaded, self._scheduling, self._share_bytes = loaded, scheduling, bytes_max
         self._scheduler, self._executor = scheduler, executor
         self._memory, self._pictures = memory, pictures
-        self._unwritten_bytes = unwritten_bytes
+        self._unwritten_bytes, self._text_bytes = unwritten_bytes, text_bytes
         self.usage: dict[str, int] = {}
         self._much_free_since: float | None = None
         memory.room = self._kept_bytes
@@ -86,6 +88,7 @@ class MemoryRoom:
             pictures=self._pictures.held_bytes,
             seen=self._pictures.embeddings.nbytes,
             unwritten=self._unwritten_bytes(),
+            text=self._text_bytes(),
         )
 
     def rows(self) -> Rows:

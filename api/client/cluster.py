@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from ...actors.protocol import registry
@@ -30,6 +31,7 @@ from ..generation.options import make_options
 from ..generation.remembered import Remembered
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.streams import Answer, TextStream
+from ..generation.vectors import EmbeddingRequest, RankingRequest
 from ..openai.messages import read_messages
 from ..ray_backend.dispatch import RayBackend, cluster_config
 from ..ray_backend.locator import AgentLocator
@@ -37,6 +39,7 @@ from ..ray_backend.store import RayStore
 from ..text.logprobs import ShownToken
 from ..views.agents import agent_page
 from ..views.cluster import node_views
+from ..views.embedding import Embedder, RankedDocument
 from ..views.generation import Generator
 from .agent import Agent
 from .background import BackgroundLoop, blocking, on_loop
@@ -99,6 +102,7 @@ class Cluster:
         self.config = cluster_config()
         self._loop = BackgroundLoop()
         self._generator = self._loop.run(self._make_generator())
+        self._embedder = Embedder(self._generator)
 
     async def _make_generator(self) -> Generator:
         locator = AgentLocator(self.config)
@@ -226,6 +230,40 @@ class Cluster:
 
     generate_sync = blocking(generate)
 
+    @on_loop
+    async def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> np.ndarray:
+        """Returns the embeddings of texts, `(texts, dimensions)` float32; of one text `(dimensions,)`.
+
+        Args:
+            dimensions: how many numbers an embedding keeps, None for all.
+
+        Raises:
+            RequestError: the request is invalid, or the model embeds nothing.
+            Unavailable: no replica accepts it now.
+        """
+        given = texts if isinstance(texts, str) else list(texts)
+        made = await self._embedder.embed(EmbeddingRequest(given, dimensions, model=model))
+        return made.vectors[0] if isinstance(texts, str) else made.vectors
+
+    embed_sync = blocking(embed)
+
+    @on_loop
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, model: str = "", top_n: int | None = None
+    ) -> list[RankedDocument]:
+        """Returns documents by their relevance for a query, the most relevant first.
+
+        Args:
+            top_n: how many, None for all.
+
+        Raises:
+            RequestError, Unavailable: as `embed`.
+        """
+        made = await self._embedder.rank(RankingRequest(query, list(documents), top_n, model=model))
+        return made.documents
+
+    rerank_sync = blocking(rerank)
+
     @property
     def _backend(self) -> RayBackend:
         backend = self._generator.backend
@@ -277,4 +315,4 @@ def _reply(stream: TextStream, answer: Answer) -> Reply:
     )
 
 
-__all__ = ["Agent", "Cluster", "Reply", "connect"]
+__all__ = ["Agent", "Cluster", "RankedDocument", "Reply", "connect"]

@@ -10,13 +10,21 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...actors.protocol.messages import GenerateRequest, ReplicaStats, RowUpdate
+from ...actors.protocol.messages import (
+    EmbeddingInfo,
+    GenerateRequest,
+    PooledTexts,
+    PoolingRequest,
+    ReplicaStats,
+    RowUpdate,
+)
 
 
 @dataclass(frozen=True)
 class ServedModel:
     """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
-    `memory` tells a reader which layers keep what, and how; `pictures` says whether it takes pictures and videos.
+    `memory` tells a reader which layers keep what, and how; `pictures` says whether it takes pictures and videos, and
+    `embedding` how it embeds texts.
 
     `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
     that compute differently have others. `template_kwargs` are variables for its template that requests leave open.
@@ -33,6 +41,17 @@ class ServedModel:
     trust_remote_code: bool = False
     pictures: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The answer to a `PoolingRequest`: the replica that gave it, its node ("" if unknown), and why it went there."""
+
+    pooled: PooledTexts
+    replica: str
+    node: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,16 @@ class Backend(Protocol):
 
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.
+        """
+        ...
+
+    async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
+        """Routes a request for vectors, and returns its answer. If its replica is lost, it is tried on another one.
+        Cancelling takes the request back.
+
+        Raises:
+            Unavailable: the queue is full, no replica lives, or the cluster is draining.
+            SatchelError: it failed.
         """
         ...
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
@@ -18,6 +18,7 @@ from ..generation.callers import Caller
 from ..generation.identity import NOBODY, Identity, identify
 from ..generation.remembered import HEADER
 from ..generation.requests import ChatRequest, CompletionRequest
+from ..generation.requests import Request as Asked
 from ..generation.streams import Answer, TextStream, collect_all
 from ..ollama.bodies import OllamaBody
 from ..openai.bodies import GenerationBody
@@ -33,8 +34,22 @@ T = TypeVar("T")
 AgentBody = TypeVar("AgentBody", bound=GenerationBody | MessagesBody | OllamaBody | ResponseBody)
 """A body that may go on with its agent's transcript."""
 
-Work = TypeVar("Work", bound=ChatRequest | CompletionRequest)
+Work = TypeVar("Work", bound=Asked)
 """What a body asks of a model."""
+
+
+class Placed(Protocol):
+    """An answer, or a part of it: the model that gave it, its replica there and that one's node, and why it went
+    there."""
+
+    @property
+    def model(self) -> ServedModel: ...
+    @property
+    def replica(self) -> str: ...
+    @property
+    def node(self) -> str: ...
+    @property
+    def why(self) -> str: ...
 
 
 class Answering:
@@ -149,17 +164,23 @@ class Answering:
         return streams, answers
 
     def headers(self, work: ChatRequest | CompletionRequest, streams: Sequence[TextStream]) -> dict[str, str]:
-        """Returns headers with the agent and what is missing in its memory, as far as known, and with nodes, replicas
-        and reasons of the rows, each value once. A model that was not asked for is named too."""
-        replicas = dict.fromkeys(stream.replica for stream in streams)
-        nodes = dict.fromkeys(stream.node for stream in streams if stream.node)
-        reasons = dict.fromkeys(stream.why for stream in streams)
+        """Returns `placed`, and headers with the agent and what is missing in its memory, as far as known."""
         memory = [stream.remembered.header for stream in streams if stream.remembered and stream.remembered.header]
-        headers = {"x-satchel-node": nodes, "x-satchel-replica": replicas, "x-satchel-why": reasons, HEADER: memory}
-        headers["x-satchel-agent"] = [work.agent] if work.agent else []
-        served = streams[0].model.name
-        headers["x-satchel-model"] = [served] if work.model and work.model != served else []
-        return {name: header_text(", ".join(values)) for name, values in headers.items() if values}
+        headers = {HEADER: memory, "x-satchel-agent": [work.agent] if work.agent else []}
+        return self.placed(work, streams) | _joined(headers)
+
+    @staticmethod
+    def placed(work: Asked, answers: Sequence[Placed]) -> dict[str, str]:
+        """Returns headers with nodes, replicas and reasons of the parts of an answer, each value once. A model that was
+        not asked for is named too."""
+        served = answers[0].model.name
+        headers = {
+            "x-satchel-node": dict.fromkeys(answer.node for answer in answers if answer.node),
+            "x-satchel-replica": dict.fromkeys(answer.replica for answer in answers),
+            "x-satchel-why": dict.fromkeys(answer.why for answer in answers),
+            "x-satchel-model": [served] if work.model and work.model != served else [],
+        }
+        return _joined(headers)
 
     @staticmethod
     def left_out(what: Sequence[str]) -> dict[str, str]:
@@ -172,6 +193,11 @@ class Answering:
         for stream in streams:
             if stream.first_event_at is not None:
                 self._metrics.first_token(stream.model.name, stream.first_event_at - arrived)
+
+
+def _joined(headers: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    joined = {name: header_text(", ".join(values)) for name, values in headers.items()}
+    return {name: value for name, value in joined.items() if value}
 
 
 async def probe(answer: Awaitable[T]) -> T:

@@ -13,6 +13,7 @@ from ...cluster.config import Config
 from ...cluster.keys import KeyRing
 from ..agents.memory import AgentMemory
 from ..generation.backend import Backend
+from ..views.embedding import Embedder
 from ..views.generation import Generator
 from .answering import Answering
 from .browser import BrowserGuard, Hosts
@@ -23,6 +24,7 @@ from .paths import Paths, heads_of
 from .routes.agents import AgentRoutes
 from .routes.cluster import ClusterRoutes
 from .routes.conversations import ConversationRoutes
+from .routes.embeddings import EmbeddingRoutes
 from .routes.messages import MessageRoutes
 from .routes.ollama import OllamaRoutes
 from .routes.openai import OpenAIRoutes
@@ -72,10 +74,12 @@ def create_app(
     app.add_middleware(RequestContext, metrics=metrics)
     OpenAIRoutes(answering, app.version).add_to(app)
     TokenRoutes(answering).add_to(app)
+    embedder = Embedder(generator)
+    EmbeddingRoutes(answering, embedder).add_to(app)
     MessageRoutes(answering).add_to(app)
     ResponseRoutes(answering, config.endpoint.responses_bytes_max).add_to(app)
     ConversationRoutes(answering).add_to(app)
-    OllamaRoutes(answering).add_to(app)
+    OllamaRoutes(answering, embedder).add_to(app)
     StatusRoutes(backend, answering, metrics).add_to(app)
     AgentRoutes(generator, answering.bodies, audit).add_to(app)
     ClusterRoutes(backend, generator.memory).add_to(app)

@@ -44,6 +44,7 @@ class _Replicas(Collector):
         yield self._counter("satchel_prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens_total")
         yield self._counter("satchel_cached_tokens", "Prompt tokens not computed again.", "cached_tokens_total")
         yield self._counter("satchel_generated_tokens", "Tokens generated.", "generated_tokens_total")
+        yield self._counter("satchel_embedded_tokens", "Tokens of texts embedded or ranked.", "embedded_tokens_total")
         yield self._counter("satchel_restored_tokens", "Tokens whose KV came back from disk.", "restored_tokens_total")
         yield self._counter("satchel_written_bytes", "Bytes of KV written to disk.", "written_bytes_total")
         yield self._counter("satchel_unwritten_turns", "Turns whose KV could not be written.", "unwritten_turns_total")

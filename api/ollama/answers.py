@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -11,8 +12,10 @@ from ...cluster.errors import ContextLengthExceeded, ModelNotFound, SatchelError
 from ..generation.history import called_with
 from ..generation.remembered import Remembered
 from ..generation.streams import Answer, TextStream, Usage
+from ..openai.embedding_answers import numbers_json
 from ..text.logprobs import ShownToken, chat_logprobs
 from ..text.pipeline import ToolCall
+from ..views.embedding import Embeddings
 
 Part = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
 """Returns the fields of a text, reasoning and calls, as one of the two routes shows them."""
@@ -82,6 +85,26 @@ def taken(usage: Usage, stream: TextStream, arrived: float) -> dict[str, int]:
         "eval_count": usage.completion_tokens,
         "eval_duration": _nanoseconds(now - began),
     }
+
+
+def embed_json(model: str, made: Embeddings | None, arrived: float) -> bytes:
+    """Returns the answer of `/api/embed`. Writing many takes a second: call it in a worker thread.
+
+    Args:
+        model: as the client called it.
+        made: None for no texts.
+        arrived: when the request did, by `time.perf_counter`.
+    """
+    vectors = "" if made is None else ",".join(map(numbers_json, made.vectors))
+    took = {"total_duration": _nanoseconds(time.perf_counter() - arrived), "load_duration": 0}
+    counts = {**took, "prompt_eval_count": 0 if made is None else made.tokens}
+    rest = json.dumps(counts, separators=(",", ":"))
+    return f'{{"model":{json.dumps(model)},"embeddings":[{vectors}],{rest[1:]}'.encode()
+
+
+def embeddings_json(made: Embeddings | None) -> bytes:
+    """Returns the answer of `/api/embeddings`; None for no text."""
+    return f'{{"embedding":{"[]" if made is None else numbers_json(made.vectors[0])}}}'.encode()
 
 
 def logprobs_field(tokens: Sequence[ShownToken] | None) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""Ollama's wire format on the way in: the bodies of `/api/chat`, `/api/generate` and `/api/show`.
+"""Ollama's wire format on the way in: the bodies of `/api/chat`, `/api/generate`, `/api/embed` and `/api/show`.
 
 Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
 name. What concerns Ollama's own runtime (`keep_alive`, most `options`) and what nobody knows is ignored. A prompt that
-is too long is never cut, whatever `truncate` and `shift` say.
+is too long is never cut, whatever `truncate` and `shift` say; a text that is embedded is, unless `truncate` is false.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
@@ -17,10 +17,11 @@ from ..generation.bodies import RequestBody, check_counts, wrong
 from ..generation.history import Message
 from ..generation.options import Options, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
+from ..generation.vectors import EmbeddingRequest
 from ..openai.bodies import tools_for_templates
 from ..text.grammars import AnswerForm
 from .messages import OllamaImages, OllamaMessages, OllamaTools, content_of
-from .options import ModelOptions
+from .options import ModelOptions, whole
 
 # Templates know three degrees.
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}
@@ -41,6 +42,7 @@ def _think(value: Any) -> Any:
 KeepAlive = Annotated[Any, PlainValidator(_keep_alive), WithJsonSchema({"type": ["number", "string", "null"]})]
 Think = Annotated[Any, PlainValidator(_think), WithJsonSchema({"type": ["boolean", "string", "null"]})]
 ModelName = Annotated[str, Field(min_length=1)]
+_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 
 
 def read_format(given: Any) -> AnswerForm | None:
@@ -202,6 +204,51 @@ class OllamaGenerateBody(OllamaBody):
         opening: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         asked: Message = {"role": "user", "content": content_of(prompt, self.images)}
         return self._chat([*opening, asked], agent)
+
+
+class OllamaEmbedBody(RequestBody):
+    """The body of `/api/embed`. Without a text the model is only loaded."""
+
+    model: ModelName
+    input: Annotated[str | list[str] | None, WithJsonSchema(_TEXTS)] = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(whole)] | None = None
+    options: ModelOptions | None = None
+    keep_alive: KeepAlive = None
+
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
+        given = fields.get("input")
+        if not isinstance(given, str | None) and not (
+            isinstance(given, list) and all(isinstance(each, str) for each in given)
+        ):
+            raise wrong("input", "must be a string or a list of strings")
+
+    @property
+    def loads(self) -> bool:
+        return not self.input
+
+    def request(self) -> EmbeddingRequest:
+        kept = None if self.truncate is False else -1
+        return EmbeddingRequest(
+            self.input or "", self.dimensions or None, model=self.model, truncate_prompt_tokens=kept
+        )
+
+
+class OllamaEmbeddingsBody(RequestBody):
+    """The body of `/api/embeddings`, the older form for one text."""
+
+    model: ModelName
+    prompt: str | None = None
+    options: ModelOptions | None = None
+    keep_alive: KeepAlive = None
+
+    @property
+    def loads(self) -> bool:
+        return not self.prompt
+
+    def request(self) -> EmbeddingRequest:
+        return EmbeddingRequest(self.prompt or "", model=self.model, truncate_prompt_tokens=-1)
 
 
 class OllamaShowBody(BaseModel):

@@ -163,6 +163,7 @@ def shown_body(model: ServedModel, facts: ModelFacts, text: TextModel) -> dict[s
         "vision": model.pictures,
         "thinking": text.has_thinking,
         "insert": text.infill_marks is not None,
+        "embedding": model.embedding.stated and not model.embedding.refusal,
     }
     return {
         "modified_at": date(model.created),

@@ -29,7 +29,7 @@ _UNDONE = MappingProxyType({"typical_p": 1, "tfs_z": 1, "mirostat": 0})
 """What draws tokens in a way that is not done, with the value that switches it off."""
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """Returns a whole number as an integer: in some languages JSON has only numbers with a point."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -40,7 +40,7 @@ def _number_or_switch(value: Any) -> Any:
     return value
 
 
-Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(_whole)]
+Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(whole)]
 Tolerated = Annotated[Any, PlainValidator(_number_or_switch), WithJsonSchema({"type": ["number", "boolean", "null"]})]
 
 
@@ -52,14 +52,14 @@ class ModelOptions(BaseModel):
 
     num_predict: Whole | None = None
     temperature: Temperature | None = None
-    top_k: Annotated[TopK, BeforeValidator(_whole)] | None = None
+    top_k: Annotated[TopK, BeforeValidator(whole)] | None = None
     top_p: TopP | None = None
     min_p: MinP | None = None
     repeat_penalty: RepetitionPenalty | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=2**63 - 1), BeforeValidator(_whole)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**63 - 1), BeforeValidator(whole)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    seed: Annotated[Seed, BeforeValidator(_whole)] | None = None
+    seed: Annotated[Seed, BeforeValidator(whole)] | None = None
     stop: Stop | None = None
 
     # Refused unless they are off.

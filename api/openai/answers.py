@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...actors.protocol.messages import EmbeddingInfo
 from ...cluster.errors import SatchelError
 from ..generation.backend import ServedModel
 from ..generation.remembered import Remembered
@@ -289,7 +290,7 @@ def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[S
 def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     """Returns an entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it, and
     `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep, and
-    `notes` say what its chat template forgets."""
+    `embedding` how it embeds texts. `notes` say what its chat template forgets."""
     seen = ["image", "video"] if model.pictures else []
     return {
         "id": model.name,
@@ -301,6 +302,19 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
         "architecture": {"input_modalities": ["text", *seen], "output_modalities": ["text"]},
         "memory": model.memory,
         "notes": list(notes),
+        "embedding": _embedding_body(model.embedding),
+    }
+
+
+def _embedding_body(embedding: EmbeddingInfo) -> dict[str, Any]:
+    if embedding.refusal:
+        return {"supported": False, "reason": embedding.refusal}
+    return {
+        "supported": True,
+        "dimensions": embedding.dimensions,
+        "pooling": embedding.pooling,
+        "normalized": embedding.normalized,
+        "from_model_files": embedding.stated,
     }
 
 

@@ -32,6 +32,7 @@ from ...actors.protocol.messages import (
     MediaSpan,
     ModelInfo,
     NodeReport,
+    PoolingRequest,
     ReplicaStats,
     RouteRequest,
     RowUpdate,
@@ -39,9 +40,10 @@ from ...actors.protocol.messages import (
 from ...cluster.config import Config
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, NoReplica, ReplicaDied, ReplicaLost
 from ...cluster.timing import USUAL
-from ..generation.backend import NodeState, ServedModel
+from ..generation.backend import NodeState, ServedModel, Vectors
 from ..views.cluster import SeenNodes, node_states
 from .locator import AgentLocator
+from .pooling import RayPooling
 from .rows import RayGeneration, called
 from .served import ServedModels, detached
 
@@ -158,6 +160,10 @@ class RayBackend:
         await generation.start()
         return generation
 
+    async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
+        """As `Backend.pool`."""
+        return await RayPooling(self, request).run()
+
     async def health(self) -> dict[str, bool]:
         """Returns for every served model whether a replica answers and the model's description is known here."""
         known = {model.name for model in await self.models()}
@@ -236,11 +242,15 @@ class RayBackend:
             model_id=request.model_id,
             others=[Chain(other.model_id, other.block_ids, _pictures_of(other)) for other in others],
         )
+        return await self.decide(message)
+
+    async def decide(self, message: RouteRequest) -> Decision:
+        """Returns the router's decision. Raises as `route`."""
         try:
             decision = await self._router.route(message)
         except NoAnswer as error:
             raise NoReplica(error.message, retry_after_s=error.retry_after_s) from error
-        self._model_ids[request.model] = decision.model_ids
+        self._model_ids[message.model] = decision.model_ids
         if not decision.node:
             # The replica has not reported its node yet.
             decision = replace(decision, node=await self._placed_on(decision.replica))

@@ -197,7 +197,7 @@ class RayGeneration:
             self._lacks_pixels = sent is not request
             refusal = None
             try:
-                await _unless_broken(link, link.client.submit(sent))
+                await unless_broken(link, link.client.submit(sent))
             except NoAnswer:
                 raise
             except SatchelError as refused:
@@ -224,7 +224,7 @@ class RayGeneration:
         began = time.monotonic()
         probation = link.probation
         try:
-            await _unless_broken(link, probation.acquire())
+            await unless_broken(link, probation.acquire())
         finally:
             self._probation_s += time.monotonic() - began
         if link.broken.is_set():
@@ -247,11 +247,7 @@ class RayGeneration:
             self._deaths -= 1
 
     def _crash_error(self) -> GenerationFailed:
-        """Records the crashes as an incident, and returns the error of a row that is given up for them."""
-        reason = f"{DEATHS_MAX} replicas ended, one after the other, while they began to compute"
-        text = f"{reason} request {self.request_id.rpartition('/')[0]} for {self._request.model} ({self.replica} last)"
-        note_incident_aside(default_home(), "given_up", text)
-        return GenerationFailed(f"{reason} this request: it is not tried again")
+        return given_up(self.request_id, self._request.model, self.replica)
 
     def __aiter__(self) -> AsyncIterator[RowUpdate]:
         return self._iterate()
@@ -353,7 +349,7 @@ class RayGeneration:
         return link.abort([self.request_id])
 
 
-async def _unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
+async def unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
     """Returns the answer to a call.
 
     Raises:
@@ -370,6 +366,19 @@ async def _unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
     finally:
         answer.cancel()
         broken.cancel()
+
+
+def given_up(request_id: str, model: str, replica: str) -> GenerationFailed:
+    """Records the crashes that a request may have caused as an incident, and returns its error.
+
+    Args:
+        request_id: the caller's, and a random part.
+        replica: the last that ended.
+    """
+    reason = f"{DEATHS_MAX} replicas ended, one after the other, while they began to compute"
+    text = f"{reason} request {request_id.rpartition('/')[0]} for {model} ({replica} last)"
+    note_incident_aside(default_home(), "given_up", text)
+    return GenerationFailed(f"{reason} this request: it is not tried again")
 
 
 async def called(request: GenerateRequest, model_id: bytes, scope: str) -> GenerateRequest:

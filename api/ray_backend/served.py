@@ -148,4 +148,5 @@ def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
         trust_remote_code=info.trust_remote_code,
         pictures=info.pictures,
         template_kwargs=entry.model.template_kwargs,
+        embedding=info.embedding,
     )

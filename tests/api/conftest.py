@@ -14,7 +14,7 @@ from satchel.api.http.server import HttpServer
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Config, parse_config
-from tests.worlds.fake_backend import Chat, FakeBackend
+from tests.worlds.fake_backend import EMBEDS, Chat, FakeBackend
 from tests.worlds.tiny_tokenizers import write_sentencepiece, write_tokenizer
 
 CONTEXT_TOKENS = 1000
@@ -62,7 +62,16 @@ def config() -> Config:
 def backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
     size = len(text.encode("")) + 512
     served = [
-        ServedModel("satchel/tiny", b"1" * 32, b"1" * 32, str(folders["added"]), CONTEXT_TOKENS, size, 1_700_000_000),
+        ServedModel(
+            "satchel/tiny",
+            b"1" * 32,
+            b"1" * 32,
+            str(folders["added"]),
+            CONTEXT_TOKENS,
+            size,
+            1_700_000_000,
+            embedding=EMBEDS,
+        ),
         ServedModel("other", b"2" * 32, b"2" * 32, str(folders["none"]), CONTEXT_TOKENS, size, 1_700_000_001),
     ]
     return FakeBackend(text, served)

@@ -87,6 +87,24 @@ async def test_whoever_gives_up_leaves_the_agent_free(handles: Cluster):
     assert len(await agent.transcript()) == 2
 
 
+async def test_texts_are_embedded_and_ranked(handles: Cluster):
+    """By either of two replicas, which say the same; the engine's own tests say what is right."""
+    made = [await handles.embed(["The code of dora is 7777.", "one, two"]) for _ in range(4)]
+    assert all(each.shape == (2, 256) and (abs(each - made[0]) < 1e-6).all() for each in made)
+    one = handles.embed_sync("one, two", dimensions=16)
+    assert one.shape == (16,) and (one @ one) == pytest.approx(1, abs=1e-5)
+    documents = ["one, two", "What is the code of dora?", "Hello."]
+    ranked = await handles.rerank("What is the code of dora?", documents, top_n=2)
+    assert ranked[0].index == 1 and ranked[0].score == pytest.approx(1, abs=1e-4) and len(ranked) == 2
+    assert [each.index for each in handles.rerank_sync("What is the code of dora?", documents)][:1] == [1]
+    with pytest.raises(InvalidRequest, match="dimensions"):
+        await handles.embed("x", dimensions=1000)
+    with pytest.raises(InvalidRequest, match="top_n"):
+        await handles.rerank("x", ["y"], top_n=0)
+    figures = [replica.stats().wait() for replica in handles.replicas().values()]
+    assert sum(each.embedded_tokens_total for each in figures) > 0
+
+
 async def test_errors_are_the_trees_own(handles: Cluster):
     with pytest.raises(InvalidRequest):
         handles.agent("no spaces")

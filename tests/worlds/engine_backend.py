@@ -14,12 +14,12 @@ from typing import Any
 from fastapi import FastAPI
 
 from satchel.actors.protocol.block_ids import is_shared, scope_of
-from satchel.actors.protocol.messages import GenerateRequest, RowUpdate
+from satchel.actors.protocol.messages import GenerateRequest, PooledTexts, PoolingRequest, RowUpdate
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.agents.memory import AgentMemory
-from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel
+from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.http.app import create_app
 from satchel.api.ray_backend.rows import called
 from satchel.api.views.generation import Generator
@@ -122,6 +122,7 @@ class EngineBackend:
                 tokens,
                 size,
                 1_700_000_000,
+                embedding=loaded.embedding,
             )
         ]
 
@@ -139,6 +140,14 @@ class EngineBackend:
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         return None
+
+    async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
+        answer: Future[PooledTexts | SatchelError] = Future()
+        self.engine.pool(request, answer.set_result)
+        pooled = await asyncio.wrap_future(answer)
+        if isinstance(pooled, SatchelError):
+            raise pooled
+        return Vectors(pooled, "tiny#0", "local", "test: the only one")
 
     async def generate(
         self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""

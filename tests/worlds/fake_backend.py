@@ -10,10 +10,22 @@ from dataclasses import fields, replace
 from typing import Any
 
 import httpx
+import numpy as np
 
-from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling, TokenLogprobs
-from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel
+from satchel.actors.protocol.messages import (
+    EmbeddingInfo,
+    GenerateRequest,
+    PooledTexts,
+    PoolingRequest,
+    RowUpdate,
+    Sampling,
+    TokenLogprobs,
+)
+from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.text.model import TextModel
+
+DIMENSIONS = 8
+EMBEDS = EmbeddingInfo(DIMENSIONS, "last", True, False, "")
 
 
 class FakeGeneration:
@@ -72,6 +84,9 @@ class FakeBackend:
         """The model id where rows run; that of the served model where it is empty."""
         self.processes: dict[str, int] = {}
         self.decisions: dict[str, dict[str, Any]] = {}
+        self.pooled: list[PoolingRequest] = []
+        self.pooling: asyncio.Event | None = None
+        """What requests for vectors wait for; None for nothing."""
         self.failovers = 0
         self.asked = 0
         self.say("Hello there")
@@ -116,6 +131,24 @@ class FakeBackend:
         generation.model_id = self.computes_as or model.model_id
         self.generations.append(generation)
         return generation
+
+    async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
+        """Vectors of the texts' tokens, so that equal texts have equal ones."""
+        self.pooled.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        if self.pooling is not None:
+            await self.pooling.wait()
+        made = np.concatenate([self.vector_of(text, request) for text in request.texts])
+        pooled = PooledTexts(len(made) // len(request.texts), made.astype("<f4").tobytes())
+        return Vectors(pooled, f"{model.name}#0", "mac0", "test: the first")
+
+    @staticmethod
+    def vector_of(text: list[int], request: PoolingRequest) -> np.ndarray:
+        if request.score:
+            return np.array([len(text) / 8 - 4])
+        made = np.bincount([token % DIMENSIONS for token in text], minlength=DIMENSIONS).astype(float)
+        return made / np.linalg.norm(made)
 
     async def health(self) -> dict[str, bool]:
         return self.answering

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import read_end_tokens
 from ...model_files.foreign_code import own_code_only, refuse_model_file
 from ...model_files.processors import PictureProcessor, sees
+from ...model_files.sentence_modules import SentenceModules, read_sentence_modules
 from ...model_files.source import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -32,6 +33,7 @@ from ...model_files.source import (
     resolve_adapter,
 )
 from ...model_files.weights import WeightFile, bytes_in_memory, read_weight_file
+from ...protocol.messages import EmbeddingInfo
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_cuda, on_gpu
@@ -41,6 +43,7 @@ from ..kv.sealing import FULL_PRECISION, POLICIES
 from . import decode_ways, few_rows_trial, joined, vision
 from .decode_ways import DEQUANTIZED, DecodeWay
 from .deferral import Deferral
+from .hidden_states import HiddenStates, find_hidden_states
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .vision import LanguagePart, Vision
@@ -49,6 +52,8 @@ from .warm_up import meet_usual
 logger = logging.getLogger(__name__)
 
 _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
+_ENCODERS = ("bert", "mpnet", "electra")
+"""In the names of kinds of models in which every token sees all others."""
 _GIB = 2**30
 _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, ImportError, RuntimeError, OSError)
 """What mlx-lm raises if a folder does not match its config."""
@@ -58,7 +63,8 @@ _LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Imp
 class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
     `pool` has the sealed blocks of all its rows, None if nothing is sealed; `way` says how decode steps read them;
-    `vision` encodes pictures, None for a model of text."""
+    `vision` encodes pictures, None for a model of text; `hidden` computes hidden states, or is why nothing does, and
+    `sentences` says what becomes of them."""
 
     model: Any
     folder: Path
@@ -72,11 +78,22 @@ class LoadedModel:
     pool: BlockPool | None = None
     way: DecodeWay = DEQUANTIZED
     vision: Vision | None = None
+    hidden: HiddenStates | str = "its hidden states were not looked for"
+    sentences: SentenceModules = field(default_factory=SentenceModules)
 
     @property
     def model_id(self) -> bytes:
         """32 bytes that identify everything a block's content depends on besides its tokens."""
         return self.identity.model_id
+
+    @property
+    def embedding(self) -> EmbeddingInfo:
+        """How it embeds texts, or why it does not."""
+        sentences, hidden = self.sentences, self.hidden
+        if refusal := sentences.refusal or (hidden if isinstance(hidden, str) else ""):
+            return EmbeddingInfo(refusal=refusal)
+        assert isinstance(hidden, HiddenStates)
+        return EmbeddingInfo(hidden.dimensions, sentences.pooling, sentences.normalizes, sentences.stated, "")
 
     @property
     def kv(self) -> str:
@@ -134,6 +151,7 @@ def load(
     named = read_json(folder / "config.json")
     refuse_model_file(source, named, trusted=trust_remote_code)
     refuse_elsewhere(source, named)
+    _refuse_encoders(source, str(named.get("model_type", "")))
     weight_files = _weight_files(folder)
     needed = bytes_in_memory(weight_files, chosen.size if chosen is not None else None)
     claim(needed)
@@ -195,6 +213,8 @@ def load(
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
         vision=seen,
+        hidden=_hidden(model, int(logits.shape[-1])),
+        sentences=read_sentence_modules(folder),
     )
     if on_cuda() if warm is None else warm:
         progress(f"warming up {source}", None)
@@ -208,6 +228,23 @@ def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bo
     except _LOAD_ERRORS as error:
         logger.warning("%s is served for text alone: %s", source, first_sentence(error))
         return None
+
+
+def _refuse_encoders(source: str, kind: str) -> None:
+    if any(name in kind.lower() for name in _ENCODERS):
+        raise ModelLoadError(
+            f"{source} is an encoder that looks both ways ({kind}), and models are computed from left to right here; "
+            "for embeddings take one such as Qwen3-Embedding"
+        )
+
+
+def _hidden(model: Any, vocabulary: int) -> HiddenStates | str:
+    try:
+        if isinstance(model, LanguagePart):
+            return find_hidden_states(model, model.root, vocabulary, model.places)
+        return find_hidden_states(model, model, vocabulary)
+    except _LOAD_ERRORS as error:
+        return first_sentence(error)
 
 
 def _weight_files(folder: Path) -> list[WeightFile]:

@@ -136,11 +136,26 @@ class LanguagePart:
             tokens: `(rows, tokens)` token ids of an integer dtype.
             given: inputs from `Vision`; none for text alone.
         """
-        if self._axes and "position_ids" not in given:
-            first = mx.array(cache[0].offset).reshape(-1, 1)
-            places = mx.broadcast_to(first + mx.arange(tokens.shape[1]), tokens.shape)
-            given["position_ids"] = mx.stack([places] * self._axes)
+        if "position_ids" not in given:
+            given |= self.places(tokens, cache[0].offset)
         return self._language(tokens, cache=cache, **given).logits
+
+    def places(self, tokens: mx.array, start: Any) -> dict[str, mx.array]:
+        """Returns the positions of tokens `(rows, tokens)` of text alone as a further input; none if the model counts
+        itself.
+
+        Args:
+            start: the index of each row's first token, a number or `(rows,)`.
+        """
+        if not self._axes:
+            return {}
+        places = mx.broadcast_to(mx.array(start).reshape(-1, 1) + mx.arange(tokens.shape[1]), tokens.shape)
+        return {"position_ids": mx.stack([places] * self._axes)}
+
+    @property
+    def root(self) -> Any:
+        """The module that has all of the language part's."""
+        return self._language
 
     def make_cache(self) -> list[Any]:
         """Returns mlx-lm's caches in place of mlx-vlm's copies of them, one per layer.

@@ -2,8 +2,8 @@
 
 A replica's memory is the device's, less the models' weights and what a prefill needs for a moment, divided by the
 number of replicas. It holds, in this order of right: the rows that have a place; what others hold for a while, as KV on
-its way to the disk and pictures of rows in the queue; image embeddings; and in all the rest kept prefixes, of which the
-least recently used are evicted when one of the others needs room.
+its way to the disk, pictures of rows in the queue and a text that is embedded in chunks; image embeddings; and in all
+the rest kept prefixes, of which the least recently used are evicted when one of the others needs room.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Held:
         loose: kept prefixes that nobody needs, in the pool or not.
         pictures: image embeddings that rows need; `seen` others.
         unwritten: copies of KV on their way to the disk.
+        text: caches of a long text that is embedded.
     """
 
     pool: int = 0
@@ -90,11 +91,12 @@ class Held:
     pictures: int = 0
     seen: int = 0
     unwritten: int = 0
+    text: int = 0
 
     @property
     def outside(self) -> int:
         """What is not in the pool."""
-        return self.kept + self.pictures + self.seen + self.unwritten
+        return self.kept + self.pictures + self.seen + self.unwritten + self.text
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class MemoryBudget:
         if self.paged:
             # Whatever the scheduler counted, what it did not expect of the slots is here.
             fixed += held.slots + rows.count * self.row_bytes - rows.held * self.token_bytes
-        return max(0, fixed) + held.pictures + held.unwritten
+        return max(0, fixed) + held.pictures + held.unwritten + held.text
 
     def rows_tokens(self, rows: Rows, held: Held) -> int:
         """Returns what rows may cost now, in tokens."""

@@ -41,9 +41,10 @@ class PrefillPace:
         tokens_per_s: smoothed rate of whole calls, 0 before the first chunk worth measuring.
         fixed_s: smoothed fixed part of a call, 0 until it was measured.
         step_s: smoothed time of a decode step, 0 before the first.
+        chunk_tokens: the most that one step may prefill.
 
     Args:
-        chunk_tokens: the most that one step may prefill.
+        chunk_tokens: as the attribute.
         pause_s: how long decoding rows may wait for prefill.
     """
 
@@ -52,7 +53,7 @@ class PrefillPace:
         self.fixed_s = 0.0
         self.step_s = 0.0
         self._usual_tokens = 0.0
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._pause_s = pause_s
 
     def budget(self, decoding: bool) -> int:
@@ -63,10 +64,10 @@ class PrefillPace:
         only a little shorter.
         """
         if self.tokens_per_s == 0:
-            return min(TOKENS_MIN if decoding else FIRST_CHUNK_TOKENS, self._chunk_tokens)
+            return min(TOKENS_MIN if decoding else FIRST_CHUNK_TOKENS, self.chunk_tokens)
         pause_s = self._pause_s if decoding else max(IDLE_PAUSE_S, self._pause_s)
         fixed_s, token_s = self._parts()
-        wanted = max(TOKENS_MIN, min(int(max(pause_s - fixed_s, fixed_s) / token_s), self._chunk_tokens))
+        wanted = max(TOKENS_MIN, min(int(max(pause_s - fixed_s, fixed_s) / token_s), self.chunk_tokens))
         # A power of two: devices compile kernels for every new shape, which takes longer than using it.
         return 1 << (wanted.bit_length() - 1)
 

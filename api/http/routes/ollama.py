@@ -12,13 +12,29 @@ from fastapi.responses import JSONResponse, Response
 
 from ....cluster.errors import SatchelError
 from ...generation.backend import ServedModel
-from ...ollama.answers import Part, answer_body, message_part, response_part, whole_body
-from ...ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from ...ollama.answers import (
+    Part,
+    answer_body,
+    embed_json,
+    embeddings_json,
+    message_part,
+    response_part,
+    whole_body,
+)
+from ...ollama.bodies import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
 from ...ollama.events import LINES, AnswerLines
 from ...ollama.models import VERSION, ModelFacts, listed_body, model_facts, running_body, shown_body
+from ...views.embedding import Embedder, Embeddings
 from ..answering import Answering, probe
 from ..error_shapes import OLLAMA, error_response
 from ..event_stream import EventStream
+from ..exchange import CancelOnDisconnect
 from .adding import add_route
 
 _FILES = "the models of a server are in its config; `satchel models load` adds one while it runs"
@@ -30,22 +46,23 @@ _NOT_DONE = (
     ("DELETE", "delete", _FILES),
     ("POST", "blobs/{digest}", _FILES),
     ("HEAD", "blobs/{digest}", _FILES),
-    ("POST", "embed", "no embeddings are made"),
-    ("POST", "embeddings", "no embeddings are made"),
 )
 _NOT_IMPLEMENTED = 501
 
 
 class OllamaRoutes:
-    """Handlers for chats, texts and models, as Ollama's clients ask for them."""
+    """Handlers for chats, texts, embeddings and models, as Ollama's clients ask for them."""
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: Answering, embedder: Embedder) -> None:
         self._answering = answering
+        self._embedder = embedder
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the routes to `app`, and those that say what is not done."""
         add_route(app, "POST", f"{OLLAMA}/chat", self.chat, OllamaChatBody)
         add_route(app, "POST", f"{OLLAMA}/generate", self.generate, OllamaGenerateBody)
+        add_route(app, "POST", f"{OLLAMA}/embed", self.embed, OllamaEmbedBody)
+        add_route(app, "POST", f"{OLLAMA}/embeddings", self.embeddings, OllamaEmbeddingsBody)
         add_route(app, "POST", f"{OLLAMA}/show", self.show, OllamaShowBody)
         add_route(app, "GET", f"{OLLAMA}/tags", self.tags)
         add_route(app, "GET", f"{OLLAMA}/ps", self.running)
@@ -74,6 +91,32 @@ class OllamaRoutes:
         (stream,), (answer,) = await self._answering.answer(request, work)
         shown = whole_body(body.model, part, answer, stream, arrived)
         return JSONResponse(shown, headers=self._answering.headers(work, [stream]))
+
+    async def embed(self, request: Request) -> Response:
+        """Embeds one or several texts."""
+        body = await self._answering.bodies.read(request, OllamaEmbedBody)
+        made, headers = await self._embedded(request, body)
+        shown = await asyncio.to_thread(embed_json, body.model, made, request.state.arrived)
+        return Response(shown, headers=headers, media_type="application/json")
+
+    async def embeddings(self, request: Request) -> Response:
+        """Embeds one text; the older form."""
+        body = await self._answering.bodies.read(request, OllamaEmbeddingsBody)
+        made, headers = await self._embedded(request, body)
+        return Response(embeddings_json(made), headers=headers, media_type="application/json")
+
+    async def _embedded(
+        self, request: Request, body: OllamaEmbedBody | OllamaEmbeddingsBody
+    ) -> tuple[Embeddings | None, dict[str, str]]:
+        """Returns the embeddings that a body asks for, None if it only asks for the model; and the answer's headers."""
+        if body.loads:
+            await self._served(request, body.model)
+            return None, {}
+        asked = replace(body.request(), model=await self._named(body.model))
+        work = self._answering.complete(request, asked, any_model=False)
+        async with CancelOnDisconnect(request.receive):
+            made = await self._embedder.embed(work)
+        return made, self._answering.placed(work, [made])
 
     async def show(self, request: Request) -> Response:
         """Shows what one model is and can do."""

@@ -261,7 +261,8 @@ def test_a_repository_that_is_no_model_is_found_before_the_first_byte(hub: Hub, 
 
 
 def test_only_what_the_model_needs_is_fetched(hub: Hub, tmp_path: Path):
-    """Not the same weights in another format or layout, and no folders; offline the choice is the same."""
+    """Not the same weights in another format or layout, and of folders only what says how sentences are embedded;
+    offline the choice is the same."""
     weights = hub.files.pop("model.safetensors")
     hub.files |= {
         "model-00001-of-00001.safetensors": weights,
@@ -270,13 +271,19 @@ def test_only_what_the_model_needs_is_fetched(hub: Hub, tmp_path: Path):
         "pytorch_model.bin": b"and once more",
         "README.md": b"words",
         "onnx/config.json": b"{}",
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/model.safetensors": b"weights of something else",
         "model.safetensors.index.json": json.dumps(
             {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00001-of-00001.safetensors"}}
         ).encode(),
     }
     answer = resolve(hub.url, tmp_path)
     unwanted = {"model.safetensors", "consolidated.safetensors", "pytorch_model.bin", "README.md", "onnx/config.json"}
+    unwanted.add("2_Dense/model.safetensors")
     assert hub.fetched == hub.files.keys() - unwanted
+    # As where an earlier version, which did not want this file, has fetched the model.
+    (Path(answer["folder"]) / "1_Pooling" / "config.json").unlink()
     assert resolve(hub.url, tmp_path, environment=OFFLINE)["folder"] == answer["folder"]
 
 

@@ -33,6 +33,8 @@ from satchel.actors.protocol.messages import (
     NodeReports,
     Nothing,
     Places,
+    PooledTexts,
+    PoolingRequest,
     ReplicaName,
     ReplicaProgress,
     ReplicaStats,
@@ -102,6 +104,7 @@ from tests.worlds.routing import report, store
 
 ROUTE = RouteRequest("r", "m", "t/a", [b"x" * 32], 300)
 ROW = GenerateRequest("r", "c", "m", "", [1], [], b"r" * 32, Sampling(), deadline_s=60.0)
+TEXTS = PoolingRequest("r", "m", [[1, 2], [3]], [1, 0], [5, 6], deadline_s=60.0)
 KEPT = KVSelection(b"r" * 32, [b"x" * 32], b"", [b"f"])
 PLACES = Places([AgentPlace("t/a", "mac0", True, 2, ["mac1"])], ["mac2"])
 NODES = [NodeReport("mac0", True, 0.5, blocks=3)]
@@ -156,6 +159,7 @@ OF_REPLICA: list[Case] = [
     (replica.info(), "info", Nothing(), None, None),
     (replica.stats(), "stats", Nothing(), ReplicaStats("m-0", "m", True), ReplicaStats("m-0", "m", True)),
     (replica.submit(ROW), "submit", ROW, None, None),
+    (replica.pool(TEXTS), "pool", TEXTS, PooledTexts(1, b"1234"), PooledTexts(1, b"1234")),
     (replica.next_frame("c", 7), "next_frame", NextFrame("c", 7), FRAME, FRAME),
     (replica.next_frame("c", 7), "next_frame", NextFrame("c", 7), None, None),
     (replica.abort(("r", "s")), "abort", RowIds(["r", "s"]), None, None),
@@ -272,8 +276,9 @@ PATIENT += ("fork", "forget", "move")
     [
         *((case[0], USUAL.answer_s) for case in OF_ROUTER),
         (router.config(), CONFIG_S),
-        *((case[0], USUAL.answer_s) for case in OF_REPLICA if case[1] not in ("submit", "next_frame")),
+        *((case[0], USUAL.answer_s) for case in OF_REPLICA if case[1] not in ("submit", "pool", "next_frame")),
         (replica.submit(ROW), 60.0 + USUAL.answer_s),
+        (replica.pool(TEXTS), 60.0 + USUAL.answer_s),
         (replica.next_frame("c", 0), USUAL.frame_silence_s),
         *((case[0], USUAL.store_answer_s) for case in OF_STORE if case[1] in PATIENT),
         *((case[0], USUAL.answer_s) for case in OF_STORE if case[1] not in (*PATIENT, "pull", "fetch")),

@@ -12,6 +12,7 @@ from satchel.actors.protocol.messages import (
     AgentPlace,
     Chain,
     Decision,
+    EmbeddingInfo,
     Explanation,
     Frame,
     GenerateRequest,
@@ -19,6 +20,8 @@ from satchel.actors.protocol.messages import (
     NodeReports,
     Nothing,
     Places,
+    PooledTexts,
+    PoolingRequest,
     ReplicaReport,
     ReplicaStats,
     RouteRequest,
@@ -27,6 +30,7 @@ from satchel.actors.protocol.messages import (
     StoreReport,
 )
 from satchel.cluster import errors
+from tests.worlds.direct import model_info
 
 # Pairs and triples come out of msgpack as lists.
 CLAIMS: Any = [["t/a", 3, True]]
@@ -46,6 +50,9 @@ MESSAGES = [
     NodeReports([NodeReport("mac0", True, 0.5, links={"mac1": 1e9}, replicas=["a"]), NodeReport("mac1", True)]),
     Explanation("a", "prefix", costs_s={"a": {"queue": 0.5}}),
     ReplicaStats("a", "m", True, 1, computing={"device": "cpu"}),
+    PoolingRequest("r", "m", [[1, 2], [3]], [1, 0], [5, 6], 2, 1.5, "t", "f"),
+    PooledTexts(2, b"12345678"),
+    model_info(embedding=EmbeddingInfo(64, "mean", False, True, "")),
     Nothing(),
     StoreReport("mac0", "i", 1, [b"x"], [], False, CLAIMS, ["t/b"], TOMBSTONES, {"mac1": 1e9}, 5, 6, True),
 ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import GenerateRequest, Sampling
+from satchel.actors.protocol.messages import GenerateRequest, PooledTexts, PoolingRequest, Sampling
 from satchel.actors.replica import actor
 from satchel.actors.replica import reports as engine_reports
 from satchel.actors.replica.actor import ReplicaActor
@@ -18,7 +19,7 @@ from satchel.actors.replica.delivery import Counters
 from satchel.actors.replica.execution.decode_ways import DEQUANTIZED
 from satchel.actors.replica.reports import EngineReports
 from satchel.cluster.config import Model, Scheduling
-from satchel.cluster.errors import InvalidRequest, SatchelError, Unavailable
+from satchel.cluster.errors import InvalidRequest, NoReplica, SatchelError, Unavailable
 from satchel.cluster.nodes import Node
 from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct
@@ -32,6 +33,7 @@ class Engine:
     def __init__(self) -> None:
         self.loaded = SimpleNamespace(model_id=OWN)
         self.taken: list[str] = []
+        self.aborted: list[str] = []
         self.compiling = threading.Event()
         self.compiled = threading.Event()
 
@@ -41,6 +43,15 @@ class Engine:
         self.compiling.set()
         assert self.compiled.wait(10)
         return "compiled"
+
+    def pool(self, request: PoolingRequest, reply: Callable[[PooledTexts | SatchelError], None]) -> None:
+        self.taken.append(request.request_id)
+        answer = PooledTexts(1, b"1234") if request.texts else InvalidRequest("no texts")
+        if request.request_id != "never":
+            threading.Thread(target=reply, args=(answer,)).start()
+
+    def abort(self, request_ids: tuple[str, ...]) -> None:
+        self.aborted += request_ids
 
     def submit(self, message: GenerateRequest, reply: object, *restored: object) -> None:
         assert callable(reply) and ("compiled" in restored) == bool(message.sampling.grammar)
@@ -101,6 +112,23 @@ async def test_a_grammar_is_compiled_before_its_row_is_taken(replica: ReplicaAct
     with pytest.raises(Unavailable, match="taken out"):
         await going[1]
     assert engine.taken == ["plain", "r"]
+
+
+async def test_vectors_are_answered_refused_and_given_up(replica: ReplicaActor):
+    assert await client(replica).pool(PoolingRequest("r", "m", [[1]])) == PooledTexts(1, b"1234")
+    with pytest.raises(InvalidRequest, match="no texts"):
+        await client(replica).pool(PoolingRequest("s", "m", []))
+    waiting = asyncio.create_task(client(replica).pool(PoolingRequest("never", "m", [[1]]))._ask())
+    engine = replica._engine
+    while "never" not in engine.taken:  # type: ignore[union-attr]
+        await asyncio.sleep(0.001)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert engine.aborted == ["never"]  # type: ignore[union-attr]
+    replica._engine = None
+    with pytest.raises(NoReplica, match="still loading"):
+        await client(replica).pool(PoolingRequest("r", "m", [[1]]))
 
 
 async def test_an_engine_that_stands_still_makes_the_replica_not_ready(

@@ -92,7 +92,9 @@ async def test_the_document_has_every_route_once(api):
     assert "/v1/chat/completions" in paths and "/v1/messages" in paths
     assert not [path for path in paths if path.endswith("/") or "head" in paths[path]]
     others = {path for path in paths if not path.startswith(("/v1/", "/api/"))}
-    assert others == {"/health", "/metrics"} and not [path for path in paths if path.startswith("/v1/api")]
+    assert others == {"/health", "/metrics", "/v2/rerank"} and not [
+        path for path in paths if path.startswith("/v1/api")
+    ]
 
 
 @pytest.mark.parametrize("setting", [None, "refuse", "default"])

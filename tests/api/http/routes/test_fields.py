@@ -193,11 +193,11 @@ async def test_special_tokens_around_a_prompt_can_be_left_out(api, backend, monk
     asked: list[bool] = []
     encode = backend.text.encode
 
-    def noting(self, string, *, special_tokens=False):
+    def noting(self, string, scope, *, special_tokens=False):
         asked.append(special_tokens)
         return encode(string)
 
-    monkeypatch.setattr("satchel.api.text.model.TextModel.encode", noting)
+    monkeypatch.setattr("satchel.api.text.model.TextModel.encode_prompt", noting)
     await api.complete("once")
     await api.complete("once", add_special_tokens=False)
     assert asked == [True, False]

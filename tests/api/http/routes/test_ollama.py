@@ -19,6 +19,7 @@ from satchel.cluster.config import Home
 from satchel.cluster.errors import GenerationFailed, QueueFull
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key
+from tests.worlds.fake_backend import FakeBackend
 from tests.worlds.remembering import Remembering
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -325,7 +326,7 @@ async def test_errors_of_every_kind_have_ollamas_shape(client, backend, config, 
     assert "endpoint.parts_max" in refused(await post(client, messages=pictures))
     schema = refused(await post(client, format={"type": "thing"}))
     assert schema.startswith("format")
-    for path in ("pull", "push", "create", "copy", "delete", "embed", "embeddings"):
+    for path in ("pull", "push", "create", "copy", "delete"):
         method = "DELETE" if path == "delete" else "POST"
         assert "is not done here" in refused(await client.request(method, f"/api/{path}", json={"model": "x"}), 501)
     assert (await client.head("/api/blobs/sha256:00")).status_code == 501
@@ -375,3 +376,37 @@ def test_weights_are_counted_as_they_were_before_they_were_quantized(backend):
     for count, shown in ((8_030_261_248, "8.0B"), (596_049_920, "596.0M"), (83_000, "83.0K"), (None, "")):
         details = listed_body(backend.served[0], ModelFacts(parameters=count))["details"]
         assert details["parameter_size"] == shown
+
+
+async def test_texts_are_embedded_in_both_forms(client: httpx.AsyncClient, backend: FakeBackend):
+    async def embed(path: str = "embed", **fields: Any) -> httpx.Response:
+        return await client.post(f"/api/{path}", json={"model": "satchel/tiny", **fields})
+
+    one, two = backend.text.encode("Hello"), backend.text.encode("b")
+    response = await embed(input=["Hello", "b"], keep_alive="5m", options={"num_ctx": 8})
+    body = response.json()
+    assert response.headers["x-satchel-replica"] == "satchel/tiny#0"
+    assert list(body) == ["model", "embeddings", "total_duration", "load_duration", "prompt_eval_count"]
+    assert backend.pooled[-1].texts == [one, two] and body["prompt_eval_count"] == len(one) + len(two)
+    assert body["model"] == "satchel/tiny" and body["load_duration"] == 0 < body["total_duration"]
+    (first, _) = body["embeddings"]
+    assert (await embed(input="Hello")).json()["embeddings"] == [first]
+    assert (await embed("embeddings", prompt="Hello")).json() == {"embedding": first}
+    assert [len(vector) for vector in (await embed(input="Hello", dimensions=5.0)).json()["embeddings"]] == [5]
+    asked = len(backend.pooled)
+    empty: Any
+    for empty in ({}, {"input": ""}, {"input": []}, {"input": None}):
+        assert (await embed(**empty)).json()["embeddings"] == []
+    assert (await embed("embeddings", prompt="")).json() == {"embedding": []}
+    assert len(backend.pooled) == asked, "the model is only loaded"
+    long = "word " * 900
+    assert (await embed(input=long)).json()["prompt_eval_count"] == 1000
+    assert (await embed("embeddings", prompt=long)).status_code == 200
+    said = refused(await embed(input=["a", long], truncate=False))
+    assert said.startswith("the input length exceeds the context length: ") and said.endswith(" tokens > 1000 maximum")
+    for given, where in (([5], "input"), (5, "input"), (["a", ""], "input[1]")):
+        assert refused(await embed(input=given)).startswith(where)
+    assert refused(await embed(input="a", dimensions=100)).startswith("dimensions")
+    assert refused(await embed(input="a", model="other"))
+    assert refused(await embed(input="a", model="llama9"), 404) == "model 'llama9' not found"
+    assert (await embed(input="a", model="satchel/tiny:latest")).json()["model"] == "satchel/tiny:latest"

@@ -110,6 +110,15 @@ async def test_models_are_what_their_files_say(client: ollama.AsyncClient) -> No
     assert (running.digest, running.context_length) == (listed.digest, 131_072)
 
 
+async def test_texts_are_embedded(client: ollama.AsyncClient) -> None:
+    made = await client.embed(MODEL, ["Say 'good evening'", "x", "Say 'good evening'"], dimensions=16)
+    assert [len(vector) for vector in made.embeddings] == [16] * 3
+    assert made.embeddings[0] == pytest.approx(made.embeddings[2], abs=1e-6) != pytest.approx(made.embeddings[1])
+    assert made.prompt_eval_count and made.total_duration and made.load_duration == 0
+    whole = list((await client.embeddings(MODEL, "x")).embedding)
+    assert sum(number * number for number in whole) == pytest.approx(1, abs=1e-5) and len(whole) == 64
+
+
 async def test_errors_are_the_clients_own(client: ollama.AsyncClient) -> None:
     long = [{"role": "user", "content": "word " * 200_000}]
     for asked, status, said in (
@@ -118,7 +127,7 @@ async def test_errors_are_the_clients_own(client: ollama.AsyncClient) -> None:
         (client.chat(MODEL, long), 400, "the input length exceeds the context length: "),
         (client.pull("llama9"), 501, "POST /api/pull is not done here"),
         (client.delete("llama9"), 501, "DELETE /api/delete is not done here"),
-        (client.embed(MODEL, "x"), 501, "POST /api/embed is not done here"),
+        (client.embed("llama9", "x"), 404, "model 'llama9' not found"),
     ):
         with pytest.raises(ollama.ResponseError) as caught:
             await asked

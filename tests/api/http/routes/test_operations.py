@@ -38,7 +38,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 async def test_metrics_are_read_live(api, backend):
     backend.replicas = [
-        ReplicaStats("r0", "m", True, 3, 1, 100, 40, 20, 5, 2, 1024),
+        ReplicaStats("r0", "m", True, 3, 1, 100, 40, 20, 5, 2, 1024, embedded_tokens_total=9),
         ReplicaStats("r1", "m", False),
     ]
     response = await api.client.get("/metrics")
@@ -51,6 +51,7 @@ async def test_metrics_are_read_live(api, backend):
     assert found["satchel_prompt_tokens_total", r0] == 100
     assert found["satchel_cached_tokens_total", r0] == 40
     assert found["satchel_generated_tokens_total", r0] == 20
+    assert found["satchel_embedded_tokens_total", r0] == 9
     assert found["satchel_requests_running", r1] == 0
     assert ("satchel_requests_total", r1) not in found
     backend.replicas = [ReplicaStats("r0", "m", True, 7)]

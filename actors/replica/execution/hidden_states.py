@@ -1,0 +1,202 @@
+"""The part of a model that gives hidden states: what comes after the final norm, before the output layer.
+
+It is not told by the names of families. Every module with a list of layers is tried as that part, and so is the model
+with nothing in its output layer's place; every module with a row for each token of the vocabulary is tried as the
+output layer. If the one's output through the other agrees with the model's own logits, these are the two.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..kv.caches import ModelCacheSpec, read_spec
+from .agreement import MODEL_ERRORS, TOLERANCE, TOLERANCE_16, agree
+
+DEPTH_MAX = 3
+"""How deep in a model the part is searched."""
+
+_LENGTHS = (7, 4)
+"""Tokens of the texts with which it is searched: the shorter one is padded, the longer one cut in chunks."""
+_CHUNK = 3
+
+Layer = Callable[[mx.array], mx.array]
+Places = Callable[[mx.array, int], dict[str, mx.array]]
+"""Returns a model's further inputs for tokens `(rows, tokens)`, of which the first has that index in its text."""
+
+
+class Match(Enum):
+    """How logits agree with others: they are equal, or rise and fall with them, as where a model caps or scales its
+    own."""
+
+    NONE = 0
+    RISING = 1
+    EQUAL = 2
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Computes a model's hidden states, and logits of them.
+
+    Attributes:
+        dimensions: of a hidden state.
+        batched: whether padded batches need no caches; otherwise a text is computed alone, through caches.
+        exact: whether `head` gives the model's own logits.
+        spec: of plain caches.
+    """
+
+    dimensions: int
+    batched: bool
+    exact: bool
+    spec: ModelCacheSpec
+    head: Layer
+    """Returns logits `(..., vocabulary)` of hidden states `(..., dimensions)`."""
+    new_caches: Callable[[], list[Any]]
+    """Returns empty plain caches for one text, one a layer."""
+    _part: Callable[..., Any]
+    _places: Places
+
+    def __call__(self, tokens: mx.array, caches: Sequence[Any] | None = None, start: int = 0) -> mx.array:
+        """Returns `(rows, tokens, dimensions)` in the model's dtype.
+
+        Args:
+            tokens: `(rows, tokens)` token ids of an integer dtype. Texts are padded on the right: no token sees a later
+                one.
+            caches: what `new_caches` returned, with the tokens before these; None if there are none.
+            start: how many tokens those are.
+        """
+        return _states(self._part, self._places, tokens, caches, start)
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Returns what the caches of a text take."""
+        return self.spec.bytes_per_row + tokens * self.spec.bytes_per_token
+
+
+def find_hidden_states(model: Any, root: nn.Module, vocabulary: int, places: Places | None = None) -> HiddenStates:
+    """Searches a loaded model. Runs a few tokens through it.
+
+    Args:
+        model: what is called with tokens and caches and returns logits, as mlx-lm's models are.
+        root: has the modules.
+        vocabulary: how many logits a token has.
+        places: further inputs that the part may take; None for none.
+
+    Raises:
+        ValueError: no part of the model agrees with it.
+    """
+    step = max(1, vocabulary // sum(_LENGTHS))
+    texts = [[(1 + (at + row) * step) % vocabulary for at in range(size)] for row, size in enumerate(_LENGTHS)]
+    expected = [model(mx.array([text], mx.uint32), cache=make_prompt_cache(model))[0] for text in texts]
+    heads = dict(_heads(root, vocabulary))
+    for part in (*_parts(root), *_headless(root, heads)):
+        for given in (places, _nowhere) if places is not None else (_nowhere,):
+            for head in heads.values():
+                found = _tried(model, part, given, head, texts, expected)
+                if found is not None:
+                    return found
+    raise ValueError("no part of the model gives hidden states from which its output layer makes its logits")
+
+
+def _parts(root: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules in the model that have a list of modules, from the outside in."""
+    named = sorted(root.named_modules(), key=lambda each: each[0].count("."))
+    for name, module in named:
+        if name and name.count(".") < DEPTH_MAX and any(map(_is_list, module.children().values())):
+            yield module
+
+
+def _is_list(child: Any) -> bool:
+    return isinstance(child, list) and any(isinstance(layer, nn.Module) for layer in child)
+
+
+def _heads(root: nn.Module, vocabulary: int) -> Iterator[tuple[str, Layer]]:
+    """Yields the modules that may be the output layer, by name. One that embeds tokens may be both."""
+    for name, module in root.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, mx.array) and weight.ndim == 2 and weight.shape[0] == vocabulary:
+            yield name, getattr(module, "as_linear", module)
+
+
+def _headless(root: nn.Module, heads: dict[str, Layer]) -> Iterator[nn.Module]:
+    """Yields the model with nothing in the place of an output layer; it shares its weights."""
+    for name in heads:
+        if name in root.children():
+            part = copy.copy(root)
+            part[name] = nn.Identity()
+            yield part
+
+
+def _nowhere(tokens: mx.array, start: int) -> dict[str, mx.array]:
+    return {}
+
+
+def _states(part: Callable[..., Any], places: Places, tokens: mx.array, caches: Any, start: int) -> mx.array:
+    states = part(tokens, cache=caches, **places(tokens, start))
+    return getattr(states, "logits", states)
+
+
+def _tried(
+    model: Any, part: nn.Module, places: Places, head: Layer, texts: list[list[int]], expected: list[mx.array]
+) -> HiddenStates | None:
+    """Returns how hidden states are computed with this part and this head; None if they do not agree with the model."""
+    try:
+        chunked, spec = _in_chunks(model, part, places, texts[0])
+        match = _match(expected[0], head(chunked))
+    except MODEL_ERRORS:
+        return None
+    if match is Match.NONE:
+        return None
+    try:
+        together = _in_batch(part, places, texts)
+        matches = [_match(logits, head(states)) for logits, states in zip(expected, together, strict=True)]
+        batched = Match.NONE not in matches
+    except MODEL_ERRORS:
+        batched = False
+    return HiddenStates(
+        dimensions=chunked.shape[-1],
+        batched=batched,
+        exact=match is Match.EQUAL,
+        spec=spec,
+        head=head,
+        new_caches=lambda: make_prompt_cache(model),
+        _part=part,
+        _places=places,
+    )
+
+
+def _in_chunks(model: Any, part: nn.Module, places: Places, text: list[int]) -> tuple[mx.array, ModelCacheSpec]:
+    """Returns the hidden states `(tokens, dimensions)` of a text in two chunks, and the spec of its caches."""
+    caches, states = make_prompt_cache(model), []
+    for start, stop in ((0, _CHUNK), (_CHUNK, len(text))):
+        states.append(_states(part, places, mx.array([text[start:stop]], mx.uint32), caches, start)[0])
+        mx.eval(states[-1], [cache.state for cache in caches])
+    return mx.concatenate(states), read_spec(caches, len(text))
+
+
+def _in_batch(part: nn.Module, places: Places, texts: list[list[int]]) -> list[mx.array]:
+    width = max(map(len, texts))
+    tokens = mx.array([text + [0] * (width - len(text)) for text in texts], mx.uint32)
+    states = _states(part, places, tokens, None, 0)
+    return [states[row, : len(text)] for row, text in enumerate(texts)]
+
+
+def _match(expected: mx.array, logits: mx.array) -> Match:
+    """Compares logits `(tokens, vocabulary)`."""
+    if logits.shape != expected.shape:
+        return Match.NONE
+    if agree([expected], [logits]):
+        return Match.EQUAL
+    tolerance = TOLERANCE if expected.dtype == mx.float32 else TOLERANCE_16
+    own, other = (np.array(array.astype(mx.float32)) for array in (expected, logits))
+    sorted_own = np.take_along_axis(own, np.argsort(other, axis=-1, kind="stable"), axis=-1)
+    falls = np.maximum.accumulate(sorted_own, axis=-1) - sorted_own
+    reach = own.max(axis=-1) - own.min(axis=-1)
+    return Match.RISING if (reach > 0).all() and (falls.max(axis=-1) <= tolerance * reach).all() else Match.NONE

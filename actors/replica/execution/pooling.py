@@ -1,0 +1,172 @@
+"""Texts to vectors: hidden states of a padded batch, or of one long text in chunks, and what is kept of them.
+
+Of a text's hidden states only its vector stays: the last one, the first one, or the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ....cluster.errors import GenerationFailed
+from ..kv.device import on_gpu, size_class
+from .executor import CLEAR_EVERY_TOKENS, SHAPE_TOKENS
+from .hidden_states import HiddenStates
+
+HEAD_ROWS = 8
+"""Of how many texts at a time logits are made: a row of them may have 250,000."""
+
+LENGTH_MIN = 1e-12
+"""A shorter vector is not made longer."""
+
+
+@dataclass(frozen=True)
+class PoolingText:
+    """A text to be pooled.
+
+    Attributes:
+        skipped: how many of its first tokens do not count for the mean and the first; fewer than it has.
+        score: as in `PoolingRequest`.
+    """
+
+    tokens: Sequence[int]
+    skipped: int = 0
+    score: tuple[int, ...] = ()
+
+
+@dataclass
+class LongText:
+    """A text that is computed in chunks: `done` tokens are in `caches`. `pooled` is the sum `(1, dimensions)` of the
+    hidden states that count so far, or the first."""
+
+    text: PoolingText
+    caches: list[Any]
+    done: int = 0
+    pooled: mx.array | None = None
+
+
+class TextPooler:
+    """Computes vectors. Used on the engine's thread.
+
+    Args:
+        pooling, normalizes: as in `SentenceModules`.
+    """
+
+    def __init__(self, hidden: HiddenStates, pooling: str, *, normalizes: bool) -> None:
+        self._hidden = hidden
+        self._pooling, self._normalizes = pooling, normalizes
+        self._on_gpu = on_gpu()
+        self._since_clear = 0
+
+    def begin(self, text: PoolingText) -> LongText:
+        """Returns the text with nothing computed yet."""
+        return LongText(text, self._hidden.new_caches())
+
+    def batch(self, texts: Sequence[PoolingText]) -> list[np.ndarray]:
+        """Returns the vectors of whole texts, each `(dimensions,)` float32.
+
+        Raises:
+            GenerationFailed: a vector is not made of numbers.
+            Exception: whatever the model raises.
+        """
+        if not self._hidden.batched:
+            return [self._alone(text) for text in texts]
+        width = self.width(max(len(text.tokens) for text in texts))
+        padded = [[*text.tokens, *[0] * (width - len(text.tokens))] for text in texts]
+        states = self._hidden(mx.array(padded, mx.uint32))
+        stops = mx.array([len(text.tokens) for text in texts])
+        last = pooled = states[mx.arange(len(texts)), stops - 1]
+        if self._pooling != "last":
+            pooled = self._counted(states, mx.array([text.skipped for text in texts]), stops)
+        made: dict[int, np.ndarray] = {}
+        for scored in (False, True):
+            rows = [row for row, text in enumerate(texts) if bool(text.score) is scored]
+            if rows:
+                given = (last if scored else pooled)[mx.array(rows)]
+                made |= zip(rows, self._vectors(given, [texts[row] for row in rows]), strict=True)
+        self._note(len(texts) * width)
+        return [made[row] for row in range(len(texts))]
+
+    def _alone(self, text: PoolingText) -> np.ndarray:
+        vector = self.advance(self.begin(text), len(text.tokens))
+        assert vector is not None
+        return vector
+
+    def advance(self, long: LongText, stop: int) -> np.ndarray | None:
+        """Computes a text's tokens up to `stop`. Returns its vector, `(dimensions,)` float32, if these are all.
+
+        Raises:
+            GenerationFailed, Exception: as `batch`.
+        """
+        text, start = long.text, long.done
+        states = self._hidden(mx.array([list(text.tokens[start:stop])], mx.uint32), long.caches, start)
+        kept = [cache.state for cache in long.caches]
+        if self._pooling != "last" and not text.score and stop > text.skipped:
+            new = self._counted(states, mx.array([max(0, text.skipped - start)]), mx.array([stop - start]))
+            before = long.pooled
+            long.pooled = new if before is None else before + new if self._pooling == "mean" else before
+            kept.append(long.pooled)
+        long.done = stop
+        self._note(stop - start)
+        if stop < len(text.tokens):
+            mx.eval(kept)
+            return None
+        return self._vectors(states[:, -1] if long.pooled is None else long.pooled, [text])[0]
+
+    def width(self, longest: int) -> int:
+        """Returns to how many tokens a batch is padded."""
+        return SHAPE_TOKENS * size_class(-(-longest // SHAPE_TOKENS)) if self._on_gpu else longest
+
+    def _counted(self, states: mx.array, starts: mx.array, stops: mx.array) -> mx.array:
+        """Returns of the states that count the sum or the first: `(rows, dimensions)` float32.
+
+        Args:
+            states: `(rows, tokens, dimensions)`.
+            starts, stops: where those that count begin and end, `(rows,)`.
+        """
+        if self._pooling == "cls":
+            return states[mx.arange(states.shape[0]), starts].astype(mx.float32)
+        at = mx.arange(states.shape[1])[None]
+        counts = (at >= starts[:, None]) & (at < stops[:, None])
+        # What padding gives may be no number, so it is not multiplied by 0.
+        return mx.where(counts[..., None], states.astype(mx.float32), 0.0).sum(axis=1)
+
+    def _vectors(self, pooled: mx.array, texts: Sequence[PoolingText]) -> np.ndarray:
+        """Returns the vectors of texts that all have scores or none, `(texts, dimensions)` float32.
+
+        Args:
+            pooled: of their hidden states, `(texts, dimensions)`.
+        """
+        if texts[0].score:
+            starts = range(0, len(texts), HEAD_ROWS)
+            parts = [self._scores(pooled[at : at + HEAD_ROWS], texts[at : at + HEAD_ROWS]) for at in starts]
+            vectors = np.concatenate(parts)
+        else:
+            made = pooled.astype(mx.float32)
+            if self._pooling == "mean":
+                made = made / mx.array([[float(len(text.tokens) - text.skipped)] for text in texts])
+            if self._normalizes:
+                made = made / mx.maximum(mx.linalg.norm(made, axis=1, keepdims=True), LENGTH_MIN)
+            vectors = np.array(made)
+        if not np.isfinite(vectors).all():
+            raise GenerationFailed("the model's output is not a number")
+        return vectors
+
+    def _scores(self, last: mx.array, texts: Sequence[PoolingText]) -> np.ndarray:
+        """Returns the scores `(texts, 1)` of last hidden states."""
+        yes = mx.array([text.score[0] for text in texts])
+        no = mx.array([text.score[-1] for text in texts])
+        logits, rows = self._hidden.head(last).astype(mx.float32), mx.arange(len(texts))
+        # One token alone is no difference.
+        apart = mx.array([float(len(text.score) > 1) for text in texts])
+        return np.array((logits[rows, yes] - apart * logits[rows, no])[:, None])
+
+    def _note(self, tokens: int) -> None:
+        self._since_clear += tokens
+        if self._since_clear >= CLEAR_EVERY_TOKENS:
+            self._since_clear = 0
+            mx.clear_cache()

@@ -1,0 +1,129 @@
+"""Follows a request for vectors from replica to replica. It leaves nothing behind, so it is simply asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...actors.protocol.messages import Decision, PooledTexts, PoolingRequest, RouteRequest
+from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaLost, Unavailable
+from ..generation.backend import Vectors
+from .rows import ATTEMPTS, DEATHS_MAX, given_up, unless_broken
+
+if TYPE_CHECKING:
+    from .dispatch import RayBackend
+
+logger = logging.getLogger(__name__)
+
+
+class RayPooling:
+    """One request for vectors.
+
+    It may be what ends a replica's process. So once that has happened, it is tried where nothing else is suspected
+    (`rows.py`), and it is given up if that process ends too.
+    """
+
+    def __init__(self, backend: RayBackend, request: PoolingRequest) -> None:
+        self._backend = backend
+        self._request = request
+        self._ends = time.monotonic() + request.deadline_s
+        self._refusals: dict[str, Unavailable] = {}
+        self._lost: list[str] = []
+        self._lost_at = float("-inf")
+        self._losses = self._deaths = 0
+
+    async def run(self) -> Vectors:
+        """Raises as `Backend.pool`."""
+        while True:
+            try:
+                decision = await self._route()
+                try:
+                    pooled = await self._ask(decision)
+                finally:
+                    self._backend.release(decision.replica, self._request.request_id)
+            except Unavailable:
+                # A replica that was lost may be the only one, and start again.
+                waited_s = time.monotonic() - self._lost_at
+                if self._losses > ATTEMPTS or waited_s > self._backend.config.timing.recovery_s:
+                    raise
+                await asyncio.sleep(self._backend.config.timing.retry_s)
+                self._refusals.clear()
+                continue
+            if pooled is not None:
+                return Vectors(pooled, decision.replica, decision.node, decision.why)
+
+    async def _route(self) -> Decision:
+        """Returns where to ask next.
+
+        Raises:
+            Unavailable: there is no replica, or all have refused.
+        """
+        request = self._request
+        message = RouteRequest(
+            request_id=request.request_id,
+            model=request.model,
+            agent="",
+            block_ids=[],
+            prompt_tokens=request.tokens,
+            exclude=[*self._refusals, *self._lost],
+        )
+        decision = await self._backend.decide(message)
+        if decision.replica in self._refusals:
+            self._backend.release(decision.replica, request.request_id)
+            raise self._refusals[decision.replica]
+        return decision
+
+    async def _ask(self, decision: Decision) -> PooledTexts | None:
+        """Returns the replica's answer; None if another one is to be asked.
+
+        Raises:
+            SatchelError: it failed, or is given up.
+        """
+        link = self._backend.link(decision)
+        suspected, asked = False, False
+        try:
+            if self._deaths:
+                await unless_broken(link, link.probation.acquire())
+                suspected = True
+            if link.broken.is_set():
+                raise ActorSilent(f"replica {decision.replica} is silent")
+            asked = True
+            left = replace(self._request, deadline_s=max(0.001, self._ends - time.monotonic()))
+            return await unless_broken(link, link.client.pool(left))
+        except asyncio.CancelledError:
+            self._backend.background(link.abort([self._request.request_id]))
+            raise
+        except NoAnswer as error:
+            logger.warning("replica %s is lost: %s", decision.replica, type(error.__cause__ or error).__name__)
+            self._lost, self._lost_at = [decision.replica], time.monotonic()
+            self._losses += 1
+            self._backend.lose(decision.replica)
+            if self._losses > ATTEMPTS:
+                raise ReplicaLost(f"replica {decision.replica} was lost") from error
+            if asked and link.heard and (link.died or isinstance(error, ActorLost)):
+                await self._note_death(decision)
+            return None
+        except Unavailable as refusal:
+            self._refusals[decision.replica] = refusal
+            return None
+        finally:
+            if suspected:
+                link.probation.release()
+
+    async def _note_death(self, decision: Decision) -> None:
+        """Counts a process that ended while it computed the request.
+
+        Raises:
+            GenerationFailed: it is given up.
+        """
+        self._deaths += 1
+        if self._deaths < DEATHS_MAX:
+            return
+        # No request ends a whole node.
+        if decision.node and not await self._backend.node_lives(decision.node):
+            self._deaths -= 1
+            return
+        raise given_up(self._request.request_id, self._request.model, decision.replica)
