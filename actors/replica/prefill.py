@@ -132,6 +132,8 @@ class PrefillLoop:
     def _compute(self, chunks: list[PrefillChunk]) -> None:
         rows = self._delivery.rows
         parts = [(chunk.request_id, rows[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
+        # What is known of the rows before they are computed must not hold up their first tokens.
+        self._delivery.flush()
         started = time.perf_counter()
         try:
             for chunk in chunks:
