@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 17
+VERSION = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +450,7 @@ class ReplicaProgress:
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
     alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
-    `pictures` says whether it takes pictures and videos."""
+    `pictures` says whether it takes pictures and videos. `notes` say in sentences what of it is not served as asked."""
 
     replica: str
     node: str
@@ -470,6 +470,7 @@ class ModelInfo:
     created: int
     pid: int
     pictures: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from ...actors.protocol.messages import GenerateRequest, ReplicaStats, RowUpdate
 @dataclass(frozen=True)
 class ServedModel:
     """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
-    `memory` tells a reader which layers keep what, and how; `pictures` says whether it takes pictures and videos.
+    `memory` tells a reader which layers keep what, and how; `pictures` says whether it takes pictures and videos, and
+    `notes` what of it is not served as asked, a sentence each.
 
     `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
     that compute differently have others.
@@ -32,6 +33,7 @@ class ServedModel:
     memory: str = ""
     trust_remote_code: bool = False
     pictures: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

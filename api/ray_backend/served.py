@@ -147,4 +147,5 @@ def _served(info: ModelInfo) -> ServedModel:
         files_id=info.files_id,
         trust_remote_code=info.trust_remote_code,
         pictures=info.pictures,
+        notes=tuple(info.notes),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from ....cluster.errors import ModelLoadError
+from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import read_end_tokens
 from ...model_files.foreign_code import own_code_only, refuse_model_file
@@ -50,8 +51,9 @@ logger = logging.getLogger(__name__)
 
 _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _GIB = 2**30
-_LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, ImportError, RuntimeError, OSError)
-"""What mlx-lm raises if a folder does not match its config."""
+_LOAD_ERRORS = (Exception, SystemExit)
+"""What libraries raise if a folder does not match its config: anything. Some of mlx-lm's models even exit where a
+package is missing."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ def load(
         logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
         spec = read_spec(caches, 2, POLICIES[kv])
+    except ModelLoadError:
+        raise
     except _LOAD_ERRORS as error:
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
     way = DEQUANTIZED
@@ -169,6 +173,9 @@ def load(
         way = decode_ways.fastest(model, spec) if attention.install(whole) and numerics == "fast" else way
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
+    context = context_length(config, getattr(whole, "args", None))
+    if context.guessed:
+        logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
     used = str(logits.dtype).removeprefix("mlx.core.")
     seen = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
     check_unchanged(digested, paths)
@@ -187,7 +194,7 @@ def load(
         folder=folder,
         identity=identity,
         spec=spec,
-        context_tokens=_context_tokens(config, context_tokens_max),
+        context_tokens=min(context.tokens, context_tokens_max or context.tokens),
         vocabulary_size=int(logits.shape[-1]),
         eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
         dtype=used,
@@ -200,6 +207,20 @@ def load(
         progress(f"warming up {source}", None)
         meet_usual(loaded)
     return loaded
+
+
+def unsealed(loaded: LoadedModel) -> LoadedModel:
+    """Returns a model that keeps its KV as computed, whatever it was loaded to do."""
+    caches = make_prompt_cache(loaded.model)
+    mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
+    computing = {**loaded.identity.computing, "kv": f"{FULL_PRECISION}.1"}
+    return replace(
+        loaded,
+        spec=read_spec(caches, 2),
+        pool=None,
+        way=DEQUANTIZED,
+        identity=replace(loaded.identity, computing=computing),
+    )
 
 
 def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bool) -> Vision | None:
@@ -272,12 +293,6 @@ def _pick_dtype(wanted: str) -> mx.Dtype | None:
     if wanted != "auto":
         return getattr(mx, wanted)
     return None if on_gpu() else mx.float32
-
-
-def _context_tokens(config: dict[str, Any], limit: int | None) -> int:
-    text = config.get("text_config", {})
-    own = config.get("max_position_embeddings") or text.get("max_position_embeddings") or 4096
-    return min(int(own), limit) if limit else int(own)
 
 
 def _end_tokens(source: str, folder: Path, *, trusted: bool) -> frozenset[int]:

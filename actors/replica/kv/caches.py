@@ -61,17 +61,19 @@ class ModelCacheSpec:
         bytes_per_token: in the layers that grow with every token; at least 1.
         bytes_per_row: windows, states and open blocks, independent of the row's length.
         policy: how full and window layers are sealed; None if they are not.
+        kept: whether KV may be used again, as far as the model's layers allow it.
     """
 
     layers: tuple[LayerSpec, ...]
     bytes_per_token: int
     bytes_per_row: int
     policy: SealPolicy | None = None
+    kept: bool = True
 
     @property
     def reusable(self) -> bool:
         """Whether prefixes can be kept: the KV of every layer can be copied out."""
-        return all(layer.kind is not LayerKind.OTHER for layer in self.layers)
+        return self.kept and all(layer.kind is not LayerKind.OTHER for layer in self.layers)
 
     @property
     def open_row_bytes(self) -> int:
