@@ -29,10 +29,12 @@ from ..protocol.block_ids import block_ids, digest, root_id
 from ..protocol.messages import GenerateRequest, RowUpdate, Sampling
 from .engine import Engine
 from .execution.agreement import MODEL_ERRORS
-from .execution.decode_ways import DEQUANTIZED
-from .execution.models import LoadedModel, unsealed
+from .execution.decode_ways import DEQUANTIZED, DecodeWay
+from .execution.models import LoadedModel, resealed
 from .execution.sampling import Draw
 from .kv.device import device_bytes, device_name, on_gpu
+from .kv.paged_cache import Reads
+from .kv.sealing import FULL_PRECISION, POLICIES
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,8 @@ GROSS, GROSS_16 = 5e-2, 0.5
 """How far it may be off in the others. Sealed recurrent models reach 0.02: a state that rounds otherwise takes another
 code."""
 
-SEALED_MOST = 0.7
-"""How far logits with sealed KV may be off those without, root mean square of theirs."""
+OWN = "own"
+"""KV in the model's own caches, which nothing else reads."""
 
 _STEPS_MAX = 4000
 _VERSION = 1
@@ -69,14 +71,15 @@ class Verdict:
     """How a model may be served.
 
     Attributes:
-        sealed, usual_way: whether KV may be sealed, and decode steps may read it in the way that was found at load.
+        kv: how KV is kept instead: `fp16` in sealed blocks as computed, `own` in the model's caches; "" as asked for.
+        usual_way: whether decode steps may read sealed KV in the way that was found at load.
         together: whether rows may be computed in company.
         reuses: whether KV may be used again.
         refusal: why it cannot be served at all; empty if it can.
         notes: what of it is not as it was asked for, and why, a sentence each.
     """
 
-    sealed: bool = True
+    kv: str = ""
     usual_way: bool = True
     together: bool = True
     reuses: bool = True
@@ -129,8 +132,8 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
         logger.warning("%s: %s", source, note)
     if not verdict.usual_way:
         loaded = replace(loaded, way=DEQUANTIZED)
-    if not verdict.sealed:
-        loaded = unsealed(loaded)
+    if verdict.kv:
+        loaded = resealed(loaded, POLICIES.get(verdict.kv))
     if not verdict.reuses:
         loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
     return Proven(loaded, verdict.together, verdict.notes)
@@ -142,27 +145,47 @@ def _try(loaded: LoadedModel) -> Verdict:
         own = trial.alone_with_own_caches(loaded)
     except MODEL_ERRORS as error:
         return Verdict(refusal=f"it does not go on from its own caches ({first_sentence(error)})")
-    notes: list[str] = []
-    variants = [(loaded, "")]
-    if loaded.spec.policy is not None:
-        if loaded.way != DEQUANTIZED:
-            variants.append((replace(loaded, way=DEQUANTIZED), "decode steps copy blocks together"))
-        variants.append((unsealed(loaded), "KV is kept as computed, not sealed"))
-    faults = _Faults()
-    for variant, means in variants:
-        if means:
-            notes = [f"{means}: otherwise {faults.first}"]
-        faults = trial.faults(variant, own)
-        if not faults:
+    tried: list[tuple[_Variant, _Faults]] = []
+    for variant in _variants(loaded):
+        tried.append((variant, trial.faults(variant.of(loaded), own)))
+        if not tried[-1][1]:
             break
-    sealed, usual = variant.spec.policy == loaded.spec.policy, variant.way == loaded.way
+    # The first of those that need the least to be given up.
+    place = min(range(len(tried)), key=lambda index: tried[index][1].weight)
+    variant, faults = tried[place]
     if faults.alone:
         return Verdict(refusal=f"with a prompt in parts {faults.alone}")
+    notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
     if faults.together:
         notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
     if faults.again:
         notes = [*notes, f"nothing is used again, every turn is computed from its beginning: {faults.again}"]
-    return Verdict(sealed, usual or not sealed, not faults.together, not faults.again, "", notes)
+    return Verdict(variant.kv, variant.way == loaded.way, not faults.together, not faults.again, "", notes)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """One way to serve a model: how its KV is kept, as in `Verdict`, how decode steps read it, and what that `means`
+    for the user."""
+
+    kv: str
+    way: DecodeWay
+    means: str = ""
+
+    def of(self, loaded: LoadedModel) -> LoadedModel:
+        return resealed(loaded, POLICIES.get(self.kv)) if self.kv else replace(loaded, way=self.way)
+
+
+def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
+    """The best first."""
+    yield _Variant("", loaded.way)
+    if loaded.spec.policy is None:
+        return
+    if loaded.way.reads is not Reads.DEQUANTIZED:
+        yield _Variant("", DEQUANTIZED, "decode steps copy blocks together")
+    if loaded.spec.policy.quantizes:
+        yield _Variant(FULL_PRECISION, DEQUANTIZED, "KV is kept as computed")
+    yield _Variant(OWN, DEQUANTIZED, "KV is kept as computed, in the model's own way")
 
 
 @dataclass
@@ -180,6 +203,11 @@ class _Faults:
     @property
     def first(self) -> str:
         return self.alone or self.together or self.again
+
+    @property
+    def weight(self) -> int:
+        """How much has to be given up because of them."""
+        return 4 * bool(self.alone) + 2 * bool(self.together) + bool(self.again)
 
 
 class _Trial:
@@ -209,13 +237,14 @@ class _Trial:
 
     def faults(self, loaded: LoadedModel, own: Logits) -> _Faults:
         """What does not hold of a model in an engine."""
-        found = _Faults()
-        alone: Logits = {}
-        with _Scene(loaded, self._scripts) as scene:
-            for row in range(len(PROMPTS)):
-                scene.run([row])
-            alone = scene.noted
-            found.alone = scene.failure or self._difference(own, alone, sealed=loaded.spec.policy is not None)
+        found, policy = _Faults(), loaded.spec.policy
+        alone = self._alone(loaded, found)
+        if policy is None or not policy.quantizes:
+            found.alone = found.alone or self._difference(own, alone)
+        elif not found.alone:
+            # What rounding to a few bits does is not known, so the same way is compared with KV as it is.
+            plain = replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way)
+            found.alone = self._difference(own, self._alone(plain, found))
         if found.alone:
             return found
         with _Scene(loaded, self._scripts) as scene:
@@ -233,26 +262,25 @@ class _Trial:
                 found.again = scene.failure or self._difference(anew.noted, scene.noted)
         return found
 
-    def _difference(self, expected: Logits, got: Logits, *, sealed: bool = False) -> str:
-        """How logits differ more than rounding explains; empty if they do not.
+    def _alone(self, loaded: LoadedModel, found: _Faults) -> Logits:
+        with _Scene(loaded, self._scripts) as scene:
+            for row in range(len(PROMPTS)):
+                scene.run([row])
+            found.alone = scene.failure or _not_finite(scene.noted)
+            return scene.noted
 
-        Args:
-            sealed: whether only the ones that were got have sealed KV behind them.
-        """
-        if not all(np.isfinite(got[place]).all() for place in expected):
-            return "it computes numbers that are not finite"
-        if sealed:
-            off = [_root_mean_square(got[place] - one) / _root_mean_square(one) for place, one in expected.items()]
-            worst, bad = max(off), max(off) > SEALED_MOST
-        else:
-            off = [float(np.abs(got[place] - one).max() / np.abs(one).max()) for place, one in expected.items()]
-            worst = max(off)
-            bad = worst > self._gross or 4 * sum(one > self._rounding for one in off) > len(off)
-        return f"it computes something else, off by {worst:.2g} of its logits" if bad else ""
+    def _difference(self, expected: Logits, got: Logits) -> str:
+        """How logits differ more than rounding explains; empty if they do not."""
+        if missing := _not_finite(got) or ("" if expected.keys() <= got.keys() else "it ends too soon"):
+            return missing
+        off = [float(np.abs(got[place] - one).max() / np.abs(one).max()) for place, one in expected.items()]
+        wrong = max(off) > self._gross or 4 * sum(one > self._rounding for one in off) > len(off)
+        return f"it computes something else, off by {max(off):.2g} of its logits" if wrong else ""
 
 
-def _root_mean_square(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(values - values.mean())))) + 1e-30
+def _not_finite(logits: Logits) -> str:
+    finite = all(np.isfinite(values).all() for values in logits.values())
+    return "" if finite else "it computes numbers that are not finite"
 
 
 class _Forced:

@@ -38,12 +38,13 @@ from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
 from ..kv.pool import BlockPool
-from ..kv.sealing import FULL_PRECISION, POLICIES
+from ..kv.sealing import FULL_PRECISION, POLICIES, SealPolicy
 from . import decode_ways, few_rows_trial, joined, vision
 from .decode_ways import DEQUANTIZED, DecodeWay
 from .deferral import Deferral
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
+from .quirks import FlatCaches, fit_masks, shares_kv
 from .vision import LanguagePart, Vision
 from .warm_up import meet_usual
 
@@ -149,7 +150,7 @@ def load(
             whole, config = vision.load_weights(folder, trusted=trust_remote_code)
         else:
             whole, config = mlx_lm_load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
-        model: Any = LanguagePart(whole) if seeing else whole
+        model: Any = FlatCaches.of(LanguagePart(whole) if seeing else whole)
         if adapter_folder is not None:
             if seeing:
                 raise ModelLoadError(f"{source} takes pictures: adapters are only served on models of text")
@@ -169,7 +170,9 @@ def load(
     except _LOAD_ERRORS as error:
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
     way = DEQUANTIZED
+    fit_masks(language, model)
     if spec.policy is not None:
+        spec = replace(spec, shares=shares_kv(model, spec))
         way = decode_ways.fastest(model, spec) if attention.install(whole) and numerics == "fast" else way
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
@@ -184,7 +187,7 @@ def load(
         computing=computing(
             dtype=used if chosen is not None else f"{used}, own",
             weights=f"{kept}, joined" if products else kept,
-            kv=spec.policy.format if spec.policy else f"{FULL_PRECISION}.1",
+            kv=_format(spec),
             numerics=numerics,
             seeing=seeing,
         ),
@@ -209,18 +212,18 @@ def load(
     return loaded
 
 
-def unsealed(loaded: LoadedModel) -> LoadedModel:
-    """Returns a model that keeps its KV as computed, whatever it was loaded to do."""
+def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
+    """Returns a model whose KV is sealed otherwise, and copied together for decode steps; with None it stays in the
+    model's own caches."""
     caches = make_prompt_cache(loaded.model)
     mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
-    computing = {**loaded.identity.computing, "kv": f"{FULL_PRECISION}.1"}
-    return replace(
-        loaded,
-        spec=read_spec(caches, 2),
-        pool=None,
-        way=DEQUANTIZED,
-        identity=replace(loaded.identity, computing=computing),
-    )
+    spec = replace(read_spec(caches, 2, policy), shares=loaded.spec.shares)
+    identity = replace(loaded.identity, computing={**loaded.identity.computing, "kv": _format(spec)})
+    return replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
+
+
+def _format(spec: ModelCacheSpec) -> str:
+    return spec.policy.format if spec.policy else f"{FULL_PRECISION}.1"
 
 
 def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bool) -> Vision | None:

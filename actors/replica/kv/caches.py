@@ -62,6 +62,7 @@ class ModelCacheSpec:
         bytes_per_row: windows, states and open blocks, independent of the row's length.
         policy: how full and window layers are sealed; None if they are not.
         kept: whether KV may be used again, as far as the model's layers allow it.
+        shares: whether layers attend to other layers' KV.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -69,6 +70,7 @@ class ModelCacheSpec:
     bytes_per_row: int
     policy: SealPolicy | None = None
     kept: bool = True
+    shares: bool = False
 
     @property
     def reusable(self) -> bool:
@@ -174,7 +176,7 @@ def new_pool(spec: ModelCacheSpec, *, kernels: bool = False) -> BlockPool | None
     if spec.policy is None:
         return None
     sizes = [sum(spec.layers[layer].token_bytes for layer in layers) * BLOCK_TOKENS for layers in spec.alike]
-    return BlockPool(spec.alike, kernels=kernels, slot_bytes=sizes)
+    return BlockPool(spec.alike, kernels=kernels, slot_bytes=sizes, shares=spec.shares)
 
 
 def new_caches(spec: ModelCacheSpec, own: Sequence[Any], pool: BlockPool | None, reads: Reads) -> list[Any]:

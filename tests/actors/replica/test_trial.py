@@ -12,7 +12,7 @@ import pytest
 
 from satchel.actors.replica import trial
 from satchel.actors.replica.execution.decode_ways import DEQUANTIZED, DecodeWay
-from satchel.actors.replica.execution.models import LoadedModel, unsealed
+from satchel.actors.replica.execution.models import LoadedModel, resealed
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
 from satchel.actors.replica.trial import Proven, prove
@@ -51,8 +51,12 @@ def in_company(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array
     return logits if tokens.shape[0] == 1 else mx.roll(logits, 1, -1)
 
 
+def if_quantized(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+    return logits * mx.nan if isinstance(cache[0], PagedKVCache) and cache[0].policy.quantizes else logits
+
+
 def if_sealed(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
-    return logits * mx.nan if isinstance(cache[0], PagedKVCache) else logits
+    return logits + cache[0].keys.sum() * 0
 
 
 def in_parts(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
@@ -76,11 +80,17 @@ def test_wrong_words_in_company_make_rows_run_alone(loaded: LoadedModel):
     assert any("one after the other" in note and "something else" in note for note in proven.notes)
 
 
-def test_numbers_that_overflow_when_sealed_make_kv_stay_as_computed(loaded: LoadedModel):
-    proven = tried(with_fault(loaded, if_sealed))
-    assert (proven.loaded.kv, proven.loaded.pool, proven.together) == ("fp16", None, True)
+def test_numbers_that_overflow_in_few_bits_are_kept_as_computed(loaded: LoadedModel):
+    proven = tried(with_fault(loaded, if_quantized))
+    assert (proven.loaded.kv, proven.loaded.pool is None, proven.together) == ("fp16", False, True)
     assert proven.loaded.model_id != loaded.model_id, "its KV is another"
-    assert proven.notes == ["KV is kept as computed, not sealed: otherwise it computes numbers that are not finite"]
+    assert proven.notes == ["KV is kept as computed: otherwise it computes numbers that are not finite"]
+
+
+def test_a_model_that_looks_into_its_caches_keeps_its_own(loaded: LoadedModel):
+    proven = tried(with_fault(loaded, if_sealed))
+    assert (proven.loaded.kv, proven.loaded.pool) == ("fp16", None)
+    assert "the model's own way" in proven.notes[0]
 
 
 def test_a_way_of_decoding_that_does_not_hold_is_not_used(loaded: LoadedModel):
@@ -104,7 +114,7 @@ def test_wrong_words_from_memory_make_every_turn_be_computed(loaded: LoadedModel
             caches[0].state = (keys, 2 * values)
 
     monkeypatch.setattr(kv_cache, "restore", doubled)
-    proven = tried(unsealed(loaded))
+    proven = tried(resealed(loaded, None))
     assert not proven.loaded.spec.reusable
     assert proven.together
     assert any("nothing is used again" in note for note in proven.notes)
