@@ -109,6 +109,9 @@ class Model:
     numerics: Literal["fast", "reproducible"] = "fast"
     """`reproducible`: decoding and prefill give equal bits on a CPU; `fast`: equal within rounding. KV is not shared
     between the two."""
+    trial: bool = True
+    """Whether the model is tried when it is loaded: rows in company, in parts and from memory must compute what it
+    computes alone. What was found is kept. Without it a family that is new here may say wrong words in company."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. Its KV is not shared with the plain model."""
     template_kwargs: dict[str, JsonValue] = field(default_factory=dict, hash=False)
@@ -361,6 +364,11 @@ class Home:
     def digests_file(self) -> Path:
         """Digests of models' files, so that each is read once."""
         return self.root / "digests.json"
+
+    @property
+    def trials_file(self) -> Path:
+        """What the trials of models found."""
+        return self.root / "trials.json"
 
     @property
     def kernels_folder(self) -> Path:

@@ -281,6 +281,9 @@ def _sentence(wanted: _Download, error: BaseException) -> str:
 
 def first_sentence(error: BaseException) -> str:
     """Returns a library error's message on one line of at most 300 characters; never empty."""
+    if isinstance(error, SystemExit):
+        # mlx-lm's code for some models prints which package it misses, and exits.
+        return "the library's code for it needs a package that is not installed"
     # KeyError shows its message quoted.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

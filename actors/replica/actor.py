@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .execution.grammar import RowGrammar
     from .execution.vision import ImageEmbeddings
     from .tiers.disk_tier import DiskTier
+    from .trial import Proven
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class ReplicaActor:
         sys.setswitchinterval(SWITCH_S)
         self._loading = _LoadProgress()
         self._engine: Engine | None = None
+        self._proven: Proven | None = None
         self._disk: DiskTier | None = None
         self._looking: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -150,6 +152,7 @@ class ReplicaActor:
             pid=os.getpid(),
             pictures=loaded.vision is not None,
             embedding=loaded.embedding,
+            notes=list(self._proven.notes) if self._proven is not None else [],
         )
 
     @answers(Nothing)
@@ -384,6 +387,7 @@ class ReplicaActor:
             from .replica_memory import ReplicaMemory
             from .reports import EngineReports
             from .tiers.disk_tier import DiskTier
+            from .trial import prove
 
             with ReplicaMemory(default_home().memory_claims, self._name, self._of_node, self._scheduling) as memory:
                 loaded = models.load(
@@ -399,6 +403,9 @@ class ReplicaActor:
                     progress=self._note_progress,
                     claim=memory.make_way,
                 )
+                proven = prove(loaded, self._model, self._note_progress, default_home().trials_file)
+                self._proven = proven
+                loaded = proven.loaded
                 memory_bytes = memory.settle(loaded)
         except SatchelError as error:
             self._loading.error = error
@@ -412,7 +419,7 @@ class ReplicaActor:
         if loaded.spec.reusable:
             store, unwritten_bytes_max = StoreClient(self._node, self._timing), self._scheduling.unwritten_bytes_max
             self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max, self._timing)
-        scheduling = replace(self._scheduling, kv_bytes_max=memory.rows_bytes_max())
+        scheduling = replace(proven.scheduling(self._scheduling), kv_bytes_max=memory.rows_bytes_max())
         further = WarmUp(loaded, scheduling.prefill_chunk_tokens) if on_cuda() else None
         self._engine = engine = Engine(
             loaded,

@@ -132,14 +132,18 @@ class PrefillLoop:
     def _compute(self, chunks: list[PrefillChunk]) -> None:
         rows = self._delivery.rows
         parts = [(chunk.request_id, rows[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
+        # What is known of the rows before they are computed must not hold up their first tokens.
+        self._delivery.flush()
         started = time.perf_counter()
         try:
             for chunk in chunks:
                 self._pictures.require(rows[chunk.request_id], chunk.start, chunk.stop)
             self._executor.prefill(parts)
-        except Exception:
-            if len(chunks) > 1:
-                logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
+        except Exception as error:
+            if len(chunks) == 1:
+                self._delivery.attempt(chunks[0].request_id, _raise, error)
+                return
+            logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
             for chunk, part in zip(chunks, parts, strict=True):
                 self._delivery.attempt(chunk.request_id, self._compute_alone, chunk, part)
             return
@@ -173,3 +177,7 @@ class PrefillLoop:
             return
         drawn = request.generated + sequence.emitted
         self._executor.join(sequence.id, sequence.given(), request.sampling, drawn, sequence.grammar)
+
+
+def _raise(error: Exception) -> None:
+    raise error

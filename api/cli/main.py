@@ -7,6 +7,7 @@ traceback. Nothing heavy is imported until a command needs it.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -18,7 +19,7 @@ from .agents import app as agents
 from .cert import cert
 from .cluster import ListenOption, PortOption, down, install_service, invite, join, leave, up, with_endpoint
 from .keys import app as keys
-from .models import HomeOption, JsonOption, chosen_home
+from .models import HomeOption, JsonOption, NoTrialOption, chosen_home
 from .models import app as models
 from .probe import probe
 
@@ -66,12 +67,19 @@ def satchel(
 
 @app.command()
 def serve(
-    config: ConfigOption = None, port: PortOption = None, listen: ListenOption = None, home: HomeOption = None
+    config: ConfigOption = None,
+    port: PortOption = None,
+    listen: ListenOption = None,
+    no_trial: NoTrialOption = False,
+    home: HomeOption = None,
 ) -> None:
     """Serve the configured models until Ctrl-C or SIGTERM."""
     from .serve import serve as run
 
-    run(_config(config, port, listen), chosen_home(home))
+    chosen = _config(config, port, listen)
+    if no_trial:
+        chosen = replace(chosen, models=tuple(replace(model, trial=False) for model in chosen.models))
+    run(chosen, chosen_home(home))
 
 
 @app.command()

@@ -29,6 +29,9 @@ HomeOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TextOption = Optional[str]  # noqa: UP045
+NoTrialOption = Annotated[
+    bool, typer.Option("--no-trial", help="Serve models that were not tried; they may say wrong words in company.")
+]
 
 
 class Dtype(StrEnum):
@@ -76,6 +79,7 @@ def load(
         typer.Option("--context-tokens-max", min=1, help="Prompt and answer together (else the model's own)."),
     ] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="The type it computes in.")] = Dtype.auto,
+    no_trial: NoTrialOption = False,
     home: HomeOption = None,
 ) -> None:
     """Serve one more model, until it is unloaded or the server stops. It is downloaded if need be."""
@@ -87,6 +91,7 @@ def load(
             replicas=replicas,
             context_tokens_max=context_tokens_max,
             dtype=dtype.value,
+            trial=not no_trial,
             report=progress.report,
         )
     progress.say(f"Loaded {loaded}")

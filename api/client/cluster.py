@@ -134,6 +134,7 @@ class Cluster:
         replicas: int = 1,
         context_tokens_max: int | None = None,
         dtype: str = "auto",
+        trial: bool = True,
         report: Report | None = None,
     ) -> str:
         """Serves one more model, until the server stops, and returns its name once it answers.
@@ -142,6 +143,7 @@ class Cluster:
             source: a Hub id (`owner/name`, `owner/name@revision`), a folder, or `embedded:NAME`.
             name: what clients call it; by default the Hub id, or the folder's name.
             adapter: a LoRA or DoRA adapter as mlx-lm writes them, a folder or a Hub id.
+            trial: whether it is tried first (`Model.trial`).
             report: called with the current step and the fraction done, None if unknown.
 
         Raises:
@@ -150,7 +152,13 @@ class Cluster:
             ModelLoadError: the model cannot be loaded; none of its replicas runs then.
         """
         model = _model(
-            source, name=name, adapter=adapter, replicas=replicas, context_tokens_max=context_tokens_max, dtype=dtype
+            source,
+            name=name,
+            adapter=adapter,
+            replicas=replicas,
+            context_tokens_max=context_tokens_max,
+            dtype=dtype,
+            trial=trial,
         )
         await load_model(model, self.config, report or _say_nothing)
         return model.name

@@ -149,4 +149,5 @@ def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
         pictures=info.pictures,
         template_kwargs=entry.model.template_kwargs,
         embedding=info.embedding,
+        notes=tuple(info.notes),
     )

@@ -10,7 +10,7 @@ its prompt. Joins and leaves take effect together at the next step, because each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,7 @@ class BatchExecutor:
 
     Attributes:
         workspace_bytes: the most that a prefill has needed for a moment, beyond what it left.
+        make_sampler: makes the `BatchSampler` of a batch, or what trials put in its place.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -156,6 +157,7 @@ class BatchExecutor:
         self._leaving: set[str] = set()
         self._since_clear = 0
         self._make_masks = MaskMaker()
+        self.make_sampler: Callable[[], Any] = lambda: BatchSampler(loaded.vocabulary_size, loaded.eos_token_ids)
         self.workspace_bytes = 0
         self._steps = 0
         self._forget()
@@ -448,7 +450,7 @@ class BatchExecutor:
         self._stacks = Stacks()
         self._inputs: mx.array | None = None
         self._draw: tuple[Draw, list[str]] | None = None
-        self._sampler = BatchSampler(self._loaded.vocabulary_size, self._loaded.eos_token_ids)
+        self._sampler = self.make_sampler()
 
     def _change_batch(self) -> None:
         """Removes rows that left and appends rows that join."""

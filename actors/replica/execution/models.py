@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from ....cluster.errors import ModelLoadError
+from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import read_end_tokens
 from ...model_files.foreign_code import own_code_only, refuse_model_file
@@ -39,13 +40,14 @@ from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
 from ..kv.pool import BlockPool
-from ..kv.sealing import FULL_PRECISION, POLICIES
+from ..kv.sealing import FULL_PRECISION, POLICIES, SealPolicy
 from . import decode_ways, few_rows_trial, joined, vision
 from .decode_ways import DEQUANTIZED, DecodeWay
 from .deferral import Deferral
 from .hidden_states import HiddenStates, find_hidden_states
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
+from .quirks import FlatCaches, fit_masks, shares_kv
 from .vision import LanguagePart, Vision
 from .warm_up import meet_usual
 
@@ -55,8 +57,9 @@ _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _ENCODERS = ("bert", "mpnet", "electra")
 """In the names of kinds of models in which every token sees all others."""
 _GIB = 2**30
-_LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, ImportError, RuntimeError, OSError)
-"""What mlx-lm raises if a folder does not match its config."""
+_LOAD_ERRORS = (Exception, SystemExit)
+"""What libraries raise if a folder does not match its config: anything. Some of mlx-lm's models even exit where a
+package is missing."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def load(
             whole, config = vision.load_weights(folder, trusted=trust_remote_code)
         else:
             whole, config = mlx_lm_load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
-        model: Any = LanguagePart(whole) if seeing else whole
+        model: Any = FlatCaches.of(LanguagePart(whole) if seeing else whole)
         if adapter_folder is not None:
             if seeing:
                 raise ModelLoadError(f"{source} takes pictures: adapters are only served on models of text")
@@ -180,13 +183,20 @@ def load(
         logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
         spec = read_spec(caches, 2, POLICIES[kv])
+    except ModelLoadError:
+        raise
     except _LOAD_ERRORS as error:
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
     way = DEQUANTIZED
+    fit_masks(language, model)
     if spec.policy is not None:
+        spec = replace(spec, shares=shares_kv(model, spec))
         way = decode_ways.fastest(model, spec) if attention.install(whole) and numerics == "fast" else way
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
+    context = context_length(config, getattr(whole, "args", None))
+    if context.guessed:
+        logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
     used = str(logits.dtype).removeprefix("mlx.core.")
     seen = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
     check_unchanged(digested, paths)
@@ -195,7 +205,7 @@ def load(
         computing=computing(
             dtype=used if chosen is not None else f"{used}, own",
             weights=f"{kept}, joined" if products else kept,
-            kv=spec.policy.format if spec.policy else f"{FULL_PRECISION}.1",
+            kv=_format(spec),
             numerics=numerics,
             seeing=seeing,
         ),
@@ -205,7 +215,7 @@ def load(
         folder=folder,
         identity=identity,
         spec=spec,
-        context_tokens=_context_tokens(config, context_tokens_max),
+        context_tokens=min(context.tokens, context_tokens_max or context.tokens),
         vocabulary_size=int(logits.shape[-1]),
         eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
         dtype=used,
@@ -220,6 +230,20 @@ def load(
         progress(f"warming up {source}", None)
         meet_usual(loaded)
     return loaded
+
+
+def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
+    """Returns a model whose KV is sealed otherwise, and copied together for decode steps; with None it stays in the
+    model's own caches."""
+    caches = make_prompt_cache(loaded.model)
+    mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
+    spec = replace(read_spec(caches, 2, policy), shares=loaded.spec.shares)
+    identity = replace(loaded.identity, computing={**loaded.identity.computing, "kv": _format(spec)})
+    return replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
+
+
+def _format(spec: ModelCacheSpec) -> str:
+    return spec.policy.format if spec.policy else f"{FULL_PRECISION}.1"
 
 
 def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bool) -> Vision | None:
@@ -309,12 +333,6 @@ def _pick_dtype(wanted: str) -> mx.Dtype | None:
     if wanted != "auto":
         return getattr(mx, wanted)
     return None if on_gpu() else mx.float32
-
-
-def _context_tokens(config: dict[str, Any], limit: int | None) -> int:
-    text = config.get("text_config", {})
-    own = config.get("max_position_embeddings") or text.get("max_position_embeddings") or 4096
-    return min(int(own), limit) if limit else int(own)
 
 
 def _end_tokens(source: str, folder: Path, *, trusted: bool) -> frozenset[int]:

@@ -61,17 +61,21 @@ class ModelCacheSpec:
         bytes_per_token: in the layers that grow with every token; at least 1.
         bytes_per_row: windows, states and open blocks, independent of the row's length.
         policy: how full and window layers are sealed; None if they are not.
+        kept: whether KV may be used again, as far as the model's layers allow it.
+        shares: whether layers attend to other layers' KV.
     """
 
     layers: tuple[LayerSpec, ...]
     bytes_per_token: int
     bytes_per_row: int
     policy: SealPolicy | None = None
+    kept: bool = True
+    shares: bool = False
 
     @property
     def reusable(self) -> bool:
         """Whether prefixes can be kept: the KV of every layer can be copied out."""
-        return all(layer.kind is not LayerKind.OTHER for layer in self.layers)
+        return self.kept and all(layer.kind is not LayerKind.OTHER for layer in self.layers)
 
     @property
     def open_row_bytes(self) -> int:
@@ -172,7 +176,7 @@ def new_pool(spec: ModelCacheSpec, *, kernels: bool = False) -> BlockPool | None
     if spec.policy is None:
         return None
     sizes = [sum(spec.layers[layer].token_bytes for layer in layers) * BLOCK_TOKENS for layers in spec.alike]
-    return BlockPool(spec.alike, kernels=kernels, slot_bytes=sizes)
+    return BlockPool(spec.alike, kernels=kernels, slot_bytes=sizes, shares=spec.shares)
 
 
 def new_caches(spec: ModelCacheSpec, own: Sequence[Any], pool: BlockPool | None, reads: Reads) -> list[Any]:

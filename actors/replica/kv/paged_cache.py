@@ -189,6 +189,7 @@ class PagedKVCache:
 
     Attributes:
         view: of the last `update_and_fetch`; None where attention takes what that returned.
+        was_shared: whether another layer has asked for this one's KV.
     """
 
     def __init__(
@@ -209,6 +210,8 @@ class PagedKVCache:
         self._writable = False
         # Lengths before and numbers of the last step, if blocks became full in it and are not sealed yet.
         self._filled: tuple[list[int], Step] | None = None
+        self._fetch: Callable[[], tuple[mx.array, mx.array]] | None = None
+        self.was_shared = False
 
     # What a model calls.
 
@@ -240,16 +243,16 @@ class PagedKVCache:
             self.view = None
             if self._keys is None or self._values is None:
                 self._keys, self._values = keys[:, :, :0], values[:, :, :0]
-            self.view = KernelView(keys, values, self.kernel_step())
+            view = KernelView(keys, values, self.kernel_step())
             self.end_kernel_step()
-            return keys, values
+            return self._fetched(lambda: self._viewed(view))
         self._writable = False
         in_place = self._reads_in_place(count, step)
         index = self._table(step) if step.used and not in_place else None
         flat = self._flat(step, keys.shape[1]) if in_place else None
         seen = self._once(("seen", self.window), lambda: seen_of(step, self.window)) if in_place else None
-        # What it refers to could not be changed in place.
-        self.view = None
+        # What they refer to could not be changed in place.
+        self.view = self._fetch = None
         if self._keys is None or self._values is None:
             self._keys = keys[:, :, :0]
             self._values = values[:, :, :0]
@@ -266,19 +269,35 @@ class PagedKVCache:
         before, self.lengths = self.lengths, step.after
         self._seal(before, step)
         if flat is not None:
-            self.view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), **flat)
-            return open_keys, open_values
-        if index is not None and self._group.kernels and self.policy.quantizes:
+            view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), **flat)
+            return self._fetched(lambda: self._viewed(view))
+        if index is not None:
+            return self._fetched(lambda: self._unsealed(index, open_keys, open_values))
+        return self._fetched(lambda: (open_keys, open_values))
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Returns again what the last `update_and_fetch` did, for another layer that attends to it too."""
+        assert self._fetch is not None, "layers share KV that is not kept for them"
+        self.was_shared = True
+        return self._fetch()
+
+    def _fetched(self, fetch: Callable[[], tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
+        # It refers to what was a prompt's, which may be much.
+        self._fetch = fetch if self.batch.pool.shares else None
+        return fetch()
+
+    def _viewed(self, view: DecodeView | KernelView) -> tuple[mx.array, mx.array]:
+        self.view = view
+        return view.keys, view.values
+
+    def _unsealed(self, index: mx.array, open_keys: mx.array, open_values: mx.array) -> tuple[mx.array, mx.array]:
+        """The blocks in the slots of `index`, and the open ones after them, as computed."""
+        if self._group.kernels and self.policy.quantizes:
             pool, order = self._group.layer(self._place), self._group.written(self._place)
             return block_kernels.unseal(pool, index, open_keys, open_values, self.policy, order)
-        if index is not None:
-            sealed = self._group.gather(self._place, index)
-            before_keys, before_values = sealing.unseal(sealed, self.policy, values.shape[3], keys.dtype)
-            return (
-                mx.concatenate([before_keys, open_keys], axis=2),
-                mx.concatenate([before_values, open_values], axis=2),
-            )
-        return open_keys, open_values
+        sealed = self._group.gather(self._place, index)
+        before = sealing.unseal(sealed, self.policy, open_values.shape[3], open_keys.dtype)
+        return mx.concatenate([before[0], open_keys], axis=2), mx.concatenate([before[1], open_values], axis=2)
 
     # What the executor calls.
 

@@ -238,13 +238,20 @@ class BlockPool:
         slot_bytes: of each group; None where that shows when they are written.
 
     Attributes:
+        shares: whether layers attend to other layers' KV.
         moves: how often slots may have got other numbers.
     """
 
     def __init__(
-        self, groups: Iterable[Sequence[int]], *, kernels: bool = False, slot_bytes: Sequence[int] | None = None
+        self,
+        groups: Iterable[Sequence[int]],
+        *,
+        kernels: bool = False,
+        slot_bytes: Sequence[int] | None = None,
+        shares: bool = False,
     ) -> None:
         self.kernels = kernels
+        self.shares = shares
         self.moves = 0
         layers = list(groups)
         self.groups = tuple(

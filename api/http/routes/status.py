@@ -45,7 +45,8 @@ class StatusRoutes:
         return JSONResponse(await self._described(await self._answering.served(request, model_id)))
 
     async def _described(self, model: ServedModel) -> dict[str, Any]:
-        return model_body(model, await self._answering.generator.template_notes(model))
+        notes = await self._answering.generator.template_notes(model)
+        return model_body(model, [*model.notes, *notes])
 
     async def health(self, request: Request) -> Response:
         """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is

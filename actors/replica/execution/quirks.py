@@ -1,0 +1,107 @@
+"""What some families' code expects of masks and caches that others' does not, found by running a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
+from ..kv.paged_cache import PagedKVCache, Reads
+from .agreement import MODEL_ERRORS, agree
+
+_MASK = "create_attention_mask"
+_ROWS = (4, 2, 3)
+"""Tokens of rows that are tried in company."""
+
+
+class FlatCaches:
+    """A model whose layers keep several caches each, called with a flat list of them: each is kept, moved and found
+    again as a layer's own is."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._sizes = [_size(cache) for cache in make_prompt_cache(model)]
+
+    @staticmethod
+    def of(model: Any) -> Any:
+        """Returns a model as its caches need it."""
+        return FlatCaches(model) if any(map(_size, make_prompt_cache(model))) else model
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
+        """As the model's own, with `cache` from `make_cache`."""
+        left = iter(cache)
+        layers = [CacheList(*(next(left) for _ in range(size))) if size else next(left) for size in self._sizes]
+        return self._model(tokens, cache=layers, **given)
+
+    def make_cache(self) -> list[Any]:
+        """Returns empty caches."""
+        layers = make_prompt_cache(self._model)
+        return [each for layer in layers for each in (layer.caches if type(layer) is CacheList else [layer])]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _size(cache: Any) -> int:
+    """How many caches a layer has in a list; 0 if it has one without a list."""
+    return len(cache.caches) if type(cache) is CacheList else 0
+
+
+def shares_kv(model: Any, spec: ModelCacheSpec) -> bool:
+    """Whether layers of the model attend to other layers' KV."""
+    spec = replace(spec, shares=True)
+    caches = new_caches(spec, make_prompt_cache(model), new_pool(spec), Reads.DEQUANTIZED)
+    try:
+        mx.eval(model(mx.array([[0, 0]], mx.uint32), cache=caches))
+    except MODEL_ERRORS:
+        return False
+    return any(cache.was_shared for cache in caches if isinstance(cache, PagedKVCache))
+
+
+def fit_masks(module: Any, model: Any) -> None:
+    """Lets a batch's masks have an axis for groups of heads, if the model computes rightly in company only so: its
+    attention has that axis and adds masks by itself, as Gemma 2's does.
+
+    Args:
+        module: whose layers' code is meant.
+        model: as it is called.
+    """
+    if _right_in_company(model):
+        return
+    names = {type(each).__module__ for _, each in module.named_modules()}
+    callers = [code for name in names if callable(getattr(code := sys.modules[name], _MASK, None))]
+    before = [getattr(code, _MASK) for code in callers]
+    for code, plain in zip(callers, before, strict=True):
+        setattr(code, _MASK, _by_group(plain))
+    if not _right_in_company(model):
+        for code, plain in zip(callers, before, strict=True):
+            setattr(code, _MASK, plain)
+
+
+def _by_group(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def create(*given: Any, **named: Any) -> Any:
+        mask = plain(*given, **named)
+        return mask[:, :, None] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
+
+    return create
+
+
+def _right_in_company(model: Any) -> bool:
+    """Whether a step of rows together computes what each computes alone, with the model's own caches."""
+    alone, rows = [], []
+    try:
+        for count in _ROWS:
+            tokens, caches = mx.array([list(range(count))], mx.uint32), make_prompt_cache(model)
+            for cache in (caches, again := make_prompt_cache(model)):
+                mx.eval(model(tokens, cache=cache))
+            alone.append(model(mx.array([[1]], mx.uint32), cache=caches)[0, -1])
+            rows.append(again)
+        together = model(mx.array([[1]] * len(rows), mx.uint32), cache=merge(rows))[:, -1]
+        return agree(alone, list(together))
+    except MODEL_ERRORS:
+        return False

@@ -1,0 +1,143 @@
+"""The trial at load: what a model does wrong in company, in parts or from memory is found, and not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from satchel.actors.replica import trial
+from satchel.actors.replica.execution.decode_ways import DEQUANTIZED, DecodeWay
+from satchel.actors.replica.execution.models import LoadedModel, resealed
+from satchel.actors.replica.kv import caches as kv_cache
+from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
+from satchel.actors.replica.trial import Proven, prove
+from satchel.cluster.config import Model, Scheduling
+from satchel.cluster.errors import ModelLoadError
+from tests.worlds.bench import load_tiny
+
+ASKED = Model(name="tiny", source="somewhere/tiny")
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+class Faulty:
+    """A model that computes otherwise, or fails, under some condition of its inputs."""
+
+    def __init__(self, inner: Any, fault: Callable[[mx.array, list[Any], mx.array], mx.array]) -> None:
+        self._inner, self._fault = inner, fault
+        self.layers = inner.layers
+
+    def __call__(self, tokens: mx.array, cache: list[Any], **given: Any) -> mx.array:
+        return self._fault(tokens, cache, self._inner(tokens, cache=cache, **given))
+
+
+def with_fault(loaded: LoadedModel, fault: Callable[[mx.array, list[Any], mx.array], mx.array]) -> LoadedModel:
+    return replace(loaded, model=Faulty(loaded.model, fault))
+
+
+def tried(loaded: LoadedModel, known: Path | None = None) -> Proven:
+    return prove(loaded, ASKED, lambda what, fraction: None, known)
+
+
+def in_company(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+    return logits if tokens.shape[0] == 1 else mx.roll(logits, 1, -1)
+
+
+def if_quantized(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+    return logits * mx.nan if isinstance(cache[0], PagedKVCache) and cache[0].policy.quantizes else logits
+
+
+def if_sealed(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+    return logits + cache[0].keys.sum() * 0
+
+
+def in_parts(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+    if tokens.shape[1] > 1 and int(mx.array(cache[0].offset).max()) > tokens.shape[1]:
+        raise ValueError("takes prompts in one piece. Always")
+    return logits
+
+
+def test_a_right_model_is_served_as_asked(loaded: LoadedModel):
+    proven = tried(loaded)
+    assert (proven.loaded, proven.together, list(proven.notes)) == (loaded, True, [])
+    assert loaded.pool is not None
+    assert proven.scheduling(Scheduling(rows_max=9)).rows_max == 9
+    loaded.pool.check()
+
+
+def test_wrong_words_in_company_make_rows_run_alone(loaded: LoadedModel):
+    proven = tried(with_fault(loaded, in_company))
+    assert not proven.together
+    assert proven.scheduling(Scheduling(rows_max=9)).rows_max == 1
+    assert any("one after the other" in note and "something else" in note for note in proven.notes)
+
+
+def test_numbers_that_overflow_in_few_bits_are_kept_as_computed(loaded: LoadedModel):
+    proven = tried(with_fault(loaded, if_quantized))
+    assert (proven.loaded.kv, proven.loaded.pool is None, proven.together) == ("fp16", False, True)
+    assert proven.loaded.model_id != loaded.model_id, "its KV is another"
+    assert proven.notes == ["KV is kept as computed: otherwise it computes numbers that are not finite"]
+
+
+def test_a_model_that_looks_into_its_caches_keeps_its_own(loaded: LoadedModel):
+    proven = tried(with_fault(loaded, if_sealed))
+    assert (proven.loaded.kv, proven.loaded.pool) == ("fp16", None)
+    assert "the model's own way" in proven.notes[0]
+
+
+def test_a_way_of_decoding_that_does_not_hold_is_not_used(loaded: LoadedModel):
+    def in_place(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+        batch = getattr(cache[0], "batch", None)
+        return logits if batch is None or batch.reads is Reads.DEQUANTIZED else mx.roll(logits, 1, -1)
+
+    fast = replace(with_fault(loaded, in_place), way=DecodeWay(Reads.IN_PLACE))
+    proven = tried(fast)
+    assert (proven.loaded.way, proven.loaded.kv) == (DEQUANTIZED, "q4")
+    assert len(proven.notes) == 1
+
+
+def test_wrong_words_from_memory_make_every_turn_be_computed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    restore = kv_cache.restore
+
+    def doubled(spec: Any, caches: Any, blocks: Any, tail: Any, used: int) -> None:
+        restore(spec, caches, blocks, tail, used)
+        if blocks:
+            keys, values = caches[0].state
+            caches[0].state = (keys, 2 * values)
+
+    monkeypatch.setattr(kv_cache, "restore", doubled)
+    proven = tried(resealed(loaded, None))
+    assert not proven.loaded.spec.reusable
+    assert proven.together
+    assert any("nothing is used again" in note for note in proven.notes)
+
+
+def test_a_model_that_takes_no_prompts_in_parts_is_refused(loaded: LoadedModel):
+    with pytest.raises(ModelLoadError, match=r"somewhere/tiny cannot be served: .*in one piece"):
+        tried(with_fault(loaded, in_parts))
+
+
+def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    known = tmp_path / "trials.json"
+    first = tried(with_fault(loaded, in_company), known)
+    monkeypatch.setattr(trial, "_try", lambda loaded: pytest.fail("it was tried before"))
+    again = tried(with_fault(loaded, in_company), known)
+    assert (again.together, list(again.notes)) == (False, list(first.notes))
+    known.write_text("{")
+    monkeypatch.undo()
+    assert tried(loaded, known).together
+
+
+def test_a_model_that_is_not_tried_says_so(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial, "_try", lambda loaded: pytest.fail("it is tried"))
+    proven = prove(loaded, replace(ASKED, trial=False), lambda what, fraction: None)
+    assert proven.together
+    assert "not tried" in proven.notes[0]
