@@ -387,12 +387,6 @@ class TextModel:
         tokens = self.encode(word)
         return tokens[0] if len(tokens) == 1 else None
 
-    @property
-    def template(self) -> str:
-        """The source of the chat template, "" if there is none that is text."""
-        template = getattr(self._tokenizer, "chat_template", None)
-        return template if isinstance(template, str) else ""
-
     def word_tokens(self, words: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of words, each as it begins a text and as it follows a space."""
         spelled = (self.encode(form) for word in words for form in (word, f" {word.lstrip()}"))

@@ -65,7 +65,7 @@ def pair_form(text: TextModel, sentences: SentenceModules, names: str) -> PairFo
 
 def _has_places(text: TextModel) -> bool:
     """Whether the chat template shows messages of both roles. Most templates show any role, so it must name them."""
-    if not all(role.search(text.template) for role in _ROLES):
+    if not all(role.search(text.template()) for role in _ROLES):
         return False
     try:
         shown = _templated(text, SentenceModules(), "", _QUERY, _DOCUMENT)
