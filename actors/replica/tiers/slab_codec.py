@@ -18,6 +18,9 @@ from ..kv.sealing import Plain, Quantized, Sealed
 
 _PAIR = ("keys", "values")
 
+_NOTHING = "nothing"
+"""The part of a block between two snapshots of a model whose layers are all recurrent: an entry must have one."""
+
 
 def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
     """Returns the slab's arrays by name, in the order of layers. They must be evaluated already."""
@@ -30,7 +33,7 @@ def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
         elif layer.kind is LayerKind.RECURRENT and slab.states is not None:
             arrays = enumerate(next(states))
             parts |= {f"{index}.state.{number}": to_numpy(array) for number, array in arrays}
-    return parts
+    return parts or {_NOTHING: np.zeros(1, np.uint8)}
 
 
 @dataclass
@@ -65,6 +68,8 @@ class SlabReader:
         Args:
             array: `(entries, ...)` in a dtype of the disk; `array[i]` belongs to entry `indexes[i]`.
         """
+        if name == _NOTHING:
+            return
         layer, _, rest = name.partition(".")
         for row, index in enumerate(indexes):
             if layer not in self._places or not self._stack(index, *self._places[layer], rest, array[row]):
