@@ -23,7 +23,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...cluster.config import Model, Scheduling
-from ...cluster.errors import ModelLoadError
+from ...cluster.errors import ClusterError, ModelLoadError
+from ...cluster.home import write_private_json
 from ..model_files.source import Progress, first_sentence
 from ..protocol.block_ids import block_ids, digest, root_id
 from ..protocol.messages import GenerateRequest, RowUpdate, Sampling
@@ -427,7 +428,6 @@ def _read(path: Path | None) -> dict[str, Verdict]:
 
 def _write(path: Path, key: str, verdict: Verdict) -> None:
     entries = {known: asdict(one) for known, one in _read(path).items()} | {key: asdict(verdict)}
-    new = path.with_suffix(f".{time.monotonic_ns()}")
-    with suppress(OSError):
-        new.write_text(json.dumps(entries, indent=1), encoding="utf-8")
-        new.replace(path)
+    # Without it the model is tried again at the next start.
+    with suppress(ClusterError):
+        write_private_json(path, entries)
