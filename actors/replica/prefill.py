@@ -139,11 +139,9 @@ class PrefillLoop:
             for chunk in chunks:
                 self._pictures.require(rows[chunk.request_id], chunk.start, chunk.stop)
             self._executor.prefill(parts)
-        except Exception as error:
-            if len(chunks) == 1:
-                self._delivery.attempt(chunks[0].request_id, _raise, error)
-                return
-            logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
+        except Exception:
+            if len(chunks) > 1:
+                logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
             for chunk, part in zip(chunks, parts, strict=True):
                 self._delivery.attempt(chunk.request_id, self._compute_alone, chunk, part)
             return
@@ -177,7 +175,3 @@ class PrefillLoop:
             return
         drawn = request.generated + sequence.emitted
         self._executor.join(sequence.id, sequence.given(), request.sampling, drawn, sequence.grammar)
-
-
-def _raise(error: Exception) -> None:
-    raise error

@@ -73,13 +73,14 @@ class _Together:
 @dataclass
 class _Prefilling:
     """A row in prefill, with `length` tokens of KV in its own `caches`, or if `together` is set, in a row of that batch
-    until own ones are needed. `spoiled` while the model changes the caches, and for ever if that fails."""
+    until own ones are needed. `failure` is what the model raised while it changed the caches, which are useless then.
+    """
 
     row_id: str
     length: int
     caches: list[Any] = field(default_factory=list)
     together: _Together | None = None
-    spoiled: bool = False
+    failure: Exception | None = None
     pictures: RowPictures | None = None
 
     def part(self, tokens: Sequence[int]) -> RowPart:
@@ -197,14 +198,16 @@ class BatchExecutor:
             self._prefill_together(rows[:count])
             rows = rows[count:]
         for row, tokens in rows:
-            if row.spoiled:
-                raise RuntimeError("the row's caches are half changed")
-            caches, row.spoiled = row.own(), True
-            inputs = mx.array([list(tokens)], mx.uint32)
-            self._model(inputs, cache=caches, **self._inputs_besides([row.part(tokens)], len(tokens)))
-            # The logits are not evaluated, so the output layer is not computed.
-            mx.eval([cache.state for cache in caches])
-            row.spoiled = False
+            if row.failure is not None:
+                raise row.failure
+            caches, inputs = row.own(), mx.array([list(tokens)], mx.uint32)
+            try:
+                self._model(inputs, cache=caches, **self._inputs_besides([row.part(tokens)], len(tokens)))
+                # The logits are not evaluated, so the output layer is not computed.
+                mx.eval([cache.state for cache in caches])
+            except Exception as error:
+                row.failure = error
+                raise
             row.length += len(tokens)
         self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
         self._since_clear += sum(len(tokens) for _, tokens in work)
@@ -377,7 +380,7 @@ class BatchExecutor:
         """Whether the row has usable KV."""
         decodes = row_id not in self._leaving and any(row.row_id == row_id for row in self._rows)
         prefilling = self._prefilling.get(row_id)
-        return decodes or row_id in self._joining or (prefilling is not None and not prefilling.spoiled)
+        return decodes or row_id in self._joining or (prefilling is not None and prefilling.failure is None)
 
     def length(self, row_id: str) -> int:
         """Returns how many tokens of a row in any state have KV."""
