@@ -59,6 +59,11 @@ class Ready:
         return self.grammar_error if self.sound else "the model's output is not a number"
 
 
+def padded_tokens(longest: int) -> int:
+    """Returns to how many tokens a batch of prompts is padded."""
+    return SHAPE_TOKENS * size_class(-(-longest // SHAPE_TOKENS))
+
+
 @dataclass
 class _Together:
     """Caches of rows that were prefilled in one batch; never changed afterwards. `rows` maps row ids to batch rows,
@@ -230,7 +235,7 @@ class BatchExecutor:
 
     def _prefill_together(self, rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> None:
         lengths = [len(tokens) for _, tokens in rows]
-        longest = SHAPE_TOKENS * size_class(-(-max(lengths) // SHAPE_TOKENS))
+        longest = padded_tokens(max(lengths))
         padding = [longest - length for length in lengths]
         caches = kv_cache.merge([row.own() for row, _ in rows])
         for cache in caches:

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from ....cluster.errors import GenerationFailed
-from ..kv.device import on_gpu, size_class
-from .executor import CLEAR_EVERY_TOKENS, SHAPE_TOKENS
+from ..kv.device import on_gpu
+from .executor import CLEAR_EVERY_TOKENS, padded_tokens
 from .hidden_states import HiddenStates
 
 HEAD_ROWS = 8
@@ -119,7 +119,7 @@ class TextPooler:
 
     def width(self, longest: int) -> int:
         """Returns to how many tokens a batch is padded."""
-        return SHAPE_TOKENS * size_class(-(-longest // SHAPE_TOKENS)) if self._on_gpu else longest
+        return padded_tokens(longest) if self._on_gpu else longest
 
     def _counted(self, states: mx.array, starts: mx.array, stops: mx.array) -> mx.array:
         """Returns of the states that count the sum or the first: `(rows, dimensions)` float32.
