@@ -168,7 +168,8 @@ def load(
             whole, config = vision.load_weights(folder, trusted=trust_remote_code)
         else:
             whole, config = mlx_lm_load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
-        model: Any = FlatCaches.of(LanguagePart(whole) if seeing else whole)
+        called: Any = LanguagePart(whole) if seeing else whole
+        model: Any = FlatCaches.of(called)
         if adapter_folder is not None:
             if seeing:
                 raise ModelLoadError(f"{source} takes pictures: adapters are only served on models of text")
@@ -223,7 +224,7 @@ def load(
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
         vision=seen,
-        hidden=_hidden(model, int(logits.shape[-1])),
+        hidden=_hidden(called, int(logits.shape[-1])),
         sentences=read_sentence_modules(folder),
     )
     if on_cuda() if warm is None else warm:
@@ -263,6 +264,7 @@ def _refuse_encoders(source: str, kind: str) -> None:
 
 
 def _hidden(model: Any, vocabulary: int) -> HiddenStates | str:
+    """Finds the hidden states of a model with its own caches, or why there are none."""
     try:
         if isinstance(model, LanguagePart):
             return find_hidden_states(model, model.root, vocabulary, model.places)

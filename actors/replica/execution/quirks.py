@@ -93,15 +93,13 @@ def _by_group(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _right_in_company(model: Any) -> bool:
     """Whether a step of rows together computes what each computes alone, with the model's own caches."""
-    alone, rows = [], []
     try:
-        for count in _ROWS:
-            tokens, caches = mx.array([list(range(count))], mx.uint32), make_prompt_cache(model)
-            for cache in (caches, again := make_prompt_cache(model)):
-                mx.eval(model(tokens, cache=cache))
-            alone.append(model(mx.array([[1]], mx.uint32), cache=caches)[0, -1])
-            rows.append(again)
-        together = model(mx.array([[1]] * len(rows), mx.uint32), cache=merge(rows))[:, -1]
+        rows = [make_prompt_cache(model) for _ in _ROWS]
+        for caches, count in zip(rows, _ROWS, strict=True):
+            mx.eval(model(mx.array([list(range(count))], mx.uint32), cache=caches))
+        batch = merge(rows)
+        alone = [model(mx.array([[1]], mx.uint32), cache=caches)[0, -1] for caches in rows]
+        together = model(mx.array([[1]] * len(rows), mx.uint32), cache=batch)[:, -1]
         return agree(alone, list(together))
     except MODEL_ERRORS:
         return False
