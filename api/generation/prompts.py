@@ -29,16 +29,8 @@ def prepare_completion(
             or tokens for a `suffix`.
         ContextLengthExceeded: one does not fit.
     """
-    given = request.prompt
-    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-    asked = cast(list[str | list[int]], given if several else [given])
-    if len(asked) > prompts_max:
-        raise InvalidRequest(
-            f"prompt has {len(asked)} entries; at most {prompts_max} go into one request", param="prompt"
-        )
     prompts: list[PreparedPrompt] = []
-    for index, prompt in enumerate(asked):
-        where = f"prompt[{index}]" if several else "prompt"
+    for where, prompt in entries(request.prompt, "prompt", prompts_max):
         tokens = _encoded(text, model, request, prompt, where) if isinstance(prompt, str) else prompt
         check_vocabulary(tokens, model.vocabulary_size, where)
         if not tokens:
@@ -53,6 +45,21 @@ def prepare_completion(
             said = prompt if uncut and isinstance(prompt, str) else text.decode(tokens)
         prompts.append(PreparedPrompt(tokens, said))
     return prompts
+
+
+def entries(
+    given: str | list[str] | list[int] | list[list[int]], field: str, most: int
+) -> list[tuple[str, str | list[int]]]:
+    """Returns the texts of a field that has one or several, or their token ids, each with its place for errors.
+
+    Raises:
+        InvalidRequest: there are more than `most`.
+    """
+    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    texts = cast(list[str | list[int]], given if several else [given])
+    if len(texts) > most:
+        raise InvalidRequest(f"{field} has {len(texts)} entries; at most {most} go into one request", param=field)
+    return [(f"{field}[{index}]" if several else field, each) for index, each in enumerate(texts)]
 
 
 def _encoded(text: TextModel, model: ServedModel, request: CompletionRequest, prompt: str, where: str) -> list[int]:

@@ -205,15 +205,25 @@ def agent_key(agent: str, tenant: str = OWNER) -> str:
     return f"{tenant}/{agent}"
 
 
-def _too_long(tokens: int, model: ServedModel, where: str, *, at_least: bool = False) -> ContextLengthExceeded:
-    amount = f"at least {tokens}" if at_least else f"{tokens}"
+def too_long(
+    tokens: int, model: ServedModel, where: str, *, at_least: bool = False, answered: bool = True
+) -> ContextLengthExceeded:
+    """Returns the error of a text that does not fit.
+
+    Args:
+        tokens: how many it has, or `at_least` has.
+        answered: whether an answer is to fit with it.
+    """
+    amount = f"at least {tokens} tokens" if at_least else f"{tokens} tokens"
+    if answered:
+        amount += ", and at least one is for the answer"
     # Clients compact a conversation when they find OpenAI's words.
     return ContextLengthExceeded(
         f"This model's maximum context length is {model.context_tokens} tokens. However, your {where} resulted in "
-        f"{amount} tokens, and at least one is for the answer. Please reduce the length of the {where}.",
+        f"{amount}. Please reduce the length of the {where}.",
         param=where.partition("[")[0],
         tokens=tokens,
-        tokens_max=model.context_tokens - 1,
+        tokens_max=model.context_tokens - answered,
     )
 
 
@@ -232,7 +242,7 @@ def check_length(prompt: list[int], model: ServedModel, where: str) -> None:
     ContextLengthExceeded: a prompt does not fit.
     """
     if len(prompt) >= model.context_tokens:
-        raise _too_long(len(prompt), model, where)
+        raise too_long(len(prompt), model, where)
 
 
 def check_least(text: TextModel, string: str, model: ServedModel, where: str, *, cut: bool = False) -> None:
@@ -246,7 +256,7 @@ def check_least(text: TextModel, string: str, model: ServedModel, where: str, *,
     """
     most = model.context_tokens * (_COUNTED_CONTEXTS if cut else 1)
     if (least := text.tokens_min(string, most)) >= most:
-        raise _too_long(least, model, where, at_least=True)
+        raise too_long(least, model, where, at_least=True)
 
 
 def prepare_chat(

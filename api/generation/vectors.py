@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from ...actors.model_files.sentence_modules import SentenceModules
-from ...cluster.errors import ContextLengthExceeded, InvalidRequest
+from ...cluster.errors import InvalidRequest
 from ..text.model import TextModel
 from ..text.pairs import PairForm
 from .backend import ServedModel
-from .prompts import check_vocabulary
-from .requests import Request
+from .prompts import check_vocabulary, entries
+from .requests import Request, too_long
 
 TEXTS_MAX = 2048
 """Of one request, as with OpenAI."""
@@ -72,17 +71,10 @@ def embedding_texts(
         InvalidRequest: there are none or too many, one is empty, or the model lacks one of their tokens.
         ContextLengthExceeded: one does not fit.
     """
-    given = request.inputs
-    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-    asked = cast(list[str | list[int]], given if several else [given])
-    if len(asked) > TEXTS_MAX:
-        message = f"input has {len(asked)} entries; at most {TEXTS_MAX} go into one request"
-        raise InvalidRequest(message, param="input")
     encoder = _Encoder(text, model, request.truncate_prompt_tokens, special_tokens=request.special_tokens)
     prompt = _Prompt.of(text, sentences, sentences.default_prompt)
     skipped: list[int] = []
-    for index, each in enumerate(asked):
-        where = f"input[{index}]" if several else "input"
+    for where, each in entries(request.inputs, "input", TEXTS_MAX):
         if isinstance(each, str):
             encoder.add(prompt.text, each, where)
         else:
@@ -174,7 +166,7 @@ class _Encoder:
         text, context = self._text, self._model.context_tokens
         if self._most is None:
             if (least := text.tokens_min(given, context + 1)) > context:
-                raise _too_long(least, self._model, where, at_least=True)
+                raise too_long(least, self._model, where, at_least=True, answered=False)
             return text.encode(given, special_tokens=self._special)
         # Megabytes take seconds, and only the first tokens count.
         characters = _TOKEN_CHARACTERS * (self._most + 1)
@@ -195,20 +187,9 @@ class _Encoder:
         if not tokens:
             raise InvalidRequest(f"{where} has no tokens", param=where.partition("[")[0])
         if len(tokens) > self._model.context_tokens:
-            raise _too_long(len(tokens), self._model, where)
+            raise too_long(len(tokens), self._model, where, answered=False)
         self._tokens += len(tokens)
         if self._tokens > TOKENS_MAX:
             message = f"the texts have more than {TOKENS_MAX} tokens together: send them in several requests"
             raise InvalidRequest(message, param=where.partition("[")[0])
         self.texts.append(tokens)
-
-
-def _too_long(tokens: int, model: ServedModel, where: str, *, at_least: bool = False) -> ContextLengthExceeded:
-    amount = f"at least {tokens}" if at_least else f"{tokens}"
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {model.context_tokens} tokens. However, your {where} resulted in "
-        f"{amount} tokens. Please reduce the length of the {where}.",
-        param=where.partition("[")[0],
-        tokens=tokens,
-        tokens_max=model.context_tokens,
-    )
