@@ -120,9 +120,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What each family's config has beyond, or other than, the shared part."""
 
+PECULIAR: dict[str, dict[str, Any]] = {
+    # Adds masks by groups of heads itself.
+    "gemma2": {"query_pre_attn_scalar": 32},
+    # Its last layer attends to another one's KV.
+    "gemma3n": {
+        "text_config": {
+            **_SHARED,
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "rope_local_base_freq": 10000.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 300,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.95, 0, 0, 0],
+            "hidden_size_per_layer_input": 16,
+            "altup_num_inputs": 2,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_active_idx": 0,
+            "laurel_rank": 16,
+            "query_pre_attn_scalar": 32,
+        }
+    },
+    # Each layer has two caches: KV and a state.
+    "falcon_h1": {
+        "mamba_d_head": 32,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 16,
+        "mamba_n_heads": 2,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 64,
+        "mamba_d_conv": 4,
+    },
+}
+"""The same of families whose code expects something else of masks or caches."""
+
 
 def config_of(family: str) -> dict[str, Any]:
-    return {**_SHARED, **FAMILIES[family], "model_type": family, "eos_token_id": END_TOKEN}
+    return {**_SHARED, **(FAMILIES | PECULIAR)[family], "model_type": family, "eos_token_id": END_TOKEN}
 
 
 def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int = 7) -> Path:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.replica import trial
+from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.decode_ways import DEQUANTIZED, DecodeWay
 from satchel.actors.replica.execution.models import LoadedModel, resealed
 from satchel.actors.replica.kv import caches as kv_cache
@@ -19,6 +20,7 @@ from satchel.actors.replica.trial import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.bench import load_tiny
+from tests.worlds.families import PECULIAR, write_model
 
 ASKED = Model(name="tiny", source="somewhere/tiny")
 
@@ -123,6 +125,15 @@ def test_wrong_words_from_memory_make_every_turn_be_computed(loaded: LoadedModel
 def test_a_model_that_takes_no_prompts_in_parts_is_refused(loaded: LoadedModel):
     with pytest.raises(ModelLoadError, match=r"somewhere/tiny cannot be served: .*in one piece"):
         tried(with_fault(loaded, in_parts))
+
+
+@pytest.mark.parametrize("family", PECULIAR)
+def test_families_of_other_masks_and_caches_are_served_as_asked(family: str, tmp_path: Path):
+    model = models.load(str(write_model(tmp_path, family)), context_tokens_max=None, progress=lambda *_: None)
+    proven = tried(model)
+    assert (proven.loaded.kv, proven.together, list(proven.notes)) == ("q4", True, [])
+    assert proven.loaded.spec.reusable
+    assert family == "gemma3n" or not proven.loaded.embedding.refusal
 
 
 def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
