@@ -250,6 +250,9 @@ def _format(spec: ModelCacheSpec) -> str:
 def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bool) -> Vision | None:
     try:
         return Vision(model, PictureProcessor.load(folder, trusted=trusted), together=numerics == "fast")
+    except ModelLoadError:
+        # It would run code that nobody trusts.
+        raise
     except _LOAD_ERRORS as error:
         logger.warning("%s is served for text alone: %s", source, first_sentence(error))
         return None
