@@ -13,7 +13,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,13 +40,16 @@ from .kv.sealing import FULL_PRECISION, POLICIES
 logger = logging.getLogger(__name__)
 
 PROMPTS = (20, 262, 300)
-"""Tokens of the rows' prompts: one is within a block, the others are past one."""
+"""Tokens of the rows' prompts: one is within a block, the others are past one, as far as the model's context allows."""
 
 DRAWN = 4
 """How many logits of every row are compared."""
 
 TURN_TOKENS = 9
 """What is new in a second turn."""
+
+MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
+"""The most that follows a row's prompt."""
 
 ROUNDING, ROUNDING_16 = 2e-3, 6e-2
 """How far a logit may be off, of the largest one, in float32 and in 16 bits, in three of four places. Sums are added in
@@ -141,7 +144,9 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
 
 
 def _try(loaded: LoadedModel) -> Verdict:
-    trial = _Trial(loaded.vocabulary_size, loaded.dtype)
+    if loaded.context_tokens <= MORE_TOKENS + 1:
+        return Verdict(notes=["it was not tried: its context is too short"])
+    trial = _Trial(loaded)
     try:
         own = trial.alone_with_own_caches(loaded)
     except MODEL_ERRORS as error:
@@ -214,21 +219,19 @@ class _Faults:
 class _Trial:
     """The rows of a trial. Their tokens are drawn from the vocabulary, always the same ones."""
 
-    def __init__(self, vocabulary_size: int, dtype: str) -> None:
-        draw = random.Random(1).randrange
+    def __init__(self, loaded: LoadedModel) -> None:
+        draw, vocabulary = random.Random(1).randrange, loaded.vocabulary_size
         # The first ones are often special.
-        first = min(256, vocabulary_size // 2)
-        self._scripts = {
-            row: [draw(first, vocabulary_size) for _ in range(prompt + 2 * DRAWN + TURN_TOKENS)]
-            for row, prompt in enumerate(PROMPTS)
-        }
-        self._rounding, self._gross = (ROUNDING, GROSS) if dtype == "float32" else (ROUNDING_16, GROSS_16)
+        first = min(256, vocabulary // 2)
+        self._prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in PROMPTS]
+        self._scripts = [[draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)] for prompt in self._prompts]
+        self._rounding, self._gross = (ROUNDING, GROSS) if loaded.dtype == "float32" else (ROUNDING_16, GROSS_16)
 
     def alone_with_own_caches(self, loaded: LoadedModel) -> Logits:
         """What the bare model computes, as mlx-lm would: a prompt in one piece, then steps."""
         logits: Logits = {}
-        for row, prompt in enumerate(PROMPTS):
-            script, caches = self._scripts[row], make_prompt_cache(loaded.model)
+        for row, (prompt, script) in enumerate(zip(self._prompts, self._scripts, strict=True)):
+            caches = make_prompt_cache(loaded.model)
             loaded.model(mx.array([script[: prompt - 1]], mx.uint32), cache=caches)
             mx.eval([cache.state for cache in caches])
             for drawn in range(DRAWN):
@@ -239,36 +242,38 @@ class _Trial:
     def faults(self, loaded: LoadedModel, own: Logits) -> _Faults:
         """What does not hold of a model in an engine."""
         found, policy = _Faults(), loaded.spec.policy
-        alone = self._alone(loaded, found)
-        if policy is None or not policy.quantizes:
-            found.alone = found.alone or self._difference(own, alone)
-        elif not found.alone:
+        alone, wrong = self._alone(loaded)
+        plain = alone
+        if policy is not None and policy.quantizes and not wrong:
             # What rounding to a few bits does is not known, so the same way is compared with KV as it is.
-            plain = replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way)
-            found.alone = self._difference(own, self._alone(plain, found))
+            plain, wrong = self._alone(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way))
+        found.alone = wrong or self._difference(own, plain)
         if found.alone:
             return found
-        with _Scene(loaded, self._scripts) as scene:
-            *short, long = range(len(PROMPTS))
+        *short, long = range(len(PROMPTS))
+        with self._scene(loaded) as scene:
             scene.run([long], short)
             found.together = scene.failure or self._difference(alone, scene.noted)
         if loaded.spec.reusable:
             more = DRAWN + TURN_TOKENS
-            with _Scene(loaded, self._scripts) as anew:
+            with self._scene(loaded) as anew:
                 anew.run([1], more=more)
-            with _Scene(loaded, self._scripts) as scene:
+            with self._scene(loaded) as scene:
                 scene.run([1])
                 scene.noted.clear()
                 scene.run([1], more=more)
                 found.again = scene.failure or self._difference(anew.noted, scene.noted)
         return found
 
-    def _alone(self, loaded: LoadedModel, found: _Faults) -> Logits:
-        with _Scene(loaded, self._scripts) as scene:
+    def _alone(self, loaded: LoadedModel) -> tuple[Logits, str]:
+        """Returns what an engine computes of every row alone, and what is wrong of it."""
+        with self._scene(loaded) as scene:
             for row in range(len(PROMPTS)):
                 scene.run([row])
-            found.alone = scene.failure or _not_finite(scene.noted)
-            return scene.noted
+        return scene.noted, scene.failure or _not_finite(scene.noted)
+
+    def _scene(self, loaded: LoadedModel) -> _Scene:
+        return _Scene(loaded, self._prompts, self._scripts)
 
     def _difference(self, expected: Logits, got: Logits) -> str:
         """How logits differ more than rounding explains; empty if they do not."""
@@ -287,7 +292,7 @@ def _not_finite(logits: Logits) -> str:
 class _Forced:
     """In place of a batch's sampler: gives every row the next token of its script, and notes its logits."""
 
-    def __init__(self, scripts: Mapping[int, Sequence[int]], noted: Logits) -> None:
+    def __init__(self, scripts: Sequence[Sequence[int]], noted: Logits) -> None:
         self._scripts = scripts
         self._noted = noted
         self._rows: list[tuple[int, int, int]] = []
@@ -316,12 +321,12 @@ class _Scene:
         failure: what went wrong, as the end of a sentence; empty if nothing did.
     """
 
-    def __init__(self, loaded: LoadedModel, scripts: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, loaded: LoadedModel, prompts: Sequence[int], scripts: Sequence[Sequence[int]]) -> None:
         self.noted: Logits = {}
         self._ends: dict[str, str] = {}
         self._heard: list[BaseException] = []
+        self._prompts = prompts
         self._scripts = scripts
-        self._loaded = loaded
         self._runs = 0
         self._root = root_id(loaded.model_id, "trial")
         memory_bytes = device_bytes(free=True)
@@ -371,7 +376,7 @@ class _Scene:
         self._ends["all"] = "no end"
 
     def _request(self, row: int, more: int) -> GenerateRequest:
-        prompt = list(self._scripts[row][: PROMPTS[row] + more])
+        prompt = list(self._scripts[row][: self._prompts[row] + more])
         return GenerateRequest(
             request_id=f"{self._runs}/{row}",
             consumer="trial",

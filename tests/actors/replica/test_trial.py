@@ -127,6 +127,22 @@ def test_a_model_that_takes_no_prompts_in_parts_is_refused(loaded: LoadedModel):
         tried(with_fault(loaded, in_parts))
 
 
+@pytest.mark.parametrize("context", [18, 19, 100, 300])
+def test_a_short_context_is_no_fault(loaded: LoadedModel, context: int):
+    proven = tried(replace(loaded, context_tokens=context))
+    assert (proven.together, proven.loaded.kv) == (True, "q4")
+    assert len(proven.notes) == (context == 18)
+
+
+def test_a_failure_only_with_kv_as_computed_is_named(loaded: LoadedModel):
+    def plain(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+        if isinstance(cache[0], PagedKVCache) and not cache[0].policy.quantizes:
+            raise ValueError("no such blocks")
+        return logits
+
+    assert "(no such blocks)" in tried(with_fault(loaded, plain)).notes[0]
+
+
 @pytest.mark.parametrize("family", PECULIAR)
 def test_families_of_other_masks_and_caches_are_served_as_asked(family: str, tmp_path: Path):
     model = models.load(str(write_model(tmp_path, family)), context_tokens_max=None, progress=lambda *_: None)
