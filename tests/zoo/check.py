@@ -1,7 +1,8 @@
 """How one model is served: loaded and tried as a replica does it, then compared with the bare model.
 
 The trial at load decides how a model may be served. What it let through is checked here by other rows, longer than its
-own and than the models' windows: forced along given tokens alone, in company, from memory and from disk after a restart.
+own and than the models' windows: forced along given tokens alone, in company, from memory, and from disk after a
+restart.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -199,7 +201,7 @@ def _bench(proven: Proven, rows: Rows, noted: Logits) -> Bench:
     return bench
 
 
-def _limits(proven: Proven) -> dict[str, int]:
+def _limits(proven: Proven) -> dict[str, Any]:
     asked = proven.scheduling(Scheduling(rows_max=8))
     return {"rows_max": asked.rows_max, "prefill_rows_max": asked.prefill_rows_max}
 

@@ -74,9 +74,9 @@ def table(result: dict[str, Any]) -> str:
         "# Every type of model of mlx-lm and mlx-vlm",
         "",
         f"`make test-zoo` with {', '.join(f'{name} {version}' for name, version in shown.items())}, on a CPU. "
-        "Tiny models of random weights, loaded and tried as they are served, then compared with the bare model: alone, in "
-        "company, from memory, and from disk after a restart. What follows a + is a variant of a type. The error is the "
-        "largest one of a logit, relative to the largest logit.",
+        "Tiny models of random weights, loaded and tried as they are served, then compared with the bare model: alone, "
+        "in company, from memory, and from disk after a restart. What follows a + is a variant of a type. The error is "
+        "the largest one of a logit, relative to the largest logit.",
     ]
     for kind, types in result["types"].items():
         counts = Counter(outcome["state"] for outcome in types.values())
