@@ -47,7 +47,6 @@ DTYPES = {
     **{f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
     **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
     **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4)},
-    "BOOL": np.dtype("?"),
 }
 """By safetensors' names. bfloat16 travels as U16; the segment's `meta` names such parts."""
 
