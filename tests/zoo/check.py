@@ -63,11 +63,15 @@ def check(write: Callable[[Path], Path], folder: Path, run: Callable[[Proven, Pa
         unmade = f"{type(error).__name__}: {error}"
     else:
         unmade = ""
+    known = folder.with_name("trials.json")
     try:
         loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None)
-        proven = prove(loaded, Model(name="zoo", source=str(folder)), lambda *_: None)
+        proven = prove(loaded, Model(name="zoo", source=str(folder)), lambda *_: None, known)
     except ModelLoadError as error:
-        return Outcome(REFUSED, [str(error).replace(str(folder), "it"), *([unmade] if unmade else [])])
+        return Outcome(
+            REFUSED,
+            [str(error).replace(str(known), known.name).replace(str(folder), "it"), *([unmade] if unmade else [])],
+        )
     outcome = run(proven, folder)
     outcome.notes = [*proven.notes, *outcome.notes]
     if outcome.state == RIGHT and proven.notes:
@@ -213,11 +217,9 @@ def _ended(bench: Bench, outcome: Outcome) -> None:
             outcome.notes.append(f"row {name} ended with {row.finish}: {(row.error or {}).get('message')}")
 
 
-def main(kind: str, name: str) -> None:
-    """Prints the outcome of a type as JSON, alone on the last line."""
-    with tempfile.TemporaryDirectory() as root:
-        outcome = check(lambda folder: text_types.write(folder, name), Path(root) / name, run_text)
-    print(json.dumps(asdict(outcome)))
+def main(kind: str, name: str, root: str) -> None:
+    """Prints the outcome of a type as JSON, alone on the last line. What is written lies under `root`."""
+    print(json.dumps(asdict(check(lambda folder: text_types.write(folder, name), Path(root) / name, run_text))))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -33,11 +34,16 @@ _SAID = {
 
 
 def outcome_of(kind: str, name: str) -> dict[str, Any]:
-    """What a process of its own finds of a type."""
-    command = [sys.executable, "-m", "tests.zoo.check", kind, name]
+    """What a process of its own finds of a type. A type whose code ends the process ends a replica while it loads, and
+    the load is refused."""
     began = time.monotonic()
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        with tempfile.TemporaryDirectory() as root:
+            command = [sys.executable, "-m", "tests.zoo.check", kind, name, root]
+            run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if run.returncode < 0:
+            why = f"its code ends the process, by signal {-run.returncode}, while it is loaded"
+            return {"state": REFUSED, "notes": [why], "error": 0.0, "seconds": round(time.monotonic() - began, 1)}
         outcome = json.loads(run.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         outcome = {"state": CRASHED, "notes": [f"no end within {TIMEOUT_S} s"], "error": 0.0}
