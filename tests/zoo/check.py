@@ -44,6 +44,10 @@ SEALED_ROUNDING, SEALED_GROSS = 2e-2, 0.3
 RIGHT, LIMITED, REFUSED, WRONG, CRASHED = "right", "limited", "refused", "wrong", "crashed"
 
 
+SERVED = "it is served"
+"""Said when a model has been loaded and tried: a process that dies later would have served it."""
+
+
 @dataclass
 class Outcome:
     """What became of a model. `error` is the largest one of its logits, relative to the largest logit."""
@@ -72,6 +76,7 @@ def check(write: Callable[[Path], Path], folder: Path, run: Callable[[Proven, Pa
             REFUSED,
             [str(error).replace(str(known), known.name).replace(str(folder), "it"), *([unmade] if unmade else [])],
         )
+    print(SERVED, file=sys.stderr, flush=True)
     outcome = run(proven, folder)
     outcome.notes = [*proven.notes, *outcome.notes]
     if outcome.state == RIGHT and proven.notes:
