@@ -18,16 +18,17 @@ from typing import Any
 
 from benchmarks.machine import facts, versions
 
-from . import text_types
-from .check import CRASHED, LIMITED, REFUSED, RIGHT, SERVED, WRONG
+from . import text_types, vision_types
+from .check import CRASHED, LIMITED, REFUSED, RIGHT, SERVED, UNCHECKED, WRONG
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 TIMEOUT_S = 300
-KINDS = {"text": text_types.TYPES}
+KINDS = {"text": text_types.TYPES, "vision": vision_types.TYPES}
 _SAID = {
     RIGHT: "right",
     LIMITED: "right, but",
     REFUSED: "refused",
+    UNCHECKED: "not compared",
     WRONG: "**wrong**",
     CRASHED: "**crashed**",
 }
@@ -55,8 +56,8 @@ def outcome_of(kind: str, name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> int:
     """Returns the exit status: 1 if a type is wrong or crashed."""
-    wanted = [(kind, name) for kind, types in KINDS.items() for name in types if not names or name in names]
-    if unknown := set(names) - {name for _, name in wanted}:
+    wanted = [(kind, name) for kind, types in KINDS.items() for name in types if not names or {name, kind} & set(names)]
+    if unknown := set(names) - {name for _, name in wanted} - set(KINDS):
         print(f"there are no such types: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}

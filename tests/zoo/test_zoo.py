@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from .check import check, run_text
+from .check import check
 from .run import RESULTS
-from .text_types import write
 
 COUNT = 10
 SIGNAL = "by signal"
@@ -27,5 +26,5 @@ def of_today() -> list[str]:
 @pytest.mark.parametrize("name", of_today())
 def test_a_type_is_served_as_it_was_found(name: str, tmp_path: Path):
     found = json.loads((RESULTS / "zoo.json").read_text(encoding="utf-8"))["types"]["text"][name]
-    outcome = check(lambda folder: write(folder, name), tmp_path / name, run_text)
+    outcome = check("text", name, tmp_path)
     assert outcome.state == found["state"], outcome.notes
