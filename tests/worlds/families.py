@@ -159,13 +159,14 @@ PECULIAR: dict[str, dict[str, Any]] = {
 """The same of families whose code expects something else of masks or caches."""
 
 
-def config_of(family: str) -> dict[str, Any]:
-    return {**_SHARED, **(FAMILIES | PECULIAR)[family], "model_type": family, "eos_token_id": END_TOKEN}
+def config_of(family: str, **other: Any) -> dict[str, Any]:
+    return {**_SHARED, **(FAMILIES | PECULIAR)[family], "model_type": family, "eos_token_id": END_TOKEN, **other}
 
 
-def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int = 7) -> Path:
-    """Write a tiny model of `family` into `folder`; with `bits`, quantized in groups of 32."""
-    config = config_of(family)
+def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int = 7, **other: Any) -> Path:
+    """Write a tiny model of `family`, with `other` entries in its config, into `folder`; with `bits`, quantized in
+    groups of 32."""
+    config = config_of(family, **other)
     model_class, arguments_class = _get_classes(config)
     model: nn.Module = model_class(arguments_class.from_dict(config))
     model.update(random_weights(model, seed))

@@ -26,14 +26,13 @@ from ...model_files.source import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     EMBEDDED,
-    WEIGHTS,
     Progress,
     first_sentence,
     read_json,
     resolve,
     resolve_adapter,
 )
-from ...model_files.weights import WeightFile, bytes_in_memory, read_weight_file
+from ...model_files.weights import bytes_in_memory, read_weight_file, read_weight_files
 from ...protocol.messages import EmbeddingInfo
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
@@ -155,7 +154,7 @@ def load(
     refuse_model_file(source, named, trusted=trust_remote_code)
     refuse_elsewhere(source, named)
     _refuse_encoders(source, str(named.get("model_type", "")))
-    weight_files = _weight_files(folder)
+    weight_files = read_weight_files(folder)
     needed = bytes_in_memory(weight_files, chosen.size if chosen is not None else None)
     claim(needed)
     _check_memory(source, needed)
@@ -274,18 +273,6 @@ def _hidden(model: Any, vocabulary: int) -> HiddenStates | str:
         return find_hidden_states(model, model, vocabulary)
     except _LOAD_ERRORS as error:
         return first_sentence(error)
-
-
-def _weight_files(folder: Path) -> list[WeightFile]:
-    """Reads the headers of the weight files that mlx-lm loads, and checks that every file is complete.
-
-    Raises:
-        ModelLoadError: there are none, or one is damaged.
-    """
-    files = [read_weight_file(path) for path in sorted(folder.glob(WEIGHTS))]
-    if not files:
-        raise ModelLoadError(f"{folder} cannot be loaded: it has no weights ({WEIGHTS})")
-    return files
 
 
 def _check_memory(source: str, needed: int) -> None:
