@@ -145,6 +145,8 @@ PECULIAR: dict[str, dict[str, Any]] = {
             "query_pre_attn_scalar": 32,
         }
     },
+    # Its windows are one longer in prompts than in steps.
+    "plamo3": {"window_size": 400, "sliding_window_pattern": 2, "rope_local_theta": 10000},
     # Each layer has two caches: KV and a state.
     "falcon_h1": {
         "mamba_d_head": 32,

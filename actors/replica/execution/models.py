@@ -46,7 +46,7 @@ from .deferral import Deferral
 from .hidden_states import HiddenStates, find_hidden_states
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
-from .quirks import FlatCaches, fit_masks, shares_kv
+from .quirks import FlatCaches, fit_masks, shares_kv, with_windows
 from .vision import LanguagePart, Vision
 from .warm_up import meet_usual
 
@@ -190,7 +190,7 @@ def load(
     way = DEQUANTIZED
     fit_masks(language, model)
     if spec.policy is not None:
-        spec = replace(spec, shares=shares_kv(model, spec))
+        spec = with_windows(model, replace(spec, shares=shares_kv(model, spec)))
         way = decode_ways.fastest(model, spec) if attention.install(whole) and numerics == "fast" else way
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
@@ -237,7 +237,7 @@ def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
     model's own caches."""
     caches = make_prompt_cache(loaded.model)
     mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
-    spec = replace(read_spec(caches, 2, policy), shares=loaded.spec.shares)
+    spec = with_windows(loaded.model, replace(read_spec(caches, 2, policy), shares=loaded.spec.shares))
     identity = replace(loaded.identity, computing={**loaded.identity.computing, "kv": _format(spec)})
     return replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
 

@@ -36,6 +36,8 @@ class Faulty:
     def __init__(self, inner: Any, fault: Callable[[mx.array, list[Any], mx.array], mx.array]) -> None:
         self._inner, self._fault = inner, fault
         self.layers = inner.layers
+        if hasattr(inner, "make_cache"):
+            self.make_cache = inner.make_cache
 
     def __call__(self, tokens: mx.array, cache: list[Any], **given: Any) -> mx.array:
         return self._fault(tokens, cache, self._inner(tokens, cache=cache, **given))
@@ -150,6 +152,16 @@ def test_families_of_other_masks_and_caches_are_served_as_asked(family: str, tmp
     assert (proven.loaded.kv, proven.together, list(proven.notes)) == ("q4", True, [])
     assert proven.loaded.spec.reusable
     assert family == "gemma3n" or not proven.loaded.embedding.refusal
+
+
+def test_a_row_is_longer_than_the_windows_of_a_model(tmp_path: Path):
+    folder = write_model(tmp_path, "gemma3_text", sliding_window=400)
+    model = resealed(models.load(str(folder), context_tokens_max=None, progress=lambda *_: None), None)
+
+    def past_windows(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+        return in_company(tokens, cache, logits) if int(mx.array(cache[0].offset).max()) > 400 else logits
+
+    assert not tried(with_fault(model, past_windows)).together
 
 
 def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
