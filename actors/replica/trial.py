@@ -154,6 +154,8 @@ def _try(loaded: LoadedModel) -> Verdict:
         own = trial.alone_with_own_caches(loaded)
     except MODEL_ERRORS as error:
         return Verdict(refusal=f"it does not go on from its own caches ({first_sentence(error)})")
+    if _not_finite(own):
+        return Verdict(refusal=f"in {loaded.dtype} it computes numbers that are not finite; try another `dtype`")
     tried: list[tuple[_Variant, _Faults]] = []
     for variant in _variants(loaded):
         tried.append((variant, trial.faults(variant.of(loaded), own)))
@@ -372,9 +374,8 @@ class _Scene:
     def failure(self) -> str:
         if self._heard:
             return f"it fails ({first_sentence(self._heard[0])})"
-        if wrong := {end for end in self._ends.values() if end != "length"}:
-            return f"its rows end with {min(wrong)!r}"
-        return ""
+        wrong = {end for end in self._ends.values() if end != "length"}
+        return f"its rows end with {min(wrong)}" if wrong else ""
 
     def run(self, rows: Sequence[int], later: Sequence[int] = (), *, more: int = 0) -> None:
         """Runs rows to their ends; some of them join `later`, when the others have drawn a token.
@@ -417,7 +418,10 @@ class _Scene:
         self._engine.submit(request, reply)
 
     def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
-        self._ends |= {one.request_id: one.finish for one in updates.get("trial", []) if one.finish is not None}
+        for one in updates.get("trial", []):
+            if one.finish is not None:
+                said = (one.error or {}).get("message")
+                self._ends[one.request_id] = f"{one.finish} ({said})" if said else one.finish
 
 
 @contextmanager
