@@ -32,7 +32,7 @@ from ...model_files.source import (
     resolve,
     resolve_adapter,
 )
-from ...model_files.weights import bytes_in_memory, read_weight_file, read_weight_files
+from ...model_files.weights import bytes_in_memory, missing_files, read_weight_file, read_weight_files
 from ...protocol.messages import EmbeddingInfo
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
@@ -186,7 +186,10 @@ def load(
     except ModelLoadError:
         raise
     except _LOAD_ERRORS as error:
-        raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
+        why = first_sentence(error)
+        if missing := missing_files(folder):
+            why = f"its index names {missing[0]}, which is not in {folder} ({why}); download it again"
+        raise ModelLoadError(f"{source} cannot be loaded: {why}") from error
     way = DEQUANTIZED
     fit_masks(language, model)
     if spec.policy is not None:
