@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow test-clients test-zoo test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
-	bench-vision bench-scenarios bench-templates soak attack
+	bench-vision bench-scenarios bench-templates bench-recipe soak attack
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
@@ -96,6 +96,9 @@ bench-scenarios: .venv/.development ## Run agents' stories on the server at URL=
 
 bench-templates: .venv/.development ## Measure what chat templates forget: TEMPLATES=folder of NAME.jinja, TRACES=folder of recordings
 	@$(BIN)/python -m benchmarks.templates.run --templates "$(TEMPLATES)" --traces "$(TRACES)" $(BENCH)
+
+bench-recipe: .venv/.development ## Measure recipes of quantized weights; BENCH="--model qwen3-0.6b --recipes 4,8-4-4" options
+	@$(BIN)/python -m benchmarks.recipes $(BENCH)
 
 soak: .venv/.development ## Kill a server and fill its disk for MINUTES=60 while agents talk, and compare; BENCH="--disk tenth" options
 	@$(BIN)/python -m benchmarks.soak.run $(if $(MINUTES),--minutes "$(MINUTES)") $(BENCH)

@@ -287,5 +287,5 @@ def first_sentence(error: BaseException) -> str:
     # KeyError shows its message quoted.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    shown = " ".join(lines[:2]) if lines else type(error).__name__
+    shown = " ".join(lines[:2]).rstrip(",") if lines else type(error).__name__
     return shown if len(shown) <= 300 else f"{shown[:299]}…"

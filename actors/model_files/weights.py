@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...cluster.errors import ModelLoadError
+from .source import INDEX, WEIGHTS, named_by_index
 
 _HEADER_BYTES_MAX = 100 * 2**20
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -71,6 +72,29 @@ def read_weight_file(path: Path) -> WeightFile:
     if end > present:
         raise ModelLoadError(f"{path} is cut off: it has {present} of its {end} bytes of weights; download it again")
     return WeightFile(path, header, tensors, size)
+
+
+def read_weight_files(folder: Path) -> list[WeightFile]:
+    """Reads the headers of the weight files that mlx-lm loads, and checks that every file is complete.
+
+    Raises:
+        ModelLoadError: there are none, or one is damaged.
+    """
+    files = [read_weight_file(path) for path in sorted(folder.glob(WEIGHTS))]
+    if not files:
+        raise ModelLoadError(f"{folder} cannot be loaded: it has no weights ({WEIGHTS})")
+    return files
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Returns the weight files that the folder's index names and that are not there, if any of the others is: an index
+    that names none is left over from another layout."""
+    try:
+        named = named_by_index(folder / INDEX)
+    except ModelLoadError:
+        return []
+    missing = sorted(name for name in named if not (folder / name).is_file())
+    return missing if len(missing) < len(named) else []
 
 
 def bytes_in_memory(files: Iterable[WeightFile], float_bytes: int | None) -> int:

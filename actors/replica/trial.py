@@ -13,7 +13,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 PROMPTS = (20, 262, 300)
 """Tokens of the rows' prompts: one is within a block, the others are past one, as far as the model's context allows."""
 
+WINDOW_MAX, PAST_WINDOW = 1100, 40
+"""The longest window that a row is made for which goes past it, and by how many tokens it does."""
+
 DRAWN = 4
 """How many logits of every row are compared."""
 
@@ -63,7 +66,7 @@ OWN = "own"
 """KV in the model's own caches, which nothing else reads."""
 
 _STEPS_MAX = 4000
-_VERSION = 1
+_VERSION = 2
 """Raised whenever the trial or what it tries changes."""
 
 Logits = dict[tuple[int, int], np.ndarray]
@@ -151,6 +154,8 @@ def _try(loaded: LoadedModel) -> Verdict:
         own = trial.alone_with_own_caches(loaded)
     except MODEL_ERRORS as error:
         return Verdict(refusal=f"it does not go on from its own caches ({first_sentence(error)})")
+    if _not_finite(own):
+        return Verdict(refusal=f"in {loaded.dtype} it computes numbers that are not finite; try another `dtype`")
     tried: list[tuple[_Variant, _Faults]] = []
     for variant in _variants(loaded):
         tried.append((variant, trial.faults(variant.of(loaded), own)))
@@ -223,14 +228,16 @@ class _Trial:
         draw, vocabulary = random.Random(1).randrange, loaded.vocabulary_size
         # The first ones are often special.
         first = min(256, vocabulary // 2)
-        self._prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in PROMPTS]
+        window = max((layer.window for layer in loaded.spec.layers if layer.window <= WINDOW_MAX), default=0)
+        prompts = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
+        self._prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in prompts]
         self._scripts = [[draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)] for prompt in self._prompts]
         self._rounding, self._gross = (ROUNDING, GROSS) if loaded.dtype == "float32" else (ROUNDING_16, GROSS_16)
 
     def alone_with_own_caches(self, loaded: LoadedModel) -> Logits:
         """What the bare model computes, as mlx-lm would: a prompt in one piece, then steps."""
         logits: Logits = {}
-        for row, (prompt, script) in enumerate(zip(self._prompts, self._scripts, strict=True)):
+        for row, (prompt, script) in self._rows():
             caches = make_prompt_cache(loaded.model)
             loaded.model(mx.array([script[: prompt - 1]], mx.uint32), cache=caches)
             mx.eval([cache.state for cache in caches])
@@ -238,6 +245,19 @@ class _Trial:
                 step = loaded.model(mx.array([[script[prompt - 1 + drawn]]], mx.uint32), cache=caches)[0, -1]
                 logits[(row, drawn)] = np.array(step.astype(mx.float32))
         return logits
+
+    def in_one_piece(self, loaded: LoadedModel) -> Logits:
+        """What the bare model computes without a step. Some models' windows are one longer in prompts than in steps;
+        then either is right."""
+        logits: Logits = {}
+        for row, (prompt, script) in self._rows():
+            given = mx.array([script[: prompt + DRAWN - 1]], mx.uint32)
+            whole = loaded.model(given, cache=make_prompt_cache(loaded.model))[0, prompt - 1 :]
+            logits |= {(row, drawn): np.array(one) for drawn, one in enumerate(whole.astype(mx.float32))}
+        return logits
+
+    def _rows(self) -> Iterable[tuple[int, tuple[int, list[int]]]]:
+        return enumerate(zip(self._prompts, self._scripts, strict=True))
 
     def faults(self, loaded: LoadedModel, own: Logits) -> _Faults:
         """What does not hold of a model in an engine."""
@@ -248,27 +268,30 @@ class _Trial:
             # What rounding to a few bits does is not known, so the same way is compared with KV as it is.
             plain, wrong = self._alone(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way))
         found.alone = wrong or self._difference(own, plain)
+        if found.alone and not wrong and not self._difference(self.in_one_piece(loaded), plain):
+            found.alone = ""
         if found.alone:
             return found
-        *short, long = range(len(PROMPTS))
+        *short, long = range(len(self._prompts))
         with self._scene(loaded) as scene:
             scene.run([long], short)
             found.together = scene.failure or self._difference(alone, scene.noted)
         if loaded.spec.reusable:
             more = DRAWN + TURN_TOKENS
+            rows = [1, long] if long >= len(PROMPTS) else [1]
             with self._scene(loaded) as anew:
-                anew.run([1], more=more)
+                anew.run(rows, more=more)
             with self._scene(loaded) as scene:
-                scene.run([1])
+                scene.run(rows)
                 scene.noted.clear()
-                scene.run([1], more=more)
+                scene.run(rows, more=more)
                 found.again = scene.failure or self._difference(anew.noted, scene.noted)
         return found
 
     def _alone(self, loaded: LoadedModel) -> tuple[Logits, str]:
         """Returns what an engine computes of every row alone, and what is wrong of it."""
         with self._scene(loaded) as scene:
-            for row in range(len(PROMPTS)):
+            for row in range(len(self._prompts)):
                 scene.run([row])
         return scene.noted, scene.failure or _not_finite(scene.noted)
 
@@ -351,9 +374,8 @@ class _Scene:
     def failure(self) -> str:
         if self._heard:
             return f"it fails ({first_sentence(self._heard[0])})"
-        if wrong := {end for end in self._ends.values() if end != "length"}:
-            return f"its rows end with {min(wrong)!r}"
-        return ""
+        wrong = {end for end in self._ends.values() if end != "length"}
+        return f"its rows end with {min(wrong)}" if wrong else ""
 
     def run(self, rows: Sequence[int], later: Sequence[int] = (), *, more: int = 0) -> None:
         """Runs rows to their ends; some of them join `later`, when the others have drawn a token.
@@ -396,7 +418,10 @@ class _Scene:
         self._engine.submit(request, reply)
 
     def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
-        self._ends |= {one.request_id: one.finish for one in updates.get("trial", []) if one.finish is not None}
+        for one in updates.get("trial", []):
+            if one.finish is not None:
+                said = (one.error or {}).get("message")
+                self._ends[one.request_id] = f"{one.finish} ({said})" if said else one.finish
 
 
 @contextmanager

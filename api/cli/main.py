@@ -1,4 +1,4 @@
-"""The command line: `satchel serve | up | down | invite | join | leave | status | models | agents | keys | cert | …`.
+"""The command line: `satchel serve | up | down | invite | join | leave | status | models | convert | agents | …`.
 
 A mistake or a failure is one sentence on standard error and exit code 1 (2 for a wrong command line), never a
 traceback. Nothing heavy is imported until a command needs it.
@@ -18,6 +18,7 @@ from ...cluster.errors import SatchelError
 from .agents import app as agents
 from .cert import cert
 from .cluster import ListenOption, PortOption, down, install_service, invite, join, leave, up, with_endpoint
+from .convert import convert
 from .keys import app as keys
 from .models import HomeOption, JsonOption, NoTrialOption, chosen_home
 from .models import app as models
@@ -118,6 +119,7 @@ def explain(
 
 
 app.command()(probe)
+app.command()(convert)
 app.command()(cert)
 app.command()(up)
 app.command()(down)

@@ -22,6 +22,7 @@ from ...actors.model_files.end_tokens import read_end_tokens
 from ...actors.model_files.foreign_code import own_code_only
 from ...actors.model_files.infill import infill_marks
 from ...actors.model_files.processors import PictureProcessor, sees
+from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
 from .recent import RecentTexts
@@ -507,12 +508,29 @@ def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False
     name = name or path.name
     with own_code_only(name, path, trusted=trusted):
         try:
-            options = {"trust_remote_code": trusted}
-            wrapper = tokenizer_utils.load(path, options, eos_token_ids=sorted(read_end_tokens(path)) or None)
+            options = {"trust_remote_code": trusted} | _template_elsewhere(path)
+            wrapper: Any = tokenizer_utils.load(path, options, eos_token_ids=sorted(read_end_tokens(path)) or None)
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-            raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error
+            raise ModelLoadError(f"the tokenizer of {name!r} does not load: {first_sentence(error)}") from error
+    # transformers makes an empty one of a tokenizer_config.json alone.
+    if len(wrapper.get_vocab().keys() - {entry.content for entry in wrapper.added_tokens_decoder.values()}) < 2:
+        raise ModelLoadError(
+            f"the tokenizer of {name!r} has no vocabulary: its folder lacks tokenizer.json or the like"
+        )
     pictures = _pictures(path, trusted=trusted)
     return TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures, script=Script.read(path))
+
+
+def _template_elsewhere(path: Path) -> dict[str, str]:
+    """The chat template of the file that older processors have, if the tokenizer's own files have none."""
+    try:
+        own = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        if own or (path / "chat_template.jinja").is_file():
+            return {}
+        template = json.loads((path / "chat_template.json").read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {"chat_template": template} if isinstance(template, str) else {}
 
 
 def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:

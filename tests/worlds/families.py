@@ -145,6 +145,8 @@ PECULIAR: dict[str, dict[str, Any]] = {
             "query_pre_attn_scalar": 32,
         }
     },
+    # Its windows are one longer in prompts than in steps.
+    "plamo3": {"window_size": 400, "sliding_window_pattern": 2, "rope_local_theta": 10000},
     # Each layer has two caches: KV and a state.
     "falcon_h1": {
         "mamba_d_head": 32,
@@ -159,13 +161,14 @@ PECULIAR: dict[str, dict[str, Any]] = {
 """The same of families whose code expects something else of masks or caches."""
 
 
-def config_of(family: str) -> dict[str, Any]:
-    return {**_SHARED, **(FAMILIES | PECULIAR)[family], "model_type": family, "eos_token_id": END_TOKEN}
+def config_of(family: str, **other: Any) -> dict[str, Any]:
+    return {**_SHARED, **(FAMILIES | PECULIAR)[family], "model_type": family, "eos_token_id": END_TOKEN, **other}
 
 
-def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int = 7) -> Path:
-    """Write a tiny model of `family` into `folder`; with `bits`, quantized in groups of 32."""
-    config = config_of(family)
+def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int = 7, **other: Any) -> Path:
+    """Write a tiny model of `family`, with `other` entries in its config, into `folder`; with `bits`, quantized in
+    groups of 32."""
+    config = config_of(family, **other)
     model_class, arguments_class = _get_classes(config)
     model: nn.Module = model_class(arguments_class.from_dict(config))
     model.update(random_weights(model, seed))

@@ -26,14 +26,13 @@ from ...model_files.source import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     EMBEDDED,
-    WEIGHTS,
     Progress,
     first_sentence,
     read_json,
     resolve,
     resolve_adapter,
 )
-from ...model_files.weights import WeightFile, bytes_in_memory, read_weight_file
+from ...model_files.weights import bytes_in_memory, missing_files, read_weight_file, read_weight_files
 from ...protocol.messages import EmbeddingInfo
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
@@ -47,7 +46,7 @@ from .deferral import Deferral
 from .hidden_states import HiddenStates, find_hidden_states
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
-from .quirks import FlatCaches, fit_masks, shares_kv
+from .quirks import FlatCaches, fit_masks, shares_kv, with_windows
 from .vision import LanguagePart, Vision
 from .warm_up import meet_usual
 
@@ -155,7 +154,7 @@ def load(
     refuse_model_file(source, named, trusted=trust_remote_code)
     refuse_elsewhere(source, named)
     _refuse_encoders(source, str(named.get("model_type", "")))
-    weight_files = _weight_files(folder)
+    weight_files = read_weight_files(folder)
     needed = bytes_in_memory(weight_files, chosen.size if chosen is not None else None)
     claim(needed)
     _check_memory(source, needed)
@@ -187,11 +186,14 @@ def load(
     except ModelLoadError:
         raise
     except _LOAD_ERRORS as error:
-        raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
+        why = first_sentence(error)
+        if missing := missing_files(folder):
+            why = f"its index names {missing[0]}, which is not in {folder} ({why}); download it again"
+        raise ModelLoadError(f"{source} cannot be loaded: {why}") from error
     way = DEQUANTIZED
     fit_masks(language, model)
     if spec.policy is not None:
-        spec = replace(spec, shares=shares_kv(model, spec))
+        spec = with_windows(model, replace(spec, shares=shares_kv(model, spec)))
         way = decode_ways.fastest(model, spec) if attention.install(whole) and numerics == "fast" else way
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
@@ -238,7 +240,7 @@ def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
     model's own caches."""
     caches = make_prompt_cache(loaded.model)
     mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
-    spec = replace(read_spec(caches, 2, policy), shares=loaded.spec.shares)
+    spec = with_windows(loaded.model, replace(read_spec(caches, 2, policy), shares=loaded.spec.shares))
     identity = replace(loaded.identity, computing={**loaded.identity.computing, "kv": _format(spec)})
     return replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
 
@@ -274,18 +276,6 @@ def _hidden(model: Any, vocabulary: int) -> HiddenStates | str:
         return find_hidden_states(model, model, vocabulary)
     except _LOAD_ERRORS as error:
         return first_sentence(error)
-
-
-def _weight_files(folder: Path) -> list[WeightFile]:
-    """Reads the headers of the weight files that mlx-lm loads, and checks that every file is complete.
-
-    Raises:
-        ModelLoadError: there are none, or one is damaged.
-    """
-    files = [read_weight_file(path) for path in sorted(folder.glob(WEIGHTS))]
-    if not files:
-        raise ModelLoadError(f"{folder} cannot be loaded: it has no weights ({WEIGHTS})")
-    return files
 
 
 def _check_memory(source: str, needed: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
 from ..kv.paged_cache import PagedKVCache, Reads
@@ -61,6 +61,31 @@ def shares_kv(model: Any, spec: ModelCacheSpec) -> bool:
     except MODEL_ERRORS:
         return False
     return any(cache.was_shared for cache in caches if isinstance(cache, PagedKVCache))
+
+
+def with_windows(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
+    """Returns a spec whose sealed window layers have the windows for which the model asks masks, where these are longer
+    than the caches it keeps: such a model sees one token more in prompts than in steps, and here the same in both."""
+    caches, asked = make_prompt_cache(model), dict[int, int]()
+
+    def noting(cache: Any) -> Any:
+        plain = cache.make_mask
+
+        def make_mask(*given: Any, **named: Any) -> Any:
+            asked[cache.max_size] = max(asked.get(cache.max_size, 0), named.get("window_size") or 0)
+            return plain(*given, **named)
+
+        return make_mask
+
+    for cache in caches:
+        if isinstance(cache, RotatingKVCache):
+            cache.make_mask = noting(cache)  # type: ignore[method-assign]
+    model(mx.array([[0, 0]], mx.uint32), cache=caches)
+    layers = [
+        replace(layer, window=max(layer.window, asked.get(layer.window, 0))) if layer.sealed else layer
+        for layer in spec.layers
+    ]
+    return replace(spec, layers=tuple(layers))
 
 
 def fit_masks(module: Any, model: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import decode_kernel
-from .device import on_cuda
+from .device import on_cuda, on_gpu
 from .paged_cache import DecodeView, KernelView, PagedKVCache
 from .sealing import KEY_GROUP, Plain, SealPolicy, value_group
 
@@ -82,7 +82,7 @@ def attend(
     if isinstance(pool, Plain):
         assert view.heads is not None
         of_rows, of_slots, of_blocks = view.heads
-        scores = mx.gather_mm(grouped, pool.block_keys, of_rows, of_slots).astype(mx.float32)
+        scores = _gathered(grouped, pool.block_keys, of_rows, of_slots).astype(mx.float32)
     else:
         keys = (pool.key_codes, pool.key_scales, pool.key_biases)
         scores = _multiply(grouped[view.rows], keys, view.slots, KEY_GROUP, policy.key_bits).astype(mx.float32)
@@ -102,12 +102,19 @@ def attend(
         total = total + mx.exp(sinks.reshape(kv_heads, -1).astype(mx.float32) - most)
     weights = before.astype(dtype)
     if isinstance(pool, Plain):
-        parts = mx.gather_mm(weights, pool.block_values, of_blocks, of_slots)
+        parts = _gathered(weights, pool.block_values, of_blocks, of_slots)
     else:
         values = (pool.value_codes, pool.value_scales, pool.value_biases)
         parts = _multiply(weights, values, view.slots, value_group(value_dim), policy.value_bits)[..., :value_dim]
     out = (inside.astype(dtype) @ view.values).astype(mx.float32).at[view.rows].add(parts.astype(mx.float32))
     return (out / total[..., None]).astype(dtype).reshape(rows, heads, 1, value_dim)
+
+
+def _gathered(left: mx.array, right: mx.array, of_left: mx.array, of_right: mx.array) -> mx.array:
+    """As `mx.gather_mm`, which on a CPU takes float32 alone."""
+    if left.dtype == mx.float32 or on_gpu():
+        return mx.gather_mm(left, right, of_left, of_right)
+    return left.flatten(0, -3)[of_left] @ right.flatten(0, -3)[of_right]
 
 
 def _multiply(

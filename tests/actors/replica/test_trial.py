@@ -15,7 +15,9 @@ from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.decode_ways import DEQUANTIZED, DecodeWay
 from satchel.actors.replica.execution.models import LoadedModel, resealed
 from satchel.actors.replica.kv import caches as kv_cache
+from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
+from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.trial import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
@@ -36,6 +38,8 @@ class Faulty:
     def __init__(self, inner: Any, fault: Callable[[mx.array, list[Any], mx.array], mx.array]) -> None:
         self._inner, self._fault = inner, fault
         self.layers = inner.layers
+        if hasattr(inner, "make_cache"):
+            self.make_cache = inner.make_cache
 
     def __call__(self, tokens: mx.array, cache: list[Any], **given: Any) -> mx.array:
         return self._fault(tokens, cache, self._inner(tokens, cache=cache, **given))
@@ -150,6 +154,53 @@ def test_families_of_other_masks_and_caches_are_served_as_asked(family: str, tmp
     assert (proven.loaded.kv, proven.together, list(proven.notes)) == ("q4", True, [])
     assert proven.loaded.spec.reusable
     assert family == "gemma3n" or not proven.loaded.embedding.refusal
+
+
+def with_key_bias(folder: Path, bias: float, dtype: str) -> LoadedModel:
+    """A model whose keys are offset, in some channels more than in others."""
+    path = write_model(folder, "qwen2") / "model.safetensors"
+    weights: Any = mx.load(str(path))
+    for name in [name for name in weights if name.endswith("k_proj.bias")]:
+        channels = mx.arange(weights[name].size)
+        weights[name] = bias * mx.where(channels % 7 == 0, 1.0, 0.1)
+    mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
+    return models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, dtype=dtype)
+
+
+def test_keys_too_large_for_the_scales_of_few_bits_are_kept_as_computed(tmp_path: Path):
+    proven = tried(with_key_bias(tmp_path, 1e5, "float32"))
+    assert (proven.loaded.kv, proven.loaded.pool is None, proven.together) == ("fp16", False, True)
+    assert proven.loaded.spec.reusable
+
+
+def test_numbers_too_large_for_the_dtype_are_refused_with_its_name(tmp_path: Path):
+    with pytest.raises(ModelLoadError, match=r"in float16 .* not finite; try another `dtype`"):
+        tried(with_key_bias(tmp_path, 1e5, "float16"))
+
+
+@pytest.mark.skipif(on_gpu(), reason="kernels read blocks there")
+def test_offset_keys_in_16_bits_are_read_as_prefill_does(tmp_path: Path):
+    model = with_key_bias(tmp_path, 200.0, "bfloat16")
+    assert "differs from the reference" in model.way.reason
+    proven = tried(model)
+    assert (proven.loaded.kv, proven.together, list(proven.notes)) == ("q4", True, [])
+
+
+@pytest.mark.parametrize("kv", ["q4", "fp16"])
+def test_blocks_are_read_in_place_in_16_bits_too(kv: str, tmp_path: Path):
+    model = replace(with_key_bias(tmp_path, 0.0, "bfloat16"), way=DecodeWay(Reads.IN_PLACE))
+    proven = tried(replace(resealed(model, POLICIES[kv]), way=model.way))
+    assert (proven.loaded.kv, list(proven.notes)) == (kv, [])
+
+
+def test_a_row_is_longer_than_the_windows_of_a_model(tmp_path: Path):
+    folder = write_model(tmp_path, "gemma3_text", sliding_window=400)
+    model = resealed(models.load(str(folder), context_tokens_max=None, progress=lambda *_: None), None)
+
+    def past_windows(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+        return in_company(tokens, cache, logits) if int(mx.array(cache[0].offset).max()) > 400 else logits
+
+    assert not tried(with_fault(model, past_windows)).together
 
 
 def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer
 
 from satchel.api.text.model import StopMatcher, TextModel, load_text_model
 from satchel.cluster.errors import InvalidRequest, ModelLoadError
+from tests.worlds.tiny_tokenizers import write_tokenizer
 
 quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -191,3 +195,52 @@ async def test_encoding_in_a_thread_leaves_the_event_loop_running(text: TextMode
         await asyncio.sleep(0.001)
         turns += 1
     assert turns > 10
+
+
+def test_an_old_processors_template_is_the_tokenizers_too(tmp_path: Path):
+    folder = write_tokenizer(tmp_path, markers="none")
+    template = (folder / "chat_template.jinja").read_text()
+    hello = [{"role": "user", "content": "hello"}]
+    shown = load_text_model(folder).render(hello)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "other " + template}))
+    assert load_text_model(folder).render(hello) == shown, "that of its own files counts"
+    (folder / "chat_template.jinja").unlink()
+    assert load_text_model(folder).render(hello) == "other" + shown
+    assert load_text_model(folder).template() == "other " + template
+
+
+def test_named_templates_are_chosen_by_whether_there_are_tools(tmp_path: Path):
+    folder = write_tokenizer(tmp_path, markers="none")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    named = [{"name": "default", "template": template}, {"name": "tool_use", "template": "tools " + template}]
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
+    text, hello, tools = load_text_model(folder), [{"role": "user", "content": "hello"}], [{"function": {"name": "f"}}]
+    assert text.render(hello).startswith("<|im_start|>user")
+    assert text.render(hello, tools).startswith("tools<|im_start|>system")
+    assert (text.template(), text.template(tools)) == (template, "tools " + template)
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "Qwen2Tokenizer", "T5Tokenizer"])
+def test_a_tokenizer_without_its_vocabulary_is_refused(kind: str, tmp_path: Path):
+    folder = write_tokenizer(tmp_path, markers="none")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    with pytest.raises(ModelLoadError, match="has no vocabulary: its folder lacks"):
+        load_text_model(folder, name="bare")
+
+
+def test_an_old_tokenizer_of_one_file_is_enough(tmp_path: Path):
+    """And neither PyTorch nor a converted file is needed."""
+    folder, file = write_tokenizer(tmp_path, markers="none"), BytesIO()
+    (folder / "tokenizer.json").unlink()
+    lines = iter(["hello world the quick brown fox jumps over the lazy dog"] * 9)
+    SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=file, vocab_size=60, model_type="bpe", minloglevel=2
+    )
+    (folder / "tokenizer.model").write_bytes(file.getvalue())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    text = load_text_model(folder)
+    tokens = text.encode("hello lazy fox")
+    assert "".join(pieces(text.detokenizer(), tokens)).strip() == "hello lazy fox"

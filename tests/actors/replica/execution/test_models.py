@@ -12,12 +12,13 @@ import numpy as np
 import psutil
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model, save_model
 from safetensors.numpy import save_file
 
 from satchel.actors.replica.execution import models, prepare
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds.families import write_model
+from tests.worlds.families import config_of, write_model
 
 
 def quiet(what: str, fraction: float | None) -> None:
@@ -92,6 +93,40 @@ def test_damaged_weights_are_one_sentence_with_the_file(folder: Path, damage: An
     with pytest.raises(ModelLoadError, match=says) as error:
         models.load(str(folder), context_tokens_max=None, progress=quiet)
     assert str(weights) in error.value.message and "\n" not in error.value.message
+
+
+def in_shards(folder: Path, *, named: str = "model-{}-of-3.safetensors") -> None:
+    """Splits a folder's weights into the first and the third of three files, and writes an index with their names."""
+    whole: Any = mx.load(str(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for number in (1, 3):
+        part = {name: weight for place, (name, weight) in enumerate(sorted(whole.items())) if place % 2 == number // 3}
+        mx.save_safetensors(str(folder / f"model-{number}-of-3.safetensors"), part)
+        index |= dict.fromkeys(part, named.format(number))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+@pytest.mark.parametrize("named", ["model-{}-of-3.safetensors", "pytorch_model-{}.bin"])
+def test_shards_may_have_gaps_and_the_index_may_be_of_another_layout(folder: Path, named: str):
+    in_shards(folder, named=named)
+    assert models.load(str(folder), context_tokens_max=None, progress=quiet).vocabulary_size
+
+
+def test_a_shard_that_is_missing_is_named(folder: Path):
+    in_shards(folder)
+    (folder / "model-3-of-3.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"its index names model-3-of-3\.safetensors, which is not in ") as error:
+        models.load(str(folder), context_tokens_max=None, progress=quiet)
+    assert "\n" not in error.value.message
+
+
+def test_a_tensor_that_is_missing_is_named(folder: Path):
+    whole: Any = mx.load(str(folder / "model.safetensors"))
+    del whole["model.layers.1.mlp.up_proj.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), whole)
+    with pytest.raises(ModelLoadError, match=r"cannot be loaded: .*model\.layers\.1\.mlp\.up_proj\.weight"):
+        models.load(str(folder), context_tokens_max=None, progress=quiet)
 
 
 def test_weights_that_do_not_fit_the_free_memory_are_refused_with_the_numbers(
@@ -273,6 +308,21 @@ def test_dequantized_weights_say_the_same_and_are_another_model(tmp_path: Path):
     assert len({kept[weights].model_id for weights in ("stored", "dequantized", "both")}) == 3
     assert kept["auto"].weights == "dequantized", "on a CPU it is faster"
     assert kept["auto"].model_id == kept["dequantized"].model_id
+
+
+@pytest.mark.parametrize(("mode", "group_size", "bits"), [("mxfp4", 32, 4), ("nvfp4", 16, 4), ("mxfp8", 32, 8)])
+def test_formats_without_biases_say_the_same_in_all_forms(mode: str, group_size: int, bits: int, tmp_path: Path):
+    folder = write_model(tmp_path / "m", "llama", hidden_size=128)
+    model, config = quantize_model(
+        load_model(folder)[0], config_of("llama", hidden_size=128), group_size, bits, mode=mode
+    )
+    save_model(folder, model)
+    (folder / "config.json").write_text(json.dumps(config))
+    logits = []
+    for weights in ("stored", "dequantized", "both"):
+        loaded = models.load(str(folder), context_tokens_max=None, progress=quiet, weights=weights)
+        logits.append(np.array(loaded.model(mx.array([[5, 6, 7, 8, 9]]))))
+    assert all(np.abs(one - logits[0]).max() < 1e-4 * np.abs(logits[0]).max() for one in logits)
 
 
 def test_both_forms_of_weights_serve_the_products_that_each_is_good_for(

@@ -1,0 +1,254 @@
+"""Makes a model with quantized weights of one without, by mlx-lm's own means: a folder that it and Satchel load.
+
+A *recipe* says how many bits every layer's weights get. `8-4-4` gives eight to attention, four to the embedding (and to
+a head of its own) and four to the feed-forward part: errors of attention reach every later token, and attention is the
+smallest of the three, so the eight bits cost little.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
+from mlx_lm.utils import compute_bits_per_weight, quantize_model, save_config, save_model
+from mlx_lm.utils import load_model as mlx_lm_load_model
+
+from ...cluster.errors import ModelLoadError
+from .foreign_code import refuse_model_file
+from .processors import sees
+from .source import INDEX, Progress, first_sentence, read_json, resolve
+from .weights import read_weight_files
+
+ATTENTION_8 = "8-4-4"
+PLAIN = {"4": 4, "8": 8}
+"""Recipes with as many bits everywhere."""
+
+RECIPES = (ATTENTION_8, *PLAIN, *QUANT_RECIPES)
+
+GROUP_SIZES = (64, 32)
+"""How many weights may share a scale, the best first."""
+
+_GIVEN = ("cache", "mask")
+"""What a layer's attention is given, and its feed-forward part is not."""
+
+_NOT_KEPT = ("config.json", INDEX, "hf_quant_config.json")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+_ERRORS = (Exception, SystemExit)
+
+Bits = Callable[[str, nn.Module], "dict[str, Any] | bool"]
+"""Given a layer's path and the layer: how it is quantized, as `nn.quantize` wants it."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What became of a model.
+
+    Attributes:
+        layers: how many layers have these (bits, weights that share a scale).
+        plain: paths of layers that no group size fits, which stay as they were.
+        bits_per_weight: of all weights, scales included.
+        nbytes: of the weight files.
+    """
+
+    folder: Path
+    layers: dict[tuple[int, int], int]
+    plain: list[str]
+    bits_per_weight: float
+    nbytes: int
+
+
+def convert(source: str, target: Path, recipe: str, dtype: str, progress: Progress) -> Converted:
+    """Writes a model with quantized weights into a new folder. All other files of the model are copied as they are.
+
+    Args:
+        source: as for `resolve`.
+        recipe: one of `RECIPES`.
+        dtype: of what is not quantized, and of scales; `auto` for the weights' own.
+
+    Raises:
+        ModelLoadError: there is no such model, it is quantized already, the recipe does not suit it, or the folder
+            exists or cannot be written.
+    """
+    if target.exists():
+        raise ModelLoadError(f"{target} exists already: name another folder with --to, or remove it")
+    folder = resolve(source, progress)
+    progress(f"reading {source}", None)
+    config = read_json(folder / "config.json")
+    refuse_model_file(source, config, trusted=False)
+    read_weight_files(folder)
+    seeing = sees(folder)
+    model = _load(source, folder, seeing=seeing)
+    if any("scales" in module for _, module in model.named_modules()):
+        raise ModelLoadError(f"{source} is quantized already: convert the model of which it was made, in 16 bits")
+    if dtype != "auto":
+        _cast(model, getattr(mx, dtype))
+    chosen = _Choice(model, _bits_of(source, model, recipe, seeing=seeing), seeing=seeing)
+    progress(f"converting {source}", None)
+    partial = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        with redirect_stdout(StringIO()):
+            model, config = quantize_model(model, config, chosen.group_size, 4, quant_predicate=chosen)
+        per_weight = compute_bits_per_weight(model)
+        save_model(partial, model, donate_model=True)
+        save_config(config, partial / "config.json", keep_vision_config=seeing)
+        _copy_others(folder, partial)
+        partial.chmod(0o777 & ~_umask())
+        partial.rename(target)
+    except _ERRORS as error:
+        raise ModelLoadError(f"{target} cannot be written: {first_sentence(error)}") from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    return Converted(target, dict(chosen.layers), chosen.plain, per_weight, size)
+
+
+def attention_layers(model: Any) -> set[int]:
+    """Returns the ids of all modules inside of a model's attention, or of what stands in its place: linear attention,
+    state spaces, convolutions.
+
+    No family's names are needed: a layer hands its cache or a mask to its attention, and to nothing else. So, from a
+    layer inwards, the first modules whose call takes one of these are its attention. A feed-forward part that keeps a
+    state counts as attention too.
+    """
+    return {id(part) for layer in _layers_of(model) for mixer in _mixers(layer) for _, part in mixer.named_modules()}
+
+
+def _layers_of(model: Any) -> list[Any]:
+    inner = getattr(model, "language_model", model)
+    layers = getattr(model, "layers", None) or getattr(inner, "layers", None) or getattr(inner.model, "layers", [])
+    return [layer for layer in layers if isinstance(layer, nn.Module)]
+
+
+def _mixers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children().values():
+        for part in _modules_in(child):
+            if any(name in inspect.signature(type(part).__call__).parameters for name in _GIVEN):
+                yield part
+            else:
+                yield from _mixers(part)
+
+
+def _modules_in(child: Any) -> Iterator[nn.Module]:
+    if isinstance(child, nn.Module):
+        yield child
+    elif isinstance(child, list | tuple | dict):
+        for each in child.values() if isinstance(child, dict) else child:
+            yield from _modules_in(each)
+
+
+def _bits_of(source: str, model: Any, recipe: str, *, seeing: bool) -> Bits:
+    """Raises `ModelLoadError` if the recipe does not suit the model."""
+    if recipe in PLAIN:
+        return lambda path, layer: {"bits": PLAIN[recipe]}
+    if recipe == ATTENTION_8:
+        attention = attention_layers(model)
+        if not any(id(layer) in attention and hasattr(layer, "to_quantized") for _, layer in model.named_modules()):
+            raise ModelLoadError(
+                f"{source} has no attention that can be quantized apart: take another recipe than 8-4-4"
+            )
+        return lambda path, layer: {"bits": 8 if id(layer) in attention else 4}
+    try:
+        if seeing:
+            from mlx_vlm.convert import mixed_quant_predicate_builder as mixed
+
+            return mixed(recipe, model)
+        return mixed_quant_predicate_builder(recipe, model)  # type: ignore[return-value]
+    except _ERRORS as error:
+        raise ModelLoadError(f"{recipe} does not suit {source}: {first_sentence(error)}") from error
+
+
+class _Choice:
+    """How each layer is quantized: as the model's own code says, which keeps routers precise, else as the recipe does,
+    in groups that divide its inputs. Of a model with pictures only the language part is.
+
+    Attributes:
+        group_size: the largest that suits all layers that any suits.
+        layers, plain: as in `Converted`.
+    """
+
+    def __init__(self, model: Any, bits: Bits, *, seeing: bool) -> None:
+        self.layers: Counter[tuple[int, int]] = Counter()
+        self._own = getattr(model, "quant_predicate", None)
+        self._bits = bits
+        self._seeing = seeing
+        meant = [each for each in model.named_modules() if self._asked(*each) is not False]
+        sizes = {path: _fitting(layer, GROUP_SIZES) for path, layer in meant}
+        self.plain = sorted(path for path, size in sizes.items() if not size)
+        self.group_size = min(filter(None, sizes.values()), default=GROUP_SIZES[0])
+
+    def __call__(self, path: str, layer: Any) -> dict[str, Any] | bool:
+        asked = self._asked(path, layer)
+        if asked is False:
+            return False
+        given = {"bits": 4} if asked is True else asked
+        bits, size = given["bits"], _fitting(layer, (given.get("group_size", GROUP_SIZES[0]), *GROUP_SIZES))
+        self.layers[bits, size] += 1
+        # Without a mode, which some layers do not take.
+        return {"group_size": size, "bits": bits}
+
+    def _asked(self, path: str, layer: Any) -> dict[str, Any] | bool:
+        if not hasattr(layer, "to_quantized"):
+            return False
+        if self._seeing and not path.startswith("language_model."):
+            return False
+        own = self._own(path, layer) if self._own is not None else True
+        return self._bits(path, layer) if own is True else own
+
+
+def _fitting(layer: Any, sizes: Sequence[int]) -> int:
+    """The first of these sizes that divides the layer's inputs, 0 for none."""
+    return next((size for size in sizes if layer.weight.shape[-1] % size == 0), 0)
+
+
+def _load(source: str, folder: Path, *, seeing: bool) -> Any:
+    """The model with lazy weights."""
+    try:
+        if seeing:
+            from mlx_vlm.utils import load_model
+
+            return load_model(folder, lazy=True)
+        return mlx_lm_load_model(folder, lazy=True)[0]
+    except _ERRORS as error:
+        raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
+
+
+def _cast(model: Any, dtype: mx.Dtype) -> None:
+    casts = getattr(model, "cast_predicate", lambda path: True)
+
+    def cast(path: str, array: mx.array) -> mx.array:
+        return array.astype(dtype) if casts(path) and mx.issubdtype(array.dtype, mx.floating) else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _copy_others(folder: Path, target: Path) -> None:
+    """Copies tokenizer, templates, processors and whatever else is no weights. Files of the Hub's cache are links."""
+    for path in sorted(folder.rglob("*")):
+        place = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in place.parts)
+        weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json") or str(place) in _NOT_KEPT
+        if path.is_file() and not hidden and not weights:
+            (target / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / place)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
