@@ -31,8 +31,8 @@ _TEXT: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-_QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-_QWEN_IMAGES: dict[str, Any] = {
+QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN_IMAGES: dict[str, Any] = {
     "patch_size": 14,
     "temporal_patch_size": 2,
     "merge_size": 2,
@@ -41,7 +41,7 @@ _QWEN_IMAGES: dict[str, Any] = {
     "min_pixels": 56 * 56,
     "max_pixels": 224 * 224,
 }
-_IMAGES: dict[str, Any] = {
+IMAGES: dict[str, Any] = {
     "do_resize": True,
     "do_rescale": True,
     "do_normalize": True,
@@ -68,6 +68,7 @@ class Family:
         files: further files of the folder.
         names: what the tokenizer's config calls some of its tokens.
         video: what its template writes for a video.
+        sizes: further names of the vocabulary's size.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class Family:
         files: dict[str, Any],
         names: dict[str, str] | None = None,
         video: str = "",
+        sizes: tuple[str, ...] = (),
     ) -> None:
         self.tokens, self.placeholder, self.config, self.files = tokens, placeholder, config, files
-        self.names, self.video = names or {}, video
+        self.names, self.video, self.sizes = names or {}, video, sizes
 
 
 _VISION_FOR_QWEN: dict[str, Any] = {
@@ -94,7 +96,7 @@ _VISION_FOR_QWEN: dict[str, Any] = {
     "in_channels": 3,
     "intermediate_size": 64,
 }
-_QWEN_IDS = {
+QWEN_IDS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
@@ -103,11 +105,11 @@ _QWEN_IDS = {
 
 FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Family(
-        _QWEN_TOKENS,
+        QWEN_TOKENS,
         "<|vision_start|><|image_pad|><|vision_end|>",
         {
             **_TEXT,
-            **_QWEN_IDS,
+            **QWEN_IDS,
             "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
             "vision_config": {
                 **_VISION_FOR_QWEN,
@@ -116,14 +118,14 @@ FAMILIES: dict[str, Family] = {
                 "fullatt_block_indexes": [1],
             },
         },
-        {"preprocessor_config.json": _QWEN_IMAGES},
+        {"preprocessor_config.json": QWEN_IMAGES},
         video="<|vision_start|><|video_pad|><|vision_end|>",
     ),
     "qwen3_vl": Family(
-        _QWEN_TOKENS,
+        QWEN_TOKENS,
         "<|vision_start|><|image_pad|><|vision_end|>",
         {
-            **_QWEN_IDS,
+            **QWEN_IDS,
             "text_config": {
                 **_TEXT,
                 "model_type": "qwen3_vl_text",
@@ -137,7 +139,7 @@ FAMILIES: dict[str, Family] = {
                 "deepstack_visual_indexes": [0, 1],
             },
         },
-        {"preprocessor_config.json": _QWEN_IMAGES, "video_preprocessor_config.json": _QWEN_IMAGES},
+        {"preprocessor_config.json": QWEN_IMAGES, "video_preprocessor_config.json": QWEN_IMAGES},
         video="<|vision_start|><|video_pad|><|vision_end|>",
     ),
     "gemma3": Family(
@@ -160,7 +162,7 @@ FAMILIES: dict[str, Family] = {
         },
         {
             "preprocessor_config.json": {
-                **_IMAGES,
+                **IMAGES,
                 "image_processor_type": "Gemma3ImageProcessor",
                 "size": {"height": 112, "width": 112},
             },
@@ -182,7 +184,7 @@ FAMILIES: dict[str, Family] = {
         },
         {
             "preprocessor_config.json": {
-                **_IMAGES,
+                **IMAGES,
                 "image_processor_type": "SmolVLMImageProcessor",
                 "size": {"longest_edge": 224},
                 "max_image_size": {"longest_edge": 112},
@@ -203,7 +205,7 @@ FAMILIES: dict[str, Family] = {
             "text_config": {**_TEXT, "model_type": "qwen2"},
             "vision_config": {**_TOWER, "model_type": "intern_vit_6b"},
         },
-        {"preprocessor_config.json": _IMAGES},
+        {"preprocessor_config.json": IMAGES},
     ),
     "llava": Family(
         ("<image>",),
@@ -217,7 +219,7 @@ FAMILIES: dict[str, Family] = {
         },
         {
             "preprocessor_config.json": {
-                **_IMAGES,
+                **IMAGES,
                 "image_processor_type": "CLIPImageProcessor",
                 "size": {"height": 112, "width": 112},
                 "do_center_crop": False,
@@ -234,18 +236,12 @@ FAMILIES: dict[str, Family] = {
 
 def write_model(folder: Path, family: str, *, seed: int = 7) -> Path:
     """Write a tiny model of `family` into `folder`."""
-    kind = FAMILIES[family]
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = _write_tokenizer(folder, kind)
-    config = _with_ids(kind.config, ids) | {"model_type": family, "eos_token_id": ids["<|im_end|>"]}
-    config["vocab_size"] = max(ids.values()) + 1
-    for part in ("text_config",):
-        if part in config:
-            config[part]["vocab_size"] = config["vocab_size"]
-    (folder / "config.json").write_text(json.dumps(config))
-    for name, content in kind.files.items():
-        (folder / name).write_text(json.dumps(content))
-    model = build(json.loads(json.dumps(config)))
+    return write(folder, family, FAMILIES[family], seed=seed)
+
+
+def write(folder: Path, name: str, kind: Family, *, seed: int = 7) -> Path:
+    """Write a tiny model into `folder`, whose type is `name` where its config does not say another one."""
+    model = build(write_files(folder, name, kind))
     model.update(random_weights(model, seed))
     mx.save_safetensors(
         str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
@@ -253,12 +249,29 @@ def write_model(folder: Path, family: str, *, seed: int = 7) -> Path:
     return folder
 
 
+def write_files(folder: Path, name: str, kind: Family) -> dict[str, Any]:
+    """Write everything but the weights. Returns the config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = _write_tokenizer(folder, kind)
+    config: dict[str, Any] = {"model_type": name} | _with_ids(kind.config, ids) | {"eos_token_id": ids["<|im_end|>"]}
+    sizes = {each: max(ids.values()) + 1 for each in ("vocab_size", *kind.sizes)}
+    config["vocab_size"] = sizes["vocab_size"]
+    if "text_config" in config:
+        config["text_config"] |= sizes
+    (folder / "config.json").write_text(json.dumps(config))
+    for each, content in kind.files.items():
+        (folder / each).write_text(json.dumps(content))
+    return config
+
+
 def build(config: dict[str, Any]) -> Any:
     """The untrained model of a config, as mlx-vlm builds it."""
+    config = json.loads(json.dumps(config))
     classes, _ = get_model_and_args(config)
-    config.setdefault("text_config", {})
+    for part in ("text_config", "vision_config", "audio_config"):
+        config.setdefault(part, {})
     arguments = classes.ModelConfig.from_dict(config)
-    arguments = update_module_configs(arguments, classes, config, ["text", "vision", "perceiver", "projector"])
+    arguments = update_module_configs(arguments, classes, config, ["text", "vision", "perceiver", "projector", "audio"])
     return classes.Model(arguments)
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.processors import PictureProcessor, SpanLayout
+from ..kv.caches import is_recurrent
 from ..kv.device import on_gpu
 from ..kv.sealing import copied
 
@@ -137,7 +138,7 @@ class LanguagePart:
             given: inputs from `Vision`; none for text alone.
         """
         if "position_ids" not in given:
-            given |= self.places(tokens, cache[0].offset)
+            given |= self.places(tokens, _offset_of(cache))
         return self._language(tokens, cache=cache, **given).logits
 
     def places(self, tokens: mx.array, start: Any) -> dict[str, mx.array]:
@@ -158,7 +159,7 @@ class LanguagePart:
         return self._language
 
     def make_cache(self) -> list[Any]:
-        """Returns mlx-lm's caches in place of mlx-vlm's copies of them, one per layer.
+        """Returns mlx-lm's caches of KV in place of mlx-vlm's copies of them, one per layer.
 
         Raises:
             ValueError: mlx-lm does not have one of them.
@@ -167,14 +168,20 @@ class LanguagePart:
         return mlx_lm_caches(self._language) if own is None else [_cache_like(cache) for cache in own]
 
 
+def _offset_of(caches: Sequence[Any]) -> Any:
+    """Returns how many tokens the rows have before the next ones, a number or `(rows,)`; recurrent layers do not count
+    them."""
+    return next((cache.offset for cache in caches if hasattr(cache, "offset")), 0)
+
+
 def _cache_like(cache: Any) -> Any:
     match type(cache).__name__:
         case "KVCache" | "SimpleKVCache":
             return KVCache()
         case "RotatingKVCache":
             return RotatingKVCache(cache.max_size, cache.keep)
-        case "ArraysCache":
-            return ArraysCache(len(cache.cache))
+    if is_recurrent(cache):
+        return cache
     raise ValueError(f"its layers keep a {type(cache).__name__}, which is not known here")
 
 

@@ -156,31 +156,33 @@ class Scene:
         for row, script in self.scripts.items():
             # Of pictures together with videos some of mlx-vlm's models encode the pictures only.
             alone = self.loaded.kv == "fp16" and len({medium.video for medium in script.shown}) <= 1
-            logits = self._by_mlx_vlm(model, script) if alone else in_one_pass(self.loaded, script)
+            logits = by_mlx_vlm(self.processor, model, script) if alone else in_one_pass(self.loaded, script)
             for drawn in range(ANSWER):
                 found[(row, drawn)] = logits[len(script.prompt) - 1 + drawn]
         return found
 
-    def _by_mlx_vlm(self, model: Any, script: Script) -> np.ndarray:
-        tokens, given = mx.array([script.tokens]), dict[str, Any]()
-        if script.shown:
-            processor, video = self.processor, script.shown[0].video
-            mark = processor.video_placeholder if video else processor.placeholder
-            clips = [[image_of(frame) for frame in medium.frames] for medium in script.shown]
-            images = [image for images in clips for image in images]
-            films = [np.stack([np.asarray(image) for image in images]) for images in clips]
-            pixels = {"videos": films} if video else {"images": images}
-            given = dict(processor._processor(text=[" ".join([mark] * len(clips))], **pixels))
-        named = {
-            name: mx.array(value) if isinstance(value, np.ndarray) else value
-            for name, value in given.items()
-            if name not in ("input_ids", "attention_mask")
-        }
-        every = mx.ones(tokens.shape, dtype=mx.int32)
-        made = model.get_input_embeddings(tokens, named.pop("pixel_values", None), mask=every, **named).to_dict()
-        # It looks at the mask where it has no cache to count by, and would take any for the prompt's.
-        made = {name: value for name, value in made.items() if value is not None and name != "attention_mask_4d"}
-        return np.array(model.language_model(tokens, **made).logits[0].astype(mx.float32))
+
+def by_mlx_vlm(processor: PictureProcessor, model: Any, script: Script) -> np.ndarray:
+    """(tokens, vocabulary), of mlx-vlm's model with all pictures encoded together and all tokens at once."""
+    tokens, given = mx.array([script.tokens]), dict[str, Any]()
+    if script.shown:
+        video = script.shown[0].video
+        mark = processor.video_placeholder if video else processor.placeholder
+        clips = [[image_of(frame) for frame in medium.frames] for medium in script.shown]
+        images = [image for images in clips for image in images]
+        films = [np.stack([np.asarray(image) for image in images]) for images in clips]
+        pixels = {"videos": films} if video else {"images": images}
+        given = dict(processor._processor(text=[" ".join([mark] * len(clips))], **pixels))
+    named = {
+        name: mx.array(value) if isinstance(value, np.ndarray) else value
+        for name, value in given.items()
+        if name not in ("input_ids", "attention_mask")
+    }
+    every = mx.ones(tokens.shape, dtype=mx.int32)
+    made = model.get_input_embeddings(tokens, named.pop("pixel_values", None), mask=every, **named).to_dict()
+    # It looks at the mask where it has no cache to count by, and would take any for the prompt's.
+    made = {name: value for name, value in made.items() if value is not None and name != "attention_mask_4d"}
+    return np.array(model.language_model(tokens, **made).logits[0].astype(mx.float32))
 
 
 def written(processor: PictureProcessor, medium: Medium) -> tuple[list[int], list[MediaSpan]]:

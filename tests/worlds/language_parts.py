@@ -1,0 +1,84 @@
+"""Tiny vision-language models whose language parts want something of their own: states that recur, masks of another
+width, inputs of every layer, attention both ways, or positions that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .vision_families import QWEN_IDS, QWEN_IMAGES, QWEN_TOKENS, Family, write
+
+_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "intermediate_size": 64,
+}
+_HYBRID: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_MROPE: dict[str, Any] = {"type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+
+
+def _qwen(kind: str, text: dict[str, Any], levels: Sequence[int] = ()) -> Family:
+    tower = {"num_position_embeddings": 64, "deepstack_visual_indexes": [*levels]}
+    return Family(
+        QWEN_TOKENS,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {
+            **QWEN_IDS,
+            "text_config": {**_TEXT, **text, "model_type": f"{kind}_text"},
+            "vision_config": {**_TOWER, **tower, "model_type": kind},
+        },
+        {"preprocessor_config.json": QWEN_IMAGES, "video_preprocessor_config.json": QWEN_IMAGES},
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_5": _qwen("qwen3_5", _HYBRID),
+    "qwen3_5_moe": _qwen("qwen3_5_moe", {**_HYBRID, **_EXPERTS}),
+    "qwen3_vl_moe": _qwen("qwen3_vl_moe", {**_EXPERTS, "rope_scaling": _MROPE}, (0, 1)),
+}
+
+
+def write_model(folder: Path, family: str) -> Path:
+    """Write a tiny model of `family` into `folder`."""
+    return write(folder, family, FAMILIES[family])
