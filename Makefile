@@ -1,7 +1,7 @@
 # Works with GNU make 3.81, which is what macOS ships.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-clients test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+.PHONY: help serve test test-slow test-clients test-zoo test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
 	bench-vision bench-scenarios bench-templates soak attack
 
 PYTHON ?= python3
@@ -14,6 +14,7 @@ BODIES ?=
 ONLY ?=
 TRACES ?=
 TEMPLATES ?=
+ZOO ?=
 URL ?= http://127.0.0.1:8000
 UV_VERSION := 0.13.8
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
@@ -41,6 +42,9 @@ test-slow: .venv/.development ## Run the tests that take long and say little tha
 
 test-clients: .venv/.development build/clients/.ready build/clients/venv/.ready ## Run agent programs and frameworks against a server; needs Node.js
 	@$(BIN)/python -m pytest tests/clients -m clients
+
+test-zoo: .venv/.development ## Check how every type of mlx-lm and mlx-vlm is served (30 minutes); ZOO="gemma2 mamba" for some
+	@$(BIN)/python -m tests.zoo.run $(ZOO)
 
 test-mutants: .venv/.development $(COSMIC_RAY)/.ready ## Is a small fault in a pure file noticed? FILES="cluster/placement.py" SAMPLE=50 SEED=1 for others
 	@$(COSMIC_RAY)/bin/python tests/mutants/run.py --sample $(SAMPLE) --seed $(SEED) $(FILES)

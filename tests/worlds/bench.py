@@ -9,11 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.execution.sampling import Draw
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
@@ -40,6 +44,35 @@ class Row:
 
 
 _reader = ThreadPoolExecutor(1)
+
+Logits = dict[tuple[int, int], np.ndarray]
+"""By the row's number (its seed) and how many tokens it had drawn before."""
+
+
+class Forced:
+    """Stands for `BatchSampler`: every row is told its next token by `scripts`, and its logits are noted."""
+
+    def __init__(self, scripts: dict[int, list[int]], noted: Logits) -> None:
+        self._scripts = scripts
+        self._noted = noted
+        self._rows: list[list[int]] = []
+
+    def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        self._rows.append([sampling.seed, len(prompt), len(generated)])
+
+    def keep(self, indices: Sequence[int]) -> None:
+        self._rows = [self._rows[index] for index in indices]
+
+    def __call__(self, logits: mx.array, masks: None) -> Draw:
+        values = np.array(logits.astype(mx.float32))
+        tokens = []
+        for index, row in enumerate(self._rows):
+            seed, prompt, drawn = row
+            self._noted[(seed, drawn)] = values[index]
+            script = self._scripts[seed]
+            tokens.append(script[min(prompt + drawn, len(script) - 1)])
+            row[2] += 1
+        return Draw(mx.array(tokens, dtype=mx.uint32), mx.ones((len(tokens),), dtype=mx.bool_))
 
 
 class Bench:

@@ -174,10 +174,15 @@ def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder, model, donate_model=False)
     (folder / "config.json").write_text(json.dumps(config))
+    copy_tokenizer(folder)
+    return folder
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Gives a model the embedded one's tokenizer, template and generation config."""
     for name in TOKENIZER_FILES:
         if (EMBEDDED / "recall" / name).is_file():
             shutil.copy(EMBEDDED / "recall" / name, folder / name)
-    return folder
 
 
 def random_weights(model: nn.Module, seed: int) -> Any:

@@ -18,11 +18,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution import executor, models
 from satchel.actors.replica.execution.models import LoadedModel
-from satchel.actors.replica.execution.sampling import Draw
-from tests.worlds.bench import Bench
+from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.families import FAMILIES, VOCABULARY, write_model
 
 TOLERANCE = 2e-5
@@ -37,35 +35,6 @@ EXEMPT_MAX = 0.02
 
 PROMPTS = (1, 3, 60, 255, 256, 257, 420, 610)
 ANSWERS = (9, 30, 14, 8, 20, 7, 25, 40)
-
-Logits = dict[tuple[int, int], np.ndarray]
-"""By the row's number (its seed) and how many tokens it had drawn before."""
-
-
-class Forced:
-    """Stands for `BatchSampler`: every row is told its next token by `scripts`, and its logits are noted."""
-
-    def __init__(self, scripts: dict[int, list[int]], noted: Logits) -> None:
-        self._scripts = scripts
-        self._noted = noted
-        self._rows: list[list[int]] = []
-
-    def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        self._rows.append([sampling.seed, len(prompt), len(generated)])
-
-    def keep(self, indices: Sequence[int]) -> None:
-        self._rows = [self._rows[index] for index in indices]
-
-    def __call__(self, logits: mx.array, masks: None) -> Draw:
-        values = np.array(logits.astype(mx.float32))
-        tokens = []
-        for index, row in enumerate(self._rows):
-            seed, prompt, drawn = row
-            self._noted[(seed, drawn)] = values[index]
-            script = self._scripts[seed]
-            tokens.append(script[min(prompt + drawn, len(script) - 1)])
-            row[2] += 1
-        return Draw(mx.array(tokens, dtype=mx.uint32), mx.ones((len(tokens),), dtype=mx.bool_))
 
 
 class Family:

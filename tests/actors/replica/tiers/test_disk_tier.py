@@ -2,87 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
-import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from satchel.actors.kv_store.actor import KVStoreActor
-from satchel.actors.kv_store.disk.shelf import DiskLimits
-from satchel.actors.kv_store.disk.store import DiskStore
-from satchel.actors.kv_store.services.disk import NodeDisk
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.tiers import disk_tier
-from satchel.actors.replica.tiers.disk_tier import DiskTier
-from satchel.cluster.errors import Unavailable
-from satchel.cluster.timing import USUAL
-from tests.worlds.bench import Bench, load_tiny
-from tests.worlds.direct import carried
+from tests.worlds.bench import load_tiny
+from tests.worlds.bench_disk import Node, process, write_down
 from tests.worlds.families import write_model
 
 AGENT = "default/alice"
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """One that runs in a thread as long as this process."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="stores", daemon=True).start()
-    return loop
-
-
-class _DiskActor(KVStoreActor):
-    """The store's actor where nobody was ever forgotten, of which only the disk tier is asked."""
-
-    def __init__(self, store: DiskStore, session: str) -> None:  # pyright: ignore[reportMissingSuperCall]
-        async def ask(work: Any) -> Any:
-            return work(SimpleNamespace(forgotten=list))
-
-        # A replica keeps limits by itself.
-        quotas: Any = SimpleNamespace(note=lambda limits: None, knows=lambda tenant: False)
-        disk = NodeDisk(None, DiskLimits(0), ask, quotas, USUAL)
-        disk.session = session
-        # Nobody tidies up behind a test.
-        disk.tend = lambda: None
-        disk.take(store)
-        self.services: Any = SimpleNamespace(memory=SimpleNamespace(disk=disk))
-
-
-class Node:
-    """A node's store in this process, called by `client` from any thread. `restart` is what the next process finds."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.silent = False
-        self._loop = _loop()
-        self.client = carried("local", self._carry, self._loop)
-        self._number = 0
-        self.restart()
-
-    def restart(self) -> None:
-        self._number += 1
-        if self._number > 1:
-            self.store.close()
-        session = f"s{self._number}"
-        self.store = DiskStore(self.root, session=session, limits=DiskLimits(bytes_max=2**30))
-        self._actor = _DiskActor(self.store, session)
-
-    def call(self, method: str, asked: bytes) -> bytes:
-        if self.silent:
-            raise Unavailable("the store does not answer")
-        return asyncio.run_coroutine_threadsafe(getattr(self._actor, method)(asked), self._loop).result(30)
-
-    async def _carry(self, method: str, asked: bytes, timeout_s: float) -> bytes:
-        return await asyncio.to_thread(lambda: self.call(method, asked))
 
 
 @pytest.fixture
@@ -91,26 +25,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
     yield node
     node.store.check()
     node.store.close()
-
-
-def process(loaded: LoadedModel, node: Node, **scheduling: int) -> tuple[Bench, DiskTier]:
-    """An engine that remembers nothing, with its disk side."""
-    disk = DiskTier(loaded.spec, loaded.model_id, node.client)
-    return Bench(loaded, disk=disk, **scheduling), disk
-
-
-def write_down(bench: Bench, disk: DiskTier) -> None:
-    bench.turn()
-    ends = time.monotonic() + 20
-    while disk.waiting_bytes or not disk._queue.empty():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-    time.sleep(0.05)
-    bench.turn()
-    # A turn of which nothing is new has no bytes to wait for.
-    while bench.engine.memory._writers and time.monotonic() < ends:
-        time.sleep(0.01)
-        bench.turn()
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:

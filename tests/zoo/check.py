@@ -1,0 +1,222 @@
+"""How one model is served: loaded and tried as a replica does it, then compared with the bare model.
+
+The trial at load decides how a model may be served. What it let through is checked here by other rows, longer than its
+own and than the models' windows: forced along given tokens alone, in company, from memory and from disk after a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from satchel.actors.replica.execution import models
+from satchel.actors.replica.trial import Proven, prove
+from satchel.cluster.config import Model, Scheduling
+from satchel.cluster.errors import ModelLoadError
+from tests.worlds.bench import Bench, Forced, Logits
+from tests.worlds.bench_disk import Node, process, write_down
+
+from . import text_types
+
+PROMPTS = (30, 300, 520)
+ANSWER = 6
+AGENT = "default/alice"
+
+ROUNDING, ROUNDED_SHARE, GROSS = 2e-3, 0.75, 5e-2
+"""How far logits may be off, of the largest one, in that share of the places, and in the others: sums in another order
+let a router choose another expert."""
+
+SEALED_ROUNDING, SEALED_GROSS = 2e-2, 0.3
+"""The same between rows whose KV is sealed: a number between two codes may take either."""
+
+RIGHT, LIMITED, REFUSED, WRONG, CRASHED = "right", "limited", "refused", "wrong", "crashed"
+
+
+@dataclass
+class Outcome:
+    """What became of a model. `error` is the largest one of its logits, relative to the largest logit."""
+
+    state: str
+    notes: list[str] = field(default_factory=list)
+    error: float = 0.0
+
+
+def check(write: Callable[[Path], Path], folder: Path, run: Callable[[Proven, Path], Outcome]) -> Outcome:
+    """Loads and tries what is written into `folder`, as it is served if nothing else is asked for, and `run`s it."""
+    try:
+        write(folder)
+    except (Exception, SystemExit) as error:
+        # The library itself cannot make one. A user who has one finds the same.
+        _leave_empty(folder)
+        unmade = f"{type(error).__name__}: {error}"
+    else:
+        unmade = ""
+    try:
+        loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None)
+        proven = prove(loaded, Model(name="zoo", source=str(folder)), lambda *_: None)
+    except ModelLoadError as error:
+        return Outcome(REFUSED, [str(error).replace(str(folder), "it"), *([unmade] if unmade else [])])
+    outcome = run(proven, folder)
+    outcome.notes = [*proven.notes, *outcome.notes]
+    if outcome.state == RIGHT and proven.notes:
+        outcome.state = LIMITED
+    return outcome
+
+
+def _leave_empty(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": folder.name.partition("+")[0], **text_types.TYPES.get(folder.name, {})}
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), {"nothing": mx.zeros((1,))})
+
+
+class Rows:
+    """Rows of text that are forced along their scripts.
+
+    Attributes:
+        own: the logits that the bare model has for them, computed with its own caches.
+    """
+
+    def __init__(self, proven: Proven, folder: Path) -> None:
+        draw, loaded = random.Random(3).randrange, proven.loaded
+        longest = loaded.context_tokens - ANSWER - 1
+        self.prompts = [min(prompt, longest) for prompt in PROMPTS]
+        self.scripts = {
+            row: [draw(20, loaded.vocabulary_size) for _ in range(prompt + ANSWER)]
+            for row, prompt in enumerate(self.prompts)
+        }
+        self.own: Logits = {}
+        model, _ = load_model(folder)
+        model.set_dtype(mx.float32)
+        for row, script in self.scripts.items():
+            caches = make_prompt_cache(model)
+            model(mx.array([script[: self.prompts[row] - 1]]), cache=caches)
+            for drawn in range(ANSWER):
+                step = model(mx.array([[script[self.prompts[row] - 1 + drawn]]]), cache=caches)[0, -1]
+                self.own[(row, drawn)] = np.array(step.astype(mx.float32))
+
+    def submit(self, bench: Bench, row: int, name: str, agent: str = "") -> None:
+        prompt = self.scripts[row][: self.prompts[row]]
+        bench.submit(name, prompt, seed=row, max_tokens=ANSWER, agent=agent)
+
+
+def run_text(proven: Proven, folder: Path) -> Outcome:
+    """Compares rows with the bare model, and with each other where their KV is sealed."""
+    rows, loaded = Rows(proven, folder), proven.loaded
+    outcome = Outcome(RIGHT)
+    sealed = loaded.spec.policy is not None and loaded.spec.policy.quantizes
+    if sealed:
+        # What a few bits do to the logits is not known, so the same way is compared with KV as it is.
+        plain = Proven(models.resealed(loaded, models.POLICIES["fp16"]), proven.together)
+        _compare(outcome, "with KV as computed", plain, rows, rows.own, ROUNDING, GROSS)
+        alone = _alone(proven, rows, outcome)
+        _compare(outcome, "", proven, rows, alone, SEALED_ROUNDING, SEALED_GROSS)
+    else:
+        _compare(outcome, "", proven, rows, rows.own, ROUNDING, GROSS)
+    return outcome
+
+
+def _compare(
+    outcome: Outcome, how: str, proven: Proven, rows: Rows, expected: Logits, rounding: float, gross: float
+) -> None:
+    noted: Logits = {}
+
+    def note(what: str, keys: Sequence[tuple[int, int]]) -> None:
+        missing = [key for key in keys if key not in noted]
+        off = [
+            float(np.abs(noted[key] - expected[key]).max() / np.abs(expected[key]).max())
+            for key in keys
+            if key in noted
+        ]
+        worst = max(off, default=0.0)
+        outcome.error = max(outcome.error, worst)
+        right = sum(error <= rounding for error in off) >= ROUNDED_SHARE * len(off) and worst <= gross
+        if missing or not right:
+            outcome.state = WRONG
+            outcome.notes.append(f"{what} {how}: off by {worst:.2g}" + (f", {len(missing)} missing" if missing else ""))
+        noted.clear()
+
+    every = list(rows.own)
+    noted |= _alone(proven, rows, outcome)
+    note("alone", every)
+    bench = _bench(proven, rows, noted)
+    for row in reversed(rows.scripts):
+        rows.submit(bench, row, f"cold{row}")
+        bench.turn()
+    bench.drain()
+    note("in company", every)
+    for row in rows.scripts:
+        rows.submit(bench, row, f"warm{row}")
+    bench.drain()
+    note("from memory", every)
+    _ended(bench, outcome)
+    if proven.loaded.spec.reusable:
+        last = len(rows.prompts) - 1
+        with tempfile.TemporaryDirectory() as root:
+            node = Node(Path(root))
+            for life in ("first", "second"):
+                noted.clear()
+                bench, disk = process(proven.loaded, node, **_limits(proven))
+                bench.engine.executor.make_sampler = lambda: Forced(rows.scripts, noted)
+                bench.engine.executor.clear_batch()
+                rows.submit(bench, last, life, AGENT)
+                bench.drain()
+                write_down(bench, disk)
+                node.restart()
+            _ended(bench, outcome)
+            found = bench.rows["second"].cached or 0
+            note("from disk", [key for key in every if key[0] == last])
+            if not found:
+                outcome.state = WRONG
+                outcome.notes.append(f"nothing was found on disk {how}")
+            node.store.close()
+
+
+def _alone(proven: Proven, rows: Rows, outcome: Outcome) -> Logits:
+    noted: Logits = {}
+    for row in rows.scripts:
+        bench = _bench(proven, rows, noted)
+        rows.submit(bench, row, f"{row}")
+        bench.drain()
+        _ended(bench, outcome)
+    return noted
+
+
+def _bench(proven: Proven, rows: Rows, noted: Logits) -> Bench:
+    bench = Bench(proven.loaded, **_limits(proven))
+    bench.engine.executor.make_sampler = lambda: Forced(rows.scripts, noted)
+    bench.engine.executor.clear_batch()
+    return bench
+
+
+def _limits(proven: Proven) -> dict[str, int]:
+    asked = proven.scheduling(Scheduling(rows_max=8))
+    return {"rows_max": asked.rows_max, "prefill_rows_max": asked.prefill_rows_max}
+
+
+def _ended(bench: Bench, outcome: Outcome) -> None:
+    for name, row in bench.rows.items():
+        if row.finish != "length":
+            outcome.state = WRONG
+            outcome.notes.append(f"row {name} ended with {row.finish}: {(row.error or {}).get('message')}")
+
+
+def main(kind: str, name: str) -> None:
+    """Prints the outcome of a type as JSON, alone on the last line."""
+    with tempfile.TemporaryDirectory() as root:
+        outcome = check(lambda folder: text_types.write(folder, name), Path(root) / name, run_text)
+    print(json.dumps(asdict(outcome)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

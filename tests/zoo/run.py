@@ -1,0 +1,98 @@
+"""Checks every type of model that mlx-lm and mlx-vlm have, each in a process of its own, and writes the table.
+
+`python -m tests.zoo.run` checks all; names check only those, and leave the results as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import facts, versions
+
+from . import text_types
+from .check import CRASHED, LIMITED, REFUSED, RIGHT, WRONG
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+TIMEOUT_S = 300
+KINDS = {"text": text_types.TYPES}
+_SAID = {
+    RIGHT: "right",
+    LIMITED: "right, but",
+    REFUSED: "refused",
+    WRONG: "**wrong**",
+    CRASHED: "**crashed**",
+}
+
+
+def outcome_of(kind: str, name: str) -> dict[str, Any]:
+    """What a process of its own finds of a type."""
+    command = [sys.executable, "-m", "tests.zoo.check", kind, name]
+    began = time.monotonic()
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        outcome = json.loads(run.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        outcome = {"state": CRASHED, "notes": [f"no end within {TIMEOUT_S} s"], "error": 0.0}
+    except (ValueError, IndexError):
+        last = (run.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        outcome = {"state": CRASHED, "notes": [f"exit status {run.returncode}: {last}"], "error": 0.0}
+    return {**outcome, "seconds": round(time.monotonic() - began, 1)}
+
+
+def main(names: list[str]) -> int:
+    """Returns the exit status: 1 if a type is wrong or crashed."""
+    wanted = [(kind, name) for kind, types in KINDS.items() for name in types if not names or name in names]
+    if unknown := set(names) - {name for _, name in wanted}:
+        print(f"there are no such types: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
+        outcomes = pool.map(lambda one: outcome_of(*one), wanted)
+        for (kind, name), outcome in zip(wanted, outcomes, strict=True):
+            found[kind][name] = outcome
+            print(f"{kind} {name}: {outcome['state']}  {'; '.join(outcome['notes'])}", flush=True)
+    if not names:
+        result = {"machine": facts("cpu"), "versions": versions(sys.executable), "types": found}
+        (RESULTS / "zoo.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / "zoo.md").write_text(table(result), encoding="utf-8")
+    states = [outcome["state"] for types in found.values() for outcome in types.values()]
+    return int(WRONG in states or CRASHED in states)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    shown = {name: result["versions"].get(name, "?") for name in ("satchel", "mlx", "mlx-lm", "mlx-vlm")}
+    lines = [
+        "# Every type of model of mlx-lm and mlx-vlm",
+        "",
+        f"`make test-zoo` with {', '.join(f'{name} {version}' for name, version in shown.items())}, on a CPU. "
+        "Tiny models of random weights, loaded and tried as they are served, then compared with the bare model: alone, in "
+        "company, from memory, and from disk after a restart. What follows a + is a variant of a type. The error is the "
+        "largest one of a logit, relative to the largest logit.",
+    ]
+    for kind, types in result["types"].items():
+        counts = Counter(outcome["state"] for outcome in types.values())
+        lines += [
+            "",
+            f"## {kind.capitalize()}",
+            "",
+            ", ".join(f"{counts[state]} {said}" for state, said in _SAID.items()),
+        ]
+        lines += ["", "| type | served | why | error |", "|---|---|---|---|"]
+        for name, outcome in sorted(types.items()):
+            why = "; ".join(outcome["notes"]).replace("|", "\\|")
+            error = f"{outcome['error']:.0e}" if outcome["error"] else ""
+            lines.append(f"| {name} | {_SAID[outcome['state']]} | {why} | {error} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
