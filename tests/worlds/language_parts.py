@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .vision_families import QWEN_IDS, QWEN_IMAGES, QWEN_TOKENS, Family, write
+from .vision_families import IMAGES, QWEN_IDS, QWEN_IMAGES, QWEN_TOKENS, Family, write
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -72,9 +72,65 @@ def _qwen(kind: str, text: dict[str, Any], levels: Sequence[int] = ()) -> Family
     )
 
 
+def _gemma(**text: Any) -> Family:
+    names = {"image": "<image_soft_token>", "audio": "<audio_soft_token>", "video": "<video_soft_token>"}
+    marks = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "boa": "<start_of_audio>", "eoa": "<end_of_audio>"}
+    return Family(
+        (*names.values(), *marks.values()),
+        "<image_soft_token>",
+        {
+            "model_type": "gemma4",
+            **{f"{name}_token_id": token for name, token in (names | marks).items()},
+            "text_config": {
+                **_TEXT,
+                "model_type": "gemma4_text",
+                "num_hidden_layers": 4,
+                "global_head_dim": 64,
+                "sliding_window": 300,
+                "sliding_window_pattern": 2,
+                **text,
+            },
+            "vision_config": {
+                "model_type": "gemma4_vision",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "global_head_dim": 16,
+                "default_output_length": 16,
+                "patch_size": 4,
+                "position_embedding_size": 512,
+                "pooling_kernel_size": 2,
+            },
+            "audio_config": None,
+        },
+        {
+            "processor_config.json": {
+                "processor_class": "Gemma4Processor",
+                "image_seq_length": 16,
+                "image_processor": {
+                    **IMAGES,
+                    "image_processor_type": "Gemma4ImageProcessor",
+                    "patch_size": 4,
+                    "pooling_kernel_size": 2,
+                    "max_soft_tokens": 70,
+                },
+            }
+        },
+        {f"{name}_token": token for name, token in (names | marks).items()},
+        sizes=("vocab_size_per_layer_input",),
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "qwen3_5": _qwen("qwen3_5", _HYBRID),
     "qwen3_5_moe": _qwen("qwen3_5_moe", {**_HYBRID, **_EXPERTS}),
+    "gemma4": _gemma(hidden_size_per_layer_input=16, num_kv_shared_layers=1),
+    "gemma4_both_ways": _gemma(
+        hidden_size_per_layer_input=0, num_kv_shared_layers=0, use_bidirectional_attention="vision"
+    ),
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", {**_EXPERTS, "rope_scaling": _MROPE}, (0, 1)),
 }
 

@@ -57,6 +57,9 @@ _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _ENCODERS = ("bert", "mpnet", "electra")
 """In the names of kinds of models in which every token sees all others."""
 _GIB = 2**30
+PICTURES_NEED_THE_POOL = (
+    "a picture's tokens attend to each other both ways, for which its KV would have to be kept in the pool"
+)
 _LOAD_ERRORS = (Exception, SystemExit)
 """What libraries raise if a folder does not match its config: anything. Some of mlx-lm's models even exit where a
 package is missing."""
@@ -199,7 +202,10 @@ def load(
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
     used = str(logits.dtype).removeprefix("mlx.core.")
-    seen = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
+    whole_vision = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
+    seen = _seen_with(whole_vision, spec)
+    if seen is not whole_vision:
+        logger.warning("%s is served for text alone: %s", source, PICTURES_NEED_THE_POOL)
     check_unchanged(digested, paths)
     identity = Identity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files),
@@ -209,7 +215,8 @@ def load(
             kv=_format(spec),
             numerics=numerics,
             seeing=seeing,
-        ),
+        )
+        | ({"attention": "both ways in pictures"} if seen is not None and seen.both_ways else {}),
     )
     loaded = LoadedModel(
         model=model,
@@ -240,7 +247,14 @@ def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
     mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
     spec = replace(read_spec(caches, 2, policy), shares=loaded.spec.shares)
     identity = replace(loaded.identity, computing={**loaded.identity.computing, "kv": _format(spec)})
-    return replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
+    seen = _seen_with(loaded.vision, spec)
+    return replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity, vision=seen)
+
+
+def _seen_with(seen: Vision | None, spec: ModelCacheSpec) -> Vision | None:
+    """Returns a model's vision if its caches can do what that needs, else None: only the pool's make masks by which a
+    picture's tokens attend to each other."""
+    return None if seen is not None and seen.both_ways and spec.policy is None else seen
 
 
 def _format(spec: ModelCacheSpec) -> str:

@@ -26,14 +26,15 @@ from ...model_files.processors import PictureProcessor, SpanLayout
 from ..kv.caches import is_recurrent
 from ..kv.device import on_gpu
 from ..kv.sealing import copied
+from .both_ways import BothWays, find_both_ways, runs_of
 
 logger = logging.getLogger(__name__)
 
-_PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"}
+_PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs"}
 """Outputs of `get_input_embeddings` that are used. Positions are computed for the whole prompt instead."""
 
 _IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
-"""Outputs that are not needed: mlx-vlm's language parts use causal masks only."""
+"""Outputs that are not needed: masks are made by the caches."""
 
 PLACES_KEPT = 16
 """Prompts whose positions are cached, 16 bytes per token."""
@@ -80,12 +81,14 @@ class RowPictures:
         embeddings: the known ones, by the index of the span.
         positions: `(axes, tokens)` integers of the prompt up to the last picture's end; None if the model just counts.
         shift: what to add to a later token's index in the row to get its position.
+        both_ways: [start, stop) of tokens that attend to each other, earlier and later ones.
     """
 
     spans: list[tuple[int, int]] = field(default_factory=list)
     embeddings: dict[int, ImageEmbeddings] = field(default_factory=dict)
     positions: np.ndarray | None = None
     shift: int = 0
+    both_ways: list[tuple[int, int]] = field(default_factory=list)
 
     def touched(self, start: int, stop: int) -> list[int]:
         """Returns the indexes of the spans that have tokens in [start, stop)."""
@@ -99,6 +102,12 @@ class RowPart:
     tokens: Sequence[int]
     start: int
     pictures: RowPictures | None = None
+
+    @property
+    def both_ways(self) -> list[tuple[int, int]]:
+        """[start, stop) in the row of those of its tokens that attend to each other."""
+        stop, runs = self.start + len(self.tokens), self.pictures.both_ways if self.pictures is not None else []
+        return [(first, end) for first, end in runs if first < stop and self.start < end]
 
 
 def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str, Any]]:
@@ -195,6 +204,10 @@ class Vision:
     Attributes:
         together_tokens: how many tokens those may have; 0 on a CPU, which gains only 3% from it.
         apart: kinds, pictures (False) or video frames (True), that the model cannot encode together.
+        both_ways: whether the tokens of a picture attend to each other.
+
+    Raises:
+        ValueError: prompts with pictures cannot be computed from left to right.
     """
 
     def __init__(self, model: Any, processor: PictureProcessor, *, together: bool = True) -> None:
@@ -207,6 +220,12 @@ class Vision:
         self._tried: set[bool] = set()
         # The next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
+        ahead = find_both_ways(model, processor, LanguagePart(model))
+        if ahead is BothWays.PROMPTS:
+            raise ValueError(
+                "in it all tokens of a prompt attend to each other, and here a token sees only earlier ones"
+            )
+        self.both_ways = ahead is BothWays.PICTURES
         self._evaluate_modules()
 
     def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[ImageEmbeddings]:
@@ -262,6 +281,10 @@ class Vision:
         unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
         if unknown:
             raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
+        if (of_layers := made["per_layer_inputs"]) is not None:
+            of_text = self._model.get_input_embeddings(ids, None).per_layer_inputs
+            if of_text is None or not mx.array_equal(of_layers, of_text):
+                raise ValueError("inputs of its layers depend on the picture")
         places = mx.array(sorted(span.places))
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
@@ -299,12 +322,16 @@ class Vision:
     def set_positions(
         self, pictures: RowPictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
     ) -> None:
-        """Sets `positions` and `shift` of a row's pictures.
+        """Sets `positions`, `shift` and `both_ways` of a row's pictures.
 
         Args:
             tokens: the whole prompt.
             grids: of every picture its grid, and whether it is of a video.
         """
+        if self.both_ways:
+            marks = (self._processor.token, self._processor.video_token)
+            runs = ((first, runs_of(tokens[first : first + count], marks)) for first, count in pictures.spans)
+            pictures.both_ways = [(first + start, first + stop) for first, found in runs for start, stop in found]
         if not self._axes or not pictures.spans:
             return
         # After the last picture positions just count on.
@@ -330,8 +357,9 @@ class Vision:
 
         Returns:
             Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, rows, width)
-            int32`, `inputs_embeds` `(rows, width, dim)` in the model's dtype, `visual_pos_masks` `(rows, width) bool`,
-            and `deepstack_visual_embeds`, one array per level, `(masked tokens, dim)`.
+            int32`, `inputs_embeds` `(rows, width, dim)` and `per_layer_inputs` `(rows, width, layers, dim)` in the
+            model's dtype, `visual_pos_masks` `(rows, width) bool`, and `deepstack_visual_embeds`, one array per level,
+            `(masked tokens, dim)`.
         """
         given: dict[str, Any] = {}
         if self._axes:
@@ -339,7 +367,11 @@ class Vision:
         touched = [[] if part.pictures is None else self._touched(part) for part in parts]
         if not any(touched):
             return given
-        given["inputs_embeds"] = mx.stack([self._embedded(*row, width) for row in zip(parts, touched, strict=True)])
+        plain = [self._plain(part, width) for part in parts]
+        if plain[0].per_layer_inputs is not None:
+            given["per_layer_inputs"] = mx.concatenate([each.per_layer_inputs for each in plain])
+        embedded = zip((each.inputs_embeds[0] for each in plain), touched, strict=True)
+        given["inputs_embeds"] = mx.stack([_with_pictures(*row) for row in embedded])
         seen = np.zeros((len(parts), width), bool)
         levels: list[list[mx.array]] = []
         for row, spans in enumerate(touched):
@@ -373,15 +405,10 @@ class Vision:
             spans.append((begin - part.start, end - part.start, part.pictures.embeddings[index], begin - first))
         return spans
 
-    def _embedded(self, part: RowPart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int) -> mx.array:
-        """Returns a row's input embeddings, `(width, dim)` in the model's dtype."""
+    def _plain(self, part: RowPart, width: int) -> Any:
+        """Returns mlx-vlm's features of a row's tokens, and padding, as if they were text."""
         tokens = [*part.tokens, *[0] * (width - len(part.tokens))]
-        plain = self._model.get_input_embeddings(mx.array([tokens]), None).inputs_embeds[0]
-        pieces, done = [], 0
-        for begin, end, embeddings, first in spans:
-            pieces += [plain[done:begin], embeddings.inputs[first : first + end - begin].astype(plain.dtype)]
-            done = end
-        return mx.concatenate([*pieces, plain[done:]])
+        return self._model.get_input_embeddings(mx.array([tokens]), None)
 
     def _positions(self, part: RowPart, width: int) -> np.ndarray:
         """Returns a row's positions, `(axes, width) int32`."""
@@ -391,6 +418,15 @@ class Vision:
         known = pictures.positions[:, part.start : part.start + len(part.tokens)].astype(np.int32)
         rest = np.tile(places[known.shape[1] :] + pictures.shift, (self._axes, 1))
         return np.concatenate([known, rest], axis=1)
+
+
+def _with_pictures(plain: mx.array, spans: list[tuple[int, int, ImageEmbeddings, int]]) -> mx.array:
+    """Returns a row's input embeddings, `(width, dim)` in the model's dtype, from those of its tokens as text."""
+    pieces, done = [], 0
+    for begin, end, embeddings, first in spans:
+        pieces += [plain[done:begin], embeddings.inputs[first : first + end - begin].astype(plain.dtype)]
+        done = end
+    return mx.concatenate([*pieces, plain[done:]])
 
 
 def _joined_grids(

@@ -386,6 +386,12 @@ def keep(batch: Sequence[Any], rows: Sequence[int]) -> None:
         cache.filter(rows if isinstance(cache, PagedKVCache) else indices)
 
 
+def see_both_ways(batch: Sequence[Any], runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+    """Says for the next call of the model which tokens of its rows attend to each other: [start, stop) of each run."""
+    if (pooled := batch_of(batch)) is not None:
+        pooled.see_both_ways(runs)
+
+
 def seal_filled(batch: Sequence[Any]) -> None:
     """Seals what became full in a step that was launched, where that step did not."""
     for cache in batch:

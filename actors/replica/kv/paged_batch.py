@@ -30,6 +30,9 @@ class PagedBatch:
 
     Args:
         tables: of every row, one a group of the pool.
+
+    Attributes:
+        both_ways: of every row [start, stop) of tokens of the next chunk that attend to each other; empty for none.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class PagedBatch:
         self.tables = [list(row) for row in tables]
         self.reads = reads
         self._masks: dict[int, mx.array] = {}
+        self.both_ways: list[Sequence[tuple[int, int]]] = []
         self._blocks: dict[int, tuple[Any, tuple[mx.array, list[int]]]] = {}
         self._lengths: list[int] | None = None
         self._ragged: list[int] | None = None
@@ -75,6 +79,13 @@ class PagedBatch:
             made = mx.array(slots, mx.uint32) + 0, starts
             self._blocks[group] = asked, made
         return made
+
+    def see_both_ways(self, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Sets `both_ways` for the next call of the model."""
+        wanted = [*runs] if any(runs) else []
+        if wanted or self.both_ways:
+            self.both_ways = wanted
+            self._lengths = None
 
     def note_mask(self, group: int, mask: mx.array) -> None:
         """Remembers the last mask that a group's layers were given."""

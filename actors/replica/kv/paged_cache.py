@@ -136,11 +136,13 @@ class PagedKVCache:
         step = self._step(N)
         if self._reads_in_place(N, step):
             return None
-        if N > 1 and step.exact and not (window_size or return_array or self._ragged) and len(set(self.lengths)) == 1:
+        alike = not self._ragged and len(set(self.lengths)) == 1
+        if N > 1 and step.exact and alike and not (window_size or return_array or self.batch.both_ways):
             # Its columns are the positions themselves.
             return "causal"
         what = ("mask", self._number, N, window_size)
-        mask = self._once(what, lambda: mask_of(step, self.lengths, step.first, N, window_size or 0))
+        runs = self.batch.both_ways
+        mask = self._once(what, lambda: mask_of(step, self.lengths, step.first, N, window_size or 0, runs))
         if mask is not None:
             self.batch.note_mask(self._number, mask)
         return mask

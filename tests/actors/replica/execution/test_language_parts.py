@@ -18,17 +18,16 @@ from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.media.prompt import Medium
-from tests.worlds.bench import Bench
+from tests.worlds.bench import Bench, Forced, Logits
+from tests.worlds.bench_disk import Node, write_down
 from tests.worlds.language_parts import FAMILIES, write_model
 
-from ..tiers.test_disk_tier import AGENT, Node, write_down
-from .test_families import Forced, Logits
 from .test_vision import ANSWER, Script, by_mlx_vlm, noisy, written
 
 TOLERANCE = 1e-4
 """Relative to the logits' scale. Recurrent layers are computed in chunks, and experts in another order."""
 
-CHUNK = 64
+AGENT, CHUNK = "default/alice", 64
 PLANS = ((5, 0, 20), (-246, 1, 30))
 """Rows: numbers of text tokens (negative: up to which place), and between them a picture. The second one's lies across
 the end of a block."""
@@ -42,7 +41,8 @@ class World:
 
     Attributes:
         turns: by row its first turn and its second one, which goes on from the first one's answer.
-        expected: logits by the numbers of `Forced`: of second turns from 10 on.
+            Turns from 20 on are first ones that end with other words.
+        expected: logits by the numbers of `Forced`.
     """
 
     def __init__(self, folder: Path, family: str) -> None:
@@ -70,9 +70,12 @@ class World:
             self.turns[row + 10] = replace(
                 one, prompt=[*one.prompt, *answer, *more], given=[*one.given, *answer, *more], answer=again
             )
-            logits = by_mlx_vlm(processor, bare, self.turns[row + 10])
-            for turn in (row, row + 10):
-                for drawn in range(ANSWER):
+            self.turns[row + 20] = replace(
+                one, prompt=[*one.prompt[: -len(last)], *more], given=[*one.given[: -len(last)], *more]
+            )
+            for told, turns in ((row + 10, (row, row + 10)), (row + 20, (row + 20,))):
+                logits = by_mlx_vlm(processor, bare, self.turns[told])
+                for turn, drawn in ((turn, drawn) for turn in turns for drawn in range(ANSWER)):
                     self.expected[(turn, drawn)] = logits[len(self.turns[turn].prompt) - 1 + drawn]
 
     @staticmethod
@@ -123,7 +126,7 @@ def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest
             # As on a GPU.
             bench.engine.executor.batched_prefill = True
         assert ask(bench, (0, 1), "cold") == [0, 0]
-        assert min(ask(bench, (11, 10), "from memory")) > 0
+        assert min(ask(bench, (11, 10, 21), "from memory")) > 0
         write_down(bench, disk)
         node.restart()
         bench, disk = start()

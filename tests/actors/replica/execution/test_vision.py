@@ -32,6 +32,7 @@ from satchel.actors.protocol.store_messages import Addresses, Content, Head
 from satchel.actors.replica.execution import executor, models
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, RowPart, RowPictures
+from satchel.actors.replica.kv.caches import see_both_ways
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.media.prompt import Medium, place, with_media_tokens
@@ -176,12 +177,15 @@ def by_mlx_vlm(processor: PictureProcessor, model: Any, script: Script) -> np.nd
     named = {
         name: mx.array(value) if isinstance(value, np.ndarray) else value
         for name, value in given.items()
-        if name not in ("input_ids", "attention_mask")
+        if name not in ("input_ids", "attention_mask", "mm_token_type_ids")
     }
     every = mx.ones(tokens.shape, dtype=mx.int32)
     made = model.get_input_embeddings(tokens, named.pop("pixel_values", None), mask=every, **named).to_dict()
     # It looks at the mask where it has no cache to count by, and would take any for the prompt's.
     made = {name: value for name, value in made.items() if value is not None and name != "attention_mask_4d"}
+    if "mm_token_type_ids" in given:
+        # Which tokens are a picture's.
+        made["mm_token_type_ids"] = (tokens == processor.token).astype(mx.int32)
     return np.array(model.language_model(tokens, **made).logits[0].astype(mx.float32))
 
 
@@ -218,7 +222,9 @@ def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
         span = SpanLayout(tuple(one.tokens), places, tuple(one.grid))
         pictures.embeddings[index] = vision.encode(span, [frames_in(one)], video=one.video)[0]
     beside = vision.inputs([RowPart(script.tokens, 0, pictures)], len(script.tokens))
-    logits = loaded.model(mx.array([script.tokens]), cache=loaded.new_caches(), **beside)[0]
+    caches = loaded.new_caches()
+    see_both_ways(caches, [pictures.both_ways])
+    logits = loaded.model(mx.array([script.tokens]), cache=caches, **beside)[0]
     return np.array(logits.astype(mx.float32))
 
 
