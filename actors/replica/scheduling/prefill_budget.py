@@ -119,7 +119,7 @@ class PrefillPace:
 
 
 def stop_beside(start: int, stop: int, runs: Sequence[tuple[int, int]]) -> int:
-    """Returns where a chunk `[start, stop)` ends that cuts no run of tokens: before it, or behind one that it begins with.
+    """Returns where a chunk `[start, stop)` ends that cuts no run of tokens: before it, or behind if it begins with it.
 
     Args:
         runs: [first, end) of each.
