@@ -8,6 +8,7 @@ prompt may be computed in any chunks and batches, and a picture is encoded once.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -133,11 +134,13 @@ def _axes_of(language: Any) -> int:
 
 
 class LanguagePart:
-    """The language part of a model, called as mlx-lm's models are."""
+    """The language part of a model, called as mlx-lm's models are. Some note positions of a prompt for their next calls,
+    which may be of another row here: what was empty when the model was loaded is empty at each call."""
 
     def __init__(self, model: Any) -> None:
         self._language = model.language_model
         self._axes = _axes_of(self._language)
+        self._empty = [name for name, value in vars(self._language).items() if value is None]
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
         """Returns logits, `(rows, tokens, vocabulary)` in the model's dtype.
@@ -146,6 +149,8 @@ class LanguagePart:
             tokens: `(rows, tokens)` token ids of an integer dtype.
             given: inputs from `Vision`; none for text alone.
         """
+        for name in self._empty:
+            setattr(self._language, name, None)
         if "position_ids" not in given:
             given |= self.places(tokens, _offset_of(cache))
         return self._language(tokens, cache=cache, **given).logits
@@ -211,8 +216,9 @@ class Vision:
     """
 
     def __init__(self, model: Any, processor: PictureProcessor, *, together: bool = True) -> None:
-        self._model = model
-        self._language = model.language_model
+        # What encoding notes for the language part's next call must not reach it: that may be of another row.
+        self._model, self._language = copy.copy(model), copy.copy(model.language_model)
+        self._model.language_model = self._language
         self._processor = processor
         self._axes = _axes_of(self._language)
         self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
@@ -220,7 +226,7 @@ class Vision:
         self._tried: set[bool] = set()
         # The next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
-        ahead = find_both_ways(model, processor, LanguagePart(model))
+        ahead = find_both_ways(self._model, processor, LanguagePart(self._model))
         if ahead is BothWays.PROMPTS:
             raise ValueError(
                 "in it all tokens of a prompt attend to each other, and here a token sees only earlier ones"

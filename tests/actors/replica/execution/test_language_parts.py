@@ -59,13 +59,9 @@ class World:
             first = [rng.randrange(3000) for _ in range(start)]
             last = [rng.randrange(3000) for _ in range(behind)]
             answer, more, again = ([rng.randrange(3000) for _ in range(count)] for count in (ANSWER, MORE, ANSWER))
-            one = Script(
-                [*first, *words, *last],
-                [replace(media, start=start)],
-                answer,
-                [*first, *media.tokens, *last],
-                [medium],
-            )
+            prompt, at = [*first, *words, *last], start + media.start
+            given = [*prompt[:at], *media.tokens, *prompt[at + len(media.tokens) :]]
+            one = Script(prompt, [replace(media, start=at)], answer, given, [medium])
             self.turns[row] = one
             self.turns[row + 10] = replace(
                 one, prompt=[*one.prompt, *answer, *more], given=[*one.given, *answer, *more], answer=again
