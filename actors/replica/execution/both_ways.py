@@ -24,11 +24,13 @@ _BEHIND = (5, 6, 7)
 
 
 class BothWays(Enum):
-    """Which tokens attend to later ones: `PICTURES` to those of the same picture, `PROMPTS` to all of the prompt."""
+    """Which tokens attend to later ones: `PICTURES` to those of the same picture, `PROMPTS` to others too if there is a
+    picture, and `TEXTS` also where there is none."""
 
     NONE = "none"
     PICTURES = "pictures"
     PROMPTS = "prompts"
+    TEXTS = "texts"
 
 
 def runs_of(tokens: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
@@ -53,28 +55,40 @@ def find_both_ways(model: Any, processor: PictureProcessor, language: Any) -> Bo
 
 
 def _find(model: Any, processor: PictureProcessor, language: Any) -> BothWays:
+    text = _Prompt(model, language, [*_BEHIND], {})
+    if text.sees(0, len(_BEHIND) - 1):
+        return BothWays.TEXTS
     made = processor.whole(Image.new("RGB", (_SIDE, _SIDE)))
     own = np.array(made.pop("input_ids")).reshape(-1).tolist()
-    ids = mx.array([[*own, *_BEHIND]])
-    named = {name: _as_long(value, len(own)) for name, value in made.items() if name != "attention_mask"}
-    pixels, mask = named.pop("pixel_values", None), mx.ones(ids.shape, mx.int32)
-    features = model.get_input_embeddings(ids, pixels, mask=mask, **named).to_dict()
-    embeds = features.pop("inputs_embeds")
-    named |= {name: value for name, value in features.items() if value is not None}
-
-    def seen_from(place: int, changed: int) -> bool:
-        """Whether the logits of the token at a place depend on the embedding of one."""
-        signs = mx.where(mx.arange(embeds.shape[1]) == changed, -1, 1)[None, :, None].astype(embeds.dtype)
-        one, other = (
-            model.language_model(ids, inputs_embeds=each, cache=language.make_cache(), **named).logits[0, place]
-            for each in (embeds, embeds * signs)
-        )
-        return not agree([one], [other])
-
-    if seen_from(0, ids.shape[1] - 1):
-        return BothWays.PROMPTS
+    given = {name: _as_long(value, len(own)) for name, value in made.items() if name != "attention_mask"}
+    prompt = _Prompt(model, language, [*own, *_BEHIND], given)
     first, stop = runs_of(own, [processor.token])[0]
-    return BothWays.PICTURES if stop - first > 1 and seen_from(first, stop - 1) else BothWays.NONE
+    others = [(0, len(own) + len(_BEHIND) - 1), (stop - 1, stop), (max(0, first - 1), stop - 1)]
+    if any(prompt.sees(place, later) for place, later in others[: 3 if first else 2]):
+        return BothWays.PROMPTS
+    return BothWays.PICTURES if stop - first > 1 and prompt.sees(first, stop - 1) else BothWays.NONE
+
+
+class _Prompt:
+    """A prompt that a model computes as in mlx-vlm's own loop, but for one embedding."""
+
+    def __init__(self, model: Any, language: Any, tokens: Sequence[int], given: dict[str, Any]) -> None:
+        self._model, self._language = model, language
+        self._ids = mx.array([[*tokens]])
+        pixels, mask = given.pop("pixel_values", None), mx.ones(self._ids.shape, mx.int32)
+        features = model.get_input_embeddings(self._ids, pixels, mask=mask, **given).to_dict()
+        self._embeds = features.pop("inputs_embeds")
+        self._given = given | {name: value for name, value in features.items() if value is not None}
+        self._plain = self._logits(self._embeds)
+
+    def _logits(self, embeds: mx.array) -> mx.array:
+        caches = self._language.make_cache()
+        return self._model.language_model(self._ids, inputs_embeds=embeds, cache=caches, **self._given).logits[0]
+
+    def sees(self, place: int, later: int) -> bool:
+        """Whether the logits of the token at a place depend on the embedding of a later one."""
+        turned = mx.where(mx.arange(self._embeds.shape[1]) == later, -1, 1)[None, :, None].astype(self._embeds.dtype)
+        return not agree([self._plain[place]], [self._logits(self._embeds * turned)[place]])
 
 
 def _as_long(value: Any, tokens: int) -> Any:

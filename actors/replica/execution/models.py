@@ -48,7 +48,7 @@ from .hidden_states import HiddenStates, find_hidden_states
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .quirks import FlatCaches, fit_masks, shares_kv
-from .vision import LanguagePart, Vision
+from .vision import LanguagePart, NotLeftToRightError, Vision
 from .warm_up import meet_usual
 
 logger = logging.getLogger(__name__)
@@ -264,6 +264,8 @@ def _format(spec: ModelCacheSpec) -> str:
 def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bool) -> Vision | None:
     try:
         return Vision(model, PictureProcessor.load(folder, trusted=trusted), together=numerics == "fast")
+    except NotLeftToRightError as error:
+        raise ModelLoadError(f"{source} cannot be served: {error}") from error
     except ModelLoadError:
         # It would run code that nobody trusts.
         raise

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds", "p
 _IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
 """Outputs that are not needed: masks are made by the caches."""
 
+_BESIDE_THE_PROMPT = {
+    "cross_attention_states": "its layers look at pictures beside the prompt (cross attention)",
+    "encoder_outputs": "it has an encoder of prompts beside the part that answers",
+}
+"""What language parts take that know more than the tokens of a row."""
+
 PLACES_KEPT = 16
 """Prompts whose positions are cached, 16 bytes per token."""
 
@@ -49,6 +56,15 @@ between the two pictures' embeddings."""
 
 SPARE_BYTES_MAX = 1 << 30
 """Freed buffers that a picture may leave in MLX's cache: nothing else needs buffers as large as the encoder's."""
+
+
+class NotLeftToRightError(ValueError):
+    """A model computes no prompt from left to right; the message says why, as half a sentence, and what to do."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"{why}; take one that reads from left to right and has pictures in its prompts, such as Qwen3-VL"
+        )
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,8 @@ def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str,
     model = load_model(folder, lazy=True)
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "language_model"):
         raise ValueError("it has no language part of its own")
+    if wants := signature(type(model.language_model).__call__).parameters.keys() & _BESIDE_THE_PROMPT.keys():
+        raise NotLeftToRightError(f"{_BESIDE_THE_PROMPT[min(wants)]}, and here only tokens of prompts have memory")
     return model, load_config(folder)
 
 
@@ -134,8 +152,10 @@ def _axes_of(language: Any) -> int:
 
 
 class LanguagePart:
-    """The language part of a model, called as mlx-lm's models are. Some note positions of a prompt for their next calls,
-    which may be of another row here: what was empty when the model was loaded is empty at each call."""
+    """The language part of a model, called as mlx-lm's models are.
+
+    Some note a prompt's positions for their next calls, which may be of another row here. So what was empty when the
+    model was loaded is empty at each call."""
 
     def __init__(self, model: Any) -> None:
         self._language = model.language_model
@@ -213,6 +233,7 @@ class Vision:
 
     Raises:
         ValueError: prompts with pictures cannot be computed from left to right.
+        NotLeftToRightError: no prompts can.
     """
 
     def __init__(self, model: Any, processor: PictureProcessor, *, together: bool = True) -> None:
@@ -227,10 +248,10 @@ class Vision:
         # The next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
         ahead = find_both_ways(self._model, processor, LanguagePart(self._model))
+        if ahead is BothWays.TEXTS:
+            raise NotLeftToRightError("all tokens of its prompts attend to each other, here only to earlier ones")
         if ahead is BothWays.PROMPTS:
-            raise ValueError(
-                "in it all tokens of a prompt attend to each other, and here a token sees only earlier ones"
-            )
+            raise ValueError("more tokens than a picture's own attend to later ones, which cannot be computed in parts")
         self.both_ways = ahead is BothWays.PICTURES
         self._evaluate_modules()
 

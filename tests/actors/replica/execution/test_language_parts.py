@@ -18,9 +18,10 @@ from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.media.prompt import Medium
+from satchel.cluster.errors import ModelLoadError
 from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.bench_disk import Node, write_down
-from tests.worlds.language_parts import FAMILIES, write_model
+from tests.worlds.language_parts import FAMILIES, REFUSED, write_model
 
 from .test_vision import ANSWER, Script, by_mlx_vlm, noisy, written
 
@@ -130,3 +131,12 @@ def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest
         write_down(bench, disk)
     finally:
         node.store.close()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_computed_from_left_to_right_is_refused_and_says_what_to_take(
+    family: str, tmp_path: Path
+) -> None:
+    folder, words = write_model(tmp_path / "model", family), REFUSED[family][1]
+    with pytest.raises(ModelLoadError, match=f"{words}.*take one that reads from left to right"):
+        models.load(str(folder), context_tokens_max=None, progress=lambda *_: None)
