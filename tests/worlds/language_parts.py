@@ -124,6 +124,60 @@ def _gemma(**text: Any) -> Family:
     )
 
 
+_HUNYUAN = Family(
+    ("<im_start>", "<im_end>", "<image>", "<im_newline>", "<pad>"),
+    "<im_start><image><im_end>",
+    {
+        "image_start_token_id": "<im_start>",
+        "image_end_token_id": "<im_end>",
+        "image_token_id": "<image>",
+        "image_newline_token_id": "<im_newline>",
+        "text_config": {
+            **_TEXT,
+            "model_type": "hunyuan_vl",
+            "attention_head_dim": 32,
+            "use_qk_norm": True,
+            "rope_scaling": {
+                "type": "xdrope",
+                "xdrope_section": [4, 4, 4, 4],
+                "alpha": 1000.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        "vision_config": {
+            **_TOWER,
+            "model_type": "hunyuan_vl",
+            "patch_size": 16,
+            "num_channels": 3,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "img_max_token_num": 256,
+            "max_vit_seq_len": 1024,
+            "max_image_size": 256,
+        },
+    },
+    {
+        "preprocessor_config.json": {
+            "image_processor_type": "HunYuanVLImageProcessor",
+            "min_pixels": 64 * 64,
+            "max_pixels": 192 * 192,
+        }
+    },
+)
+NUMBERS = {
+    "hunyuan_vl": {
+        "IMAGE_TOKEN_ID": "<image>",
+        "IM_START_TOKEN_ID": "<im_start>",
+        "IM_END_TOKEN_ID": "<im_end>",
+        "PAD_TOKEN_ID": "<pad>",
+    }
+}
+"""Tokens that a family's processor knows by the numbers of its real tokenizer, by the names of its attributes."""
+
 FAMILIES: dict[str, Family] = {
     "qwen3_5": _qwen("qwen3_5", _HYBRID),
     "qwen3_5_moe": _qwen("qwen3_5_moe", {**_HYBRID, **_EXPERTS}),
@@ -131,6 +185,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_both_ways": _gemma(
         hidden_size_per_layer_input=0, num_kv_shared_layers=0, use_bidirectional_attention="vision"
     ),
+    "hunyuan_vl": _HUNYUAN,
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", {**_EXPERTS, "rope_scaling": _MROPE}, (0, 1)),
 }
 

@@ -18,7 +18,9 @@ from PIL import Image
 from ...model_files.processors import PictureProcessor
 from .agreement import MODEL_ERRORS, agree
 
-_SIDE = 224
+SIDE = 224
+"""Pixels of the pictures with which a model is tried."""
+
 _BEHIND = (5, 6, 7)
 """Tokens of text behind the picture."""
 
@@ -58,7 +60,7 @@ def _find(model: Any, processor: PictureProcessor, language: Any) -> BothWays:
     text = _Prompt(model, language, [*_BEHIND], {})
     if text.sees(0, len(_BEHIND) - 1):
         return BothWays.TEXTS
-    made = processor.whole(Image.new("RGB", (_SIDE, _SIDE)))
+    made = processor.whole(Image.new("RGB", (SIDE, SIDE)))
     own = np.array(made.pop("input_ids")).reshape(-1).tolist()
     given = {name: _as_long(value, len(own)) for name, value in made.items() if name != "attention_mask"}
     prompt = _Prompt(model, language, [*own, *_BEHIND], given)
@@ -80,10 +82,13 @@ class _Prompt:
         self._embeds = features.pop("inputs_embeds")
         self._given = given | {name: value for name, value in features.items() if value is not None}
         self._plain = self._logits(self._embeds)
+        if not agree([self._plain], [self._logits(self._embeds)]):
+            raise ValueError("the model is not the same twice")
 
     def _logits(self, embeds: mx.array) -> mx.array:
-        caches = self._language.make_cache()
-        return self._model.language_model(self._ids, inputs_embeds=embeds, cache=caches, **self._given).logits[0]
+        # A new array: some models scale what they are given in place.
+        given = {**self._given, "inputs_embeds": embeds + 0, "cache": self._language.make_cache()}
+        return self._model.language_model(self._ids, **given).logits[0]
 
     def sees(self, place: int, later: int) -> bool:
         """Whether the logits of the token at a place depend on the embedding of a later one."""

@@ -28,7 +28,7 @@ from ...model_files.processors import PictureProcessor, SpanLayout
 from ..kv.caches import is_recurrent
 from ..kv.device import on_gpu
 from ..kv.sealing import copied
-from .both_ways import BothWays, find_both_ways, runs_of
+from .both_ways import SIDE, BothWays, find_both_ways, runs_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +75,21 @@ class ImageEmbeddings:
         embeddings: `(tokens, dim)` in the model's dtype.
         levels: arrays added after the first layers, each `(tokens, dim)`, zero for tokens that do not stand for the
             picture; empty for most models.
+        positions: `(2, axes, tokens) int32`, the tokens' positions, and 1 where these count from the picture's first
+            token on; None if they do not depend on the picture, or the model says what they are.
     """
 
     inputs: mx.array
     levels: tuple[mx.array, ...] = ()
+    positions: mx.array | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """Returns the embeddings and all levels, each `(tokens, dim)`."""
-        return [self.inputs, *self.levels]
+        """Returns the embeddings and all levels, each `(tokens, dim)`, and the positions, if there are any."""
+        return [self.inputs, *self.levels, *([] if self.positions is None else [self.positions])]
 
 
 @dataclass
@@ -99,6 +102,7 @@ class RowPictures:
         positions: `(axes, tokens)` integers of the prompt up to the last picture's end; None if the model just counts.
         shift: what to add to a later token's index in the row to get its position.
         both_ways: [start, stop) of tokens that attend to each other, earlier and later ones.
+        unbroken: [start, stop) of tokens that must be computed in one chunk.
     """
 
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -106,6 +110,11 @@ class RowPictures:
     positions: np.ndarray | None = None
     shift: int = 0
     both_ways: list[tuple[int, int]] = field(default_factory=list)
+    unbroken: list[tuple[int, int]] = field(default_factory=list)
+
+    def usable(self, known: int) -> int:
+        """Returns how many of the first `known` tokens, which have KV, may be used again."""
+        return next((first for first, end in self.unbroken if first < known < end), known)
 
     def touched(self, start: int, stop: int) -> list[int]:
         """Returns the indexes of the spans that have tokens in [start, stop)."""
@@ -149,6 +158,12 @@ def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str,
 def _axes_of(language: Any) -> int:
     """Returns how many numbers a position has; 0 if the model counts positions itself."""
     return 3 if hasattr(language, "get_rope_index") else 0
+
+
+def _axes_in(made: dict[str, Any]) -> int:
+    """Returns how many numbers the positions have that a processor gives, `(1, axes, tokens)`; 0 if it gives none."""
+    places = np.array(made.get("position_ids", ()))
+    return places.shape[1] if places.ndim == 3 and places.shape[2] == np.array(made["input_ids"]).size else 0
 
 
 class LanguagePart:
@@ -253,6 +268,9 @@ class Vision:
         if ahead is BothWays.PROMPTS:
             raise ValueError("more tokens than a picture's own attend to later ones, which cannot be computed in parts")
         self.both_ways = ahead is BothWays.PICTURES
+        # Of the prompt's first chunk alone: behind it such models count by themselves.
+        example = {} if self._axes else processor.whole(Image.new("RGB", (SIDE, SIDE)))
+        self._own_positions = _axes_in(example)
         self._evaluate_modules()
 
     def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[ImageEmbeddings]:
@@ -323,12 +341,26 @@ class Vision:
                 whole[places] = level[index]
                 levels.append(whole)
             # A copy, because a view would keep the embeddings of all pictures alive.
-            embeddings.append(ImageEmbeddings(copied(inputs) if len(shown) > 1 else inputs, tuple(levels)))
+            positions = self._positions_in(span, shown[index][0]) if self._own_positions else None
+            embeddings.append(ImageEmbeddings(copied(inputs) if len(shown) > 1 else inputs, tuple(levels), positions))
         mx.eval([array for one in embeddings for array in one.arrays()])
         self._evaluate_modules()
         if mx.get_cache_memory() - spare > SPARE_BYTES_MAX:
             mx.clear_cache()
         return embeddings
+
+    def _positions_in(self, span: SpanLayout, picture: Image.Image) -> mx.array:
+        """Returns `ImageEmbeddings.positions`, from those that the processor gives for the picture alone."""
+        made = self._processor.whole(picture)
+        ids, tokens = np.array(made["input_ids"]).reshape(-1).tolist(), [*span.tokens]
+        start = next(at for at in range(len(ids)) if ids[at : at + len(tokens)] == tokens)
+        given = np.array(made["position_ids"])[0, :, start : start + len(tokens)].astype(np.int32)
+        index = np.arange(start, start + len(tokens))
+        counts = np.ones_like(given)
+        for axis, off in enumerate(given != index):
+            if (places := np.flatnonzero(off)).size:
+                counts[axis, places[0] : places[-1] + 1] = 0
+        return mx.array(np.stack([given - start * counts, counts]))
 
     def example(self, side: int) -> tuple[SpanLayout, ImageEmbeddings]:
         """Encodes a black square of `side` pixels; returns its layout and image embeddings.
@@ -359,6 +391,9 @@ class Vision:
             marks = (self._processor.token, self._processor.video_token)
             runs = ((first, runs_of(tokens[first : first + count], marks)) for first, count in pictures.spans)
             pictures.both_ways = [(first + start, first + stop) for first, found in runs for start, stop in found]
+            pictures.unbroken = pictures.both_ways
+        if self._own_positions and pictures.spans:
+            pictures.unbroken = [(0, sum(pictures.spans[-1]))]
         if not self._axes or not pictures.spans:
             return
         # After the last picture positions just count on.
@@ -383,10 +418,10 @@ class Vision:
         """Returns the language part's inputs besides token ids for a batch, with rows padded to `width` tokens.
 
         Returns:
-            Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, rows, width)
-            int32`, `inputs_embeds` `(rows, width, dim)` and `per_layer_inputs` `(rows, width, layers, dim)` in the
-            model's dtype, `visual_pos_masks` `(rows, width) bool`, and `deepstack_visual_embeds`, one array per level,
-            `(masked tokens, dim)`.
+            Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, rows, width)`
+            or, if they are the processor's, `(rows, axes, width) int32`, `inputs_embeds` `(rows, width, dim)` and
+            `per_layer_inputs` `(rows, width, layers, dim)` in the model's dtype, `visual_pos_masks` `(rows, width)
+            bool`, and `deepstack_visual_embeds`, one array per level, `(masked tokens, dim)`.
         """
         given: dict[str, Any] = {}
         if self._axes:
@@ -394,6 +429,9 @@ class Vision:
         touched = [[] if part.pictures is None else self._touched(part) for part in parts]
         if not any(touched):
             return given
+        if self._own_positions:
+            rows = [self._with_own_positions(*row, width) for row in zip(parts, touched, strict=True)]
+            given["position_ids"] = mx.array(np.stack(rows))
         plain = [self._plain(part, width) for part in parts]
         if plain[0].per_layer_inputs is not None:
             given["per_layer_inputs"] = mx.concatenate([each.per_layer_inputs for each in plain])
@@ -436,6 +474,18 @@ class Vision:
         """Returns mlx-vlm's features of a row's tokens, and padding, as if they were text."""
         tokens = [*part.tokens, *[0] * (width - len(part.tokens))]
         return self._model.get_input_embeddings(mx.array([tokens]), None)
+
+    def _with_own_positions(
+        self, part: RowPart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int
+    ) -> np.ndarray:
+        """Returns a row's positions, `(axes, width) int32`, with those of its pictures."""
+        places = np.arange(part.start, part.start + width, dtype=np.int32)
+        places = np.tile(places, (self._own_positions, 1))
+        for begin, end, embeddings, first in spans:
+            assert embeddings.positions is not None
+            numbers, counts = np.array(embeddings.positions[:, :, first : first + end - begin])
+            places[:, begin:end] = numbers + counts * (part.start + begin - first)
+        return places
 
     def _positions(self, part: RowPart, width: int) -> np.ndarray:
         """Returns a row's positions, `(axes, width) int32`."""

@@ -184,20 +184,14 @@ class RowMemory:
         try:
             root, ids, tokens = sequence.request.root_id, sequence.ids, sequence.tokens
             hit = self.prefixes.match(root, ids, tokens, tokens_max)
-            if (begin := self._begin_of_cut(sequence, hit.tokens)) is not None:
-                hit = self.prefixes.match(root, ids, tokens, begin)
+            usable = hit.tokens if sequence.pictures is None else sequence.pictures.usable(hit.tokens)
+            if usable < hit.tokens:
+                hit = self.prefixes.match(root, ids, tokens, usable)
             self._pin_row(sequence, 0, len(hit.blocks))
         finally:
             self._unpin(sequence.id)
         sequence.kept = len(hit.blocks)
         return hit
-
-    def _begin_of_cut(self, sequence: Sequence, tokens: int) -> int | None:
-        """Returns where a run of tokens begins that attend to each other and of which `tokens` has only a part, if its
-        rest could not see that part through a window."""
-        window = min((layer.window for layer in self._spec.layers if layer.window), default=0)
-        runs = sequence.pictures.both_ways if sequence.pictures is not None and window else []
-        return next((first for first, end in runs if first < tokens < end and end - first > window), None)
 
     def put_back(self, sequence: Sequence, restored: Restored) -> None:
         """Keeps KV that was read back, pinned until `find`, regardless of its size."""

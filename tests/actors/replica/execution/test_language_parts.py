@@ -3,6 +3,7 @@ once: in chunks, in company, in a second turn from memory, and after a restart f
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx_vlm.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
 from mlx_vlm.utils import load_model
 
 from satchel.actors.model_files.processors import PictureProcessor
@@ -21,7 +23,7 @@ from satchel.api.media.prompt import Medium
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.bench_disk import Node, write_down
-from tests.worlds.language_parts import FAMILIES, REFUSED, write_model
+from tests.worlds.language_parts import FAMILIES, NUMBERS, REFUSED, write_model
 
 from .test_vision import ANSWER, Script, by_mlx_vlm, noisy, written
 
@@ -32,6 +34,9 @@ AGENT, CHUNK = "default/alice", 64
 PLANS = ((5, 0, 20), (-246, 1, 30))
 """Rows: numbers of text tokens (negative: up to which place), and between them a picture. The second one's lies across
 the end of a block."""
+
+ONE_BY_ONE = {"hunyuan_vl"}
+"""Families whose rows are computed one after the other, as the trial at load finds."""
 
 MORE = 12
 """Tokens of the next turn, after an answer."""
@@ -44,11 +49,11 @@ class World:
         turns: by row its first turn and its second one, which goes on from the first one's answer.
             Turns from 20 on are first ones that end with other words.
         expected: logits by the numbers of `Forced`.
+        rows_max: how many rows are computed together.
     """
 
-    def __init__(self, folder: Path, family: str) -> None:
-        write_model(folder, family)
-        self.loaded = self._load(folder)
+    def __init__(self, folder: Path, one_by_one: bool) -> None:
+        self.loaded, self.rows_max = self._load(folder), 1 if one_by_one else 2
         processor, noise, rng = PictureProcessor.load(folder), np.random.default_rng(5), random.Random(3)
         self.turns: dict[int, Script] = {}
         self.expected: Logits = {}
@@ -85,8 +90,14 @@ class World:
 
 
 @pytest.fixture(params=FAMILIES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(tmp_path / "model", request.param)
+def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    folder = write_model(tmp_path / "model", request.param)
+    ids = {
+        token["content"]: token["id"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    }
+    for name, token in NUMBERS.get(request.param, {}).items():
+        monkeypatch.setattr(HunYuanVLProcessor, name, ids[token])
+    return World(folder, request.param in ONE_BY_ONE)
 
 
 def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -97,7 +108,9 @@ def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest
 
     def start() -> tuple[Bench, DiskTier]:
         disk = DiskTier(world.loaded.spec, world.loaded.model_id, node.client)
-        bench = Bench(world.loaded, disk=disk, prefill_chunk_tokens=256, prefill_rows_max=2)
+        bench = Bench(
+            world.loaded, disk=disk, prefill_chunk_tokens=256, prefill_rows_max=world.rows_max, rows_max=world.rows_max
+        )
         bench.engine.prefill.pace = PrefillPace(CHUNK, pause_s=0.1)
         return bench, disk
 
@@ -119,7 +132,7 @@ def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest
 
     try:
         bench, disk = start()
-        if not world.loaded.spec.recurrent:
+        if world.rows_max > 1 and not world.loaded.spec.recurrent:
             # As on a GPU.
             bench.engine.executor.batched_prefill = True
         assert ask(bench, (0, 1), "cold") == [0, 0]

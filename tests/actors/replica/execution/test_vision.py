@@ -30,6 +30,7 @@ from satchel.actors.protocol.media_ids import is_media_token, picture_hash
 from satchel.actors.protocol.messages import MediaSpan
 from satchel.actors.protocol.store_messages import Addresses, Content, Head
 from satchel.actors.replica.execution import executor, models
+from satchel.actors.replica.execution.both_ways import runs_of
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, RowPart, RowPictures
 from satchel.actors.replica.kv.caches import see_both_ways
@@ -177,12 +178,23 @@ def by_mlx_vlm(processor: PictureProcessor, model: Any, script: Script) -> np.nd
     named = {
         name: mx.array(value) if isinstance(value, np.ndarray) else value
         for name, value in given.items()
-        if name not in ("input_ids", "attention_mask", "mm_token_type_ids")
+        if name not in ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
     }
     every = mx.ones(tokens.shape, dtype=mx.int32)
     made = model.get_input_embeddings(tokens, named.pop("pixel_values", None), mask=every, **named).to_dict()
     # It looks at the mask where it has no cache to count by, and would take any for the prompt's.
     made = {name: value for name, value in made.items() if value is not None and name != "attention_mask_4d"}
+    if "position_ids" in given and not hasattr(model.language_model, "get_rope_index"):
+        model.language_model._position_ids = None
+        alone, marks = np.array(given["position_ids"])[0], np.array(given["input_ids"])[0] == processor.token
+        places = np.tile(np.arange(len(script.tokens)), (len(alone), 1))
+        for here, there in zip(
+            *(runs_of(flags.tolist(), [True]) for flags in (marks, np.array(script.tokens) == processor.token)),
+            strict=True,
+        ):
+            # The first and the last one of a picture's are counted as text.
+            places[1:, there[0] + 1 : there[1] - 1] = alone[1:, here[0] + 1 : here[1] - 1]
+        made["position_ids"] = mx.array(places)[None]
     if "mm_token_type_ids" in given:
         # Which tokens are a picture's.
         made["mm_token_type_ids"] = (tokens == processor.token).astype(mx.int32)
