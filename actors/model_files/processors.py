@@ -149,6 +149,11 @@ class PictureProcessor:
         shown = tuple(seconds)
         return self._kept((width, height, shown), lambda: self._video_layout(width, height, shown))
 
+    def whole(self, picture: Image.Image) -> dict[str, Any]:
+        """Returns all that the processor makes of a picture and its placeholder alone, by name: ids, pixels, and what a
+        family has besides, in the processor's shapes and dtypes."""
+        return self._process(picture)
+
     def inputs(self, frames: Sequence[Image.Image], *, video: bool) -> dict[str, Any]:
         """Returns the encoder's inputs for the frames of one span, by name: pixels, and such as grids. Their shapes and
         dtypes are the processor's."""

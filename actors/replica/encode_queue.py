@@ -152,7 +152,8 @@ class PictureQueue:
         self._vision.set_positions(
             pictures, sequence.given(0, len(sequence.request.prompt)), [(one.grid, one.video) for one in media]
         )
-        sequence.pictures = pictures
+        sequence.pictures, row.unbroken = pictures, pictures.unbroken
+        known = pictures.usable(known)
         missing = [index for index, one in enumerate(media) if one.start + len(one.tokens) > known]
         for index in missing:
             if media[index].pixels or index in restored:

@@ -31,7 +31,7 @@ from ..protocol.messages import GenerateRequest, RowUpdate, Sampling
 from .engine import Engine
 from .execution.agreement import MODEL_ERRORS
 from .execution.decode_ways import DEQUANTIZED, DecodeWay
-from .execution.models import LoadedModel, resealed
+from .execution.models import PICTURES_NEED_THE_POOL, LoadedModel, resealed
 from .execution.sampling import Draw
 from .kv.device import device_bytes, device_name, on_gpu
 from .kv.paged_cache import Reads
@@ -135,15 +135,18 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
             _write(known, key, verdict)
     if verdict.refusal:
         raise ModelLoadError(f"{source} cannot be served: {verdict.refusal}")
-    for note in verdict.notes:
-        logger.warning("%s: %s", source, note)
     if not verdict.usual_way:
         loaded = replace(loaded, way=DEQUANTIZED)
+    notes = [*verdict.notes]
     if verdict.kv:
-        loaded = resealed(loaded, POLICIES.get(verdict.kv))
+        seeing, loaded = loaded.vision is not None, resealed(loaded, POLICIES.get(verdict.kv))
+        if seeing and loaded.vision is None:
+            notes.append(f"it is served for text alone: {PICTURES_NEED_THE_POOL}")
     if not verdict.reuses:
         loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
-    return Proven(loaded, verdict.together, verdict.notes)
+    for note in notes:
+        logger.warning("%s: %s", source, note)
+    return Proven(loaded, verdict.together, notes)
 
 
 def _try(loaded: LoadedModel) -> Verdict:

@@ -206,13 +206,16 @@ class BatchExecutor:
             if row.failure is not None:
                 raise row.failure
             caches, inputs = row.own(), mx.array([list(tokens)], mx.uint32)
+            part = row.part(tokens)
+            kv_cache.see_both_ways(caches, [part.both_ways])
             try:
-                self._model(inputs, cache=caches, **self._inputs_besides([row.part(tokens)], len(tokens)))
+                self._model(inputs, cache=caches, **self._inputs_besides([part], len(tokens)))
                 # The logits are not evaluated, so the output layer is not computed.
                 mx.eval([cache.state for cache in caches])
             except Exception as error:
                 row.failure = error
                 raise
+            kv_cache.see_both_ways(caches, [])
             row.length += len(tokens)
         self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
         self._since_clear += sum(len(tokens) for _, tokens in work)
@@ -240,7 +243,9 @@ class BatchExecutor:
         caches = kv_cache.merge([row.own() for row, _ in rows])
         for cache in caches:
             cache.prepare(lengths=lengths, right_padding=padding)
-        extra = self._inputs_besides([row.part(tokens) for row, tokens in rows], longest)
+        parts = [row.part(tokens) for row, tokens in rows]
+        kv_cache.see_both_ways(caches, [part.both_ways for part in parts])
+        extra = self._inputs_besides(parts, longest)
         self._model(
             mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(rows, padding, strict=True)], mx.uint32),
             cache=caches,
@@ -248,6 +253,7 @@ class BatchExecutor:
         )
         for cache in caches:
             cache.finalize()
+        kv_cache.see_both_ways(caches, [])
         mx.eval([cache.state for cache in caches])
         # Rows prefilled together mostly join the batch together, and extracting a row costs two copies a layer.
         together = _Together(caches, {row.row_id: index for index, (row, _) in enumerate(rows)}, len(rows))

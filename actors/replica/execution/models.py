@@ -47,7 +47,7 @@ from .hidden_states import HiddenStates, find_hidden_states
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .quirks import FlatCaches, fit_masks, shares_kv, with_windows
-from .vision import LanguagePart, Vision
+from .vision import LanguagePart, NotLeftToRightError, Vision
 from .warm_up import meet_usual
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,9 @@ _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _ENCODERS = ("bert", "mpnet", "electra")
 """In the names of kinds of models in which every token sees all others."""
 _GIB = 2**30
+PICTURES_NEED_THE_POOL = (
+    "a picture's tokens attend to each other both ways, for which its KV would have to be kept in the pool"
+)
 _LOAD_ERRORS = (Exception, SystemExit)
 """What libraries raise if a folder does not match its config: anything. Some of mlx-lm's models even exit where a
 package is missing."""
@@ -201,7 +204,10 @@ def load(
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
     used = str(logits.dtype).removeprefix("mlx.core.")
-    seen = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
+    whole_vision = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
+    seen = _seen_with(whole_vision, spec)
+    if seen is not whole_vision:
+        logger.warning("%s is served for text alone: %s", source, PICTURES_NEED_THE_POOL)
     check_unchanged(digested, paths)
     identity = Identity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files),
@@ -211,7 +217,8 @@ def load(
             kv=_format(spec),
             numerics=numerics,
             seeing=seeing,
-        ),
+        )
+        | ({"attention": "both ways in pictures"} if seen is not None and seen.both_ways else {}),
     )
     loaded = LoadedModel(
         model=model,
@@ -242,7 +249,14 @@ def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
     mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
     spec = with_windows(loaded.model, replace(read_spec(caches, 2, policy), shares=loaded.spec.shares))
     identity = replace(loaded.identity, computing={**loaded.identity.computing, "kv": _format(spec)})
-    return replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
+    seen = _seen_with(loaded.vision, spec)
+    return replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity, vision=seen)
+
+
+def _seen_with(seen: Vision | None, spec: ModelCacheSpec) -> Vision | None:
+    """Returns a model's vision if its caches can do what that needs, else None: only the pool's make masks by which a
+    picture's tokens attend to each other."""
+    return None if seen is not None and seen.both_ways and spec.policy is None else seen
 
 
 def _format(spec: ModelCacheSpec) -> str:
@@ -252,6 +266,8 @@ def _format(spec: ModelCacheSpec) -> str:
 def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bool) -> Vision | None:
     try:
         return Vision(model, PictureProcessor.load(folder, trusted=trusted), together=numerics == "fast")
+    except NotLeftToRightError as error:
+        raise ModelLoadError(f"{source} cannot be served: {error}") from error
     except ModelLoadError:
         # It would run code that nobody trusts.
         raise

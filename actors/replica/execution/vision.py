@@ -8,31 +8,41 @@ prompt may be computed in any chunks and batches, and a picture is encoded once.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.processors import PictureProcessor, SpanLayout
+from ..kv.caches import is_recurrent
 from ..kv.device import on_gpu
 from ..kv.sealing import copied
+from .both_ways import SIDE, BothWays, find_both_ways, runs_of
 
 logger = logging.getLogger(__name__)
 
-_PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"}
+_PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs"}
 """Outputs of `get_input_embeddings` that are used. Positions are computed for the whole prompt instead."""
 
 _IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
-"""Outputs that are not needed: mlx-vlm's language parts use causal masks only."""
+"""Outputs that are not needed: masks are made by the caches."""
+
+_BESIDE_THE_PROMPT = {
+    "cross_attention_states": "its layers look at pictures beside the prompt (cross attention)",
+    "encoder_outputs": "it has an encoder of prompts beside the part that answers",
+}
+"""What language parts take that know more than the tokens of a row."""
 
 PLACES_KEPT = 16
 """Prompts whose positions are cached, 16 bytes per token."""
@@ -48,6 +58,15 @@ SPARE_BYTES_MAX = 1 << 30
 """Freed buffers that a picture may leave in MLX's cache: nothing else needs buffers as large as the encoder's."""
 
 
+class NotLeftToRightError(ValueError):
+    """A model computes no prompt from left to right; the message says why, as half a sentence, and what to do."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"{why}; take one that reads from left to right and has pictures in its prompts, such as Qwen3-VL"
+        )
+
+
 @dataclass(frozen=True)
 class ImageEmbeddings:
     """A picture's image embeddings: the language part's inputs for the picture's span.
@@ -56,18 +75,21 @@ class ImageEmbeddings:
         embeddings: `(tokens, dim)` in the model's dtype.
         levels: arrays added after the first layers, each `(tokens, dim)`, zero for tokens that do not stand for the
             picture; empty for most models.
+        positions: `(2, axes, tokens) int32`, the tokens' positions, and 1 where these count from the picture's first
+            token on; None if they do not depend on the picture, or the model says what they are.
     """
 
     inputs: mx.array
     levels: tuple[mx.array, ...] = ()
+    positions: mx.array | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """Returns the embeddings and all levels, each `(tokens, dim)`."""
-        return [self.inputs, *self.levels]
+        """Returns the embeddings and all levels, each `(tokens, dim)`, and the positions, if there are any."""
+        return [self.inputs, *self.levels, *([] if self.positions is None else [self.positions])]
 
 
 @dataclass
@@ -79,12 +101,20 @@ class RowPictures:
         embeddings: the known ones, by the index of the span.
         positions: `(axes, tokens)` integers of the prompt up to the last picture's end; None if the model just counts.
         shift: what to add to a later token's index in the row to get its position.
+        both_ways: [start, stop) of tokens that attend to each other, earlier and later ones.
+        unbroken: [start, stop) of tokens that must be computed in one chunk.
     """
 
     spans: list[tuple[int, int]] = field(default_factory=list)
     embeddings: dict[int, ImageEmbeddings] = field(default_factory=dict)
     positions: np.ndarray | None = None
     shift: int = 0
+    both_ways: list[tuple[int, int]] = field(default_factory=list)
+    unbroken: list[tuple[int, int]] = field(default_factory=list)
+
+    def usable(self, known: int) -> int:
+        """Returns how many of the first `known` tokens, which have KV, may be used again."""
+        return next((first for first, end in self.unbroken if first < known < end), known)
 
     def touched(self, start: int, stop: int) -> list[int]:
         """Returns the indexes of the spans that have tokens in [start, stop)."""
@@ -98,6 +128,12 @@ class RowPart:
     tokens: Sequence[int]
     start: int
     pictures: RowPictures | None = None
+
+    @property
+    def both_ways(self) -> list[tuple[int, int]]:
+        """[start, stop) in the row of those of its tokens that attend to each other."""
+        stop, runs = self.start + len(self.tokens), self.pictures.both_ways if self.pictures is not None else []
+        return [(first, end) for first, end in runs if first < stop and self.start < end]
 
 
 def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str, Any]]:
@@ -114,6 +150,8 @@ def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str,
     model = load_model(folder, lazy=True)
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "language_model"):
         raise ValueError("it has no language part of its own")
+    if wants := signature(type(model.language_model).__call__).parameters.keys() & _BESIDE_THE_PROMPT.keys():
+        raise NotLeftToRightError(f"{_BESIDE_THE_PROMPT[min(wants)]}, and here only tokens of prompts have memory")
     return model, load_config(folder)
 
 
@@ -122,12 +160,22 @@ def _axes_of(language: Any) -> int:
     return 3 if hasattr(language, "get_rope_index") else 0
 
 
+def _axes_in(made: dict[str, Any]) -> int:
+    """Returns how many numbers the positions have that a processor gives, `(1, axes, tokens)`; 0 if it gives none."""
+    places = np.array(made.get("position_ids", ()))
+    return places.shape[1] if places.ndim == 3 and places.shape[2] == np.array(made["input_ids"]).size else 0
+
+
 class LanguagePart:
-    """The language part of a model, called as mlx-lm's models are."""
+    """The language part of a model, called as mlx-lm's models are.
+
+    Some note a prompt's positions for their next calls, which may be of another row here. So what was empty when the
+    model was loaded is empty at each call."""
 
     def __init__(self, model: Any) -> None:
         self._language = model.language_model
         self._axes = _axes_of(self._language)
+        self._empty = [name for name, value in vars(self._language).items() if value is None]
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
         """Returns logits, `(rows, tokens, vocabulary)` in the model's dtype.
@@ -136,8 +184,10 @@ class LanguagePart:
             tokens: `(rows, tokens)` token ids of an integer dtype.
             given: inputs from `Vision`; none for text alone.
         """
+        for name in self._empty:
+            setattr(self._language, name, None)
         if "position_ids" not in given:
-            given |= self.places(tokens, cache[0].offset)
+            given |= self.places(tokens, _offset_of(cache))
         return self._language(tokens, cache=cache, **given).logits
 
     def places(self, tokens: mx.array, start: Any) -> dict[str, mx.array]:
@@ -158,7 +208,7 @@ class LanguagePart:
         return self._language
 
     def make_cache(self) -> list[Any]:
-        """Returns mlx-lm's caches in place of mlx-vlm's copies of them, one per layer.
+        """Returns mlx-lm's caches of KV in place of mlx-vlm's copies of them, one per layer.
 
         Raises:
             ValueError: mlx-lm does not have one of them.
@@ -167,14 +217,20 @@ class LanguagePart:
         return mlx_lm_caches(self._language) if own is None else [_cache_like(cache) for cache in own]
 
 
+def _offset_of(caches: Sequence[Any]) -> Any:
+    """Returns how many tokens the rows have before the next ones, a number or `(rows,)`; recurrent layers do not count
+    them."""
+    return next((cache.offset for cache in caches if hasattr(cache, "offset")), 0)
+
+
 def _cache_like(cache: Any) -> Any:
     match type(cache).__name__:
         case "KVCache" | "SimpleKVCache":
             return KVCache()
         case "RotatingKVCache":
             return RotatingKVCache(cache.max_size, cache.keep)
-        case "ArraysCache":
-            return ArraysCache(len(cache.cache))
+    if is_recurrent(cache):
+        return cache
     raise ValueError(f"its layers keep a {type(cache).__name__}, which is not known here")
 
 
@@ -188,11 +244,17 @@ class Vision:
     Attributes:
         together_tokens: how many tokens those may have; 0 on a CPU, which gains only 3% from it.
         apart: kinds, pictures (False) or video frames (True), that the model cannot encode together.
+        both_ways: whether the tokens of a picture attend to each other.
+
+    Raises:
+        ValueError: prompts with pictures cannot be computed from left to right.
+        NotLeftToRightError: no prompts can.
     """
 
     def __init__(self, model: Any, processor: PictureProcessor, *, together: bool = True) -> None:
-        self._model = model
-        self._language = model.language_model
+        # What encoding notes for the language part's next call must not reach it: that may be of another row.
+        self._model, self._language = copy.copy(model), copy.copy(model.language_model)
+        self._model.language_model = self._language
         self._processor = processor
         self._axes = _axes_of(self._language)
         self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
@@ -200,6 +262,15 @@ class Vision:
         self._tried: set[bool] = set()
         # The next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
+        ahead = find_both_ways(self._model, processor, LanguagePart(self._model))
+        if ahead is BothWays.TEXTS:
+            raise NotLeftToRightError("all tokens of its prompts attend to each other, here only to earlier ones")
+        if ahead is BothWays.PROMPTS:
+            raise ValueError("more tokens than a picture's own attend to later ones, which cannot be computed in parts")
+        self.both_ways = ahead is BothWays.PICTURES
+        # Of the prompt's first chunk alone: behind it such models count by themselves.
+        example = {} if self._axes else processor.whole(Image.new("RGB", (SIDE, SIDE)))
+        self._own_positions = _axes_in(example)
         self._evaluate_modules()
 
     def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[ImageEmbeddings]:
@@ -255,6 +326,10 @@ class Vision:
         unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
         if unknown:
             raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
+        if (of_layers := made["per_layer_inputs"]) is not None:
+            of_text = self._model.get_input_embeddings(ids, None).per_layer_inputs
+            if of_text is None or not mx.array_equal(of_layers, of_text):
+                raise ValueError("inputs of its layers depend on the picture")
         places = mx.array(sorted(span.places))
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
@@ -266,12 +341,26 @@ class Vision:
                 whole[places] = level[index]
                 levels.append(whole)
             # A copy, because a view would keep the embeddings of all pictures alive.
-            embeddings.append(ImageEmbeddings(copied(inputs) if len(shown) > 1 else inputs, tuple(levels)))
+            positions = self._positions_in(span, shown[index][0]) if self._own_positions else None
+            embeddings.append(ImageEmbeddings(copied(inputs) if len(shown) > 1 else inputs, tuple(levels), positions))
         mx.eval([array for one in embeddings for array in one.arrays()])
         self._evaluate_modules()
         if mx.get_cache_memory() - spare > SPARE_BYTES_MAX:
             mx.clear_cache()
         return embeddings
+
+    def _positions_in(self, span: SpanLayout, picture: Image.Image) -> mx.array:
+        """Returns `ImageEmbeddings.positions`, from those that the processor gives for the picture alone."""
+        made = self._processor.whole(picture)
+        ids, tokens = np.array(made["input_ids"]).reshape(-1).tolist(), [*span.tokens]
+        start = next(at for at in range(len(ids)) if ids[at : at + len(tokens)] == tokens)
+        given = np.array(made["position_ids"])[0, :, start : start + len(tokens)].astype(np.int32)
+        index = np.arange(start, start + len(tokens))
+        counts = np.ones_like(given)
+        for axis, off in enumerate(given != index):
+            if (places := np.flatnonzero(off)).size:
+                counts[axis, places[0] : places[-1] + 1] = 0
+        return mx.array(np.stack([given - start * counts, counts]))
 
     def example(self, side: int) -> tuple[SpanLayout, ImageEmbeddings]:
         """Encodes a black square of `side` pixels; returns its layout and image embeddings.
@@ -292,12 +381,19 @@ class Vision:
     def set_positions(
         self, pictures: RowPictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
     ) -> None:
-        """Sets `positions` and `shift` of a row's pictures.
+        """Sets `positions`, `shift` and `both_ways` of a row's pictures.
 
         Args:
             tokens: the whole prompt.
             grids: of every picture its grid, and whether it is of a video.
         """
+        if self.both_ways:
+            marks = (self._processor.token, self._processor.video_token)
+            runs = ((first, runs_of(tokens[first : first + count], marks)) for first, count in pictures.spans)
+            pictures.both_ways = [(first + start, first + stop) for first, found in runs for start, stop in found]
+            pictures.unbroken = pictures.both_ways
+        if self._own_positions and pictures.spans:
+            pictures.unbroken = [(0, sum(pictures.spans[-1]))]
         if not self._axes or not pictures.spans:
             return
         # After the last picture positions just count on.
@@ -322,9 +418,10 @@ class Vision:
         """Returns the language part's inputs besides token ids for a batch, with rows padded to `width` tokens.
 
         Returns:
-            Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, rows, width)
-            int32`, `inputs_embeds` `(rows, width, dim)` in the model's dtype, `visual_pos_masks` `(rows, width) bool`,
-            and `deepstack_visual_embeds`, one array per level, `(masked tokens, dim)`.
+            Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, rows, width)`
+            or, if they are the processor's, `(rows, axes, width) int32`, `inputs_embeds` `(rows, width, dim)` and
+            `per_layer_inputs` `(rows, width, layers, dim)` in the model's dtype, `visual_pos_masks` `(rows, width)
+            bool`, and `deepstack_visual_embeds`, one array per level, `(masked tokens, dim)`.
         """
         given: dict[str, Any] = {}
         if self._axes:
@@ -332,7 +429,14 @@ class Vision:
         touched = [[] if part.pictures is None else self._touched(part) for part in parts]
         if not any(touched):
             return given
-        given["inputs_embeds"] = mx.stack([self._embedded(*row, width) for row in zip(parts, touched, strict=True)])
+        if self._own_positions:
+            rows = [self._with_own_positions(*row, width) for row in zip(parts, touched, strict=True)]
+            given["position_ids"] = mx.array(np.stack(rows))
+        plain = [self._plain(part, width) for part in parts]
+        if plain[0].per_layer_inputs is not None:
+            given["per_layer_inputs"] = mx.concatenate([each.per_layer_inputs for each in plain])
+        embedded = zip((each.inputs_embeds[0] for each in plain), touched, strict=True)
+        given["inputs_embeds"] = mx.stack([_with_pictures(*row) for row in embedded])
         seen = np.zeros((len(parts), width), bool)
         levels: list[list[mx.array]] = []
         for row, spans in enumerate(touched):
@@ -366,15 +470,22 @@ class Vision:
             spans.append((begin - part.start, end - part.start, part.pictures.embeddings[index], begin - first))
         return spans
 
-    def _embedded(self, part: RowPart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int) -> mx.array:
-        """Returns a row's input embeddings, `(width, dim)` in the model's dtype."""
+    def _plain(self, part: RowPart, width: int) -> Any:
+        """Returns mlx-vlm's features of a row's tokens, and padding, as if they were text."""
         tokens = [*part.tokens, *[0] * (width - len(part.tokens))]
-        plain = self._model.get_input_embeddings(mx.array([tokens]), None).inputs_embeds[0]
-        pieces, done = [], 0
+        return self._model.get_input_embeddings(mx.array([tokens]), None)
+
+    def _with_own_positions(
+        self, part: RowPart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int
+    ) -> np.ndarray:
+        """Returns a row's positions, `(axes, width) int32`, with those of its pictures."""
+        places = np.arange(part.start, part.start + width, dtype=np.int32)
+        places = np.tile(places, (self._own_positions, 1))
         for begin, end, embeddings, first in spans:
-            pieces += [plain[done:begin], embeddings.inputs[first : first + end - begin].astype(plain.dtype)]
-            done = end
-        return mx.concatenate([*pieces, plain[done:]])
+            assert embeddings.positions is not None
+            numbers, counts = np.array(embeddings.positions[:, :, first : first + end - begin])
+            places[:, begin:end] = numbers + counts * (part.start + begin - first)
+        return places
 
     def _positions(self, part: RowPart, width: int) -> np.ndarray:
         """Returns a row's positions, `(axes, width) int32`."""
@@ -384,6 +495,15 @@ class Vision:
         known = pictures.positions[:, part.start : part.start + len(part.tokens)].astype(np.int32)
         rest = np.tile(places[known.shape[1] :] + pictures.shift, (self._axes, 1))
         return np.concatenate([known, rest], axis=1)
+
+
+def _with_pictures(plain: mx.array, spans: list[tuple[int, int, ImageEmbeddings, int]]) -> mx.array:
+    """Returns a row's input embeddings, `(width, dim)` in the model's dtype, from those of its tokens as text."""
+    pieces, done = [], 0
+    for begin, end, embeddings, first in spans:
+        pieces += [plain[done:begin], embeddings.inputs[first : first + end - begin].astype(plain.dtype)]
+        done = end
+    return mx.concatenate([*pieces, plain[done:]])
 
 
 def _joined_grids(

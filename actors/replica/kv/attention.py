@@ -52,9 +52,10 @@ class _Attend:
         view = getattr(cache, "view", None)
         if view is None or keys is not view.keys:
             mask = named.get("mask")
-            if isinstance(cache, PagedKVCache) and isinstance(mask, mx.array) and mask.dtype == mx.bool_ and on_cuda():
-                # MLX would write the mask out for every head of every layer.
-                named["mask"] = cache.batch.bias(mask, queries.dtype)
+            if isinstance(cache, PagedKVCache) and isinstance(mask, mx.array) and mask.dtype == mx.bool_:
+                mask = cache.batch.whole_mask(cache.group, mask, keys.shape[2])
+                # Otherwise MLX would write the mask out for every head of every layer.
+                named["mask"] = cache.batch.bias(mask, queries.dtype) if on_cuda() else mask
             return self._plain(queries, keys, values, cache, **named)
         # Taken: whoever looks afterwards sees that the layer came by here.
         cache.view = None

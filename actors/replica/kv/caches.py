@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from .paged_cache import PagedBatch, PagedKVCache, Reads
@@ -116,7 +116,7 @@ class ModelCacheSpec:
 
 
 def _read_layer(cache: Any, tokens: int, policy: SealPolicy | None) -> LayerSpec:
-    if type(cache) is ArraysCache:
+    if is_recurrent(cache):
         return LayerSpec(LayerKind.RECURRENT, state_bytes=cache.nbytes)
     if not _has_kv(cache):
         return LayerSpec(LayerKind.OTHER, token_bytes=cache.nbytes // max(tokens, 256))
@@ -134,6 +134,12 @@ def _window_bytes(layer: LayerSpec) -> int:
     """Of a row: a sealed window may begin and end inside of a block."""
     blocks = -(-layer.window // BLOCK_TOKENS) + 1
     return layer.token_bytes * (blocks * BLOCK_TOKENS if layer.sealed and layer.window else layer.window)
+
+
+def is_recurrent(cache: Any) -> bool:
+    """Whether it holds a recurrent layer's arrays. mlx-lm and mlx-vlm have a class of that name each; models of mlx-vlm
+    need theirs, which does more."""
+    return type(cache).__name__ == "ArraysCache"
 
 
 def _has_kv(cache: Any) -> bool:
@@ -158,7 +164,7 @@ def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = No
         if not hasattr(cache, "merge") or getattr(cache, "keep", 0):
             raise ValueError(f"its layers keep a {type(cache).__name__}, of which there is no batch")
     kv = [cache for cache in caches if _has_kv(cache)]
-    others = [cache for cache in caches if not _has_kv(cache) and type(cache) is not ArraysCache]
+    others = [cache for cache in caches if not _has_kv(cache) and not is_recurrent(cache)]
     if not kv or others or any(map(_is_latent, kv)):
         policy = None
     layers = tuple(_read_layer(cache, tokens, policy) for cache in caches)
@@ -378,6 +384,12 @@ def keep(batch: Sequence[Any], rows: Sequence[int]) -> None:
     indices = mx.array(list(rows))
     for cache in batch:
         cache.filter(rows if isinstance(cache, PagedKVCache) else indices)
+
+
+def see_both_ways(batch: Sequence[Any], runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+    """Says for the next call of the model which tokens of its rows attend to each other: [start, stop) of each run."""
+    if (pooled := batch_of(batch)) is not None:
+        pooled.see_both_ways(runs)
 
 
 def seal_filled(batch: Sequence[Any]) -> None:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -25,101 +23,11 @@ import mlx.core as mx
 from ...protocol.block_ids import BLOCK_TOKENS
 from . import block_kernels, sealing
 from .decode_kernel import RowBlocks
-from .device import size_class
 from .head_transform import NOTHING, HeadTransform
-from .pool import BlockPool, BlockTable, SlotGroup, slots_of
+from .paged_batch import PagedBatch, Reads
+from .pool import BlockTable, SlotGroup, slots_of
 from .sealing import Sealed, SealPolicy
 from .steps import Step, mask_of, seen_of, step_of
-
-SLOTS_MIN = 64
-"""The least that a kernel is given, with padding: few shapes."""
-
-
-class Reads(Enum):
-    """How decode steps read sealed blocks."""
-
-    DEQUANTIZED = "dequantized"
-    IN_PLACE = "in place"
-    KERNEL = "by a kernel"
-
-
-class PagedBatch:
-    """What all layers of a batch have in common: the block tables of its rows, and what the layers compute alike in a
-    step, kept until the rows' lengths change.
-
-    Args:
-        tables: of every row, one a group of the pool.
-    """
-
-    def __init__(
-        self, pool: BlockPool, tables: Sequence[Sequence[BlockTable]], reads: Reads = Reads.DEQUANTIZED
-    ) -> None:
-        self.pool = pool
-        self.tables = [list(row) for row in tables]
-        self.reads = reads
-        self._blocks: dict[int, tuple[Any, tuple[mx.array, list[int]]]] = {}
-        self._lengths: list[int] | None = None
-        self._ragged: list[int] | None = None
-        self._kept: dict[Any, Any] = {}
-        self._moves = pool.moves
-
-    @classmethod
-    def of_rows(cls, pool: BlockPool, rows: int, reads: Reads = Reads.DEQUANTIZED) -> PagedBatch:
-        """Returns empty rows."""
-        return cls(pool, [[BlockTable([]) for _ in pool.groups] for _ in range(rows)], reads)
-
-    def get(self, lengths: list[int], ragged: list[int] | None, what: Any, make: Callable[[], Any]) -> Any:
-        """What a layer before has made of these lengths, or else `make` does. A list of lengths is never changed in
-        place, so that one that is the same need not be compared."""
-        self._follow_moves()
-        if (lengths is not self._lengths and lengths != self._lengths) or ragged != self._ragged:
-            self._lengths, self._ragged, self._kept = lengths, ragged, {}
-        if what not in self._kept:
-            self._kept[what] = make()
-        return self._kept[what]
-
-    def blocks(self, group: int, first: Sequence[int], stop: Sequence[int]) -> tuple[mx.array, list[int]]:
-        """Returns blocks [first, stop) of every row in a group: `(n,) uint32`, their slots, row after row, with padding
-        at the end, and `rows + 1` numbers, where each row's begin. They are kept from step to step: they may be
-        thousands."""
-        self._follow_moves()
-        asked = (list(first), list(stop))
-        known, made = self._blocks.get(group, (None, None))
-        if made is None or known != asked:
-            rows = [row[group].numbers(*span) for row, *span in zip(self.tables, *asked, strict=True)]
-            slots = [number for numbers in rows for number in numbers]
-            starts = [0, *accumulate(map(len, rows))]
-            slots += [0] * (size_class(max(len(slots), SLOTS_MIN)) - len(slots))
-            made = mx.array(slots, mx.uint32) + 0, starts
-            self._blocks[group] = asked, made
-        return made
-
-    def bias(self, mask: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Returns a mask as numbers to add to scores, made once for all layers that are given it."""
-        what = ("bias", id(mask))
-        if what not in self._kept:
-            # Not the least number: times log2(e), as kernels take it, that would be infinite.
-            self._kept[what] = mask, mx.where(mask, 0.0, mx.finfo(dtype).min / 4).astype(dtype)
-        return self._kept[what][1]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keeps these rows, in this order."""
-        self.tables = [self.tables[row] for row in rows]
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets what layers have computed of rows and slots, which are other ones now."""
-        self._lengths, self._kept, self._blocks = None, {}, {}
-
-    def _follow_moves(self) -> None:
-        if self._moves != self.pool.moves:
-            self._moves = self.pool.moves
-            self.forget()
-
-    def extend(self, other: PagedBatch) -> None:
-        """Appends another batch's rows."""
-        self.tables += other.tables
-        self.forget()
 
 
 @dataclass(frozen=True)
@@ -228,11 +136,16 @@ class PagedKVCache:
         step = self._step(N)
         if self._reads_in_place(N, step):
             return None
-        if N > 1 and step.exact and not (window_size or return_array or self._ragged) and len(set(self.lengths)) == 1:
+        alike = not self._ragged and len(set(self.lengths)) == 1
+        if N > 1 and step.exact and alike and not (window_size or return_array or self.batch.both_ways):
             # Its columns are the positions themselves.
             return "causal"
         what = ("mask", self._number, N, window_size)
-        return self._once(what, lambda: mask_of(step, self.lengths, step.first, N, window_size or 0))
+        runs = self.batch.both_ways
+        mask = self._once(what, lambda: mask_of(step, self.lengths, step.first, N, window_size or 0, runs))
+        if mask is not None:
+            self.batch.note_mask(self._number, mask)
+        return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (rows, kv_heads, N, dim) keys and values; returns those that attention is to be given."""

@@ -5,12 +5,17 @@ Shapes and dtypes are `paged_cache.py`'s. On a GPU rows are padded, so that it m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from .device import size_class
+
+Runs = Sequence[tuple[int, int]]
+"""[start, stop) of tokens of a row."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,15 @@ def step_of(lengths: list[int], window: int, new: list[int], width: int | None =
     return Step(opened, after, first, full, used, columns, rest, exact)
 
 
-def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window: int) -> mx.array | None:
+def mask_of(
+    step: Step, lengths: list[int], first: list[int], count: int, window: int, both_ways: Sequence[Runs] = ()
+) -> mx.array | None:
     """(rows, 1, count, columns) bool, true where a query may look; None where every query may look everywhere.
 
     Args:
         count: queries of every row, of which those after its `new` are padding.
         window: how many of the last tokens a query attends to; 0 for all.
+        both_ways: of every row the tokens that attend to each other, whatever the window; empty for none.
     """
     alike = len(set(lengths)) == 1 and len(set(first)) == 1
     if count == 1 and alike and not (window and first[0] * BLOCK_TOKENS <= lengths[0] - window):
@@ -80,15 +88,30 @@ def mask_of(step: Step, lengths: list[int], first: list[int], count: int, window
     opened = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None]
     blocks = mx.broadcast_to(opened, queries.shape) if step.exact else queries // BLOCK_TOKENS * BLOCK_TOKENS
     inside = opened + mx.arange(step.columns)
-    columns, seen = inside, (inside >= blocks) & (inside <= queries)
+    columns, known = inside, inside >= blocks
     if step.used:
         starts = mx.array([dropped * BLOCK_TOKENS for dropped in first])[:, None, None, None]
         sealed = starts + mx.arange(step.used * BLOCK_TOKENS)
         columns = mx.concatenate([sealed, inside], axis=3)
-        seen = mx.concatenate([sealed < blocks, seen], axis=3)
+        known = mx.concatenate([sealed < blocks, known], axis=3)
+    seen = columns <= queries
     if window:
         seen = seen & (columns > queries - window)
-    return seen
+    if both_ways:
+        starts, stops = _own_runs(np.array(queries).reshape(len(lengths), count), both_ways)
+        seen = seen | ((columns >= starts) & (columns < stops))
+    return seen & known
+
+
+def _own_runs(queries: np.ndarray, both_ways: Sequence[Runs]) -> tuple[mx.array, mx.array]:
+    """Returns the run that each query `(rows, count)` is in, as starts and stops, `(rows, 1, count, 1) int32`; the stop
+    is 0 for none."""
+    starts, stops = np.zeros(queries.shape, np.int32), np.zeros(queries.shape, np.int32)
+    for row, runs in enumerate(both_ways):
+        for start, stop in runs:
+            inside = (queries[row] >= start) & (queries[row] < stop)
+            starts[row, inside], stops[row, inside] = start, stop
+    return mx.array(starts)[:, None, :, None], mx.array(stops)[:, None, :, None]
 
 
 def seen_of(step: Step, window: int) -> mx.array | None:

@@ -6,6 +6,8 @@ Both change with the device's load and with the length of the text before the to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...protocol.block_ids import BLOCK_TOKENS
 
 FALL = 0.5
@@ -114,6 +116,18 @@ class PrefillPace:
         # At least half of it is due to the tokens: an uncertain fixed part must not make them look free.
         fixed_s = min(self.fixed_s, call_s / 2)
         return fixed_s, (call_s - fixed_s) / self._usual_tokens
+
+
+def stop_beside(start: int, stop: int, runs: Sequence[tuple[int, int]]) -> int:
+    """Returns where a chunk `[start, stop)` ends that cuts no run of tokens: before it, or behind if it begins with it.
+
+    Args:
+        runs: [first, end) of each.
+    """
+    for first, end in runs:
+        if first < stop < end:
+            return first if first > start else end
+    return stop
 
 
 def stop_inside(start: int, budget: int, step_budget: int) -> int:

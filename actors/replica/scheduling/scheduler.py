@@ -33,7 +33,7 @@ from math import inf
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from .fairness import DRAWN_TOKENS, FairShares, depths, queues_too_many
-from .prefill_budget import stop_inside
+from .prefill_budget import stop_beside, stop_inside
 from .shared_blocks import SharedBlocks
 
 HEADROOM_TOKENS = 256
@@ -105,6 +105,7 @@ class ScheduledRow:
         twin: equal for rows with equal whole prompts; empty if whole prompts cannot be reused.
         known: how many prompt tokens could be reused when the row arrived.
         pause: a number of tokens at which a chunk ends, as if a border were there; 0 for none.
+        unbroken: [start, stop) of tokens that must be computed in one chunk.
         restoring: it has a place and waits for KV that is read back.
         suspect: it was in a batch that failed.
         passed: a shorter row took the last prefill turn from this one.
@@ -126,6 +127,7 @@ class ScheduledRow:
     twin: bytes = b""
     known: int = 0
     pause: int = 0
+    unbroken: Sequence[tuple[int, int]] = ()
     restoring: bool = False
     passed: bool = False
 
@@ -408,6 +410,7 @@ class Scheduler:
         stop = min(row.prompt, border, row.pause if row.done < row.pause else border)
         if stop - row.done > budget:
             stop = stop_inside(row.done, budget, step_budget)
+        stop = stop_beside(row.done, stop, row.unbroken)
         return PrefillChunk(row.request_id, row.done, stop) if stop > row.done else None
 
     def _first(self, priority: int) -> ScheduledRow:

@@ -43,12 +43,13 @@ class EmbeddingTier:
             name = name_at(request.prompt, media.start, len(media.tokens))
             arrays = self._disk.read(embeddings_parent(request.root_id, name), name, request.agent)
             if arrays is not None and "embeddings" in arrays:
-                levels = (arrays[f"level.{level}"] for level in range(len(arrays) - 1))
-                embeddings[index] = ImageEmbeddings(arrays["embeddings"], tuple(levels))
+                levels = (arrays[key] for level in range(len(arrays)) if (key := f"level.{level}") in arrays)
+                embeddings[index] = ImageEmbeddings(arrays["embeddings"], tuple(levels), arrays.get("positions"))
         return embeddings
 
 
 def _named(embeddings: ImageEmbeddings) -> dict[str, mx.array]:
-    return {"embeddings": embeddings.inputs} | {
-        f"level.{level}": array for level, array in enumerate(embeddings.levels)
-    }
+    named = {f"level.{level}": array for level, array in enumerate(embeddings.levels)}
+    if embeddings.positions is not None:
+        named["positions"] = embeddings.positions
+    return {"embeddings": embeddings.inputs, **named}

@@ -182,7 +182,11 @@ class RowMemory:
         if not self._spec.reusable:
             return Hit()
         try:
-            hit = self.prefixes.match(sequence.request.root_id, sequence.ids, sequence.tokens, tokens_max)
+            root, ids, tokens = sequence.request.root_id, sequence.ids, sequence.tokens
+            hit = self.prefixes.match(root, ids, tokens, tokens_max)
+            usable = hit.tokens if sequence.pictures is None else sequence.pictures.usable(hit.tokens)
+            if usable < hit.tokens:
+                hit = self.prefixes.match(root, ids, tokens, usable)
             self._pin_row(sequence, 0, len(hit.blocks))
         finally:
             self._unpin(sequence.id)

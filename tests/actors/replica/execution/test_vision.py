@@ -30,8 +30,10 @@ from satchel.actors.protocol.media_ids import is_media_token, picture_hash
 from satchel.actors.protocol.messages import MediaSpan
 from satchel.actors.protocol.store_messages import Addresses, Content, Head
 from satchel.actors.replica.execution import executor, models
+from satchel.actors.replica.execution.both_ways import runs_of
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, RowPart, RowPictures
+from satchel.actors.replica.kv.caches import see_both_ways
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.media.prompt import Medium, place, with_media_tokens
@@ -156,31 +158,47 @@ class Scene:
         for row, script in self.scripts.items():
             # Of pictures together with videos some of mlx-vlm's models encode the pictures only.
             alone = self.loaded.kv == "fp16" and len({medium.video for medium in script.shown}) <= 1
-            logits = self._by_mlx_vlm(model, script) if alone else in_one_pass(self.loaded, script)
+            logits = by_mlx_vlm(self.processor, model, script) if alone else in_one_pass(self.loaded, script)
             for drawn in range(ANSWER):
                 found[(row, drawn)] = logits[len(script.prompt) - 1 + drawn]
         return found
 
-    def _by_mlx_vlm(self, model: Any, script: Script) -> np.ndarray:
-        tokens, given = mx.array([script.tokens]), dict[str, Any]()
-        if script.shown:
-            processor, video = self.processor, script.shown[0].video
-            mark = processor.video_placeholder if video else processor.placeholder
-            clips = [[image_of(frame) for frame in medium.frames] for medium in script.shown]
-            images = [image for images in clips for image in images]
-            films = [np.stack([np.asarray(image) for image in images]) for images in clips]
-            pixels = {"videos": films} if video else {"images": images}
-            given = dict(processor._processor(text=[" ".join([mark] * len(clips))], **pixels))
-        named = {
-            name: mx.array(value) if isinstance(value, np.ndarray) else value
-            for name, value in given.items()
-            if name not in ("input_ids", "attention_mask")
-        }
-        every = mx.ones(tokens.shape, dtype=mx.int32)
-        made = model.get_input_embeddings(tokens, named.pop("pixel_values", None), mask=every, **named).to_dict()
-        # It looks at the mask where it has no cache to count by, and would take any for the prompt's.
-        made = {name: value for name, value in made.items() if value is not None and name != "attention_mask_4d"}
-        return np.array(model.language_model(tokens, **made).logits[0].astype(mx.float32))
+
+def by_mlx_vlm(processor: PictureProcessor, model: Any, script: Script) -> np.ndarray:
+    """(tokens, vocabulary), of mlx-vlm's model with all pictures encoded together and all tokens at once."""
+    tokens, given = mx.array([script.tokens]), dict[str, Any]()
+    if script.shown:
+        video = script.shown[0].video
+        mark = processor.video_placeholder if video else processor.placeholder
+        clips = [[image_of(frame) for frame in medium.frames] for medium in script.shown]
+        images = [image for images in clips for image in images]
+        films = [np.stack([np.asarray(image) for image in images]) for images in clips]
+        pixels = {"videos": films} if video else {"images": images}
+        given = dict(processor._processor(text=[" ".join([mark] * len(clips))], **pixels))
+    named = {
+        name: mx.array(value) if isinstance(value, np.ndarray) else value
+        for name, value in given.items()
+        if name not in ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
+    }
+    every = mx.ones(tokens.shape, dtype=mx.int32)
+    made = model.get_input_embeddings(tokens, named.pop("pixel_values", None), mask=every, **named).to_dict()
+    # It looks at the mask where it has no cache to count by, and would take any for the prompt's.
+    made = {name: value for name, value in made.items() if value is not None and name != "attention_mask_4d"}
+    if "position_ids" in given and not hasattr(model.language_model, "get_rope_index"):
+        model.language_model._position_ids = None
+        alone, marks = np.array(given["position_ids"])[0], np.array(given["input_ids"])[0] == processor.token
+        places = np.tile(np.arange(len(script.tokens)), (len(alone), 1))
+        for here, there in zip(
+            *(runs_of(flags.tolist(), [True]) for flags in (marks, np.array(script.tokens) == processor.token)),
+            strict=True,
+        ):
+            # The first and the last one of a picture's are counted as text.
+            places[1:, there[0] + 1 : there[1] - 1] = alone[1:, here[0] + 1 : here[1] - 1]
+        made["position_ids"] = mx.array(places)[None]
+    if "mm_token_type_ids" in given:
+        # Which tokens are a picture's.
+        made["mm_token_type_ids"] = (tokens == processor.token).astype(mx.int32)
+    return np.array(model.language_model(tokens, **made).logits[0].astype(mx.float32))
 
 
 def written(processor: PictureProcessor, medium: Medium) -> tuple[list[int], list[MediaSpan]]:
@@ -216,7 +234,9 @@ def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
         span = SpanLayout(tuple(one.tokens), places, tuple(one.grid))
         pictures.embeddings[index] = vision.encode(span, [frames_in(one)], video=one.video)[0]
     beside = vision.inputs([RowPart(script.tokens, 0, pictures)], len(script.tokens))
-    logits = loaded.model(mx.array([script.tokens]), cache=loaded.new_caches(), **beside)[0]
+    caches = loaded.new_caches()
+    see_both_ways(caches, [pictures.both_ways])
+    logits = loaded.model(mx.array([script.tokens]), cache=caches, **beside)[0]
     return np.array(logits.astype(mx.float32))
 
 

@@ -13,6 +13,7 @@ from satchel.actors.replica.scheduling.prefill_budget import (
     STEP_WEIGHT,
     TOKENS_MIN,
     PrefillPace,
+    stop_beside,
 )
 
 CHUNK_TOKENS = 2048
@@ -159,3 +160,9 @@ def test_the_time_of_a_decode_step_is_the_first_one_and_then_follows():
     for _ in range(200):
         pace.note_step(0.1)
     assert pace.step_s == pytest.approx(0.1, rel=0.01)
+
+
+def test_no_chunk_ends_inside_tokens_that_belong_together() -> None:
+    runs = [(10, 20), (30, 90)]
+    assert [stop_beside(0, stop, runs) for stop in (5, 10, 15, 20, 25, 60, 95)] == [5, 10, 10, 20, 25, 30, 95]
+    assert stop_beside(10, 15, runs) == 20 and stop_beside(30, 40, runs) == stop_beside(40, 50, runs) == 90

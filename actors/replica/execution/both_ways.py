@@ -1,0 +1,104 @@
+"""Which tokens of a prompt attend to later ones, found by running a model as mlx-vlm does.
+
+Some models let the tokens of a picture attend to each other both ways, others all tokens of a prompt. What a token's KV
+is depends on later tokens then, so it is known only if a picture's tokens are computed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from PIL import Image
+
+from ...model_files.processors import PictureProcessor
+from .agreement import MODEL_ERRORS, agree
+
+SIDE = 224
+"""Pixels of the pictures with which a model is tried."""
+
+_BEHIND = (5, 6, 7)
+"""Tokens of text behind the picture."""
+
+
+class BothWays(Enum):
+    """Which tokens attend to later ones: `PICTURES` to those of the same picture, `PROMPTS` to others too if there is a
+    picture, and `TEXTS` also where there is none."""
+
+    NONE = "none"
+    PICTURES = "pictures"
+    PROMPTS = "prompts"
+    TEXTS = "texts"
+
+
+def runs_of(tokens: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns [start, stop) of every run of tokens that are among the `wanted`."""
+    inside = [False, *(token in wanted for token in tokens), False]
+    edges = [at for at, (before, here) in enumerate(pairwise(inside)) if before != here]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def find_both_ways(model: Any, processor: PictureProcessor, language: Any) -> BothWays:
+    """Looks for tokens whose logits change with a later token's embedding.
+
+    Args:
+        model: as mlx-vlm loads it.
+        language: makes the language part's caches.
+    """
+    try:
+        return _find(model, processor, language)
+    except MODEL_ERRORS:
+        # It may want something that only its own loop gives it.
+        return BothWays.NONE
+
+
+def _find(model: Any, processor: PictureProcessor, language: Any) -> BothWays:
+    text = _Prompt(model, language, [*_BEHIND], {})
+    if text.sees(0, len(_BEHIND) - 1):
+        return BothWays.TEXTS
+    made = processor.whole(Image.new("RGB", (SIDE, SIDE)))
+    own = np.array(made.pop("input_ids")).reshape(-1).tolist()
+    given = {name: _as_long(value, len(own)) for name, value in made.items() if name != "attention_mask"}
+    prompt = _Prompt(model, language, [*own, *_BEHIND], given)
+    first, stop = runs_of(own, [processor.token])[0]
+    others = [(0, len(own) + len(_BEHIND) - 1), (stop - 1, stop), (max(0, first - 1), stop - 1)]
+    if any(prompt.sees(place, later) for place, later in others[: 3 if first else 2]):
+        return BothWays.PROMPTS
+    return BothWays.PICTURES if stop - first > 1 and prompt.sees(first, stop - 1) else BothWays.NONE
+
+
+class _Prompt:
+    """A prompt that a model computes as in mlx-vlm's own loop, but for one embedding."""
+
+    def __init__(self, model: Any, language: Any, tokens: Sequence[int], given: dict[str, Any]) -> None:
+        self._model, self._language = model, language
+        self._ids = mx.array([[*tokens]])
+        pixels, mask = given.pop("pixel_values", None), mx.ones(self._ids.shape, mx.int32)
+        features = model.get_input_embeddings(self._ids, pixels, mask=mask, **given).to_dict()
+        self._embeds = features.pop("inputs_embeds")
+        self._given = given | {name: value for name, value in features.items() if value is not None}
+        self._plain = self._logits(self._embeds)
+        if not agree([self._plain], [self._logits(self._embeds)]):
+            raise ValueError("the model is not the same twice")
+
+    def _logits(self, embeds: mx.array) -> mx.array:
+        # A new array: some models scale what they are given in place.
+        given = {**self._given, "inputs_embeds": embeds + 0, "cache": self._language.make_cache()}
+        return self._model.language_model(self._ids, **given).logits[0]
+
+    def sees(self, place: int, later: int) -> bool:
+        """Whether the logits of the token at a place depend on the embedding of a later one."""
+        turned = mx.where(mx.arange(self._embeds.shape[1]) == later, -1, 1)[None, :, None].astype(self._embeds.dtype)
+        return not agree([self._plain[place]], [self._logits(self._embeds * turned)[place]])
+
+
+def _as_long(value: Any, tokens: int) -> Any:
+    """Returns a processor's output for all tokens, if it has something for each of those that it made."""
+    array = mx.array(np.array(value)) if isinstance(value, list | np.ndarray) else value
+    if isinstance(array, mx.array) and array.shape == (1, tokens):
+        return mx.pad(array, [(0, 0), (0, len(_BEHIND))])
+    return array

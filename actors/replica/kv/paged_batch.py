@@ -1,0 +1,126 @@
+"""What all layers of a batch of rows have in common: block tables, and what they compute alike in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+
+from .device import size_class
+from .pool import BlockPool, BlockTable
+
+SLOTS_MIN = 64
+"""The least that a kernel is given, with padding: few shapes."""
+
+
+class Reads(Enum):
+    """How decode steps read sealed blocks."""
+
+    DEQUANTIZED = "dequantized"
+    IN_PLACE = "in place"
+    KERNEL = "by a kernel"
+
+
+class PagedBatch:
+    """What all layers of a batch have in common: the block tables of its rows, and what the layers compute alike in a
+    step, kept until the rows' lengths change.
+
+    Args:
+        tables: of every row, one a group of the pool.
+
+    Attributes:
+        both_ways: of every row [start, stop) of tokens of the next chunk that attend to each other; empty for none.
+    """
+
+    def __init__(
+        self, pool: BlockPool, tables: Sequence[Sequence[BlockTable]], reads: Reads = Reads.DEQUANTIZED
+    ) -> None:
+        self.pool = pool
+        self.tables = [list(row) for row in tables]
+        self.reads = reads
+        self._masks: dict[int, mx.array] = {}
+        self.both_ways: list[Sequence[tuple[int, int]]] = []
+        self._blocks: dict[int, tuple[Any, tuple[mx.array, list[int]]]] = {}
+        self._lengths: list[int] | None = None
+        self._ragged: list[int] | None = None
+        self._kept: dict[Any, Any] = {}
+        self._moves = pool.moves
+
+    @classmethod
+    def of_rows(cls, pool: BlockPool, rows: int, reads: Reads = Reads.DEQUANTIZED) -> PagedBatch:
+        """Returns empty rows."""
+        return cls(pool, [[BlockTable([]) for _ in pool.groups] for _ in range(rows)], reads)
+
+    def get(self, lengths: list[int], ragged: list[int] | None, what: Any, make: Callable[[], Any]) -> Any:
+        """What a layer before has made of these lengths, or else `make` does. A list of lengths is never changed in
+        place, so that one that is the same need not be compared."""
+        self._follow_moves()
+        if (lengths is not self._lengths and lengths != self._lengths) or ragged != self._ragged:
+            self._lengths, self._ragged, self._kept = lengths, ragged, {}
+        if what not in self._kept:
+            self._kept[what] = make()
+        return self._kept[what]
+
+    def blocks(self, group: int, first: Sequence[int], stop: Sequence[int]) -> tuple[mx.array, list[int]]:
+        """Returns blocks [first, stop) of every row in a group: `(n,) uint32`, their slots, row after row, with padding
+        at the end, and `rows + 1` numbers, where each row's begin. They are kept from step to step: they may be
+        thousands."""
+        self._follow_moves()
+        asked = (list(first), list(stop))
+        known, made = self._blocks.get(group, (None, None))
+        if made is None or known != asked:
+            rows = [row[group].numbers(*span) for row, *span in zip(self.tables, *asked, strict=True)]
+            slots = [number for numbers in rows for number in numbers]
+            starts = [0, *accumulate(map(len, rows))]
+            slots += [0] * (size_class(max(len(slots), SLOTS_MIN)) - len(slots))
+            made = mx.array(slots, mx.uint32) + 0, starts
+            self._blocks[group] = asked, made
+        return made
+
+    def see_both_ways(self, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Sets `both_ways` for the next call of the model."""
+        wanted = [*runs] if any(runs) else []
+        if wanted or self.both_ways:
+            self.both_ways = wanted
+            self._lengths = None
+
+    def note_mask(self, group: int, mask: mx.array) -> None:
+        """Remembers the last mask that a group's layers were given."""
+        self._masks[group] = mask
+
+    def whole_mask(self, group: int, mask: mx.array, columns: int) -> mx.array:
+        """Returns a mask `(rows, 1, queries, columns)` as it was made, if a model has cut it to the columns that its
+        rows have tokens for."""
+        made = self._masks.get(group)
+        cut = made is not None and mask.shape == (*made.shape[:3], mask.shape[3]) and mask.shape[3] < columns
+        return made if made is not None and cut and made.shape[3] == columns else mask
+
+    def bias(self, mask: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Returns a mask as numbers to add to scores, made once for all layers that are given it."""
+        what = ("bias", id(mask))
+        if what not in self._kept:
+            # Not the least number: times log2(e), as kernels take it, that would be infinite.
+            self._kept[what] = mask, mx.where(mask, 0.0, mx.finfo(dtype).min / 4).astype(dtype)
+        return self._kept[what][1]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps these rows, in this order."""
+        self.tables = [self.tables[row] for row in rows]
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what layers have computed of rows and slots, which are other ones now."""
+        self._lengths, self._kept, self._blocks, self._masks = None, {}, {}, {}
+
+    def _follow_moves(self) -> None:
+        if self._moves != self.pool.moves:
+            self._moves = self.pool.moves
+            self.forget()
+
+    def extend(self, other: PagedBatch) -> None:
+        """Appends another batch's rows."""
+        self.tables += other.tables
+        self.forget()

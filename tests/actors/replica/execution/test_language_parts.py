@@ -1,0 +1,155 @@
+"""Families whose language parts want something of their own compute what mlx-vlm's model does with the whole prompt at
+once: in chunks, in company, in a second turn from memory, and after a restart from the disk."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_vlm.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
+from mlx_vlm.utils import load_model
+
+from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.replica.execution import executor, models
+from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
+from satchel.actors.replica.tiers.disk_tier import DiskTier
+from satchel.api.media.prompt import Medium
+from satchel.cluster.errors import ModelLoadError
+from tests.worlds.bench import Bench, Forced, Logits
+from tests.worlds.bench_disk import Node, write_down
+from tests.worlds.language_parts import FAMILIES, NUMBERS, REFUSED, write_model
+
+from .test_vision import ANSWER, Script, by_mlx_vlm, noisy, written
+
+TOLERANCE = 1e-4
+"""Relative to the logits' scale. Recurrent layers are computed in chunks, and experts in another order."""
+
+AGENT, CHUNK = "default/alice", 64
+PLANS = ((5, 0, 20), (-246, 1, 30))
+"""Rows: numbers of text tokens (negative: up to which place), and between them a picture. The second one's lies across
+the end of a block."""
+
+ONE_BY_ONE = {"hunyuan_vl"}
+"""Families whose rows are computed one after the other, as the trial at load finds."""
+
+MORE = 12
+"""Tokens of the next turn, after an answer."""
+
+
+class World:
+    """A tiny model of a family, rows that it answers, and what they are to be.
+
+    Attributes:
+        turns: by row its first turn and its second one, which goes on from the first one's answer.
+            Turns from 20 on are first ones that end with other words.
+        expected: logits by the numbers of `Forced`.
+        rows_max: how many rows are computed together.
+    """
+
+    def __init__(self, folder: Path, one_by_one: bool) -> None:
+        self.loaded, self.rows_max = self._load(folder), 1 if one_by_one else 2
+        processor, noise, rng = PictureProcessor.load(folder), np.random.default_rng(5), random.Random(3)
+        self.turns: dict[int, Script] = {}
+        self.expected: Logits = {}
+        bare: Any = load_model(folder)
+        for row, (before, picture, behind) in enumerate(PLANS):
+            medium = Medium([noisy(noise, *((200, 150), (120, 130))[picture])])
+            words, (media,) = written(processor, medium)
+            start = before if before >= 0 else -before - len(words) // 2
+            first = [rng.randrange(3000) for _ in range(start)]
+            last = [rng.randrange(3000) for _ in range(behind)]
+            answer, more, again = ([rng.randrange(3000) for _ in range(count)] for count in (ANSWER, MORE, ANSWER))
+            prompt, at = [*first, *words, *last], start + media.start
+            given = [*prompt[:at], *media.tokens, *prompt[at + len(media.tokens) :]]
+            one = Script(prompt, [replace(media, start=at)], answer, given, [medium])
+            self.turns[row] = one
+            self.turns[row + 10] = replace(
+                one, prompt=[*one.prompt, *answer, *more], given=[*one.given, *answer, *more], answer=again
+            )
+            self.turns[row + 20] = replace(
+                one, prompt=[*one.prompt[: -len(last)], *more], given=[*one.given[: -len(last)], *more]
+            )
+            for told, turns in ((row + 10, (row, row + 10)), (row + 20, (row + 20,))):
+                logits = by_mlx_vlm(processor, bare, self.turns[told])
+                for turn, drawn in ((turn, drawn) for turn in turns for drawn in range(ANSWER)):
+                    self.expected[(turn, drawn)] = logits[len(self.turns[turn].prompt) - 1 + drawn]
+
+    @staticmethod
+    def _load(folder: Path) -> LoadedModel:
+        loaded = models.load(
+            str(folder), context_tokens_max=None, progress=lambda *_: None, kv="fp16", numerics="reproducible"
+        )
+        assert loaded.vision is not None and loaded.spec.reusable
+        return loaded
+
+
+@pytest.fixture(params=FAMILIES)
+def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    folder = write_model(tmp_path / "model", request.param)
+    ids = {
+        token["content"]: token["id"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    }
+    for name, token in NUMBERS.get(request.param, {}).items():
+        monkeypatch.setattr(HunYuanVLProcessor, name, ids[token])
+    return World(folder, request.param in ONE_BY_ONE)
+
+
+def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    noted: Logits = {}
+    scripts = {turn: script.tokens for turn, script in world.turns.items()}
+    monkeypatch.setattr(executor, "BatchSampler", lambda *_: Forced(scripts, noted))
+    node = Node(tmp_path / "kv")
+
+    def start() -> tuple[Bench, DiskTier]:
+        disk = DiskTier(world.loaded.spec, world.loaded.model_id, node.client)
+        bench = Bench(
+            world.loaded, disk=disk, prefill_chunk_tokens=256, prefill_rows_max=world.rows_max, rows_max=world.rows_max
+        )
+        bench.engine.prefill.pace = PrefillPace(CHUNK, pause_s=0.1)
+        return bench, disk
+
+    def ask(bench: Bench, turns: tuple[int, ...], what: str) -> list[int]:
+        """Returns how many tokens of each prompt need not be computed."""
+        for turn in turns:
+            script = world.turns[turn]
+            bench.submit(f"{what}{turn}", script.prompt, media=script.media, seed=turn, max_tokens=ANSWER, agent=AGENT)
+            bench.turn()
+        bench.drain()
+        for turn in turns:
+            row = bench.rows[f"{what}{turn}"]
+            assert row.finish == "length", f"{what}: {row.error}"
+            for drawn in range(ANSWER):
+                one, scale = world.expected[(turn, drawn)], np.abs(world.expected[(turn, drawn)]).max()
+                assert np.abs(noted[(turn, drawn)] - one).max() <= TOLERANCE * scale, f"{what}: row {turn}, {drawn}"
+        noted.clear()
+        return [bench.rows[f"{what}{turn}"].cached or 0 for turn in turns]
+
+    try:
+        bench, disk = start()
+        if world.rows_max > 1 and not world.loaded.spec.recurrent:
+            # As on a GPU.
+            bench.engine.executor.batched_prefill = True
+        assert ask(bench, (0, 1), "cold") == [0, 0]
+        assert min(ask(bench, (11, 10, 21), "from memory")) > 0
+        write_down(bench, disk)
+        node.restart()
+        bench, disk = start()
+        assert min(ask(bench, (10, 11), "from disk")) > 0
+        write_down(bench, disk)
+    finally:
+        node.store.close()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_computed_from_left_to_right_is_refused_and_says_what_to_take(
+    family: str, tmp_path: Path
+) -> None:
+    folder, words = write_model(tmp_path / "model", family), REFUSED[family][1]
+    with pytest.raises(ModelLoadError, match=f"{words}.*take one that reads from left to right"):
+        models.load(str(folder), context_tokens_max=None, progress=lambda *_: None)
