@@ -32,6 +32,7 @@ _MARK = "satchel-picture"
 _TRIED = (224, 224)
 _NOT_FOR_THE_MODEL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TOKEN_NAMES = ("image_token_index", "image_token_id")
+_PIXELS = "pixel_values"
 _PIXELS_MAX = 10**12
 
 
@@ -153,7 +154,7 @@ class PictureProcessor:
         """Returns the encoder's inputs for the frames of one span, by name: pixels, and such as grids. Their shapes and
         dtypes are the processor's."""
         if not video:
-            made = self._process(frames[0])
+            made = self.read(self.placeholder, frames)
         else:
             # The frames already have the size that the processing of the whole video gave them.
             made = dict(
@@ -162,6 +163,17 @@ class PictureProcessor:
                 )
             )
         return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
+
+    def read(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        """Returns what the processor makes of a text with placeholders and their pictures, by name: the `input_ids`,
+        the encoder's inputs, and more. Shapes and dtypes are the processor's."""
+        made = dict(self._processor(text=[text], images=list(pictures)))
+        # As mlx-vlm does.
+        return {_PIXELS if name == "images" else name: value for name, value in made.items()}
+
+    def tokens(self, text: str) -> list[int]:
+        """Returns the tokens of a text, without those that stand around every text."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _kept(self, key: Any, make: Any) -> Any:
         if (known := self._known(key)) is not None:
@@ -186,7 +198,7 @@ class PictureProcessor:
         return text.partition(_MARK)[2].partition(_MARK)[0]
 
     def _read_token(self, named: frozenset[int]) -> int:
-        made = self._process(Image.new("RGB", _TRIED))
+        made = self.read(self.placeholder, [Image.new("RGB", _TRIED)])
         candidates = named | {made[name] for name in _TOKEN_NAMES if isinstance(made.get(name), int)}
         present = {token for token in _ids(made) if token in candidates}
         if len(present) != 1:
@@ -210,7 +222,7 @@ class PictureProcessor:
         return other
 
     def _layout(self, width: int, height: int) -> PictureLayout:
-        made = self._process(Image.new("RGB", (width, height)))
+        made = self.read(self.placeholder, [Image.new("RGB", (width, height))])
         ids = _ids(made)
         added = [index for index, token in enumerate(ids) if token in self._added and token not in self._edges]
         grid = made.get("image_grid_thw")
@@ -271,9 +283,6 @@ class PictureProcessor:
     @staticmethod
     def _span(tokens: list[int], token: int, grid: tuple[int, ...]) -> SpanLayout:
         return SpanLayout(tuple(tokens), frozenset(index for index, one in enumerate(tokens) if one == token), grid)
-
-    def _process(self, picture: Image.Image) -> dict[str, Any]:
-        return dict(self._processor(text=[self.placeholder], images=[picture]))
 
     def _text(self, ids: list[int]) -> str:
         """Returns the text of the ids, without the tokens that the tokenizer puts around every text."""

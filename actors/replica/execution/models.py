@@ -66,7 +66,7 @@ package is missing."""
 class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
     `pool` has the sealed blocks of all its rows, None if nothing is sealed; `way` says how decode steps read them;
-    `vision` encodes pictures, None for a model of text; `hidden` computes hidden states, or is why nothing does, and
+    `vision` encodes pictures, None for a model of text, or of one that could see but does not, and `blind` is why; `hidden` computes hidden states, or is why nothing does, and
     `sentences` says what becomes of them."""
 
     model: Any
@@ -81,6 +81,7 @@ class LoadedModel:
     pool: BlockPool | None = None
     way: DecodeWay = DEQUANTIZED
     vision: Vision | None = None
+    blind: str = ""
     hidden: HiddenStates | str = "its hidden states were not looked for"
     sentences: SentenceModules = field(default_factory=SentenceModules)
 

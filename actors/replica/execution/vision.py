@@ -201,6 +201,24 @@ class Vision:
         # The next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
         self._evaluate_modules()
+        self._modules = [(module, dict(module), dict(vars(module))) for module in model.modules()]
+
+    @property
+    def model(self) -> Any:
+        """The model as mlx-vlm loads it."""
+        return self._model
+
+    @property
+    def processor(self) -> PictureProcessor:
+        return self._processor
+
+    def forget(self) -> None:
+        """Takes back all that modules of the model noted since it was loaded, such as the positions of a prompt."""
+        for module, items, attributes in self._modules:
+            dict.clear(module)
+            dict.update(module, items)
+            vars(module).clear()
+            vars(module).update(attributes)
 
     def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[ImageEmbeddings]:
         """Encodes pictures of one layout and size, in one call if the model then gives each the same as alone.
@@ -255,6 +273,8 @@ class Vision:
         unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
         if unknown:
             raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
+        if (count := made["inputs_embeds"].shape[1]) != ids.shape[1]:
+            raise ValueError(f"the encoder makes {count} embeddings of a picture that has {ids.shape[1]} tokens")
         places = mx.array(sorted(span.places))
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
