@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from ...cluster.errors import ModelLoadError
 
 _HEADER_BYTES_MAX = 100 * 2**20
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_OF_PICTURES = re.compile(r"(^|[._])(vision|visual|image|img|vit|vpm|patch|moon)")
+"""In the names of tensors of encoders and projectors of pictures."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,12 @@ def read_weight_file(path: Path) -> WeightFile:
     if end > present:
         raise ModelLoadError(f"{path} is cut off: it has {present} of its {end} bytes of weights; download it again")
     return WeightFile(path, header, tensors, size)
+
+
+def has_picture_encoder(files: Iterable[WeightFile]) -> bool:
+    """Returns whether some of the tensors are of an encoder of pictures. A conversion of a vision model's language part
+    has none, whatever its config says."""
+    return any(_OF_PICTURES.search(name) for file in files for name in file.tensors)
 
 
 def bytes_in_memory(files: Iterable[WeightFile], float_bytes: int | None) -> int:

@@ -101,6 +101,15 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
         ModelLoadError: it cannot be served rightly; the message says what is wrong.
     """
     source = model.source
+    proven = _prove(loaded, model, progress, known)
+    blind = proven.loaded.blind
+    if blind and not loaded.blind:
+        logger.warning("%s is served for text alone: %s", source, blind)
+    return replace(proven, notes=[*proven.notes, f"it takes no pictures: {blind}"]) if blind else proven
+
+
+def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None) -> Proven:
+    source = model.source
     if not model.trial:
         note = "it was not tried (trial: false), so nobody knows whether it is right in company and from memory"
         logger.warning("%s: %s", source, note)
