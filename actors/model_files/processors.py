@@ -23,7 +23,10 @@ from PIL import Image
 
 from ..protocol.media_ids import is_of_video
 from .foreign_code import own_code_only, refuse_processor_code
+from .source import WEIGHTS, first_sentence
+from .weights import has_picture_encoder, read_weight_file
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 LAYOUTS_KEPT = 256
 CLOCK_HZ = 1000.0
 """Ticks per second of the clock in which a processor gets the times of frames."""
@@ -32,6 +35,7 @@ _MARK = "satchel-picture"
 _TRIED = (224, 224)
 _NOT_FOR_THE_MODEL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TOKEN_NAMES = ("image_token_index", "image_token_id")
+_PIXELS = "pixel_values"
 _PIXELS_MAX = 10**12
 
 
@@ -71,16 +75,39 @@ class VideoLayout:
     height: int
 
 
-def sees(folder: Path) -> bool:
-    """Returns whether the model in `folder` takes pictures and mlx-vlm knows it."""
+def sight(folder: Path) -> tuple[bool, str]:
+    """Returns whether the model in `folder` takes pictures, and if its config says so but it does not, why not."""
     config = json.loads((folder / "config.json").read_text())
-    if not config.get("vision_config"):
-        return False
+    files = [read_weight_file(path) for path in sorted(folder.glob(WEIGHTS))]
+    if files and not has_picture_encoder(files):
+        return False, "its weights are the language part's alone" if config.get("vision_config") else ""
     # Imported only now: it takes a second.
     from mlx_vlm.utils import get_model_type
 
     kind = get_model_type(config)
-    return kind is not None and find_spec(f"mlx_vlm.models.{kind}") is not None
+    if kind is not None and find_spec(f"mlx_vlm.models.{kind}") is not None:
+        return True, ""
+    return False, f"mlx-vlm knows no models of type {kind!r}" if config.get("vision_config") else ""
+
+
+def sees(folder: Path) -> bool:
+    """Returns whether the model in `folder` takes pictures and mlx-vlm knows it."""
+    return sight(folder)[0]
+
+
+def in_words(error: BaseException, folder: Path) -> str:
+    """Returns why a processor cannot be loaded, as the end of a sentence."""
+    if isinstance(error, ImportError):
+        return f"its processor needs a package that is not installed ({error.name or first_sentence(error)})"
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return f"its folder has no processor of pictures ({' or '.join(PROCESSOR_FILES)})"
+    if isinstance(error, Unfit):
+        return str(error)
+    return f"its processor cannot be loaded ({first_sentence(error)})"
+
+
+class Unfit(ValueError):
+    """A processor that loads, but whose pictures have no place in a prompt; the message is the end of a sentence."""
 
 
 class PictureProcessor:
@@ -96,7 +123,7 @@ class PictureProcessor:
         named: token ids that the model's config or processor names as a picture's.
 
     Raises:
-        ValueError: the template writes nothing for a picture, or the prompt has no token for it.
+        Unfit: the template writes nothing for a picture, or the prompt has no token for it.
     """
 
     def __init__(self, processor: Any, named: frozenset[int]) -> None:
@@ -109,7 +136,7 @@ class PictureProcessor:
         self._making = Lock()
         self.placeholder = self._placeholder_of("image")
         if not self.placeholder.strip():
-            raise ValueError("its chat template has no place for pictures")
+            raise Unfit("its chat template has no place for pictures")
         self.token = self._read_token(named)
         self.video_placeholder, self.video_token = self._read_video()
         self._group_processor = self._any_size(processor)
@@ -120,6 +147,7 @@ class PictureProcessor:
 
         Raises:
             ModelLoadError: it needs such code.
+            Unfit: as the class.
         """
         from mlx_vlm.utils import get_model_and_args, load_image_processor, load_processor
 
@@ -130,6 +158,8 @@ class PictureProcessor:
         with own_code_only(folder.name, folder, trusted=trusted):
             processor = load_processor(folder, False, trust_remote_code=trusted)
             own = load_image_processor(folder)
+        if not hasattr(processor, "tokenizer"):
+            raise Unfit("neither mlx-vlm nor transformers knows its processor of pictures")
         if own is not None:
             processor.image_processor = own
         ids = {config.get(name) for name in _TOKEN_NAMES} | {getattr(processor, name, None) for name in _TOKEN_NAMES}
@@ -149,16 +179,11 @@ class PictureProcessor:
         shown = tuple(seconds)
         return self._kept((width, height, shown), lambda: self._video_layout(width, height, shown))
 
-    def whole(self, picture: Image.Image) -> dict[str, Any]:
-        """Returns all that the processor makes of a picture and its placeholder alone, by name: ids, pixels, and what a
-        family has besides, in the processor's shapes and dtypes."""
-        return self._process(picture)
-
     def inputs(self, frames: Sequence[Image.Image], *, video: bool) -> dict[str, Any]:
         """Returns the encoder's inputs for the frames of one span, by name: pixels, and such as grids. Their shapes and
         dtypes are the processor's."""
         if not video:
-            made = self._process(frames[0])
+            made = self.read(self.placeholder, frames)
         else:
             # The frames already have the size that the processing of the whole video gave them.
             made = dict(
@@ -167,6 +192,17 @@ class PictureProcessor:
                 )
             )
         return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
+
+    def read(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        """Returns what the processor makes of a text with placeholders and their pictures, by name: the `input_ids`,
+        the encoder's inputs, and more. Shapes and dtypes are the processor's."""
+        made = dict(self._processor(text=[text], images=list(pictures)))
+        # As mlx-vlm does.
+        return {_PIXELS if name == "images" else name: value for name, value in made.items()}
+
+    def tokens(self, text: str) -> list[int]:
+        """Returns the tokens of a text, without those that stand around every text."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _kept(self, key: Any, make: Any) -> Any:
         if (known := self._known(key)) is not None:
@@ -191,11 +227,11 @@ class PictureProcessor:
         return text.partition(_MARK)[2].partition(_MARK)[0]
 
     def _read_token(self, named: frozenset[int]) -> int:
-        made = self._process(Image.new("RGB", _TRIED))
+        made = self.read(self.placeholder, [Image.new("RGB", _TRIED)])
         candidates = named | {made[name] for name in _TOKEN_NAMES if isinstance(made.get(name), int)}
         present = {token for token in _ids(made) if token in candidates}
         if len(present) != 1:
-            raise ValueError("it is not known which of its tokens stand for a picture")
+            raise Unfit("neither its config nor its processor says which token stands for a picture")
         return present.pop()
 
     def _read_video(self) -> tuple[str, int]:
@@ -215,7 +251,7 @@ class PictureProcessor:
         return other
 
     def _layout(self, width: int, height: int) -> PictureLayout:
-        made = self._process(Image.new("RGB", (width, height)))
+        made = self.read(self.placeholder, [Image.new("RGB", (width, height))])
         ids = _ids(made)
         added = [index for index, token in enumerate(ids) if token in self._added and token not in self._edges]
         grid = made.get("image_grid_thw")
@@ -276,9 +312,6 @@ class PictureProcessor:
     @staticmethod
     def _span(tokens: list[int], token: int, grid: tuple[int, ...]) -> SpanLayout:
         return SpanLayout(tuple(tokens), frozenset(index for index, one in enumerate(tokens) if one == token), grid)
-
-    def _process(self, picture: Image.Image) -> dict[str, Any]:
-        return dict(self._processor(text=[self.placeholder], images=[picture]))
 
     def _text(self, ids: list[int]) -> str:
         """Returns the text of the ids, without the tokens that the tokenizer puts around every text."""

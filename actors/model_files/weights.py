@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from .source import INDEX, WEIGHTS, named_by_index
 
 _HEADER_BYTES_MAX = 100 * 2**20
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_OF_PICTURES = re.compile(r"(^|[._])(vision|visual|image|img|vit|vpm|patch|moon)")
+"""In the names of tensors of encoders and projectors of pictures."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,12 @@ def missing_files(folder: Path) -> list[str]:
         return []
     missing = sorted(name for name in named if not (folder / name).is_file())
     return missing if len(missing) < len(named) else []
+
+
+def has_picture_encoder(files: Iterable[WeightFile]) -> bool:
+    """Returns whether some of the tensors are of an encoder of pictures. A conversion of a vision model's language part
+    has none, whatever its config says."""
+    return any(_OF_PICTURES.search(name) for file in files for name in file.tensors)
 
 
 def bytes_in_memory(files: Iterable[WeightFile], float_bytes: int | None) -> int:

@@ -470,7 +470,8 @@ class EmbeddingInfo:
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
     alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
-    `pictures` says whether it takes pictures and videos. `notes` say in sentences what of it is not served as asked."""
+    `pictures` says whether it takes pictures and videos, and `blind` why one that could see does not. `notes` say in
+    sentences what of it is not served as asked."""
 
     replica: str
     node: str
@@ -490,6 +491,7 @@ class ModelInfo:
     created: int
     pid: int
     pictures: bool = False
+    blind: str = ""
     embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
     notes: list[str] = field(default_factory=list)
 

@@ -151,6 +151,7 @@ class ReplicaActor:
             created=int((loaded.folder / "config.json").stat().st_mtime),
             pid=os.getpid(),
             pictures=loaded.vision is not None,
+            blind=loaded.blind,
             embedding=loaded.embedding,
             notes=list(self._proven.notes) if self._proven is not None else [],
         )

@@ -13,8 +13,8 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -26,14 +26,13 @@ from ...cluster.config import Model, Scheduling
 from ...cluster.errors import ClusterError, ModelLoadError
 from ...cluster.home import write_private_json
 from ..model_files.source import Progress, first_sentence
-from ..protocol.block_ids import block_ids, digest, root_id
-from ..protocol.messages import GenerateRequest, RowUpdate, Sampling
-from .engine import Engine
+from ..protocol.block_ids import digest
+from . import picture_trial
 from .execution.agreement import MODEL_ERRORS
 from .execution.decode_ways import DEQUANTIZED, DecodeWay
-from .execution.models import PICTURES_NEED_THE_POOL, LoadedModel, resealed
-from .execution.sampling import Draw
-from .kv.device import device_bytes, device_name, on_gpu
+from .execution.models import LoadedModel, resealed
+from .forced_rows import DRAWN, Faults, ForcedRow, Logits, Scene, difference, not_finite, rounding
+from .kv.device import device_name, on_gpu
 from .kv.paged_cache import Reads
 from .kv.sealing import FULL_PRECISION, POLICIES
 
@@ -45,32 +44,17 @@ PROMPTS = (20, 262, 300)
 WINDOW_MAX, PAST_WINDOW = 1100, 40
 """The longest window that a row is made for which goes past it, and by how many tokens it does."""
 
-DRAWN = 4
-"""How many logits of every row are compared."""
-
 TURN_TOKENS = 9
 """What is new in a second turn."""
 
 MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
 """The most that follows a row's prompt."""
 
-ROUNDING, ROUNDING_16 = 2e-3, 6e-2
-"""How far a logit may be off, of the largest one, in float32 and in 16 bits, in three of four places. Sums are added in
-another order, and a router may then choose another expert."""
-
-GROSS, GROSS_16 = 5e-2, 0.5
-"""How far it may be off in the others. Sealed recurrent models reach 0.02: a state that rounds otherwise takes another
-code."""
-
 OWN = "own"
 """KV in the model's own caches, which nothing else reads."""
 
-_STEPS_MAX = 4000
-_VERSION = 2
+_VERSION = 3
 """Raised whenever the trial or what it tries changes."""
-
-Logits = dict[tuple[int, int], np.ndarray]
-"""By the row's number and how many tokens it has drawn, `(vocabulary,) float32`."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +66,7 @@ class Verdict:
         usual_way: whether decode steps may read sealed KV in the way that was found at load.
         together: whether rows may be computed in company.
         reuses: whether KV may be used again.
+        blind: why it takes no pictures, although it could; empty if it does, and of a model of text.
         refusal: why it cannot be served at all; empty if it can.
         notes: what of it is not as it was asked for, and why, a sentence each.
     """
@@ -90,6 +75,7 @@ class Verdict:
     usual_way: bool = True
     together: bool = True
     reuses: bool = True
+    blind: str = ""
     refusal: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -118,6 +104,15 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
         ModelLoadError: it cannot be served rightly; the message says what is wrong.
     """
     source = model.source
+    proven = _prove(loaded, model, progress, known)
+    blind = proven.loaded.blind
+    if blind and not loaded.blind:
+        logger.warning("%s is served for text alone: %s", source, blind)
+    return replace(proven, notes=[*proven.notes, f"it takes no pictures: {blind}"]) if blind else proven
+
+
+def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None) -> Proven:
+    source = model.source
     if not model.trial:
         note = "it was not tried (trial: false), so nobody knows whether it is right in company and from memory"
         logger.warning("%s: %s", source, note)
@@ -135,18 +130,17 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
             _write(known, key, verdict)
     if verdict.refusal:
         raise ModelLoadError(f"{source} cannot be served: {verdict.refusal}")
+    for note in verdict.notes:
+        logger.warning("%s: %s", source, note)
     if not verdict.usual_way:
         loaded = replace(loaded, way=DEQUANTIZED)
-    notes = [*verdict.notes]
     if verdict.kv:
-        seeing, loaded = loaded.vision is not None, resealed(loaded, POLICIES.get(verdict.kv))
-        if seeing and loaded.vision is None:
-            notes.append(f"it is served for text alone: {PICTURES_NEED_THE_POOL}")
+        loaded = resealed(loaded, POLICIES.get(verdict.kv))
     if not verdict.reuses:
         loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
-    for note in notes:
-        logger.warning("%s: %s", source, note)
-    return Proven(loaded, verdict.together, notes)
+    if verdict.blind:
+        loaded = replace(loaded, vision=None, blind=verdict.blind)
+    return Proven(loaded, verdict.together, verdict.notes)
 
 
 def _try(loaded: LoadedModel) -> Verdict:
@@ -157,9 +151,9 @@ def _try(loaded: LoadedModel) -> Verdict:
         own = trial.alone_with_own_caches(loaded)
     except MODEL_ERRORS as error:
         return Verdict(refusal=f"it does not go on from its own caches ({first_sentence(error)})")
-    if _not_finite(own):
+    if not_finite(own):
         return Verdict(refusal=f"in {loaded.dtype} it computes numbers that are not finite; try another `dtype`")
-    tried: list[tuple[_Variant, _Faults]] = []
+    tried: list[tuple[_Variant, Faults]] = []
     for variant in _variants(loaded):
         tried.append((variant, trial.faults(variant.of(loaded), own)))
         if not tried[-1][1]:
@@ -170,11 +164,24 @@ def _try(loaded: LoadedModel) -> Verdict:
     if faults.alone:
         return Verdict(refusal=f"with a prompt in parts {faults.alone}")
     notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
+    blind = ""
+    if loaded.vision is not None:
+        seen = picture_trial.faults(variant.of(loaded))
+        blind = seen.alone
+        if not blind:
+            faults.together, faults.again = faults.together or seen.together, faults.again or seen.again
     if faults.together:
         notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
     if faults.again:
         notes = [*notes, f"nothing is used again, every turn is computed from its beginning: {faults.again}"]
-    return Verdict(variant.kv, variant.way == loaded.way, not faults.together, not faults.again, "", notes)
+    return Verdict(
+        kv=variant.kv,
+        usual_way=variant.way == loaded.way,
+        together=not faults.together,
+        reuses=not faults.again,
+        blind=blind,
+        notes=notes,
+    )
 
 
 @dataclass(frozen=True)
@@ -202,28 +209,6 @@ def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
     yield _Variant(OWN, DEQUANTIZED, "KV is kept as computed, in the model's own way")
 
 
-@dataclass
-class _Faults:
-    """What does not hold, as the end of a sentence: of a row `alone` in the engine, of rows `together`, and of turns
-    that use KV `again`; empty where it does."""
-
-    alone: str = ""
-    together: str = ""
-    again: str = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.first)
-
-    @property
-    def first(self) -> str:
-        return self.alone or self.together or self.again
-
-    @property
-    def weight(self) -> int:
-        """How much has to be given up because of them."""
-        return 4 * bool(self.alone) + 2 * bool(self.together) + bool(self.again)
-
-
 class _Trial:
     """The rows of a trial. Their tokens are drawn from the vocabulary, always the same ones."""
 
@@ -232,39 +217,38 @@ class _Trial:
         # The first ones are often special.
         first = min(256, vocabulary // 2)
         window = max((layer.window for layer in loaded.spec.layers if layer.window <= WINDOW_MAX), default=0)
-        prompts = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
-        self._prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in prompts]
-        self._scripts = [[draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)] for prompt in self._prompts]
-        self._rounding, self._gross = (ROUNDING, GROSS) if loaded.dtype == "float32" else (ROUNDING_16, GROSS_16)
+        wanted = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
+        prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in wanted]
+        self._rows = [
+            ForcedRow([draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)], prompt) for prompt in prompts
+        ]
+        self._allowed = rounding(loaded)
 
     def alone_with_own_caches(self, loaded: LoadedModel) -> Logits:
         """What the bare model computes, as mlx-lm would: a prompt in one piece, then steps."""
         logits: Logits = {}
-        for row, (prompt, script) in self._rows():
-            caches = make_prompt_cache(loaded.model)
+        for number, row in enumerate(self._rows):
+            script, prompt, caches = row.tokens, row.prompt, make_prompt_cache(loaded.model)
             loaded.model(mx.array([script[: prompt - 1]], mx.uint32), cache=caches)
             mx.eval([cache.state for cache in caches])
             for drawn in range(DRAWN):
                 step = loaded.model(mx.array([[script[prompt - 1 + drawn]]], mx.uint32), cache=caches)[0, -1]
-                logits[(row, drawn)] = np.array(step.astype(mx.float32))
+                logits[(number, drawn)] = np.array(step.astype(mx.float32))
         return logits
 
     def in_one_piece(self, loaded: LoadedModel) -> Logits:
         """What the bare model computes without a step. Some models' windows are one longer in prompts than in steps;
         then either is right."""
         logits: Logits = {}
-        for row, (prompt, script) in self._rows():
-            given = mx.array([script[: prompt + DRAWN - 1]], mx.uint32)
-            whole = loaded.model(given, cache=make_prompt_cache(loaded.model))[0, prompt - 1 :]
-            logits |= {(row, drawn): np.array(one) for drawn, one in enumerate(whole.astype(mx.float32))}
+        for number, row in enumerate(self._rows):
+            given = mx.array([row.tokens[: row.prompt + DRAWN - 1]], mx.uint32)
+            whole = loaded.model(given, cache=make_prompt_cache(loaded.model))[0, row.prompt - 1 :]
+            logits |= {(number, drawn): np.array(one) for drawn, one in enumerate(whole.astype(mx.float32))}
         return logits
 
-    def _rows(self) -> Iterable[tuple[int, tuple[int, list[int]]]]:
-        return enumerate(zip(self._prompts, self._scripts, strict=True))
-
-    def faults(self, loaded: LoadedModel, own: Logits) -> _Faults:
+    def faults(self, loaded: LoadedModel, own: Logits) -> Faults:
         """What does not hold of a model in an engine."""
-        found, policy = _Faults(), loaded.spec.policy
+        found, policy = Faults(), loaded.spec.policy
         alone, wrong = self._alone(loaded)
         plain = alone
         if policy is not None and policy.quantizes and not wrong:
@@ -275,7 +259,7 @@ class _Trial:
             found.alone = ""
         if found.alone:
             return found
-        *short, long = range(len(self._prompts))
+        *short, long = range(len(self._rows))
         with self._scene(loaded) as scene:
             scene.run([long], short)
             found.together = scene.failure or self._difference(alone, scene.noted)
@@ -294,161 +278,15 @@ class _Trial:
     def _alone(self, loaded: LoadedModel) -> tuple[Logits, str]:
         """Returns what an engine computes of every row alone, and what is wrong of it."""
         with self._scene(loaded) as scene:
-            for row in range(len(self._prompts)):
+            for row in range(len(self._rows)):
                 scene.run([row])
-        return scene.noted, scene.failure or _not_finite(scene.noted)
+        return scene.noted, scene.failure or not_finite(scene.noted)
 
-    def _scene(self, loaded: LoadedModel) -> _Scene:
-        return _Scene(loaded, self._prompts, self._scripts)
+    def _scene(self, loaded: LoadedModel) -> Scene:
+        return Scene(loaded, self._rows)
 
     def _difference(self, expected: Logits, got: Logits) -> str:
-        """How logits differ more than rounding explains; empty if they do not."""
-        if missing := _not_finite(got) or ("" if expected.keys() <= got.keys() else "it ends too soon"):
-            return missing
-        off = [float(np.abs(got[place] - one).max() / np.abs(one).max()) for place, one in expected.items()]
-        wrong = max(off) > self._gross or 4 * sum(one > self._rounding for one in off) > len(off)
-        return f"it computes something else, off by {max(off):.2g} of its logits" if wrong else ""
-
-
-def _not_finite(logits: Logits) -> str:
-    finite = all(np.isfinite(values).all() for values in logits.values())
-    return "" if finite else "it computes numbers that are not finite"
-
-
-class _Forced:
-    """In place of a batch's sampler: gives every row the next token of its script, and notes its logits."""
-
-    def __init__(self, scripts: Sequence[Sequence[int]], noted: Logits) -> None:
-        self._scripts = scripts
-        self._noted = noted
-        self._rows: list[tuple[int, int, int]] = []
-
-    def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        self._rows.append((sampling.seed, len(prompt), len(generated)))
-
-    def keep(self, indices: Sequence[int]) -> None:
-        self._rows = [self._rows[index] for index in indices]
-
-    def __call__(self, logits: mx.array, masks: object) -> Draw:
-        values, tokens = np.array(logits.astype(mx.float32)), []
-        for place, (row, prompt, drawn) in enumerate(self._rows):
-            script = self._scripts[row]
-            self._noted.setdefault((row, drawn), values[place])
-            tokens.append(script[min(prompt + drawn, len(script) - 1)])
-            self._rows[place] = (row, prompt, drawn + 1)
-        return Draw(mx.array(tokens, mx.uint32), mx.ones((len(tokens),), mx.bool_))
-
-
-class _Scene:
-    """An engine of its own whose rows are forced. What its model raises is heard, not logged.
-
-    Attributes:
-        noted: the logits of its rows.
-        failure: what went wrong, as the end of a sentence; empty if nothing did.
-    """
-
-    def __init__(self, loaded: LoadedModel, prompts: Sequence[int], scripts: Sequence[Sequence[int]]) -> None:
-        self.noted: Logits = {}
-        self._ends: dict[str, str] = {}
-        self._heard: list[BaseException] = []
-        self._prompts = prompts
-        self._scripts = scripts
-        self._runs = 0
-        self._root = root_id(loaded.model_id, "trial")
-        memory_bytes = device_bytes(free=True)
-        self._engine = engine = Engine(loaded, Scheduling(rows_max=8), memory_bytes, self._take)
-        engine.executor.make_sampler = lambda: _Forced(scripts, self.noted)
-        engine.executor.clear_batch()
-
-    def __enter__(self) -> _Scene:
-        self._listening = _listening(self._heard)
-        self._listening.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._engine.prefixes.clear()
-            self._engine.executor.clear_batch()
-            self._engine.executor.give_back(0)
-        finally:
-            self._listening.__exit__(None, None, None)
-
-    @property
-    def failure(self) -> str:
-        if self._heard:
-            return f"it fails ({first_sentence(self._heard[0])})"
-        wrong = {end for end in self._ends.values() if end != "length"}
-        return f"its rows end with {min(wrong)}" if wrong else ""
-
-    def run(self, rows: Sequence[int], later: Sequence[int] = (), *, more: int = 0) -> None:
-        """Runs rows to their ends; some of them join `later`, when the others have drawn a token.
-
-        Args:
-            more: how many tokens after its prompt belong to it too.
-        """
-        self._runs += 1
-        waiting = [self._request(row, more) for row in later]
-        for row in rows:
-            self._submit(self._request(row, more))
-        for _ in range(_STEPS_MAX):
-            busy = self._engine.step()
-            if waiting and (self.noted or not busy):
-                for request in waiting:
-                    self._submit(request)
-                waiting = []
-            elif not busy:
-                return
-        self._ends["all"] = "no end"
-
-    def _request(self, row: int, more: int) -> GenerateRequest:
-        prompt = list(self._scripts[row][: self._prompts[row] + more])
-        return GenerateRequest(
-            request_id=f"{self._runs}/{row}",
-            consumer="trial",
-            model="",
-            agent="",
-            prompt=prompt,
-            block_ids=block_ids(self._root, prompt),
-            root_id=self._root,
-            sampling=Sampling(temperature=0.0, max_tokens=DRAWN, seed=row, ignore_eos=True),
-        )
-
-    def _submit(self, request: GenerateRequest) -> None:
-        def reply(refusal: Exception | None) -> None:
-            if refusal is not None:
-                self._heard.append(refusal)
-
-        self._engine.submit(request, reply)
-
-    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
-        for one in updates.get("trial", []):
-            if one.finish is not None:
-                said = (one.error or {}).get("message")
-                self._ends[one.request_id] = f"{one.finish} ({said})" if said else one.finish
-
-
-@contextmanager
-def _listening(heard: list[BaseException]) -> Iterator[None]:
-    """Takes what is logged as an exception of the replica's own modules; everything else goes on to the log."""
-    ours = logging.getLogger(__package__)
-
-    class Listener(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            if record.exc_info and record.exc_info[1] is not None:
-                heard.append(record.exc_info[1])
-                return False
-            return True
-
-    # Filters of a logger see only what is logged on it, so those of its modules' get it too.
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(f"{__package__}.")]
-    listener, loggers = Listener(), [ours, *map(logging.getLogger, names)]
-    for one in loggers:
-        one.addFilter(listener)
-    try:
-        yield
-    finally:
-        for one in loggers:
-            one.removeFilter(listener)
+        return difference(expected, got, self._allowed)
 
 
 def _read(path: Path | None) -> dict[str, Verdict]:

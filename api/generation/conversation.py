@@ -28,12 +28,15 @@ def sources_in(messages: Sequence[Message]) -> list[PictureSource | VideoSource]
     return sources
 
 
-def with_shown(messages: Sequence[Message], media: Iterator[list[dict[str, str]]] | None) -> list[Message]:
+def with_shown(
+    messages: Sequence[Message], media: Iterator[list[dict[str, str]]] | None, blind: str = ""
+) -> list[Message]:
     """Returns the messages with their media as a chat template takes them.
 
     Args:
         media: for each picture or video, in order, the parts that the template is given. None if the model takes no
             media.
+        blind: why a model that could see takes none; empty for others.
 
     Raises:
         InvalidRequest: the model takes no media, or an assistant's message has some; `param` is the place.
@@ -50,7 +53,7 @@ def with_shown(messages: Sequence[Message], media: Iterator[list[dict[str, str]]
                 elif taken is None:
                     # A source knows where the caller wrote it; messages may be split and joined before they come here.
                     known = part.where if isinstance(part, PictureSource | VideoSource) else ""
-                    raise _refused(part, known or f"messages[{index}].content[{place}]", media is not None)
+                    raise _refused(part, known or f"messages[{index}].content[{place}]", media is not None, blind)
                 else:
                     parts += next(taken)
             message: Message = {**message, "content": parts}
@@ -58,12 +61,12 @@ def with_shown(messages: Sequence[Message], media: Iterator[list[dict[str, str]]
     return shown
 
 
-def _refused(part: Any, where: str, has_media: bool) -> InvalidRequest:
+def _refused(part: Any, where: str, has_media: bool, blind: str) -> InvalidRequest:
     if has_media:
         why = "pictures and videos go into system, developer, user and tool messages only"
     else:
         is_video = isinstance(part, VideoSource) or (isinstance(part, dict) and part["type"] == "video")
-        why = f"this model takes no {'video' if is_video else 'images'}"
+        why = f"this model takes no {'video' if is_video else 'images'}{blind and f': {blind}'}"
     return InvalidRequest(f"{where}: {why}", param=where)
 
 

@@ -279,7 +279,7 @@ def prepare_chat(
         InvalidRequest: the model takes no media or tools, or its template refuses the messages.
         ContextLengthExceeded: they do not fit.
     """
-    past, pictures = past or Past(), text.pictures
+    past, pictures = past or Past(), _pictures(text, model)
     if request.truncate_prompt_tokens is not None and (request.agent or media):
         message = "truncate_prompt_tokens: not possible with an agent's memory, or with pictures"
         raise InvalidRequest(message, param="truncate_prompt_tokens")
@@ -406,11 +406,11 @@ def _render(
     *,
     reply: bool,
 ) -> _Conversation:
-    pictures = text.pictures
-    messages = _with_shown(request.messages, media, pictures)
+    pictures = _pictures(text, model)
+    messages = _with_shown(request.messages, media, pictures, model.blind)
     if request.agent_continue and (before := past.messages or request.opening):
         earlier_media = media_said(before)
-        messages = [*_with_shown(before, earlier_media, pictures), *messages]
+        messages = [*_with_shown(before, earlier_media, pictures, model.blind), *messages]
         media = [*earlier_media, *media]
     tools = list(request.tools) if request.tool_use.shown else []
     if tools and not text.has_tool_calls:
@@ -435,11 +435,15 @@ def _render(
     return _Conversation(rendered if placed is None else placed.text, messages, tools, shown, placed)
 
 
+def _pictures(text: TextModel, model: ServedModel) -> PictureProcessor | None:
+    return None if model.blind else text.pictures
+
+
 def _with_shown(
-    messages: Sequence[Message], media: Sequence[Medium], pictures: PictureProcessor | None
+    messages: Sequence[Message], media: Sequence[Medium], pictures: PictureProcessor | None, blind: str
 ) -> list[Message]:
     if pictures is None:
-        return with_shown(messages, None)
+        return with_shown(messages, None, blind)
     return with_shown(messages, iter([[one.part for one in medium.shown(pictures)] for medium in media]))
 
 

@@ -147,6 +147,7 @@ def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
         files_id=info.files_id,
         trust_remote_code=info.trust_remote_code,
         pictures=info.pictures,
+        blind=info.blind,
         template_kwargs=entry.model.template_kwargs,
         embedding=info.embedding,
         notes=tuple(info.notes),

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ...actors.model_files.end_tokens import read_end_tokens
 from ...actors.model_files.foreign_code import own_code_only
 from ...actors.model_files.infill import infill_marks
-from ...actors.model_files.processors import PictureProcessor, sees
+from ...actors.model_files.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
@@ -540,7 +540,7 @@ def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:
         return PictureProcessor.load(path, trusted=trusted)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError) as error:
         # The replica then serves the model for text only, and reports that.
-        logger.warning("%s takes no pictures here: %s", path.name, error)
+        logger.warning("%s takes no pictures here: %s", path.name, in_words(error, path))
         return None
 
 

@@ -191,7 +191,7 @@ class Generator:
             Unavailable: the model has not been loaded yet.
         """
         model, text = await self._chosen(request)
-        media = await self._media(request) if text.pictures is not None else []
+        media = await self._media(request, model, text)
         return await asyncio.to_thread(count_prompt, text, model, request.of(model), media)
 
     async def tokenize(
@@ -214,7 +214,7 @@ class Generator:
         """
         model, text = await self._chosen(request)
         if isinstance(request, ChatRequest):
-            media = await self._media(request) if text.pictures is not None else []
+            media = await self._media(request, model, text)
             tokens = await asyncio.to_thread(
                 prompt_tokens, text, model, request.of(model), media, reply=reply, special_tokens=special_tokens
             )
@@ -287,7 +287,7 @@ class Generator:
             raise InvalidRequest("agent_continue: this endpoint keeps no agents' memory", param="agent_continue")
         model, text = await self._chosen(request)
         request = request.of(model)
-        media = await self._media(request) if text.pictures is not None else []
+        media = await self._media(request, model, text)
         turn, past = None, None
         if agent and self.memory is not None:
             turn = Turn(
@@ -364,8 +364,10 @@ class Generator:
         names = frozenset(tool["function"]["name"] for tool in tools)
         return reader_of(known, text.tool_call_start, text.tool_call_end, names)
 
-    async def _media(self, request: ChatRequest) -> list[Medium]:
-        """Returns the pictures and videos of a request, in order."""
+    async def _media(self, request: ChatRequest, model: ServedModel, text: TextModel) -> list[Medium]:
+        """Returns the pictures and videos of a request, in order; none for a model that takes none."""
+        if text.pictures is None or model.blind:
+            return []
         # In a thread, because there may be thousands of parts.
         sources = await asyncio.to_thread(sources_in, request.messages)
         if not sources:

@@ -60,7 +60,7 @@ def _find(model: Any, processor: PictureProcessor, language: Any) -> BothWays:
     text = _Prompt(model, language, [*_BEHIND], {})
     if text.sees(0, len(_BEHIND) - 1):
         return BothWays.TEXTS
-    made = processor.whole(Image.new("RGB", (SIDE, SIDE)))
+    made = processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
     own = np.array(made.pop("input_ids")).reshape(-1).tolist()
     given = {name: _as_long(value, len(own)) for name, value in made.items() if name != "attention_mask"}
     prompt = _Prompt(model, language, [*own, *_BEHIND], given)

@@ -20,7 +20,7 @@ from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import read_end_tokens
 from ...model_files.foreign_code import own_code_only, refuse_model_file
-from ...model_files.processors import PictureProcessor, sees
+from ...model_files.processors import PictureProcessor, in_words, sight
 from ...model_files.sentence_modules import SentenceModules, read_sentence_modules
 from ...model_files.source import (
     ADAPTER_CONFIG,
@@ -68,8 +68,8 @@ package is missing."""
 class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
     `pool` has the sealed blocks of all its rows, None if nothing is sealed; `way` says how decode steps read them;
-    `vision` encodes pictures, None for a model of text; `hidden` computes hidden states, or is why nothing does, and
-    `sentences` says what becomes of them."""
+    `vision` encodes pictures, None for a model of text; `blind` is why one that could see does not, empty for others;
+    `hidden` computes hidden states, or is why nothing does, and `sentences` says what becomes of them."""
 
     model: Any
     folder: Path
@@ -83,6 +83,7 @@ class LoadedModel:
     pool: BlockPool | None = None
     way: DecodeWay = DEQUANTIZED
     vision: Vision | None = None
+    blind: str = ""
     hidden: HiddenStates | str = "its hidden states were not looked for"
     sentences: SentenceModules = field(default_factory=SentenceModules)
 
@@ -164,56 +165,31 @@ def load(
     # Before loading, which then reads the files from the system's cache if memory allows.
     paths = files_of(folder, adapter_folder)
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
-    try:
-        seeing = sees(folder)
-        if seeing:
-            whole, config = vision.load_weights(folder, trusted=trust_remote_code)
-        else:
-            whole, config = mlx_lm_load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
-        called: Any = LanguagePart(whole) if seeing else whole
-        model: Any = FlatCaches.of(called)
-        if adapter_folder is not None:
-            if seeing:
-                raise ModelLoadError(f"{source} takes pictures: adapters are only served on models of text")
-            _add_adapter(whole, adapter_folder)
-        kept = prepare_weights(whole, chosen, weights, lambda fraction: progress(what, fraction))
-        language: Any = whole.language_model if seeing else whole
-        # A CPU computes as long as it takes, however many products there are.
-        products = joined.join(language, model) if on_gpu() else 0
-        if numerics == "fast":
-            few_rows_trial.install(language)
-        caches = make_prompt_cache(model)
-        logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
-        mx.eval(logits, [cache.state for cache in caches])
-        spec = read_spec(caches, 2, POLICIES[kv])
-    except ModelLoadError:
-        raise
-    except _LOAD_ERRORS as error:
-        why = first_sentence(error)
-        if missing := missing_files(folder):
-            why = f"its index names {missing[0]}, which is not in {folder} ({why}); download it again"
-        raise ModelLoadError(f"{source} cannot be loaded: {why}") from error
+    how = _How(source, folder, adapter_folder, chosen, weights, kv, numerics, trust_remote_code, what, progress)
+    running, blind = _started(how)
+    whole, model, spec, logits, seeing = running.whole, running.model, running.spec, running.logits, running.seeing
     way = DEQUANTIZED
-    fit_masks(language, model)
+    fit_masks(running.language, model)
     if spec.policy is not None:
         spec = with_windows(model, replace(spec, shares=shares_kv(model, spec)))
         way = decode_ways.fastest(model, spec) if attention.install(whole) and numerics == "fast" else way
     elif kv != FULL_PRECISION:
         logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
-    context = context_length(config, getattr(whole, "args", None))
+    context = context_length(running.config, getattr(whole, "args", None))
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
     used = str(logits.dtype).removeprefix("mlx.core.")
-    whole_vision = _vision(source, folder, whole, numerics=numerics, trusted=trust_remote_code) if seeing else None
-    seen = _seen_with(whole_vision, spec)
-    if seen is not whole_vision:
-        logger.warning("%s is served for text alone: %s", source, PICTURES_NEED_THE_POOL)
+    seen = None
+    if seeing:
+        seen, blind = _vision(source, folder, whole, spec, numerics=numerics, trusted=trust_remote_code)
+    if blind:
+        logger.warning("%s is served for text alone: %s", source, blind)
     check_unchanged(digested, paths)
     identity = Identity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files),
         computing=computing(
             dtype=used if chosen is not None else f"{used}, own",
-            weights=f"{kept}, joined" if products else kept,
+            weights=f"{running.kept}, joined" if running.products else running.kept,
             kv=_format(spec),
             numerics=numerics,
             seeing=seeing,
@@ -229,17 +205,107 @@ def load(
         vocabulary_size=int(logits.shape[-1]),
         eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
         dtype=used,
-        weights=kept,
+        weights=running.kept,
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
         vision=seen,
-        hidden=_hidden(called, int(logits.shape[-1])),
+        blind=blind,
+        hidden=_hidden(running.called, int(logits.shape[-1])),
         sentences=read_sentence_modules(folder),
     )
     if on_cuda() if warm is None else warm:
         progress(f"warming up {source}", None)
         meet_usual(loaded)
     return loaded
+
+
+@dataclass(frozen=True)
+class _How:
+    """How a model is started: as `load` is asked to."""
+
+    source: str
+    folder: Path
+    adapter: Path | None
+    dtype: mx.Dtype | None
+    weights: str
+    kv: str
+    numerics: str
+    trusted: bool
+    what: str
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A model that has computed two tokens: as a library loads it (`whole`), as it is `called` with a flat list of
+    caches or not (`model`), its `language` part, and what `load` makes of it."""
+
+    seeing: bool
+    whole: Any
+    config: dict[str, Any]
+    called: Any
+    model: Any
+    language: Any
+    kept: str
+    products: int
+    logits: mx.array
+    spec: ModelCacheSpec
+
+
+def _started(how: _How) -> tuple[_Running, str]:
+    """Starts a model: one that sees with mlx-vlm, and if that fails, or for text, with mlx-lm.
+
+    Returns:
+        The model, and if it could see but is of text now, why.
+
+    Raises:
+        ModelLoadError: it cannot be loaded.
+    """
+    seeing, blind = sight(how.folder)
+    try:
+        if not seeing:
+            return _start(how, seeing=False), blind
+        try:
+            return _start(how, seeing=True), ""
+        except ModelLoadError:
+            raise
+        except _LOAD_ERRORS as error:
+            reason = error
+        try:
+            return _start(how, seeing=False), f"with pictures it cannot be loaded ({first_sentence(reason)})"
+        except _LOAD_ERRORS:
+            raise reason from None
+    except ModelLoadError:
+        raise
+    except _LOAD_ERRORS as error:
+        why = first_sentence(error)
+        if missing := missing_files(how.folder):
+            why = f"its index names {missing[0]}, which is not in {how.folder} ({why}); download it again"
+        raise ModelLoadError(f"{how.source} cannot be loaded: {why}") from error
+
+
+def _start(how: _How, *, seeing: bool) -> _Running:
+    if seeing:
+        whole, config = vision.load_weights(how.folder, trusted=how.trusted)
+    else:
+        whole, config = mlx_lm_load_model(how.folder, lazy=True, trust_remote_code=how.trusted)
+    called: Any = LanguagePart(whole) if seeing else whole
+    model: Any = FlatCaches.of(called)
+    if how.adapter is not None:
+        if seeing:
+            raise ModelLoadError(f"{how.source} takes pictures: adapters are only served on models of text")
+        _add_adapter(whole, how.adapter)
+    kept = prepare_weights(whole, how.dtype, how.weights, lambda fraction: how.progress(how.what, fraction))
+    language: Any = whole.language_model if seeing else whole
+    # A CPU computes as long as it takes, however many products there are.
+    products = joined.join(language, model) if on_gpu() else 0
+    if how.numerics == "fast":
+        few_rows_trial.install(language)
+    caches = make_prompt_cache(model)
+    logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
+    mx.eval(logits, [cache.state for cache in caches])
+    spec = read_spec(caches, 2, POLICIES[how.kv])
+    return _Running(seeing, whole, config, called, model, language, kept, products, logits, spec)
 
 
 def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
@@ -249,31 +315,37 @@ def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
     mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
     spec = with_windows(loaded.model, replace(read_spec(caches, 2, policy), shares=loaded.spec.shares))
     identity = replace(loaded.identity, computing={**loaded.identity.computing, "kv": _format(spec)})
-    seen = _seen_with(loaded.vision, spec)
-    return replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity, vision=seen)
+    resealed = replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
+    if loaded.vision is None:
+        return resealed
+    seen, blind = _seen_with(loaded.vision, spec)
+    return replace(resealed, vision=seen, blind=blind)
 
 
-def _seen_with(seen: Vision | None, spec: ModelCacheSpec) -> Vision | None:
-    """Returns a model's vision if its caches can do what that needs, else None: only the pool's make masks by which a
-    picture's tokens attend to each other."""
-    return None if seen is not None and seen.both_ways and spec.policy is None else seen
+def _seen_with(seen: Vision, spec: ModelCacheSpec) -> tuple[Vision | None, str]:
+    """Returns a model's vision if its caches can do what that needs, else why not: only the pool's make masks by which
+    a picture's tokens attend to each other."""
+    return (None, PICTURES_NEED_THE_POOL) if seen.both_ways and spec.policy is None else (seen, "")
 
 
 def _format(spec: ModelCacheSpec) -> str:
     return spec.policy.format if spec.policy else f"{FULL_PRECISION}.1"
 
 
-def _vision(source: str, folder: Path, model: Any, *, numerics: str, trusted: bool) -> Vision | None:
+def _vision(
+    source: str, folder: Path, model: Any, spec: ModelCacheSpec, *, numerics: str, trusted: bool
+) -> tuple[Vision | None, str]:
+    """Returns a model's encoder of pictures, or why there is none."""
     try:
-        return Vision(model, PictureProcessor.load(folder, trusted=trusted), together=numerics == "fast")
+        seen = Vision(model, PictureProcessor.load(folder, trusted=trusted), together=numerics == "fast")
+        return _seen_with(seen, spec)
     except NotLeftToRightError as error:
         raise ModelLoadError(f"{source} cannot be served: {error}") from error
     except ModelLoadError:
         # It would run code that nobody trusts.
         raise
     except _LOAD_ERRORS as error:
-        logger.warning("%s is served for text alone: %s", source, first_sentence(error))
-        return None
+        return None, in_words(error, folder)
 
 
 def _refuse_encoders(source: str, kind: str) -> None:

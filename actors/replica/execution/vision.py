@@ -269,9 +269,27 @@ class Vision:
             raise ValueError("more tokens than a picture's own attend to later ones, which cannot be computed in parts")
         self.both_ways = ahead is BothWays.PICTURES
         # Of the prompt's first chunk alone: behind it such models count by themselves.
-        example = {} if self._axes else processor.whole(Image.new("RGB", (SIDE, SIDE)))
+        example = {} if self._axes else processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
         self._own_positions = _axes_in(example)
         self._evaluate_modules()
+        self._modules = [(module, dict(module), dict(vars(module))) for module in self._model.modules()]
+
+    @property
+    def model(self) -> Any:
+        """The model as mlx-vlm loads it."""
+        return self._model
+
+    @property
+    def processor(self) -> PictureProcessor:
+        return self._processor
+
+    def forget(self) -> None:
+        """Takes back all that modules of the model noted since it was loaded, such as the positions of a prompt."""
+        for module, items, attributes in self._modules:
+            dict.clear(module)
+            dict.update(module, items)
+            vars(module).clear()
+            vars(module).update(attributes)
 
     def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[ImageEmbeddings]:
         """Encodes pictures of one layout and size, in one call if the model then gives each the same as alone.
@@ -330,6 +348,8 @@ class Vision:
             of_text = self._model.get_input_embeddings(ids, None).per_layer_inputs
             if of_text is None or not mx.array_equal(of_layers, of_text):
                 raise ValueError("inputs of its layers depend on the picture")
+        if (count := made["inputs_embeds"].shape[1]) != ids.shape[1]:
+            raise ValueError(f"the encoder makes {count} embeddings of a picture that has {ids.shape[1]} tokens")
         places = mx.array(sorted(span.places))
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
@@ -351,7 +371,7 @@ class Vision:
 
     def _positions_in(self, span: SpanLayout, picture: Image.Image) -> mx.array:
         """Returns `ImageEmbeddings.positions`, from those that the processor gives for the picture alone."""
-        made = self._processor.whole(picture)
+        made = self._processor.read(self._processor.placeholder, [picture])
         ids, tokens = np.array(made["input_ids"]).reshape(-1).tolist(), [*span.tokens]
         start = next(at for at in range(len(ids)) if ids[at : at + len(tokens)] == tokens)
         given = np.array(made["position_ids"])[0, :, start : start + len(tokens)].astype(np.int32)

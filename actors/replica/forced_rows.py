@@ -1,0 +1,269 @@
+"""An engine of its own whose rows are forced along given tokens, and their logits: how a trial at load sees what an
+engine makes of a model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+import mlx.core as mx
+import numpy as np
+from PIL import Image
+
+from ...cluster.config import Scheduling
+from ..model_files.processors import SpanLayout
+from ..model_files.source import first_sentence
+from ..protocol.block_ids import block_ids, root_id
+from ..protocol.media_ids import media_key, media_tokens, picture_hash
+from ..protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from .engine import Engine
+from .execution.models import LoadedModel
+from .execution.sampling import Draw
+from .kv.device import device_bytes
+
+DRAWN = 4
+"""How many logits of every row are compared."""
+
+ROUNDING, ROUNDING_16 = 2e-3, 6e-2
+"""How far a logit may be off, of the largest one, in float32 and in 16 bits, in three of four places. Sums are added in
+another order, and a router may then choose another expert."""
+
+GROSS, GROSS_16 = 5e-2, 0.5
+"""How far it may be off in the others. Sealed recurrent models reach 0.02: a state that rounds otherwise takes another
+code."""
+
+_STEPS_MAX = 4000
+_ENCODES_S = 300.0
+"""How long pictures may take."""
+
+Logits = dict[tuple[int, int], np.ndarray]
+"""By the row's number and how many tokens it has drawn, `(vocabulary,) float32`."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture of a row: the first token of its span, the span, and the picture."""
+
+    start: int
+    span: SpanLayout
+    picture: Image.Image
+
+
+@dataclass(frozen=True)
+class ForcedRow:
+    """A row: the tokens that the model gets, of which the first `prompt` are its prompt, and its pictures in order."""
+
+    tokens: Sequence[int]
+    prompt: int
+    pictures: Sequence[Shown] = ()
+
+    def request(self, name: str, number: int, root: bytes, more: int) -> GenerateRequest:
+        """Returns a request for the row.
+
+        Args:
+            number: of the row.
+            root: the parent of its first block.
+            more: how many tokens after its prompt belong to it too.
+        """
+        prompt, media = list(self.tokens[: self.prompt + more]), []
+        for shown in self.pictures:
+            picture, span = shown.picture, shown.span
+            pixels = picture.tobytes()
+            key = media_key([picture_hash(picture.width, picture.height, pixels)])
+            ids = iter(media_tokens(key, len(span.places)))
+            for place in sorted(span.places):
+                prompt[shown.start + place] = next(ids)
+            grid, tokens = list(span.grid), list(span.tokens)
+            media.append(MediaSpan(shown.start, tokens, key, grid, picture.width, picture.height, [pixels]))
+        return GenerateRequest(
+            request_id=name,
+            consumer="trial",
+            model="",
+            agent="",
+            prompt=prompt,
+            block_ids=block_ids(root, prompt),
+            root_id=root,
+            sampling=Sampling(temperature=0.0, max_tokens=DRAWN, seed=number, ignore_eos=True),
+            media=media,
+        )
+
+
+@dataclass
+class Faults:
+    """What does not hold, as the end of a sentence: of a row `alone` in the engine, of rows `together`, and of turns
+    that use KV `again`; empty where it does."""
+
+    alone: str = ""
+    together: str = ""
+    again: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.first)
+
+    @property
+    def first(self) -> str:
+        return self.alone or self.together or self.again
+
+    @property
+    def weight(self) -> int:
+        """How much has to be given up because of them."""
+        return 4 * bool(self.alone) + 2 * bool(self.together) + bool(self.again)
+
+
+def rounding(loaded: LoadedModel) -> tuple[float, float]:
+    """Returns how far logits of the model may be off: in three of four places, and in the others."""
+    return (ROUNDING, GROSS) if loaded.dtype == "float32" else (ROUNDING_16, GROSS_16)
+
+
+def difference(expected: Logits, got: Logits, allowed: tuple[float, float]) -> str:
+    """Says how logits differ more than is `allowed` (from `rounding`), as the end of a sentence; empty if they do
+    not."""
+    if missing := not_finite(got) or ("" if expected.keys() <= got.keys() else "it ends too soon"):
+        return missing
+    off = [float(np.abs(got[place] - one).max() / np.abs(one).max()) for place, one in expected.items()]
+    usual, gross = allowed
+    wrong = max(off) > gross or 4 * sum(one > usual for one in off) > len(off)
+    return f"it computes something else, off by {max(off):.2g} of its logits" if wrong else ""
+
+
+def not_finite(logits: Logits) -> str:
+    """Says that logits are not finite, as the end of a sentence; empty if they are."""
+    finite = all(np.isfinite(values).all() for values in logits.values())
+    return "" if finite else "it computes numbers that are not finite"
+
+
+class _Forced:
+    """In place of a batch's sampler: gives every row the next token of its script, and notes its logits."""
+
+    def __init__(self, scripts: Sequence[ForcedRow], noted: Logits) -> None:
+        self._scripts = scripts
+        self._noted = noted
+        self._rows: list[tuple[int, int, int]] = []
+
+    def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        self._rows.append((sampling.seed, len(prompt), len(generated)))
+
+    def keep(self, indices: Sequence[int]) -> None:
+        self._rows = [self._rows[index] for index in indices]
+
+    def __call__(self, logits: mx.array, masks: object) -> Draw:
+        values, tokens = np.array(logits.astype(mx.float32)), []
+        for place, (row, prompt, drawn) in enumerate(self._rows):
+            script = self._scripts[row].tokens
+            self._noted.setdefault((row, drawn), values[place])
+            tokens.append(script[min(prompt + drawn, len(script) - 1)])
+            self._rows[place] = (row, prompt, drawn + 1)
+        return Draw(mx.array(tokens, mx.uint32), mx.ones((len(tokens),), mx.bool_))
+
+
+class Scene:
+    """An engine whose rows are forced. What its model raises is heard, not logged.
+
+    Attributes:
+        noted: the logits of its rows.
+        failure: what went wrong, as the end of a sentence; empty if nothing did.
+    """
+
+    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow]) -> None:
+        self.noted: Logits = {}
+        self._ends: dict[str, str] = {}
+        self._heard: list[BaseException] = []
+        self._rows = rows
+        self._runs = 0
+        self._root = root_id(loaded.model_id, "trial")
+        memory_bytes = device_bytes(free=True)
+        self._engine = engine = Engine(loaded, Scheduling(rows_max=8), memory_bytes, self._take)
+        engine.executor.make_sampler = lambda: _Forced(rows, self.noted)
+        engine.executor.clear_batch()
+
+    def __enter__(self) -> Scene:
+        self._listening = _listening(self._heard)
+        self._listening.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._engine.prefixes.clear()
+            self._engine.executor.clear_batch()
+            self._engine.executor.give_back(0)
+        finally:
+            self._listening.__exit__(None, None, None)
+
+    @property
+    def failure(self) -> str:
+        if self._heard:
+            return f"it fails ({first_sentence(self._heard[0])})"
+        wrong = {end for end in self._ends.values() if end != "length"}
+        return f"its rows end with {min(wrong)}" if wrong else ""
+
+    def run(self, rows: Sequence[int], later: Sequence[int] = (), *, more: int = 0) -> None:
+        """Runs rows to their ends; some of them join `later`, when the others have drawn a token.
+
+        Args:
+            more: how many tokens after its prompt belong to it too.
+        """
+        self._runs += 1
+        waiting = [self._request(row, more) for row in later]
+        for row in rows:
+            self._submit(self._request(row, more))
+        steps, ends = 0, time.monotonic() + _ENCODES_S
+        while steps < _STEPS_MAX and time.monotonic() < ends:
+            busy = self._engine.step()
+            if waiting and (self.noted or not (busy or self._engine.pictures)):
+                for request in waiting:
+                    self._submit(request)
+                waiting = []
+            elif not busy and self._engine.pictures:
+                # They are encoded on another thread.
+                time.sleep(0.001)
+            elif not busy:
+                return
+            else:
+                steps += 1
+        self._ends["all"] = "no end"
+
+    def _request(self, row: int, more: int) -> GenerateRequest:
+        return self._rows[row].request(f"{self._runs}/{row}", row, self._root, more)
+
+    def _submit(self, request: GenerateRequest) -> None:
+        def reply(refusal: Exception | None) -> None:
+            if refusal is not None:
+                self._heard.append(refusal)
+
+        self._engine.submit(request, reply)
+
+    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+        for one in updates.get("trial", []):
+            if one.finish is not None:
+                said = (one.error or {}).get("message")
+                self._ends[one.request_id] = f"{one.finish} ({said})" if said else one.finish
+
+
+@contextmanager
+def _listening(heard: list[BaseException]) -> Iterator[None]:
+    """Takes what is logged as an exception of the replica's own modules; everything else goes on to the log."""
+    ours = logging.getLogger(__package__)
+
+    class Listener(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            if record.exc_info and record.exc_info[1] is not None:
+                heard.append(record.exc_info[1])
+                return False
+            return True
+
+    # Filters of a logger see only what is logged on it, so those of its modules' get it too.
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(f"{__package__}.")]
+    listener, loggers = Listener(), [ours, *map(logging.getLogger, names)]
+    for one in loggers:
+        one.addFilter(listener)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(listener)
