@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.trial import Proven, prove
 from satchel.cluster.config import Model, Scheduling
@@ -25,7 +26,7 @@ from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.bench_disk import Node, process, write_down
 
 from . import text_types, vision_types
-from .rows import Rows, seeing_rows, text_rows
+from .rows import SAID, Rows, seeing_rows, text_rows
 
 AGENT = "default/alice"
 
@@ -127,6 +128,7 @@ def _compare(
         noted.clear()
 
     every = list(rows.own)
+    later = [(row, drawn) for row, drawn in every if drawn > SAID]
     noted |= _alone(proven, rows, outcome)
     note("alone", every)
     bench = _bench(proven, rows, noted)
@@ -135,31 +137,45 @@ def _compare(
         bench.turn()
     bench.drain()
     note("in company", every)
-    for row in rows.scripts:
-        rows.submit(bench, row, f"warm{row}")
-    bench.drain()
-    note("from memory", every)
+    bench = _bench(proven, rows, noted)
+    for turn in (0, SAID + 1):
+        noted.clear()
+        for row in rows.scripts:
+            rows.submit(bench, row, f"turn {turn} of {row}", said=turn)
+        bench.drain()
+    note("from memory", later)
     _ended(bench, outcome)
     if proven.loaded.spec.reusable:
-        last = max(row for row, _ in rows.own)
+        last = max(rows.scripts)
         with tempfile.TemporaryDirectory() as root:
             node = Node(Path(root))
-            for life in ("first", "second"):
+            for turn in (0, SAID + 1):
                 noted.clear()
                 bench, disk = process(proven.loaded, node, **_limits(proven))
-                bench.engine.executor.make_sampler = lambda: Forced(rows.scripts, noted)
-                bench.engine.executor.clear_batch()
-                rows.submit(bench, last, life, AGENT)
+                _force(bench, rows, noted)
+                rows.submit(bench, last, "row", AGENT, said=turn)
                 bench.drain()
                 write_down(bench, disk)
                 node.restart()
             _ended(bench, outcome)
-            found = bench.rows["second"].cached or 0
-            note("from disk", [key for key in every if key[0] == last])
+            found = bench.rows["row"].cached or 0
+            note("from disk", [key for key in later if key[0] == last])
             if not found:
                 outcome.state = WRONG
                 outcome.notes.append(f"nothing was found on disk {how}")
             node.store.close()
+
+
+class Later(Forced):
+    """Notes logits by how many tokens of a row's answer the model has got, however many of them are of its prompt."""
+
+    def __init__(self, rows: Rows, noted: Logits) -> None:
+        super().__init__(rows.scripts, noted)
+        self._rows_of = rows
+
+    def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        first = len(self._rows_of.prompts[sampling.seed])
+        super().add(sampling, prompt[:first], [*prompt[first:], *generated])
 
 
 def _alone(proven: Proven, rows: Rows, outcome: Outcome) -> Logits:
@@ -174,9 +190,13 @@ def _alone(proven: Proven, rows: Rows, outcome: Outcome) -> Logits:
 
 def _bench(proven: Proven, rows: Rows, noted: Logits) -> Bench:
     bench = Bench(proven.loaded, **_limits(proven))
-    bench.engine.executor.make_sampler = lambda: Forced(rows.scripts, noted)
-    bench.engine.executor.clear_batch()
+    _force(bench, rows, noted)
     return bench
+
+
+def _force(bench: Bench, rows: Rows, noted: Logits) -> None:
+    bench.engine.executor.make_sampler = lambda: Later(rows, noted)
+    bench.engine.executor.clear_batch()
 
 
 def _limits(proven: Proven) -> dict[str, Any]:

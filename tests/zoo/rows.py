@@ -21,7 +21,9 @@ from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture
 from tests.worlds.bench import Bench, Logits
 
-ANSWER = 6
+ANSWER, SAID = 6, 2
+"""How many tokens a row says, and how many of them in the first of two turns."""
+
 PROMPTS = (30, 300, 520)
 SIZES = ((200, 150), (120, 130))
 """Pictures, in pixels."""
@@ -49,8 +51,15 @@ class Rows:
     own: Logits
     normalized: bool = False
 
-    def submit(self, bench: Bench, row: int, name: str, agent: str = "") -> None:
-        bench.submit(name, self.prompts[row], media=self.media[row], seed=row, max_tokens=ANSWER, agent=agent)
+    def submit(self, bench: Bench, row: int, name: str, agent: str = "", said: int | None = None) -> None:
+        """Submits a row.
+
+        Args:
+            said: how many tokens of its answer its prompt has; 0 for the first of two turns. None for one turn.
+        """
+        whole = self.scripts[row][len(self.prompts[row]) :]
+        prompt, count = [*self.prompts[row], *whole[: said or 0]], ANSWER - (said or 0) if said != 0 else SAID
+        bench.submit(name, prompt, media=self.media[row], seed=row, max_tokens=count, agent=agent)
 
     def error(self, row: tuple[int, int], logits: np.ndarray, expected: np.ndarray) -> float:
         """How far logits are off, of the largest one."""
