@@ -159,8 +159,8 @@ async def wait_until_ready(replicas: Replicas, timeout_s: float, report: Report)
             except ActorSilent:
                 continue
             except NoAnswer as error:
-                what = f"replica {name} died while its model was being loaded; perhaps memory ran out"
-                raise ModelLoadError(what) from error
+                why = "perhaps memory ran out, or the library's code for it crashes on this machine"
+                raise ModelLoadError(f"replica {name} died while its model was being loaded; {why}") from error
             if progress.ready:
                 del waiting[name]
             else:

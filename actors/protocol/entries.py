@@ -43,8 +43,10 @@ OWNERS_MAX = 1024
 
 META_BYTES_MAX = 65_536
 
-DTYPES = {"U8": np.dtype("<u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4"), "F16": np.dtype("<f2")} | {
-    "F32": np.dtype("<f4")
+DTYPES = {
+    **{f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
+    **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
+    **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4)},
 }
 """By safetensors' names. bfloat16 travels as U16; the segment's `meta` names such parts."""
 

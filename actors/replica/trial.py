@@ -9,11 +9,12 @@ model has with its own caches. What does not hold is not used, one thing after t
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -22,7 +23,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...cluster.config import Model, Scheduling
-from ...cluster.errors import ModelLoadError
+from ...cluster.errors import ClusterError, ModelLoadError
+from ...cluster.home import write_private_json
 from ..model_files.source import Progress, first_sentence
 from ..protocol.block_ids import block_ids, digest, root_id
 from ..protocol.messages import GenerateRequest, RowUpdate, Sampling
@@ -34,7 +36,6 @@ from .execution.sampling import Draw
 from .kv.device import device_bytes, device_name, on_gpu
 from .kv.paged_cache import Reads
 from .kv.sealing import FULL_PRECISION, POLICIES
-from .trial_records import DEATHS_MAX, TrialRecords
 
 logger = logging.getLogger(__name__)
 
@@ -121,19 +122,14 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
     if source.startswith("embedded:") and not on_gpu():
         return Proven(loaded)
     key = digest(b"satchel.trial", loaded.model_id, device_name().encode(), bytes([_VERSION])).hex()
-    records = TrialRecords(known)
-    found = records.found(key)
-    if found is not None:
-        verdict = Verdict(**found)
-    elif records.deaths(key) >= DEATHS_MAX:
-        verdict = Verdict(refusal=f"its code ended the process that tried it (remove {known} to try it again)")
-    else:
+    verdict = _read(known).get(key)
+    if verdict is None:
         progress(f"trying {source}", None)
         began = time.perf_counter()
-        records.begin(key)
         verdict = _try(loaded)
-        records.end(key, asdict(verdict))
         logger.info("%s was tried in %.1f s", source, time.perf_counter() - began)
+        if known is not None:
+            _write(known, key, verdict)
     if verdict.refusal:
         raise ModelLoadError(f"{source} cannot be served: {verdict.refusal}")
     if not verdict.usual_way:
@@ -428,3 +424,18 @@ def _listening(heard: list[BaseException]) -> Iterator[None]:
     finally:
         for one in loggers:
             one.removeFilter(listener)
+
+
+def _read(path: Path | None) -> dict[str, Verdict]:
+    with suppress(OSError, ValueError, TypeError):
+        if path is not None:
+            entries = json.loads(path.read_text(encoding="utf-8"))
+            return {key: Verdict(**entry) for key, entry in entries.items()}
+    return {}
+
+
+def _write(path: Path, key: str, verdict: Verdict) -> None:
+    entries = {known: asdict(one) for known, one in _read(path).items()} | {key: asdict(verdict)}
+    # Without it the model is tried again at the next start.
+    with suppress(ClusterError):
+        write_private_json(path, entries)

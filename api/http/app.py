@@ -21,6 +21,7 @@ from .exchange import BodyReader, Refused, RequestContext, add_error_handlers
 from .guard import KeyGuard
 from .metrics import AgentMetrics, Metrics
 from .paths import Paths, heads_of
+from .routes.adding import describe_bodies
 from .routes.agents import AgentRoutes
 from .routes.cluster import ClusterRoutes
 from .routes.conversations import ConversationRoutes
@@ -83,6 +84,7 @@ def create_app(
     StatusRoutes(backend, answering, metrics).add_to(app)
     AgentRoutes(generator, answering.bodies, audit).add_to(app)
     ClusterRoutes(backend, generator.memory).add_to(app)
+    describe_bodies(app)
     # The outermost, because all others look at the path.
     app.add_middleware(Paths, heads=heads_of(app.routes))
     return app

@@ -16,6 +16,11 @@ from ..openai import answers as openai
 
 MESSAGES = "/v1/messages"
 OLLAMA = "/api"
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+
+
+def _object(**fields: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(fields), "properties": fields}
 
 
 class ErrorShape(Protocol):
@@ -24,9 +29,11 @@ class ErrorShape(Protocol):
     Attributes:
         request_id_header: the header in which its clients look for the request's id, besides `x-request-id`; "" if
             there is none.
+        schema: of the body, in JSON Schema.
     """
 
     request_id_header: str
+    schema: dict[str, Any]
 
     def body(
         self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
@@ -37,6 +44,7 @@ class ErrorShape(Protocol):
 
 class OpenAIErrors:
     request_id_header = ""
+    schema = _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL))
 
     def body(
         self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
@@ -47,6 +55,7 @@ class OpenAIErrors:
 
 class AnthropicErrors:
     request_id_header = "request-id"
+    schema = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT)
 
     def body(
         self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
@@ -57,6 +66,7 @@ class AnthropicErrors:
 
 class OllamaErrors:
     request_id_header = ""
+    schema = _object(error=_TEXT)
 
     def body(
         self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None

@@ -1,23 +1,21 @@
 """How one model is served: loaded and tried as a replica does it, then compared with the bare model.
 
 The trial at load decides how a model may be served. What it let through is checked here by other rows, longer than its
-own and than the models' windows: forced along given tokens alone, in company, from memory and from disk after a restart.
+own and than the models' windows: forced along given tokens alone, in company, from memory, and from disk after a
+restart.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
 
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.trial import Proven, prove
@@ -26,10 +24,9 @@ from satchel.cluster.errors import ModelLoadError
 from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.bench_disk import Node, process, write_down
 
-from . import text_types
+from . import text_types, vision_types
+from .rows import Rows, seeing_rows, text_rows
 
-PROMPTS = (30, 300, 520)
-ANSWER = 6
 AGENT = "default/alice"
 
 ROUNDING, ROUNDED_SHARE, GROSS = 2e-3, 0.75, 5e-2
@@ -40,6 +37,14 @@ SEALED_ROUNDING, SEALED_GROSS = 2e-2, 0.3
 """The same between rows whose KV is sealed: a number between two codes may take either."""
 
 RIGHT, LIMITED, REFUSED, WRONG, CRASHED = "right", "limited", "refused", "wrong", "crashed"
+UNCHECKED = "unchecked"
+"""Of a type that loads, but of which the library itself computes nothing to compare with."""
+
+_KINDS = {"text": (text_types.write, text_rows), "vision": (vision_types.write, seeing_rows)}
+
+
+SERVED = "it is served"
+"""Said when a model has been loaded and tried: a process that dies later would have served it."""
 
 
 @dataclass
@@ -51,22 +56,33 @@ class Outcome:
     error: float = 0.0
 
 
-def check(write: Callable[[Path], Path], folder: Path, run: Callable[[Proven, Path], Outcome]) -> Outcome:
-    """Loads and tries what is written into `folder`, as it is served if nothing else is asked for, and `run`s it."""
+def check(kind: str, name: str, root: Path) -> Outcome:
+    """Writes a type into a folder under `root`, loads and tries it as it is served if nothing else is asked for, and
+    compares."""
+    folder, (write, rows_of) = root / name, _KINDS[kind]
     try:
-        write(folder)
+        write(folder, name)
     except (Exception, SystemExit) as error:
         # The library itself cannot make one. A user who has one finds the same.
         _leave_empty(folder)
         unmade = f"{type(error).__name__}: {error}"
     else:
         unmade = ""
+    known = folder.with_name("trials.json")
     try:
         loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None)
-        proven = prove(loaded, Model(name="zoo", source=str(folder)), lambda *_: None)
+        proven = prove(loaded, Model(name="zoo", source=str(folder)), lambda *_: None, known)
     except ModelLoadError as error:
-        return Outcome(REFUSED, [str(error).replace(str(folder), "it"), *([unmade] if unmade else [])])
-    outcome = run(proven, folder)
+        return Outcome(
+            REFUSED,
+            [str(error).replace(str(known), known.name).replace(str(folder), "it"), *([unmade] if unmade else [])],
+        )
+    print(SERVED, file=sys.stderr, flush=True)
+    try:
+        rows = rows_of(proven.loaded, folder)
+    except Exception as error:
+        return Outcome(UNCHECKED, [*proven.notes, f"the library fails by itself: {type(error).__name__}: {error}"])
+    outcome = run(proven, rows)
     outcome.notes = [*proven.notes, *outcome.notes]
     if outcome.state == RIGHT and proven.notes:
         outcome.state = LIMITED
@@ -80,44 +96,12 @@ def _leave_empty(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), {"nothing": mx.zeros((1,))})
 
 
-class Rows:
-    """Rows of text that are forced along their scripts.
-
-    Attributes:
-        own: the logits that the bare model has for them, computed with its own caches.
-    """
-
-    def __init__(self, proven: Proven, folder: Path) -> None:
-        draw, loaded = random.Random(3).randrange, proven.loaded
-        longest = loaded.context_tokens - ANSWER - 1
-        self.prompts = [min(prompt, longest) for prompt in PROMPTS]
-        self.scripts = {
-            row: [draw(20, loaded.vocabulary_size) for _ in range(prompt + ANSWER)]
-            for row, prompt in enumerate(self.prompts)
-        }
-        self.own: Logits = {}
-        model, _ = load_model(folder)
-        model.set_dtype(mx.float32)
-        for row, script in self.scripts.items():
-            caches = make_prompt_cache(model)
-            model(mx.array([script[: self.prompts[row] - 1]]), cache=caches)
-            for drawn in range(ANSWER):
-                step = model(mx.array([[script[self.prompts[row] - 1 + drawn]]]), cache=caches)[0, -1]
-                self.own[(row, drawn)] = np.array(step.astype(mx.float32))
-
-    def submit(self, bench: Bench, row: int, name: str, agent: str = "") -> None:
-        prompt = self.scripts[row][: self.prompts[row]]
-        bench.submit(name, prompt, seed=row, max_tokens=ANSWER, agent=agent)
-
-
-def run_text(proven: Proven, folder: Path) -> Outcome:
+def run(proven: Proven, rows: Rows) -> Outcome:
     """Compares rows with the bare model, and with each other where their KV is sealed."""
-    rows, loaded = Rows(proven, folder), proven.loaded
-    outcome = Outcome(RIGHT)
-    sealed = loaded.spec.policy is not None and loaded.spec.policy.quantizes
-    if sealed:
+    outcome, policy = Outcome(RIGHT), proven.loaded.spec.policy
+    if policy is not None and policy.quantizes:
         # What a few bits do to the logits is not known, so the same way is compared with KV as it is.
-        plain = Proven(models.resealed(loaded, models.POLICIES["fp16"]), proven.together)
+        plain = replace(proven, loaded=models.resealed(proven.loaded, models.POLICIES["fp16"]))
         _compare(outcome, "with KV as computed", plain, rows, rows.own, ROUNDING, GROSS)
         alone = _alone(proven, rows, outcome)
         _compare(outcome, "", proven, rows, alone, SEALED_ROUNDING, SEALED_GROSS)
@@ -133,11 +117,7 @@ def _compare(
 
     def note(what: str, keys: Sequence[tuple[int, int]]) -> None:
         missing = [key for key in keys if key not in noted]
-        off = [
-            float(np.abs(noted[key] - expected[key]).max() / np.abs(expected[key]).max())
-            for key in keys
-            if key in noted
-        ]
+        off = [rows.error(key, noted[key], expected[key]) for key in keys if key in noted]
         worst = max(off, default=0.0)
         outcome.error = max(outcome.error, worst)
         right = sum(error <= rounding for error in off) >= ROUNDED_SHARE * len(off) and worst <= gross
@@ -161,7 +141,7 @@ def _compare(
     note("from memory", every)
     _ended(bench, outcome)
     if proven.loaded.spec.reusable:
-        last = len(rows.prompts) - 1
+        last = max(row for row, _ in rows.own)
         with tempfile.TemporaryDirectory() as root:
             node = Node(Path(root))
             for life in ("first", "second"):
@@ -199,7 +179,7 @@ def _bench(proven: Proven, rows: Rows, noted: Logits) -> Bench:
     return bench
 
 
-def _limits(proven: Proven) -> dict[str, int]:
+def _limits(proven: Proven) -> dict[str, Any]:
     asked = proven.scheduling(Scheduling(rows_max=8))
     return {"rows_max": asked.rows_max, "prefill_rows_max": asked.prefill_rows_max}
 
@@ -211,11 +191,9 @@ def _ended(bench: Bench, outcome: Outcome) -> None:
             outcome.notes.append(f"row {name} ended with {row.finish}: {(row.error or {}).get('message')}")
 
 
-def main(kind: str, name: str) -> None:
-    """Prints the outcome of a type as JSON, alone on the last line."""
-    with tempfile.TemporaryDirectory() as root:
-        outcome = check(lambda folder: text_types.write(folder, name), Path(root) / name, run_text)
-    print(json.dumps(asdict(outcome)))
+def main(kind: str, name: str, root: str) -> None:
+    """Prints the outcome of a type as JSON, alone on the last line. What is written lies under `root`."""
+    print(json.dumps(asdict(check(kind, name, Path(root)))))
 
 
 if __name__ == "__main__":

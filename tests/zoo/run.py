@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,27 +18,33 @@ from typing import Any
 
 from benchmarks.machine import facts, versions
 
-from . import text_types
-from .check import CRASHED, LIMITED, REFUSED, RIGHT, WRONG
+from . import text_types, vision_types
+from .check import CRASHED, LIMITED, REFUSED, RIGHT, SERVED, UNCHECKED, WRONG
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 TIMEOUT_S = 300
-KINDS = {"text": text_types.TYPES}
+KINDS = {"text": text_types.TYPES, "vision": vision_types.TYPES}
 _SAID = {
     RIGHT: "right",
     LIMITED: "right, but",
     REFUSED: "refused",
+    UNCHECKED: "not compared",
     WRONG: "**wrong**",
     CRASHED: "**crashed**",
 }
 
 
 def outcome_of(kind: str, name: str) -> dict[str, Any]:
-    """What a process of its own finds of a type."""
-    command = [sys.executable, "-m", "tests.zoo.check", kind, name]
+    """What a process of its own finds of a type. A type whose code ends the process ends a replica while it loads, and
+    the load is refused."""
     began = time.monotonic()
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        with tempfile.TemporaryDirectory() as root:
+            command = [sys.executable, "-m", "tests.zoo.check", kind, name, root]
+            run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if run.returncode < 0 and SERVED not in run.stderr:
+            why = f"its code ends the process, by signal {-run.returncode}, while it is loaded"
+            return {"state": REFUSED, "notes": [why], "error": 0.0, "seconds": round(time.monotonic() - began, 1)}
         outcome = json.loads(run.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         outcome = {"state": CRASHED, "notes": [f"no end within {TIMEOUT_S} s"], "error": 0.0}
@@ -49,8 +56,8 @@ def outcome_of(kind: str, name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> int:
     """Returns the exit status: 1 if a type is wrong or crashed."""
-    wanted = [(kind, name) for kind, types in KINDS.items() for name in types if not names or name in names]
-    if unknown := set(names) - {name for _, name in wanted}:
+    wanted = [(kind, name) for kind, types in KINDS.items() for name in types if not names or {name, kind} & set(names)]
+    if unknown := set(names) - {name for _, name in wanted} - set(KINDS):
         print(f"there are no such types: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
@@ -74,9 +81,9 @@ def table(result: dict[str, Any]) -> str:
         "# Every type of model of mlx-lm and mlx-vlm",
         "",
         f"`make test-zoo` with {', '.join(f'{name} {version}' for name, version in shown.items())}, on a CPU. "
-        "Tiny models of random weights, loaded and tried as they are served, then compared with the bare model: alone, in "
-        "company, from memory, and from disk after a restart. What follows a + is a variant of a type. The error is the "
-        "largest one of a logit, relative to the largest logit.",
+        "Tiny models of random weights, loaded and tried as they are served, then compared with the bare model: alone, "
+        "in company, from memory, and from disk after a restart. What follows a + is a variant of a type. The error is "
+        "the largest one of a logit, relative to the largest logit.",
     ]
     for kind, types in result["types"].items():
         counts = Counter(outcome["state"] for outcome in types.values())

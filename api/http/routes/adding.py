@@ -1,4 +1,4 @@
-"""Adding a route to the application."""
+"""Adding a route to the application, and what the application's description (`/openapi.json`) says of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from ..error_shapes import shape_of
+
+JSON, EVENTS, NDJSON, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
+_COMPONENTS = "#/components/schemas/{model}"
+
 
 def add_route(
     app: FastAPI,
@@ -16,26 +21,55 @@ def add_route(
     handler: Any,
     body: type[BaseModel] | None = None,
     *,
+    answers: tuple[str, ...] = (JSON,),
     shown: bool = True,
 ) -> None:
     """Adds a route to `app`. One of GET takes HEAD too.
 
     Args:
         handler: a coroutine function that FastAPI calls.
-        body: the class of the request's body, which the application's description shows; the handler reads it.
+        body: the class of the request's body, which the description shows; the handler reads it.
+        answers: the media types of its answers.
         shown: whether the route is in the description.
     """
     extra = None
     if body is not None:
-        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema_of(body)}}}}
+        extra = {"requestBody": {"required": True, "content": {JSON: {"schema": _schema_of(body)}}}}
     app.add_api_route(
-        path, handler, methods=[method], response_model=None, openapi_extra=extra, include_in_schema=shown
+        path,
+        handler,
+        methods=[method],
+        response_model=None,
+        responses={
+            200: {"description": "The answer", "content": {media: {} for media in answers}},
+            "default": {"description": "An error", "content": {JSON: {"schema": shape_of(path).schema}}},
+        },
+        openapi_extra=extra,
+        include_in_schema=shown,
     )
     if method == "GET":
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
+def describe_bodies(app: FastAPI) -> None:
+    """Lets the description of `app` have the classes within its routes' bodies where bodies refer to them."""
+    without = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = without()
+            classes = made.setdefault("components", {}).setdefault("schemas", {})
+            for operations in made["paths"].values():
+                for operation in operations.values():
+                    if (body := operation.get("requestBody")) is not None:
+                        classes |= body["content"][JSON]["schema"].pop("$defs", {})
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = openapi
+
+
 @cache
 def _schema_of(body: type[BaseModel]) -> dict[str, Any]:
     """Takes long, and is the same for every application."""
-    return body.model_json_schema()
+    return body.model_json_schema(ref_template=_COMPONENTS)

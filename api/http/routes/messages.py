@@ -12,7 +12,7 @@ from ..answering import Answering
 from ..error_shapes import MESSAGES
 from ..event_stream import EventStream
 from ..exchange import CancelOnDisconnect
-from .adding import add_route
+from .adding import EVENTS, JSON, add_route
 
 
 class MessageRoutes:
@@ -23,7 +23,7 @@ class MessageRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the routes to `app`."""
-        add_route(app, "POST", MESSAGES, self.messages, MessagesBody)
+        add_route(app, "POST", MESSAGES, self.messages, MessagesBody, answers=(JSON, EVENTS))
         add_route(app, "POST", f"{MESSAGES}/count_tokens", self.count_tokens, CountBody)
         add_route(app, "HEAD", "/", self.greet, shown=False)
 

@@ -35,7 +35,7 @@ from ..answering import Answering, probe
 from ..error_shapes import OLLAMA, error_response
 from ..event_stream import EventStream
 from ..exchange import CancelOnDisconnect
-from .adding import add_route
+from .adding import JSON, NDJSON, add_route
 
 _FILES = "the models of a server are in its config; `satchel models load` adds one while it runs"
 _NOT_DONE = (
@@ -59,8 +59,8 @@ class OllamaRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the routes to `app`, and those that say what is not done."""
-        add_route(app, "POST", f"{OLLAMA}/chat", self.chat, OllamaChatBody)
-        add_route(app, "POST", f"{OLLAMA}/generate", self.generate, OllamaGenerateBody)
+        add_route(app, "POST", f"{OLLAMA}/chat", self.chat, OllamaChatBody, answers=(JSON, NDJSON))
+        add_route(app, "POST", f"{OLLAMA}/generate", self.generate, OllamaGenerateBody, answers=(JSON, NDJSON))
         add_route(app, "POST", f"{OLLAMA}/embed", self.embed, OllamaEmbedBody)
         add_route(app, "POST", f"{OLLAMA}/embeddings", self.embeddings, OllamaEmbeddingsBody)
         add_route(app, "POST", f"{OLLAMA}/show", self.show, OllamaShowBody)

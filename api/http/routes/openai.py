@@ -23,7 +23,7 @@ from ...openai.answers import (
 from ...openai.bodies import ChatBody, CompletionBody, GenerationBody
 from ..answering import Answering
 from ..event_stream import EventStream
-from .adding import add_route
+from .adding import EVENTS, JSON, add_route
 
 Body = TypeVar("Body", bound=GenerationBody)
 
@@ -41,8 +41,8 @@ class OpenAIRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the routes to `app`."""
-        add_route(app, "POST", "/v1/chat/completions", self.chat_completions, ChatBody)
-        add_route(app, "POST", "/v1/completions", self.completions, CompletionBody)
+        add_route(app, "POST", "/v1/chat/completions", self.chat_completions, ChatBody, answers=(JSON, EVENTS))
+        add_route(app, "POST", "/v1/completions", self.completions, CompletionBody, answers=(JSON, EVENTS))
 
     async def chat_completions(self, request: Request) -> Response:
         """Generates the next message of a conversation."""

@@ -35,7 +35,7 @@ from ...views.agents import agent_transcripts, forget_agent
 from ..answering import Answering
 from ..event_stream import EventStream
 from ..exchange import CancelOnDisconnect
-from .adding import add_route
+from .adding import EVENTS, JSON, add_route
 
 _log = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class ResponseRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the routes to `app`."""
-        add_route(app, "POST", "/v1/responses", self.create, ResponseBody)
+        add_route(app, "POST", "/v1/responses", self.create, ResponseBody, answers=(JSON, EVENTS))
         add_route(app, "POST", "/v1/responses/input_tokens", self.input_tokens, InputTokensBody)
-        add_route(app, "GET", "/v1/responses/{response_id}", self.show)
+        add_route(app, "GET", "/v1/responses/{response_id}", self.show, answers=(JSON, EVENTS))
         add_route(app, "DELETE", "/v1/responses/{response_id}", self.delete)
         add_route(app, "POST", "/v1/responses/{response_id}/cancel", self.cancel)
         add_route(app, "GET", "/v1/responses/{response_id}/input_items", self.input_items)

@@ -15,7 +15,7 @@ from ...openai.answers import model_body
 from ..answering import Answering, probe
 from ..guard import require_admin
 from ..metrics import CONTENT_TYPE, Metrics
-from .adding import add_route
+from .adding import TEXT, add_route
 
 _NODES_TIMEOUT_S = 2.0
 
@@ -33,7 +33,7 @@ class StatusRoutes:
         add_route(app, "GET", "/v1/models", self.list_models)
         add_route(app, "GET", "/v1/models/{model_id:path}", self.get_model)
         add_route(app, "GET", "/health", self.health)
-        add_route(app, "GET", "/metrics", self.show_metrics)
+        add_route(app, "GET", "/metrics", self.show_metrics, answers=(TEXT,))
 
     async def list_models(self, request: Request) -> Response:
         """Lists every loaded model that the caller may use, the default first."""

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from satchel.actors.replica import trial, trial_records
+from satchel.actors.replica import trial
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.decode_ways import DEQUANTIZED, DecodeWay
 from satchel.actors.replica.execution.models import LoadedModel, resealed
@@ -19,7 +19,6 @@ from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
 from satchel.actors.replica.trial import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
-from satchel.cluster.processes import ProcessMark
 from tests.worlds.bench import load_tiny
 from tests.worlds.families import PECULIAR, write_model
 
@@ -162,24 +161,6 @@ def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch
     known.write_text("{")
     monkeypatch.undo()
     assert tried(loaded, known).together
-
-
-def test_a_model_whose_code_ends_processes_is_refused(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def die(loaded: LoadedModel) -> None:
-        raise SystemExit
-
-    known = tmp_path / "trials.json"
-    for _ in range(trial_records.DEATHS_MAX):
-        with monkeypatch.context() as dying, pytest.raises(SystemExit):
-            dying.setattr(trial, "_try", die)
-            tried(loaded, known)
-    with monkeypatch.context() as gone:
-        gone.setattr(ProcessMark, "is_alive", lambda mark: False)
-        with pytest.raises(ModelLoadError, match=r"ended the process .*trials\.json"):
-            tried(loaded, known)
-    assert tried(loaded, known).together, "the processes that try it still run"
 
 
 def test_a_model_that_is_not_tried_says_so(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):

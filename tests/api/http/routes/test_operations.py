@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from satchel.api.generation.backend import ReplicaStats
@@ -88,7 +90,9 @@ async def test_the_description_names_the_fields(api):
     described = (await api.client.get("/openapi.json")).json()
     body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"messages", "temperature", "stop", "logit_bias", "n", "timeout_s", "agent_id"} <= set(body["properties"])
-    assert "$ref" not in str(body)
+    named = set(re.findall(r"'#/components/schemas/(\w+)'", str(described)))
+    assert named and named <= set(described["components"]["schemas"])
+    assert "$defs" not in str(described)
     assert body["properties"]["tool_choice"]["anyOf"][0]["enum"] == ["auto", "none", "required"]
     for path, name, most in (("/v1/agents", "limit", 100), ("/v1/cluster", "agents", 1000)):
         asked = {each["name"]: each["schema"] for each in described["paths"][path]["get"]["parameters"]}

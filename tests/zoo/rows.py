@@ -1,0 +1,187 @@
+"""Rows that are forced along given tokens, and what the bare models compute of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.protocol.media_ids import picture_hash
+from satchel.actors.protocol.messages import MediaSpan
+from satchel.actors.replica.execution.models import LoadedModel
+from satchel.api.media.prompt import Medium, place, with_media_tokens
+from satchel.api.media.sources import Picture
+from tests.worlds.bench import Bench, Logits
+
+ANSWER = 6
+PROMPTS = (30, 300, 520)
+SIZES = ((200, 150), (120, 130))
+"""Pictures, in pixels."""
+
+_WORDS = ("code", "of", "the", "ada", "story", "robot", "quiet", "remember", "numbers", "nine")
+_PLANS = ((3, "0", 8), (4, "0", 5, "1", 120), (160, "1", 9))
+"""Prompts with pictures: numbers of words, and which picture is between them."""
+
+
+@dataclass
+class Rows:
+    """Rows of a model.
+
+    Attributes:
+        prompts: tokens of each, with a media token where a picture's tokens are.
+        media: its pictures.
+        scripts: by row what the model gets, and the answer that it is forced to give.
+        own: what the bare model computes of it.
+        normalized: whether `own` has logarithms of probabilities.
+    """
+
+    prompts: list[list[int]]
+    media: list[list[MediaSpan]]
+    scripts: dict[int, list[int]]
+    own: Logits
+    normalized: bool = False
+
+    def submit(self, bench: Bench, row: int, name: str, agent: str = "") -> None:
+        bench.submit(name, self.prompts[row], media=self.media[row], seed=row, max_tokens=ANSWER, agent=agent)
+
+    def error(self, row: tuple[int, int], logits: np.ndarray, expected: np.ndarray) -> float:
+        """How far logits are off, of the largest one."""
+        if self.normalized:
+            logits, expected = _normalized(logits), _normalized(expected)
+        return float(np.abs(logits - expected).max() / np.abs(expected).max())
+
+
+def text_rows(loaded: LoadedModel, folder: Path) -> Rows:
+    """Rows of random tokens, one of them longer than the windows of the models."""
+    rows = _random_rows(loaded)
+    model, _ = load_model(folder)
+    model.set_dtype(mx.float32)
+    for row, script in rows.scripts.items():
+        caches, prompt = make_prompt_cache(model), script[:-ANSWER]
+        model(mx.array([prompt[:-1]]), cache=caches)
+        for drawn, token in enumerate(script[-ANSWER - 1 : -1]):
+            step = model(mx.array([[token]]), cache=caches)[0, -1]
+            rows.own[(row, drawn)] = np.array(step.astype(mx.float32))
+    return rows
+
+
+def _random_rows(loaded: LoadedModel) -> Rows:
+    draw, longest = random.Random(3).randrange, loaded.context_tokens - ANSWER - 1
+    scripts = [[draw(20, loaded.vocabulary_size) for _ in range(min(prompt, longest) + ANSWER)] for prompt in PROMPTS]
+    prompts = [script[:-ANSWER] for script in scripts]
+    return Rows(prompts, [[] for _ in prompts], dict(enumerate(scripts)), {})
+
+
+def seeing_rows(loaded: LoadedModel, folder: Path) -> Rows:
+    """Rows of text, and, if the model takes pictures, rows with them. What mlx-vlm computes of each is what its own
+    programs would say."""
+    from mlx_vlm.utils import load_model as load_seeing_model
+
+    rows = _random_rows(loaded)
+    rows.normalized = True
+    model: Any = load_seeing_model(folder)
+    model.set_dtype(mx.float32)
+    for row, script in rows.scripts.items():
+        _note_own(rows, row, model, script, {"mask": mx.ones((1, len(script) - ANSWER), dtype=mx.int32)})
+    if loaded.vision is None:
+        return rows
+    _add_pictures(rows, model, folder)
+    return rows
+
+
+def _add_pictures(rows: Rows, model: Any, folder: Path) -> None:
+    from mlx_vlm.utils import load_image_processor, load_processor
+
+    own: Any = load_processor(folder, True, eos_token_ids=[1])
+    if (images := load_image_processor(folder)) is not None:
+        own.image_processor = images
+    tokenizer = getattr(own, "tokenizer", own)
+    ours, draw, noise = PictureProcessor.load(folder), random.Random(3), np.random.default_rng(5)
+    pictures = [_noisy(noise, *size) for size in SIZES]
+    for plan in _PLANS:
+        parts: list[dict[str, str]] = []
+        for part in plan:
+            words = " ".join(draw.choice(_WORDS) for _ in range(part)) if isinstance(part, int) else ""
+            parts.append({"type": "text", "text": words} if words else {"type": "image"})
+        shown = [pictures[int(part)] for part in plan if isinstance(part, str)]
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+        )
+        inputs = _inputs_of(own, model, text, [_image(one) for one in shown])
+        answer = [draw.randrange(20, 3000) for _ in range(ANSWER)]
+        given = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
+        placed = place(ours, text, [Medium([one]) for one in shown])
+        tokens = ours._tokenizer.encode(placed.text, add_special_tokens=False)
+        prompt, media = with_media_tokens(ours, tokens, placed)
+        row = len(rows.prompts)
+        rows.prompts.append(prompt)
+        rows.media.append(media)
+        rows.scripts[row] = [*_filled(prompt, media), *answer]
+        named = {"pixel_values": inputs.pop("pixel_values", None), "mask": inputs.pop("attention_mask", None)}
+        _note_own(rows, row, model, [*given, *answer], {**named, **inputs})
+
+
+def _inputs_of(processor: Any, model: Any, text: str, images: list[Any]) -> dict[str, Any]:
+    from mlx_vlm.utils import prepare_inputs, should_add_special_tokens
+
+    try:
+        return prepare_inputs(
+            processor,
+            images=images,
+            prompts=text,
+            image_token_index=getattr(model.config, "image_token_index", None),
+            add_special_tokens=should_add_special_tokens(model.config.model_type, processor),
+        )
+    except (TypeError, ValueError):
+        # Some processors take less than it gives them.
+        made = dict(processor(text=[text], images=images))
+        return {name: mx.array(each) if isinstance(each, np.ndarray) else each for name, each in made.items()}
+
+
+def _note_own(rows: Rows, row: int, model: Any, script: Sequence[int], inputs: dict[str, Any]) -> None:
+    from mlx_vlm.generate.ar import generate_step
+
+    tokens = iter(script[-ANSWER:])
+    steps = generate_step(
+        mx.array([script[:-ANSWER]]),
+        model,
+        inputs.pop("pixel_values", None),
+        inputs.pop("mask", None),
+        max_tokens=ANSWER,
+        temperature=0.0,
+        sampler=lambda logits: mx.array([next(tokens, 5)]),
+        **inputs,
+    )
+    for drawn, (_, logits) in zip(range(ANSWER), steps, strict=False):
+        rows.own[(row, drawn)] = np.array(logits.astype(mx.float32)).reshape(-1)
+
+
+def _filled(prompt: Sequence[int], media: Sequence[MediaSpan]) -> list[int]:
+    given = list(prompt)
+    for one in media:
+        given[one.start : one.start + len(one.tokens)] = one.tokens
+    return given
+
+
+def _noisy(noise: np.random.Generator, width: int, height: int) -> Picture:
+    pixels = noise.integers(0, 255, (height, width, 3), dtype=np.uint8).tobytes()
+    return Picture(width, height, pixels, picture_hash(width, height, pixels))
+
+
+def _image(picture: Picture) -> Any:
+    from PIL import Image
+
+    return Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
+
+
+def _normalized(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
