@@ -28,6 +28,7 @@ from ...model_files.processors import PictureProcessor, SpanLayout
 from ..kv.caches import is_recurrent
 from ..kv.device import on_gpu
 from ..kv.sealing import copied
+from .agreement import MODEL_ERRORS
 from .both_ways import SIDE, BothWays, find_both_ways, runs_of
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,18 @@ def _axes_of(language: Any) -> int:
     return 3 if hasattr(language, "get_rope_index") else 0
 
 
+def _has_axes_last(language: Any) -> bool:
+    """Returns whether positions are `(rows, tokens, axes)` for the model, not `(axes, rows, tokens)`."""
+    if not hasattr(language, "get_rope_index"):
+        return False
+    tokens = mx.zeros((1, 2), mx.int32)
+    try:
+        places, _ = language.get_rope_index(tokens, None, None, mx.ones_like(tokens))
+    except MODEL_ERRORS:
+        return False
+    return places.shape == (*tokens.shape, _axes_of(language))
+
+
 def _axes_in(made: dict[str, Any]) -> int:
     """Returns how many numbers the positions have that a processor gives, `(1, axes, tokens)`; 0 if it gives none."""
     places = np.array(made.get("position_ids", ()))
@@ -174,7 +187,7 @@ class LanguagePart:
 
     def __init__(self, model: Any) -> None:
         self._language = model.language_model
-        self._axes = _axes_of(self._language)
+        self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
         self._empty = [name for name, value in vars(self._language).items() if value is None]
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
@@ -188,6 +201,8 @@ class LanguagePart:
             setattr(self._language, name, None)
         if "position_ids" not in given:
             given |= self.places(tokens, _offset_of(cache))
+        elif self._axes_last:
+            given["position_ids"] = given["position_ids"].transpose(1, 2, 0)
         return self._language(tokens, cache=cache, **given).logits
 
     def places(self, tokens: mx.array, start: Any) -> dict[str, mx.array]:
@@ -200,7 +215,7 @@ class LanguagePart:
         if not self._axes:
             return {}
         places = mx.broadcast_to(mx.array(start).reshape(-1, 1) + mx.arange(tokens.shape[1]), tokens.shape)
-        return {"position_ids": mx.stack([places] * self._axes)}
+        return {"position_ids": mx.stack([places] * self._axes, axis=-1 if self._axes_last else 0)}
 
     @property
     def root(self) -> Any:
@@ -256,7 +271,7 @@ class Vision:
         self._model, self._language = copy.copy(model), copy.copy(model.language_model)
         self._model.language_model = self._language
         self._processor = processor
-        self._axes = _axes_of(self._language)
+        self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
         self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
         self.apart: set[bool] = set()
         self._tried: set[bool] = set()
@@ -432,7 +447,8 @@ class Vision:
         positions, shift = self._language.get_rope_index(
             ids, mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
         )
-        return np.array(positions)[:, 0], int(shift.reshape(-1)[0].item())
+        of_row = np.array(positions)[0].T if self._axes_last else np.array(positions)[:, 0]
+        return of_row, int(shift.reshape(-1)[0].item())
 
     def inputs(self, parts: Sequence[RowPart], width: int) -> dict[str, Any]:
         """Returns the language part's inputs besides token ids for a batch, with rows padded to `width` tokens.

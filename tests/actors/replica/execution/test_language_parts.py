@@ -7,8 +7,10 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_vlm.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
@@ -17,6 +19,7 @@ from mlx_vlm.utils import load_model
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.replica.execution import executor, models
 from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.execution.vision import LanguagePart
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.media.prompt import Medium
@@ -153,3 +156,26 @@ def test_what_cannot_be_computed_from_left_to_right_is_refused_and_says_what_to_
     folder, words = write_model(tmp_path / "model", family), REFUSED[family][1]
     with pytest.raises(ModelLoadError, match=f"{words}.*take one that reads from left to right"):
         models.load(str(folder), context_tokens_max=None, progress=lambda *_: None)
+
+
+class _AxesLast:
+    """A language part whose positions are `(rows, tokens, axes)`, and which gives them back."""
+
+    def get_rope_index(self, tokens: mx.array, *given: Any) -> tuple[mx.array, mx.array]:
+        places = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)
+        return mx.stack([places] * 3, axis=-1), mx.zeros((tokens.shape[0],))
+
+    def __call__(self, tokens: mx.array, cache: Any, position_ids: mx.array) -> Any:
+        return SimpleNamespace(logits=position_ids)
+
+
+def test_positions_have_the_order_of_axes_that_the_model_gives_its_own() -> None:
+    part = LanguagePart(SimpleNamespace(language_model=_AxesLast()))
+    caches = [SimpleNamespace(), SimpleNamespace(offset=mx.array([3, 8]))]
+    counted = part(mx.zeros((2, 2), mx.int32), cache=caches)
+    assert counted.tolist() == [[[3] * 3, [4] * 3], [[8] * 3, [9] * 3]]
+    given = mx.arange(12).reshape(3, 2, 2)
+    assert part(mx.zeros((2, 2), mx.int32), cache=caches, position_ids=given).tolist() == [
+        [[0, 4, 8], [1, 5, 9]],
+        [[2, 6, 10], [3, 7, 11]],
+    ]
