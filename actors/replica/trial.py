@@ -66,7 +66,7 @@ OWN = "own"
 """KV in the model's own caches, which nothing else reads."""
 
 _STEPS_MAX = 4000
-_VERSION = 2
+_VERSION = 3
 """Raised whenever the trial or what it tries changes."""
 
 Logits = dict[tuple[int, int], np.ndarray]
@@ -80,7 +80,8 @@ class Verdict:
     Attributes:
         kv: how KV is kept instead: `fp16` in sealed blocks as computed, `own` in the model's caches; "" as asked for.
         usual_way: whether decode steps may read sealed KV in the way that was found at load.
-        together: whether rows may be computed in company.
+        together: whether rows may run at the same time.
+        apart: whether steps compute row by row.
         reuses: whether KV may be used again.
         refusal: why it cannot be served at all; empty if it can.
         notes: what of it is not as it was asked for, and why, a sentence each.
@@ -90,6 +91,7 @@ class Verdict:
     usual_way: bool = True
     together: bool = True
     reuses: bool = True
+    apart: bool = False
     refusal: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -141,6 +143,8 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
         loaded = replace(loaded, way=DEQUANTIZED)
     if verdict.kv:
         loaded = resealed(loaded, POLICIES.get(verdict.kv))
+    if verdict.apart:
+        loaded = replace(loaded, apart=True)
     if not verdict.reuses:
         loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
     return Proven(loaded, verdict.together, verdict.notes)
@@ -167,36 +171,53 @@ def _try(loaded: LoadedModel) -> Verdict:
     if faults.alone:
         return Verdict(refusal=f"with a prompt in parts {faults.alone}")
     notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
+    if loaded.apart:
+        notes = ["steps compute row by row: its caches cannot be those of a batch", *notes]
     if faults.together:
         notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
     if faults.again:
         notes = [*notes, f"nothing is used again, every turn is computed from its beginning: {faults.again}"]
-    return Verdict(variant.kv, variant.way == loaded.way, not faults.together, not faults.again, "", notes)
+    return Verdict(
+        variant.kv,
+        usual_way=variant.way == loaded.way,
+        together=not faults.together,
+        reuses=not faults.again,
+        apart=variant.apart,
+        notes=notes,
+    )
 
 
 @dataclass(frozen=True)
 class _Variant:
-    """One way to serve a model: how its KV is kept, as in `Verdict`, how decode steps read it, and what that `means`
-    for the user."""
+    """One way to serve a model: how its KV is kept, as in `Verdict`, how decode steps read it, whether they compute row
+    by row, and what that `means` for the user."""
 
     kv: str
     way: DecodeWay
     means: str = ""
+    apart: bool = False
 
     def of(self, loaded: LoadedModel) -> LoadedModel:
+        loaded = replace(loaded, apart=self.apart)
         return resealed(loaded, POLICIES.get(self.kv)) if self.kv else replace(loaded, way=self.way)
 
 
 def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
     """The best first."""
-    yield _Variant("", loaded.way)
-    if loaded.spec.policy is None:
-        return
-    if loaded.way.reads is not Reads.DEQUANTIZED:
-        yield _Variant("", DEQUANTIZED, "decode steps copy blocks together")
-    if loaded.spec.policy.quantizes:
+    usual = _Variant("", loaded.way, apart=loaded.apart)
+    yield usual
+    policy = loaded.spec.policy
+    ways = [usual]
+    if policy is not None and loaded.way.reads is not Reads.DEQUANTIZED:
+        ways.append(replace(usual, way=DEQUANTIZED, means="decode steps copy blocks together"))
+    yield from ways[1:]
+    if policy is not None and policy.quantizes:
         yield _Variant(FULL_PRECISION, DEQUANTIZED, "KV is kept as computed")
-    yield _Variant(OWN, DEQUANTIZED, "KV is kept as computed, in the model's own way")
+    if policy is not None:
+        yield _Variant(OWN, DEQUANTIZED, "KV is kept as computed, in the model's own way")
+    for one in ways:
+        if not loaded.apart:
+            yield replace(one, means="steps compute row by row", apart=True)
 
 
 @dataclass
