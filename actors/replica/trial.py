@@ -162,6 +162,8 @@ def _try(loaded: LoadedModel) -> Verdict:
         return Verdict(refusal=f"in {loaded.dtype} it computes numbers that are not finite; try another `dtype`")
     tried: list[tuple[_Variant, _Faults]] = []
     for variant in _variants(loaded):
+        if variant.apart and not loaded.apart and not any(faults.together for _, faults in tried):
+            continue
         tried.append((variant, trial.faults(variant.of(loaded), own)))
         if not tried[-1][1]:
             break
@@ -175,6 +177,11 @@ def _try(loaded: LoadedModel) -> Verdict:
         notes = ["steps compute row by row: its caches cannot be those of a batch", *notes]
     if faults.together:
         notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
+    if not loaded.spec.reusable:
+        notes = [
+            *notes,
+            "nothing is used again, every turn is computed from its beginning: its caches are of other kinds",
+        ]
     if faults.again:
         notes = [*notes, f"nothing is used again, every turn is computed from its beginning: {faults.again}"]
     return Verdict(
