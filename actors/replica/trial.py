@@ -53,7 +53,7 @@ MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
 OWN = "own"
 """KV in the model's own caches, which nothing else reads."""
 
-_VERSION = 3
+_VERSION = 4
 """Raised whenever the trial or what it tries changes."""
 
 
@@ -64,7 +64,8 @@ class Verdict:
     Attributes:
         kv: how KV is kept instead: `fp16` in sealed blocks as computed, `own` in the model's caches; "" as asked for.
         usual_way: whether decode steps may read sealed KV in the way that was found at load.
-        together: whether rows may be computed in company.
+        together: whether rows may run at the same time.
+        apart: whether steps compute row by row.
         reuses: whether KV may be used again.
         blind: why it takes no pictures, although it could; empty if it does, and of a model of text.
         refusal: why it cannot be served at all; empty if it can.
@@ -75,6 +76,7 @@ class Verdict:
     usual_way: bool = True
     together: bool = True
     reuses: bool = True
+    apart: bool = False
     blind: str = ""
     refusal: str = ""
     notes: list[str] = field(default_factory=list)
@@ -136,6 +138,8 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
         loaded = replace(loaded, way=DEQUANTIZED)
     if verdict.kv:
         loaded = resealed(loaded, POLICIES.get(verdict.kv))
+    if verdict.apart:
+        loaded = replace(loaded, apart=True)
     if not verdict.reuses:
         loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
     if verdict.blind:
@@ -155,6 +159,8 @@ def _try(loaded: LoadedModel) -> Verdict:
         return Verdict(refusal=f"in {loaded.dtype} it computes numbers that are not finite; try another `dtype`")
     tried: list[tuple[_Variant, Faults]] = []
     for variant in _variants(loaded):
+        if variant.apart and not loaded.apart and not any(faults.together for _, faults in tried):
+            continue
         tried.append((variant, trial.faults(variant.of(loaded), own)))
         if not tried[-1][1]:
             break
@@ -164,14 +170,21 @@ def _try(loaded: LoadedModel) -> Verdict:
     if faults.alone:
         return Verdict(refusal=f"with a prompt in parts {faults.alone}")
     notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
+    if loaded.apart:
+        notes = ["steps compute row by row: its caches cannot be those of a batch", *notes]
     blind = ""
     if loaded.vision is not None:
-        seen = picture_trial.faults(variant.of(loaded))
+        variant, seen = _seen(variant, loaded, notes)
         blind = seen.alone
         if not blind:
             faults.together, faults.again = faults.together or seen.together, faults.again or seen.again
     if faults.together:
         notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
+    if not loaded.spec.reusable:
+        notes = [
+            *notes,
+            "nothing is used again, every turn is computed from its beginning: its caches are of other kinds",
+        ]
     if faults.again:
         notes = [*notes, f"nothing is used again, every turn is computed from its beginning: {faults.again}"]
     return Verdict(
@@ -179,34 +192,57 @@ def _try(loaded: LoadedModel) -> Verdict:
         usual_way=variant.way == loaded.way,
         together=not faults.together,
         reuses=not faults.again,
+        apart=variant.apart,
         blind=blind,
         notes=notes,
     )
 
 
+def _seen(variant: _Variant, loaded: LoadedModel, notes: list[str]) -> tuple[_Variant, Faults]:
+    """Tries a variant with pictures. Returns what does not hold of it, or of the same that computes row by row if that
+    helps, which it then `notes`."""
+    seen = picture_trial.faults(variant.of(loaded))
+    if not seen.together or variant.apart:
+        return variant, seen
+    apart = replace(variant, apart=True)
+    alone = picture_trial.faults(apart.of(loaded))
+    if alone.weight >= seen.weight:
+        return variant, seen
+    notes.append(f"steps compute row by row: otherwise in company {seen.together}")
+    return apart, alone
+
+
 @dataclass(frozen=True)
 class _Variant:
-    """One way to serve a model: how its KV is kept, as in `Verdict`, how decode steps read it, and what that `means`
-    for the user."""
+    """One way to serve a model: how its KV is kept, as in `Verdict`, how decode steps read it, whether they compute row
+    by row, and what that `means` for the user."""
 
     kv: str
     way: DecodeWay
     means: str = ""
+    apart: bool = False
 
     def of(self, loaded: LoadedModel) -> LoadedModel:
+        loaded = replace(loaded, apart=self.apart)
         return resealed(loaded, POLICIES.get(self.kv)) if self.kv else replace(loaded, way=self.way)
 
 
 def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
     """The best first."""
-    yield _Variant("", loaded.way)
-    if loaded.spec.policy is None:
-        return
-    if loaded.way.reads is not Reads.DEQUANTIZED:
-        yield _Variant("", DEQUANTIZED, "decode steps copy blocks together")
-    if loaded.spec.policy.quantizes:
+    usual = _Variant("", loaded.way, apart=loaded.apart)
+    yield usual
+    policy = loaded.spec.policy
+    ways = [usual]
+    if policy is not None and loaded.way.reads is not Reads.DEQUANTIZED:
+        ways.append(replace(usual, way=DEQUANTIZED, means="decode steps copy blocks together"))
+    yield from ways[1:]
+    if policy is not None and policy.quantizes:
         yield _Variant(FULL_PRECISION, DEQUANTIZED, "KV is kept as computed")
-    yield _Variant(OWN, DEQUANTIZED, "KV is kept as computed, in the model's own way")
+    if policy is not None:
+        yield _Variant(OWN, DEQUANTIZED, "KV is kept as computed, in the model's own way")
+    for one in ways:
+        if not loaded.apart:
+            yield replace(one, means="steps compute row by row", apart=True)
 
 
 class _Trial:

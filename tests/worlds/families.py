@@ -160,9 +160,35 @@ PECULIAR: dict[str, dict[str, Any]] = {
 }
 """The same of families whose code expects something else of masks or caches."""
 
+APART: dict[str, dict[str, Any]] = {
+    # Attends within chunks, in caches of which there is no batch.
+    "llama4": {
+        "text_config": {
+            **_SHARED,
+            "model_type": "llama4_text",
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 256,
+            "attention_bias": False,
+            "use_qk_norm": True,
+            "rope_scaling": None,
+        }
+    },
+}
+"""The same of families whose rows are computed one by one."""
+
 
 def config_of(family: str, **other: Any) -> dict[str, Any]:
-    return {**_SHARED, **(FAMILIES | PECULIAR)[family], "model_type": family, "eos_token_id": END_TOKEN, **other}
+    return {
+        **_SHARED,
+        **(FAMILIES | PECULIAR | APART)[family],
+        "model_type": family,
+        "eos_token_id": END_TOKEN,
+        **other,
+    }
 
 
 def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int = 7, **other: Any) -> Path:

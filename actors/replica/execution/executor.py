@@ -19,6 +19,7 @@ import mlx.core as mx
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling, TokenLogprobs
 from ..kv import caches as kv_cache
+from ..kv.apart import RowsApart
 from ..kv.caches import PooledBlock, Slab
 from ..kv.device import on_gpu, size_class
 from ..kv.row_view import RowView, Stacks
@@ -151,13 +152,16 @@ class BatchExecutor:
         self._loaded = loaded
         self._model = loaded.model
         self._on_gpu = on_gpu()
-        self.batched_prefill = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
+        batched = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
+        self.batched_prefill = batched and not loaded.apart
         pool = loaded.pool
         # CUDA runs evaluations one after the other, whatever they read and write.
         self._settles = pool is not None and not (pool.kernels and mx.cuda.is_available())
         # On Metal MLX does not know of what kernels write into arrays that they read.
         self._settles_always = self._settles and pool is not None and pool.kernels
-        self._compiled = CompiledStep(self._model, loaded.deferral) if loaded.way.compiled else None
+        self._compiled = (
+            CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.apart else None
+        )
         self._prefilling: dict[str, _Prefilling] = {}
         self._joining: dict[str, _Joining] = {}
         self._leaving: set[str] = set()
@@ -309,15 +313,10 @@ class BatchExecutor:
         inputs, before = self._inputs, self._draw
         if inputs is None:
             return []
-        vision, extra = self._loaded.vision, {}
-        if vision is not None:
-            extra = vision.steps([row.length for row in self._rows], [row.pictures for row in self._rows])
         seals = any(row.length % BLOCK_TOKENS == BLOCK_TOKENS - 1 for row in self._rows)
         if seals:
             self._settle()
-        logits = None if self._compiled is None else self._compiled(inputs, self._caches, extra)
-        if logits is None:
-            logits = self._model(inputs[:, None], cache=self._caches, **extra)[:, -1, :]
+        logits = self._logits(inputs)
         draw = self._sampler(logits, self._masks(inputs, logits))
         self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
         mx.async_eval(self._inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
@@ -337,6 +336,20 @@ class BatchExecutor:
         if self._steps % CLEAR_EVERY_STEPS == 0:
             mx.clear_cache()
         return ready
+
+    def _logits(self, inputs: mx.array) -> mx.array:
+        """Launches the model for one token of every row."""
+        caches = self._caches
+        if isinstance(caches, RowsApart):
+            return caches.step(self._model, inputs, lambda row: self._besides(self._rows[row : row + 1]))
+        extra = self._besides(self._rows)
+        logits = None if self._compiled is None else self._compiled(inputs, caches, extra)
+        return self._model(inputs[:, None], cache=caches, **extra)[:, -1, :] if logits is None else logits
+
+    def _besides(self, rows: Sequence[_DecodingRow]) -> dict[str, Any]:
+        """Returns the model's inputs besides tokens and caches for a step of these rows."""
+        vision = self._loaded.vision
+        return {} if vision is None else vision.steps([row.length for row in rows], [row.pictures for row in rows])
 
     def _masks(self, inputs: mx.array, logits: mx.array) -> RowMasks | None:
         """Reads the `inputs`, `(rows,)`, for the rows with grammars, while the model computes `logits` of them; returns
@@ -378,7 +391,10 @@ class BatchExecutor:
         """Seals the blocks that a kernel has filled in the step that was just launched."""
         if self._settles_always:
             mx.synchronize()
-        kv_cache.seal_filled(self._caches)
+        if isinstance(self._caches, RowsApart):
+            self._caches.seal_filled()
+        else:
+            kv_cache.seal_filled(self._caches)
         mx.async_eval(self._pool_arrays())
         if self._settles_always:
             # The next step writes into what is sealed here.
@@ -410,8 +426,12 @@ class BatchExecutor:
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
         joining = self._joining.get(row_id)
         single = self._prefilling.get(row_id) if joining is None else joining.prefilled
-        if single is None:
-            view = RowView(spec, self._caches, self._index(row_id), length, self._stacks if stacks else None)
+        caches = self._caches
+        if single is None and isinstance(caches, RowsApart):
+            view = RowView(spec, caches.rows[self._index(row_id)], None, length)
+        elif single is None:
+            assert not isinstance(caches, RowsApart)
+            view = RowView(spec, caches, self._index(row_id), length, self._stacks if stacks else None)
         elif single.together is None:
             view = RowView(spec, single.caches, None, length)
         else:
@@ -460,7 +480,7 @@ class BatchExecutor:
     def _forget(self) -> None:
         self._leaving.clear()
         self._rows: list[_DecodingRow] = []
-        self._caches: list[Any] = []
+        self._caches: list[Any] | RowsApart = []
         self._stacks = Stacks()
         self._inputs: mx.array | None = None
         self._draw: tuple[Draw, list[str]] | None = None
@@ -472,7 +492,10 @@ class BatchExecutor:
             mx.synchronize()
         if self._leaving:
             keep = [index for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
-            kv_cache.keep(self._caches, keep)
+            if isinstance(self._caches, RowsApart):
+                self._caches.keep(keep)
+            else:
+                kv_cache.keep(self._caches, keep)
             assert self._inputs is not None
             self._inputs = self._inputs[mx.array(keep)]
             self._sampler.keep(keep)
@@ -483,7 +506,10 @@ class BatchExecutor:
             if self._inputs is None:
                 self._caches, self._inputs = batch, inputs
             else:
-                kv_cache.extend(self._caches, batch)
+                if isinstance(self._caches, RowsApart):
+                    self._caches.extend(batch)
+                else:
+                    kv_cache.extend(self._caches, batch)
                 self._inputs = mx.concatenate([self._inputs, inputs])
             for entry in entries:
                 prompt = len(entry.tokens) - entry.drawn
@@ -491,9 +517,9 @@ class BatchExecutor:
                 self._rows.append(entry.row)
         self._joining.clear()
 
-    def _arriving(self) -> list[tuple[list[Any], list[_Joining]]]:
+    def _arriving(self) -> list[tuple[Any, list[_Joining]]]:
         """Returns the rows that join now, as batches: rows prefilled together stay one batch, the others are merged."""
-        arriving: list[tuple[list[Any], list[_Joining]]] = []
+        arriving: list[tuple[Any, list[_Joining]]] = []
         joining = dict(self._joining)
         for entry in list(joining.values()):
             together = entry.prefilled.together
@@ -507,7 +533,8 @@ class BatchExecutor:
                 member.prefilled.together = None
         if joining:
             single = list(joining.values())
-            arriving.append((kv_cache.merge([entry.prefilled.own() for entry in single]), single))
+            own = [entry.prefilled.own() for entry in single]
+            arriving.append((RowsApart(own) if self._loaded.apart else kv_cache.merge(own), single))
         return arriving
 
     def _index(self, row_id: str) -> int:

@@ -35,7 +35,7 @@ from ...model_files.source import (
 from ...model_files.weights import bytes_in_memory, missing_files, read_weight_file, read_weight_files
 from ...protocol.messages import EmbeddingInfo
 from ..kv import attention
-from ..kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
+from ..kv.caches import ModelCacheSpec, joins, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
 from ..kv.pool import BlockPool
@@ -67,9 +67,10 @@ package is missing."""
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
-    `pool` has the sealed blocks of all its rows, None if nothing is sealed; `way` says how decode steps read them;
-    `vision` encodes pictures, None for a model of text; `blind` is why one that could see does not, empty for others;
-    `hidden` computes hidden states, or is why nothing does, and `sentences` says what becomes of them."""
+    `pool` has the sealed blocks of all its rows, None if nothing is sealed; `way` says how decode steps read them, and
+    `apart` whether they compute row by row; `vision` encodes pictures, None for a model of text; `blind` is why one
+    that could see does not, empty for others; `hidden` computes hidden states, or is why nothing does, and `sentences`
+    says what becomes of them."""
 
     model: Any
     folder: Path
@@ -82,6 +83,7 @@ class LoadedModel:
     weights: str
     pool: BlockPool | None = None
     way: DecodeWay = DEQUANTIZED
+    apart: bool = False
     vision: Vision | None = None
     blind: str = ""
     hidden: HiddenStates | str = "its hidden states were not looked for"
@@ -208,6 +210,7 @@ def load(
         weights=running.kept,
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
+        apart=not all(map(joins, make_prompt_cache(model))),
         vision=seen,
         blind=blind,
         hidden=_hidden(running.called, int(logits.shape[-1])),

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from .paged_cache import PagedBatch, PagedKVCache, Reads
@@ -120,7 +120,7 @@ def _read_layer(cache: Any, tokens: int, policy: SealPolicy | None) -> LayerSpec
         return LayerSpec(LayerKind.RECURRENT, state_bytes=cache.nbytes)
     if not _has_kv(cache):
         return LayerSpec(LayerKind.OTHER, token_bytes=cache.nbytes // max(tokens, 256))
-    window: int = getattr(cache, "max_size", 0)
+    window: int = cache.chunk_size if _is_chunked(cache) else getattr(cache, "max_size", 0)
     kind = LayerKind.WINDOW if window else LayerKind.FULL
     per_token = sum(array.shape[1] * array.shape[3] * array.itemsize for array in (cache.keys, cache.values))
     if policy is None:
@@ -143,7 +143,24 @@ def is_recurrent(cache: Any) -> bool:
 
 
 def _has_kv(cache: Any) -> bool:
-    return type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
+    return type(cache) is KVCache or _is_chunked(cache) or (type(cache) is RotatingKVCache and cache.keep == 0)
+
+
+def _is_chunked(cache: Any) -> bool:
+    """Whether tokens see those of their own chunk alone: no more of the last ones than a window as long."""
+    return type(cache) is ChunkedKVCache
+
+
+def in_order(cache: Any) -> tuple[mx.array, mx.array]:
+    """Returns what a row's own cache of a window layer has of its last tokens, `(1, kv_heads, tokens, dim)` each."""
+    if _is_chunked(cache):
+        return cache.keys_and_values()
+    return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+
+
+def joins(cache: Any) -> bool:
+    """Whether rows of such caches can be one batch's."""
+    return hasattr(cache, "merge") and not getattr(cache, "keep", 0)
 
 
 def _is_latent(cache: Any) -> bool:
@@ -156,16 +173,10 @@ def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = No
 
     Args:
         policy: how to seal. All layers share a mask, so all or none are sealed.
-
-    Raises:
-        ValueError: rows of such caches cannot be batched.
     """
-    for cache in caches:
-        if not hasattr(cache, "merge") or getattr(cache, "keep", 0):
-            raise ValueError(f"its layers keep a {type(cache).__name__}, of which there is no batch")
     kv = [cache for cache in caches if _has_kv(cache)]
     others = [cache for cache in caches if not _has_kv(cache) and not is_recurrent(cache)]
-    if not kv or others or any(map(_is_latent, kv)):
+    if not kv or others or any(_is_latent(cache) or _is_chunked(cache) for cache in kv):
         policy = None
     layers = tuple(_read_layer(cache, tokens, policy) for cache in caches)
     per_token = sum(layer.token_bytes for layer in layers if not layer.window)
@@ -322,6 +333,8 @@ def _restore_slabs(
         wanted = min(total, layer.window) if layer.window else total
         keys, values = _last_tokens(index, slabs, tail, used, wanted)
         more = (0, layer.window, keys.shape[2]) if layer.window else ()
+        if _is_chunked(caches[index]):
+            more = (layer.window, total - keys.shape[2])
         caches[index].state = (keys, values, total, *more)
 
 

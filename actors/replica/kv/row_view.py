@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from . import sealing
-from .caches import LayerKind, LayerKV, Layers, ModelCacheSpec, PooledBlock, Slab, batch_of
+from .caches import LayerKind, LayerKV, Layers, ModelCacheSpec, PooledBlock, Slab, batch_of, in_order
 from .paged_cache import PagedKVCache
 from .pool import Slot
 
@@ -88,7 +88,7 @@ class RowView:
                 self._layers.append(cache)
             elif layer.window:
                 single = cache if row is None else cache.extract(row)
-                keys, values = single._temporal_order(single.keys), single._temporal_order(single.values)
+                keys, values = in_order(single)
                 self._layers.append((keys, values, length - keys.shape[2]))
             else:
                 if padding is None:

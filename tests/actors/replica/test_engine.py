@@ -34,26 +34,36 @@ def alone(loaded: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
     return [Bench(loaded).run("row", prompt, **SAMPLING[index % 4]).tokens for index, prompt in enumerate(prompts)]
 
 
-def test_batched_cached_and_chunked_rows_equal_the_row_alone(
-    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
-):
+def run_twice(engine: Bench, prompts: list[list[int]], alone: list[list[int]]) -> None:
     """Rows join at random times and leave at different ones; the second round finds its prompts in the cache."""
     rng = random.Random(0)
-    for chunk in (256, 1024):
-        engine = bench(prefill_chunk_tokens=chunk)
-        for round_name in ("cold", "cached"):
-            order = list(range(len(prompts)))
-            rng.shuffle(order)
-            for index in order:
-                engine.submit(f"{round_name}{index}", prompts[index], **SAMPLING[index % 4])
-                for _ in range(rng.randrange(4)):
-                    engine.turn()
-            engine.drain()
-            for index, tokens in enumerate(alone):
-                assert engine.rows[f"{round_name}{index}"].tokens == tokens
-        # All but the last token of a prompt comes from the cache, also of one whose last block the answer filled.
-        assert engine.rows["cached6"].cached == 299
-        assert [engine.rows[f"cached{index}"].cached for index in (3, 4, 5)] == [254, 255, 256]
+    for round_name in ("cold", "cached"):
+        order = list(range(len(prompts)))
+        rng.shuffle(order)
+        for index in order:
+            engine.submit(f"{round_name}{index}", prompts[index], **SAMPLING[index % 4])
+            for _ in range(rng.randrange(4)):
+                engine.turn()
+        engine.drain()
+        for index, tokens in enumerate(alone):
+            assert engine.rows[f"{round_name}{index}"].tokens == tokens
+    # All but the last token of a prompt comes from the cache, also of one whose last block the answer filled.
+    assert engine.rows["cached6"].cached == 299
+    assert [engine.rows[f"cached{index}"].cached for index in (3, 4, 5)] == [254, 255, 256]
+
+
+@pytest.mark.parametrize("chunk", [256, 1024])
+def test_batched_cached_and_chunked_rows_equal_the_row_alone(
+    bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], chunk: int
+):
+    run_twice(bench(prefill_chunk_tokens=chunk), prompts, alone)
+
+
+def test_rows_that_are_computed_one_by_one_equal_the_row_alone(
+    loaded: LoadedModel, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kv_cache, "merge", lambda rows: pytest.fail("there is no batch"))
+    run_twice(Bench(dataclasses.replace(loaded, apart=True)), prompts, alone)
 
 
 def test_preempted_rows_go_on_where_they_were(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):

@@ -15,6 +15,7 @@ from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.decode_ways import DEQUANTIZED, DecodeWay
 from satchel.actors.replica.execution.models import LoadedModel, resealed
 from satchel.actors.replica.kv import caches as kv_cache
+from satchel.actors.replica.kv.apart import RowsApart
 from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
 from satchel.actors.replica.kv.sealing import POLICIES
@@ -22,7 +23,7 @@ from satchel.actors.replica.trial import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.bench import load_tiny
-from tests.worlds.families import PECULIAR, write_model
+from tests.worlds.families import APART, PECULIAR, write_model
 
 ASKED = Model(name="tiny", source="somewhere/tiny")
 
@@ -79,9 +80,17 @@ def test_a_right_model_is_served_as_asked(loaded: LoadedModel):
     loaded.pool.check()
 
 
-def test_wrong_words_in_company_make_rows_run_alone(loaded: LoadedModel):
+def test_wrong_words_in_company_make_steps_compute_row_by_row(loaded: LoadedModel):
     proven = tried(with_fault(loaded, in_company))
-    assert not proven.together
+    assert (proven.loaded.apart, proven.together, proven.loaded.kv) == (True, True, "q4")
+    assert proven.notes == [note for note in proven.notes if "row by row" in note and "something else" in note]
+
+
+def test_wrong_words_row_by_row_make_rows_run_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    step = RowsApart.step
+    monkeypatch.setattr(RowsApart, "step", lambda *given: mx.roll(step(*given), 1, -1))
+    proven = tried(with_fault(resealed(loaded, None), in_company))
+    assert (proven.loaded.apart, proven.together) == (False, False)
     assert proven.scheduling(Scheduling(rows_max=9)).rows_max == 1
     assert any("one after the other" in note and "something else" in note for note in proven.notes)
 
@@ -156,6 +165,14 @@ def test_families_of_other_masks_and_caches_are_served_as_asked(family: str, tmp
     assert family == "gemma3n" or not proven.loaded.embedding.refusal
 
 
+@pytest.mark.parametrize("family", APART)
+def test_families_without_batches_are_computed_row_by_row_and_kept(family: str, tmp_path: Path):
+    model = models.load(str(write_model(tmp_path, family)), context_tokens_max=None, progress=lambda *_: None)
+    proven = tried(model)
+    assert (proven.loaded.apart, proven.together, proven.loaded.spec.reusable) == (True, True, True)
+    assert [note for note in proven.notes if "row by row" in note] == list(proven.notes)
+
+
 def with_key_bias(folder: Path, bias: float, dtype: str) -> LoadedModel:
     """A model whose keys are offset, in some channels more than in others."""
     path = write_model(folder, "qwen2") / "model.safetensors"
@@ -200,7 +217,7 @@ def test_a_row_is_longer_than_the_windows_of_a_model(tmp_path: Path):
     def past_windows(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
         return in_company(tokens, cache, logits) if int(mx.array(cache[0].offset).max()) > 400 else logits
 
-    assert not tried(with_fault(model, past_windows)).together
+    assert tried(with_fault(model, past_windows)).loaded.apart
 
 
 def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -208,10 +225,10 @@ def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch
     first = tried(with_fault(loaded, in_company), known)
     monkeypatch.setattr(trial, "_try", lambda loaded: pytest.fail("it was tried before"))
     again = tried(with_fault(loaded, in_company), known)
-    assert (again.together, list(again.notes)) == (False, list(first.notes))
+    assert (again.loaded.apart, list(again.notes)) == (True, list(first.notes))
     known.write_text("{")
     monkeypatch.undo()
-    assert tried(loaded, known).together
+    assert not tried(loaded, known).loaded.apart
 
 
 def test_a_model_that_is_not_tried_says_so(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
