@@ -287,7 +287,8 @@ class Vision:
         example = {} if self._axes else processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
         self._own_positions = _axes_in(example)
         self._evaluate_modules()
-        self._modules = [(module, dict(module), dict(vars(module))) for module in self._model.modules()]
+        modules = {id(module): module for root in (model, self._model) for module in root.modules()}
+        self._modules = [(module, dict(module), dict(vars(module))) for module in modules.values()]
 
     @property
     def model(self) -> Any:
@@ -359,12 +360,12 @@ class Vision:
         unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
         if unknown:
             raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
+        if (count := made["inputs_embeds"].shape[1]) != ids.shape[1]:
+            raise ValueError(f"the encoder makes {count} embeddings of a picture that has {ids.shape[1]} tokens")
         if (of_layers := made["per_layer_inputs"]) is not None:
             of_text = self._model.get_input_embeddings(ids, None).per_layer_inputs
             if of_text is None or not mx.array_equal(of_layers, of_text):
                 raise ValueError("inputs of its layers depend on the picture")
-        if (count := made["inputs_embeds"].shape[1]) != ids.shape[1]:
-            raise ValueError(f"the encoder makes {count} embeddings of a picture that has {ids.shape[1]} tokens")
         places = mx.array(sorted(span.places))
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
