@@ -84,8 +84,8 @@ def check(kind: str, name: str, root: Path) -> Outcome:
     except Exception as error:
         return Outcome(UNCHECKED, [*proven.notes, f"the library fails by itself: {type(error).__name__}: {error}"])
     outcome = run(proven, rows)
-    outcome.notes = [*proven.notes, *outcome.notes]
-    if outcome.state == RIGHT and proven.notes:
+    outcome.notes = [*proven.notes, *rows.notes, *outcome.notes]
+    if outcome.state == RIGHT and outcome.notes:
         outcome.state = LIMITED
     return outcome
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
@@ -242,6 +242,8 @@ def _cache_like(cache: Any) -> Any:
     match type(cache).__name__:
         case "KVCache" | "SimpleKVCache":
             return KVCache()
+        case "ChunkedKVCache":
+            return ChunkedKVCache(cache.chunk_size)
         case "RotatingKVCache":
             return RotatingKVCache(cache.max_size, cache.keep)
     if is_recurrent(cache):
