@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -138,6 +138,8 @@ class PictureProcessor:
         if not self.placeholder.strip():
             raise Unfit("its chat template has no place for pictures")
         self.token = self._read_token(named)
+        self._behind = self._wanted_behind()
+        self._edges |= self._written_around()
         self.video_placeholder, self.video_token = self._read_video()
         self._group_processor = self._any_size(processor)
 
@@ -183,7 +185,12 @@ class PictureProcessor:
         """Returns the encoder's inputs for the frames of one span, by name: pixels, and such as grids. Their shapes and
         dtypes are the processor's."""
         if not video:
-            made = self.read(self.placeholder, frames)
+            made = self._alone(frames[0])
+            ids = _ids(made)
+            first, end = self._bounds(ids)
+            made = {
+                name: np.array(value)[:, first:end] if _of_tokens(value, ids) else value for name, value in made.items()
+            }
         else:
             # The frames already have the size that the processing of the whole video gave them.
             made = dict(
@@ -196,9 +203,12 @@ class PictureProcessor:
     def read(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
         """Returns what the processor makes of a text with placeholders and their pictures, by name: the `input_ids`,
         the encoder's inputs, and more. Shapes and dtypes are the processor's."""
-        made = dict(self._processor(text=[text], images=list(pictures)))
+        made = dict(self._processor(text=[text], images=list(pictures), return_tensors="mlx"))
         # As mlx-vlm does.
         return {_PIXELS if name == "images" else name: value for name, value in made.items()}
+
+    def _alone(self, picture: Image.Image) -> dict[str, Any]:
+        return self.read(f"{self.placeholder}{self._behind}", [picture])
 
     def tokens(self, text: str) -> list[int]:
         """Returns the tokens of a text, without those that stand around every text."""
@@ -228,11 +238,29 @@ class PictureProcessor:
 
     def _read_token(self, named: frozenset[int]) -> int:
         made = self.read(self.placeholder, [Image.new("RGB", _TRIED)])
+        if min(_ids(made)) < 0:
+            raise Unfit("its processor marks pictures with a number that is no token")
         candidates = named | {made[name] for name in _TOKEN_NAMES if isinstance(made.get(name), int)}
         present = {token for token in _ids(made) if token in candidates}
         if len(present) != 1:
             raise Unfit("neither its config nor its processor says which token stands for a picture")
         return present.pop()
+
+    def _wanted_behind(self) -> str:
+        """Returns what has to follow a placeholder: some processors leave out the last token of a text."""
+        picture, mark = Image.new("RGB", _TRIED), self.placeholder
+        counts = [_ids(self.read(text, [picture])).count(self.token) for text in (mark, f"{mark}\n")]
+        return "" if counts[0] == counts[1] else "\n"
+
+    def _written_around(self) -> frozenset[int]:
+        """Returns the tokens that the processor writes around every text."""
+        picture = Image.new("RGB", _TRIED)
+        alone, inside = _ids(self._alone(picture)), _ids(self.read(f"a{self.placeholder}a", [picture]))
+        edges: set[int] = set()
+        for one, other in ((alone, inside), (reversed(alone), reversed(inside))):
+            pairs = zip(one, other, strict=False)
+            edges.update(token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return frozenset(edges - {self.token})
 
     def _read_video(self) -> tuple[str, int]:
         token, own = getattr(self._processor, "video_token_id", None), getattr(self._processor, "video_processor", None)
@@ -251,12 +279,17 @@ class PictureProcessor:
         return other
 
     def _layout(self, width: int, height: int) -> PictureLayout:
-        made = self.read(self.placeholder, [Image.new("RGB", (width, height))])
+        made = self._alone(Image.new("RGB", (width, height)))
         ids = _ids(made)
-        added = [index for index, token in enumerate(ids) if token in self._added and token not in self._edges]
+        first, end = self._bounds(ids)
         grid = made.get("image_grid_thw")
         grid = () if grid is None else tuple(np.array(grid).reshape(-1).tolist())
-        return PictureLayout(self._text(ids), self._span(ids[added[0] : added[-1] + 1], self.token, grid))
+        return PictureLayout(self._text(ids), self._span(ids[first:end], self.token, grid))
+
+    def _bounds(self, ids: list[int]) -> tuple[int, int]:
+        """Returns where the span of a picture alone begins and ends."""
+        added = [index for index, token in enumerate(ids) if token in self._added and token not in self._edges]
+        return added[0], added[-1] + 1
 
     def _video_layout(self, width: int, height: int, seconds: tuple[float, ...]) -> VideoLayout:
         ticks = [round(second * CLOCK_HZ) for second in seconds]
@@ -328,6 +361,11 @@ def _video_grid(made: dict[str, Any]) -> list[int]:
 
 def _ids(made: dict[str, Any]) -> list[int]:
     return np.array(made["input_ids"]).reshape(-1).tolist()
+
+
+def _of_tokens(value: Any, ids: list[int]) -> bool:
+    """Whether an input has one entry for each token."""
+    return tuple(getattr(value, "shape", ())) == (1, len(ids))
 
 
 def _rate(seconds: Sequence[float]) -> float:

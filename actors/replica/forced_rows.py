@@ -23,6 +23,7 @@ from ..protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from .engine import Engine
 from .execution.models import LoadedModel
 from .execution.sampling import Draw
+from .execution.vision import ImageEmbeddings
 from .kv.device import device_bytes
 
 DRAWN = 4
@@ -46,11 +47,12 @@ Logits = dict[tuple[int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture of a row: the first token of its span, the span, and the picture."""
+    """A picture of a row: the first token of its span, the span, the picture, and its embeddings."""
 
     start: int
     span: SpanLayout
     picture: Image.Image
+    embeddings: ImageEmbeddings
 
 
 @dataclass(frozen=True)
@@ -209,15 +211,15 @@ class Scene:
             more: how many tokens after its prompt belong to it too.
         """
         self._runs += 1
-        waiting = [self._request(row, more) for row in later]
+        waiting = list(later)
         for row in rows:
-            self._submit(self._request(row, more))
+            self._submit(row, more)
         steps, ends = 0, time.monotonic() + _ENCODES_S
         while steps < _STEPS_MAX and time.monotonic() < ends:
             busy = self._engine.step()
             if waiting and (self.noted or not (busy or self._engine.pictures)):
-                for request in waiting:
-                    self._submit(request)
+                for row in waiting:
+                    self._submit(row, more)
                 waiting = []
             elif not busy and self._engine.pictures:
                 # They are encoded on another thread.
@@ -228,15 +230,16 @@ class Scene:
                 steps += 1
         self._ends["all"] = "no end"
 
-    def _request(self, row: int, more: int) -> GenerateRequest:
-        return self._rows[row].request(f"{self._runs}/{row}", row, self._root, more)
-
-    def _submit(self, request: GenerateRequest) -> None:
+    def _submit(self, number: int, more: int) -> None:
         def reply(refusal: Exception | None) -> None:
             if refusal is not None:
                 self._heard.append(refusal)
 
-        self._engine.submit(request, reply)
+        row = self._rows[number]
+        request = row.request(f"{self._runs}/{number}", number, self._root, more)
+        # Encoders take long: each picture is encoded once.
+        embeddings = {index: shown.embeddings for index, shown in enumerate(row.pictures)}
+        self._engine.submit(request, reply, embeddings=embeddings)
 
     def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
         for one in updates.get("trial", []):

@@ -105,7 +105,7 @@ _QWEN_TYPES: dict[str, Family] = {
                 "temporal_patch_size": 1,
             },
         },
-        {},
+        {"preprocessor_config.json": {**QWEN_IMAGES, "patch_size": 16, "temporal_patch_size": 1}},
     ),
 }
 

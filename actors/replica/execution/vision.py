@@ -363,11 +363,10 @@ class Vision:
         if unknown:
             raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
         if (count := made["inputs_embeds"].shape[1]) != ids.shape[1]:
-            raise ValueError(f"the encoder makes {count} embeddings of a picture that has {ids.shape[1]} tokens")
-        if (of_layers := made["per_layer_inputs"]) is not None:
-            of_text = self._model.get_input_embeddings(ids, None).per_layer_inputs
-            if of_text is None or not mx.array_equal(of_layers, of_text):
-                raise ValueError("inputs of its layers depend on the picture")
+            raise ValueError(
+                f"mlx-vlm makes {count} embeddings of a picture for which its processor writes {ids.shape[1]} tokens"
+            )
+        self._check_seen(ids, made, sorted(span.places))
         places = mx.array(sorted(span.places))
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
@@ -386,6 +385,19 @@ class Vision:
         if mx.get_cache_memory() - spare > SPARE_BYTES_MAX:
             mx.clear_cache()
         return embeddings
+
+    def _check_seen(self, ids: mx.array, made: dict[str, Any], places: list[int]) -> None:
+        """Checks what became of the tokens `ids`, of which those at `places` stand for pictures.
+
+        Raises:
+            ValueError: these have the embeddings of their tokens, or other inputs of the layers than the tokens have.
+        """
+        plain, at = self._model.get_input_embeddings(ids, None), mx.array(places)
+        if bool(mx.array_equal(plain.inputs_embeds[0, at], made["inputs_embeds"][0, at])):
+            raise ValueError("mlx-vlm does not look at the picture")
+        of_layers, of_text = made["per_layer_inputs"], plain.per_layer_inputs
+        if of_layers is not None and (of_text is None or not mx.array_equal(of_layers, of_text)):
+            raise ValueError("inputs of its layers depend on the picture")
 
     def _positions_in(self, span: SpanLayout, picture: Image.Image) -> mx.array:
         """Returns `ImageEmbeddings.positions`, from those that the processor gives for the picture alone."""

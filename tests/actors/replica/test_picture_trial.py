@@ -1,0 +1,183 @@
+"""The trial of pictures at load: a model whose pictures do not reach it as they should takes none, and says why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.utils import _get_classes, save_model
+from PIL import Image
+
+from satchel.actors.model_files.processors import sees, sight
+from satchel.actors.replica import picture_trial
+from satchel.actors.replica.execution import models
+from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.trial import prove
+from satchel.api.generation.conversation import with_shown
+from satchel.cluster.config import Model
+from satchel.cluster.errors import InvalidRequest
+from tests.worlds.families import random_weights
+from tests.worlds.vision_families import write_files, write_model
+from tests.zoo import vision_types
+
+
+def load(folder: Path) -> LoadedModel:
+    return models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, numerics="reproducible")
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(write_model(tmp_path_factory.mktemp("seeing"), "qwen2_5_vl"))
+
+
+@pytest.fixture
+def shows(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets the model make something else of token ids and pixels."""
+
+    def install(fault: Callable[[mx.array, Any, mx.array], mx.array]) -> None:
+        assert loaded.vision is not None
+        kind = type(loaded.vision.model)
+        plain = kind.get_input_embeddings
+
+        def made(self: Any, ids: mx.array, pixels: Any = None, **given: Any) -> Any:
+            features = plain(self, ids, pixels, **given)
+            if pixels is not None:
+                features.inputs_embeds = fault(ids, pixels, features.inputs_embeds)
+            return features
+
+        monkeypatch.setattr(kind, "get_input_embeddings", made)
+
+    return install
+
+
+def one_short(ids: mx.array, pixels: mx.array, embeddings: mx.array) -> mx.array:
+    return embeddings[:, 1:]
+
+
+def always_one_picture(ids: mx.array, pixels: mx.array, embeddings: mx.array) -> mx.array:
+    return mx.ones_like(embeddings)
+
+
+def as_long_as_the_prompt(ids: mx.array, pixels: mx.array, embeddings: mx.array) -> mx.array:
+    return embeddings * ids.shape[1]
+
+
+def test_a_right_model_sees(loaded: LoadedModel):
+    assert not picture_trial.faults(loaded)
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (one_short, r"mlx-vlm makes \d+ embeddings of a picture"),
+        (always_one_picture, "two different ones are the same"),
+        (as_long_as_the_prompt, "otherwise than alone"),
+    ],
+)
+def test_embeddings_that_are_wrong_are_found(loaded: LoadedModel, shows: Callable[..., None], fault: Any, why: str):
+    shows(fault)
+    assert picture_trial.faults(loaded).alone
+    proven = prove(loaded, Model(name="tiny", source="somewhere/tiny"), lambda what, fraction: None)
+    assert proven.loaded.vision is None
+    (note,) = proven.notes
+    assert note.startswith("it takes no pictures: ") and proven.loaded.blind in note
+    with pytest.raises(ValueError, match=why):
+        raise ValueError(proven.loaded.blind)
+
+
+def test_a_picture_that_nobody_looks_at_is_an_error(loaded: LoadedModel, shows: Callable[..., None]):
+    assert loaded.vision is not None
+    plain = loaded.vision.model.get_input_embeddings
+    shows(lambda ids, pixels, embeddings: plain(ids, None).inputs_embeds)
+    span = loaded.vision.processor.layout(56, 56).span
+    with pytest.raises(ValueError, match="does not look at the picture"):
+        loaded.vision.encode(span, [[Image.new("RGB", (56, 56))]], video=False)
+
+
+def test_logits_that_are_wrong_with_a_picture_are_found(loaded: LoadedModel):
+    class Faulty:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, tokens: mx.array, cache: list[Any], **given: Any) -> mx.array:
+            logits = self.inner(tokens, cache=cache, **given)
+            return mx.roll(logits, 1, -1) if np.array(given.get("position_ids", 0)).max() > 100 else logits
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    found = picture_trial.faults(replace(loaded, model=Faulty(loaded.model)))
+    assert found.alone.startswith("with a picture in its prompt it computes something else")
+
+
+def test_what_a_model_notes_of_pictures_is_taken_back(loaded: LoadedModel, shows: Callable[..., None]):
+    assert loaded.vision is not None
+    model, norm = loaded.vision.model, loaded.vision.model.language_model.model.norm
+
+    def note(ids: mx.array, pixels: mx.array, embeddings: mx.array) -> mx.array:
+        norm.weight = mx.full(norm.weight.shape, -3.0)
+        return embeddings
+
+    before = model.language_model.model.norm.weight
+    shows(note)
+    assert picture_trial.faults(loaded).alone
+    assert mx.array_equal(model.language_model.model.norm.weight, before)
+
+
+@pytest.mark.parametrize("name", ["aya_vision"])
+def test_types_that_are_not_served_elsewhere_see(tmp_path: Path, name: str):
+    loaded = load(vision_types.write(tmp_path, name))
+    assert not loaded.blind
+    assert not picture_trial.faults(loaded)
+
+
+@pytest.mark.parametrize("name", ["llava_next"])
+def test_types_of_another_number_of_embeddings_are_blind(tmp_path: Path, name: str):
+    assert "embeddings of a picture" in picture_trial.faults(load(vision_types.write(tmp_path, name))).alone
+
+
+@pytest.mark.parametrize(
+    ("missing", "why"),
+    [("chat_template.jinja", "cannot be loaded")],
+)
+def test_a_model_without_a_part_of_its_processor_is_of_text(tmp_path: Path, missing: str, why: str):
+    (write_model(tmp_path, "llava") / missing).unlink()
+    loaded = load(tmp_path)
+    assert loaded.vision is None
+    assert why in loaded.blind
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_5", "qwen3_vl", "gemma4+plain"])
+@pytest.mark.parametrize("files", [True, False])
+def test_a_conversion_of_the_language_part_is_a_model_of_text(tmp_path: Path, name: str, files: bool):
+    kind = vision_types.TYPES[name]
+    config = write_files(tmp_path, name, kind)
+    classes, arguments = _get_classes(config)
+    model = classes(arguments.from_dict(json.loads(json.dumps(config))))
+    model.update(random_weights(model, 7))
+    save_model(tmp_path, model, donate_model=False)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if not files:
+        for file in kind.files:
+            (tmp_path / file).unlink()
+    assert sight(tmp_path) == (False, "its weights are the language part's alone")
+    loaded = load(tmp_path)
+    tokens = mx.array([[5, 6, 7, 8]])
+    assert mx.allclose(loaded.model(tokens, cache=loaded.new_caches()), model(tokens), atol=1e-2)
+    assert loaded.vision is None and "language part" in loaded.blind
+
+
+def test_a_model_with_an_encoder_sees(tmp_path: Path):
+    assert sees(write_model(tmp_path, "llava"))
+
+
+def test_a_picture_for_a_blind_model_is_refused_with_the_reason():
+    message: Any = {"role": "user", "content": [{"type": "image"}]}
+    with pytest.raises(InvalidRequest, match="this model takes no images: its weights are the language part's alone"):
+        with_shown([message], None, "its weights are the language part's alone")
