@@ -31,6 +31,7 @@ from . import picture_trial
 from .execution.agreement import MODEL_ERRORS
 from .execution.decode_ways import DEQUANTIZED, DecodeWay
 from .execution.models import LoadedModel, resealed
+from .execution.quirks import positions_leak
 from .forced_rows import DRAWN, Faults, ForcedRow, Logits, Scene, difference, not_finite, rounding
 from .kv.device import device_name, on_gpu
 from .kv.paged_cache import Reads
@@ -299,6 +300,12 @@ class _Trial:
         with self._scene(loaded) as scene:
             scene.run([long], short)
             found.together = scene.failure or self._difference(alone, scene.noted)
+        if (
+            not found.together
+            and not loaded.apart
+            and positions_leak(loaded.model, loaded.context_tokens - MORE_TOKENS)
+        ):
+            found.together = "a row's position changes what another one computes"
         if loaded.spec.reusable:
             more = DRAWN + TURN_TOKENS
             rows = [1, long] if long >= len(PROMPTS) else [1]

@@ -108,6 +108,25 @@ def fit_masks(module: Any, model: Any) -> None:
             setattr(code, _MASK, plain)
 
 
+def positions_leak(model: Any, far: int) -> bool:
+    """Whether a row computes otherwise if another one of its batch is `far` tokens further on in its text. Some models
+    take the first row's position for all; rows that are short enough compute the same all the same."""
+    logits = []
+    try:
+        for more in (0, far):
+            rows = [make_prompt_cache(model) for _ in _ROWS]
+            for caches, count in zip(rows, _ROWS, strict=True):
+                mx.eval(model(mx.array([list(range(count))], mx.uint32), cache=caches))
+            batch = merge(rows)
+            for cache in batch:
+                if isinstance(offset := getattr(cache, "offset", None), mx.array):
+                    cache.offset = offset + mx.array([more] + [0] * (len(rows) - 1))
+            logits.append(model(mx.array([[1]] * len(rows), mx.uint32), cache=batch)[1:, -1])
+        return not agree(list(logits[0]), list(logits[1]))
+    except MODEL_ERRORS:
+        return False
+
+
 def _by_group(plain: Callable[..., Any]) -> Callable[..., Any]:
     def create(*given: Any, **named: Any) -> Any:
         mask = plain(*given, **named)

@@ -58,6 +58,11 @@ def in_company(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array
     return logits if tokens.shape[0] == 1 else mx.roll(logits, 1, -1)
 
 
+def by_the_first_rows_position(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+    first = mx.array(cache[0].offset).reshape(-1)[0]
+    return logits + mx.floor(first / 1000) * mx.arange(logits.shape[-1])
+
+
 def if_quantized(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
     return logits * mx.nan if isinstance(cache[0], PagedKVCache) and cache[0].policy.quantizes else logits
 
@@ -93,6 +98,12 @@ def test_wrong_words_row_by_row_make_rows_run_alone(loaded: LoadedModel, monkeyp
     assert (proven.loaded.apart, proven.together) == (False, False)
     assert proven.scheduling(Scheduling(rows_max=9)).rows_max == 1
     assert any("one after the other" in note and "something else" in note for note in proven.notes)
+
+
+def test_a_position_that_is_taken_for_all_rows_is_found_though_it_is_far(loaded: LoadedModel):
+    proven = tried(with_fault(loaded, by_the_first_rows_position))
+    assert proven.loaded.apart
+    assert "position" in proven.notes[0]
 
 
 def test_numbers_that_overflow_in_few_bits_are_kept_as_computed(loaded: LoadedModel):
