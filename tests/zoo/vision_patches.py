@@ -424,7 +424,7 @@ _OWN_TYPES: dict[str, Family] = {
         {"image_token": "<|imgpad|>"},
     ),
     "hunyuan_vl": Family(
-        ("<im_start>", "<im_end>", "<image>", "<im_newline>"),
+        ("<im_start>", "<im_end>", "<image>", "<im_newline>", "<pad>"),
         "<im_start><image><im_end>",
         {
             "image_start_token_id": "<im_start>",
@@ -455,7 +455,13 @@ _OWN_TYPES: dict[str, Family] = {
                 "max_image_size": 256,
             },
         },
-        {},
+        {
+            "preprocessor_config.json": {
+                "image_processor_type": "HunYuanVLImageProcessor",
+                "min_pixels": 64 * 64,
+                "max_pixels": 192 * 192,
+            }
+        },
     ),
     "paddleocr_vl": Family(
         ("<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|video_pad|>"),

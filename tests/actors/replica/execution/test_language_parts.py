@@ -26,7 +26,7 @@ from satchel.api.media.prompt import Medium
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.bench_disk import Node, write_down
-from tests.worlds.language_parts import FAMILIES, NUMBERS, REFUSED, write_model
+from tests.zoo.vision_types import write
 
 from .test_vision import ANSWER, Script, by_mlx_vlm, noisy, written
 
@@ -37,6 +37,22 @@ AGENT, CHUNK = "default/alice", 64
 PLANS = ((5, 0, 20), (-246, 1, 30))
 """Rows: numbers of text tokens (negative: up to which place), and between them a picture. The second one's lies across
 the end of a block."""
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "gemma4", "gemma4+both-ways", "hunyuan_vl", "qwen3_vl_moe")
+"""States that recur, inputs of every layer, attention both ways, positions that are kept, masks of another width."""
+
+REFUSED = {"paligemma": "attend to each other", "mllama": "cross attention", "florence2": "encoder"}
+"""Families that are refused, and a word of the reason."""
+
+NUMBERS = {
+    "hunyuan_vl": {
+        "IMAGE_TOKEN_ID": "<image>",
+        "IM_START_TOKEN_ID": "<im_start>",
+        "IM_END_TOKEN_ID": "<im_end>",
+        "PAD_TOKEN_ID": "<pad>",
+    }
+}
+"""Tokens that a family's processor knows by the numbers of its real tokenizer, by the names of its attributes."""
 
 ONE_BY_ONE = {"hunyuan_vl"}
 """Families whose rows are computed one after the other, as the trial at load finds."""
@@ -94,7 +110,7 @@ class World:
 
 @pytest.fixture(params=FAMILIES)
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    folder = write_model(tmp_path / "model", request.param)
+    folder = write(tmp_path / "model", request.param)
     ids = {
         token["content"]: token["id"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     }
@@ -153,7 +169,7 @@ def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest
 def test_what_cannot_be_computed_from_left_to_right_is_refused_and_says_what_to_take(
     family: str, tmp_path: Path
 ) -> None:
-    folder, words = write_model(tmp_path / "model", family), REFUSED[family][1]
+    folder, words = write(tmp_path / "model", family), REFUSED[family]
     with pytest.raises(ModelLoadError, match=f"{words}.*take one that reads from left to right"):
         models.load(str(folder), context_tokens_max=None, progress=lambda *_: None)
 
