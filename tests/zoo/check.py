@@ -46,6 +46,8 @@ _KINDS = {"text": (text_types.write, text_rows), "vision": (vision_types.write, 
 
 TOGETHER = "the library sees two pictures otherwise than each of them; here they are as each alone"
 
+OTHERWISE = "the library computes prompts otherwise than steps; here both are as its prompts"
+
 SERVED = "it is served"
 """Said when a model has been loaded and tried: a process that dies later would have served it."""
 
@@ -105,8 +107,7 @@ def run(proven: Proven, rows: Rows) -> Outcome:
     sealed = policy is not None and policy.quantizes
     # What a few bits do to the logits is not known, so the same way is compared with KV as it is.
     plain = replace(proven, loaded=models.resealed(proven.loaded, models.POLICIES["fp16"])) if sealed else proven
-    if any(len(media) > 1 for media in rows.media):
-        _take_pictures_as_alone(rows, _alone(plain, rows, outcome))
+    _settle(rows, _alone(plain, rows, outcome))
     if sealed:
         _compare(outcome, "with KV as computed", plain, rows, rows.own, ROUNDING, GROSS)
         alone = _alone(proven, rows, outcome)
@@ -116,15 +117,20 @@ def run(proven: Proven, rows: Rows) -> Outcome:
     return outcome
 
 
-def _take_pictures_as_alone(rows: Rows, alone: Logits) -> None:
-    """Of prompts with several pictures expects what `alone` has, if the library makes something else of pictures
-    together than of each: so do libraries that pad them to one size."""
+def _settle(rows: Rows, alone: Logits) -> None:
+    """Where the library computes two things of the same, takes the one that rows have `alone`: of several pictures,
+    which some pad to one size, and of prompts and steps, whose windows some have of two lengths."""
     for key, expected in rows.own.items():
-        several = len(rows.media[key[0]]) > 1
-        if several and key in alone and rows.error(key, alone[key], expected) > GROSS:
-            rows.own[key] = alone[key]
-            if TOGETHER not in rows.notes:
-                rows.notes.append(TOGETHER)
+        if key not in alone or rows.error(key, alone[key], expected) <= ROUNDING:
+            continue
+        if len(rows.media[key[0]]) > 1:
+            rows.own[key], note = alone[key], TOGETHER
+        elif key in rows.whole and rows.error(key, alone[key], rows.whole[key]) <= ROUNDING:
+            rows.own[key], note = rows.whole[key], OTHERWISE
+        else:
+            continue
+        if note not in rows.notes:
+            rows.notes.append(note)
 
 
 def _compare(

@@ -1,6 +1,6 @@
 """Checks every type of model that mlx-lm and mlx-vlm have, each in a process of its own, and writes the table.
 
-`python -m tests.zoo.run` checks all; names check only those, and leave the results as they are.
+`python -m tests.zoo.run` checks all; names check only those, and their results replace the earlier ones.
 """
 
 from __future__ import annotations
@@ -66,12 +66,22 @@ def main(names: list[str]) -> int:
         for (kind, name), outcome in zip(wanted, outcomes, strict=True):
             found[kind][name] = outcome
             print(f"{kind} {name}: {outcome['state']}  {'; '.join(outcome['notes'])}", flush=True)
-    if not names:
-        result = {"machine": facts("cpu"), "versions": versions(sys.executable), "types": found}
+    result = {"machine": facts("cpu"), "versions": versions(sys.executable), "types": found}
+    if names and not _add_earlier(result):
+        print("the results are of other versions: they stay as they are", file=sys.stderr)
+    else:
         (RESULTS / "zoo.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (RESULTS / "zoo.md").write_text(table(result), encoding="utf-8")
     states = [outcome["state"] for types in found.values() for outcome in types.values()]
     return int(WRONG in states or CRASHED in states)
+
+
+def _add_earlier(result: dict[str, Any]) -> bool:
+    """Adds the earlier results of other types, in the same order. Returns whether they are of the same versions."""
+    earlier = json.loads((RESULTS / "zoo.json").read_text(encoding="utf-8"))
+    for kind, found in result["types"].items():
+        result["types"][kind] = {**earlier["types"].get(kind, {}), **found}
+    return earlier["versions"] == result["versions"]
 
 
 def table(result: dict[str, Any]) -> str:
