@@ -24,7 +24,7 @@ from .engine import Engine
 from .execution.models import LoadedModel
 from .execution.sampling import Draw
 from .execution.vision import ImageEmbeddings
-from .kv.device import device_bytes
+from .kv.device import device_bytes, multiplies_exactly
 
 DRAWN = 4
 """How many logits of every row are compared."""
@@ -118,7 +118,7 @@ class Faults:
 
 def rounding(loaded: LoadedModel) -> tuple[float, float]:
     """Returns how far logits of the model may be off: in three of four places, and in the others."""
-    return (ROUNDING, GROSS) if loaded.dtype == "float32" else (ROUNDING_16, GROSS_16)
+    return (ROUNDING, GROSS) if multiplies_exactly(getattr(mx, loaded.dtype)) else (ROUNDING_16, GROSS_16)
 
 
 def difference(expected: Logits, got: Logits, allowed: tuple[float, float]) -> str:

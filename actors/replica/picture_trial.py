@@ -25,6 +25,7 @@ from ..protocol.block_ids import BLOCK_TOKENS
 from .execution.models import LoadedModel, resealed
 from .execution.vision import ImageEmbeddings, RowPart, RowPictures, Vision
 from .forced_rows import DRAWN, Faults, ForcedRow, Logits, Scene, Shown, difference, not_finite, rounding
+from .kv.device import multiplies_exactly
 from .kv.sealing import FULL_PRECISION, POLICIES
 
 SIZE = (224, 168)
@@ -101,7 +102,7 @@ class _Trial:
     def __init__(self, loaded: LoadedModel, vision: Vision) -> None:
         self._loaded, self._vision, self._processor = loaded, vision, vision.processor
         self._allowed = rounding(loaded)
-        self._near = NEAR if loaded.dtype == "float32" else NEAR_16
+        self._near = NEAR if multiplies_exactly(getattr(mx, loaded.dtype)) else NEAR_16
         noise = np.random.default_rng(1).integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
         self._pictures = [Image.fromarray(pixels) for pixels in (noise, 255 - noise)]
         self._span: SpanLayout = self._processor.layout(*SIZE).span

@@ -107,13 +107,12 @@ def run(proven: Proven, rows: Rows) -> Outcome:
     sealed = policy is not None and policy.quantizes
     # What a few bits do to the logits is not known, so the same way is compared with KV as it is.
     plain = replace(proven, loaded=models.resealed(proven.loaded, models.POLICIES["fp16"])) if sealed else proven
-    _settle(rows, _alone(plain, rows, outcome))
+    alone = _alone(plain, rows, outcome)
+    _settle(rows, alone)
+    _compare(outcome, "with KV as computed" if sealed else "", plain, rows, (rows.own, alone), ROUNDING, GROSS)
     if sealed:
-        _compare(outcome, "with KV as computed", plain, rows, rows.own, ROUNDING, GROSS)
         alone = _alone(proven, rows, outcome)
-        _compare(outcome, "", proven, rows, alone, SEALED_ROUNDING, SEALED_GROSS)
-    else:
-        _compare(outcome, "", proven, rows, rows.own, ROUNDING, GROSS)
+        _compare(outcome, "", proven, rows, (alone, alone), SEALED_ROUNDING, SEALED_GROSS)
     return outcome
 
 
@@ -134,9 +133,17 @@ def _settle(rows: Rows, alone: Logits) -> None:
 
 
 def _compare(
-    outcome: Outcome, how: str, proven: Proven, rows: Rows, expected: Logits, rounding: float, gross: float
+    outcome: Outcome,
+    how: str,
+    proven: Proven,
+    rows: Rows,
+    known: tuple[Logits, Logits],
+    rounding: float,
+    gross: float,
 ) -> None:
+    """Compares rows with what is expected, the first of what is `known`. The second is what they have alone."""
     noted: Logits = {}
+    expected, alone = known
 
     def note(what: str, keys: Sequence[tuple[int, int]]) -> None:
         missing = [key for key in keys if key not in noted]
@@ -151,7 +158,7 @@ def _compare(
 
     every = list(rows.own)
     later = [(row, drawn) for row, drawn in every if drawn > SAID]
-    noted |= _alone(proven, rows, outcome)
+    noted |= alone
     note("alone", every)
     bench = _bench(proven, rows, noted)
     for row in reversed(rows.scripts):

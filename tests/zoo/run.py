@@ -22,7 +22,7 @@ from . import text_types, vision_types
 from .check import CRASHED, LIMITED, REFUSED, RIGHT, SERVED, UNCHECKED, WRONG
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 KINDS = {"text": text_types.TYPES, "vision": vision_types.TYPES}
 _SAID = {
     RIGHT: "right",

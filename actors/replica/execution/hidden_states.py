@@ -19,6 +19,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..kv.caches import ModelCacheSpec, read_spec
+from ..kv.device import multiplies_exactly
 from .agreement import MODEL_ERRORS, TOLERANCE, TOLERANCE_16, agree
 
 DEPTH_MAX = 3
@@ -194,7 +195,7 @@ def _match(expected: mx.array, logits: mx.array) -> Match:
         return Match.NONE
     if agree([expected], [logits]):
         return Match.EQUAL
-    tolerance = TOLERANCE if expected.dtype == mx.float32 else TOLERANCE_16
+    tolerance = TOLERANCE if multiplies_exactly(expected.dtype) else TOLERANCE_16
     own, other = (np.array(array.astype(mx.float32)) for array in (expected, logits))
     sorted_own = np.take_along_axis(own, np.argsort(other, axis=-1, kind="stable"), axis=-1)
     falls = np.maximum.accumulate(sorted_own, axis=-1) - sorted_own

@@ -222,6 +222,10 @@ class LanguagePart:
         """The module that has all of the language part's."""
         return self._language
 
+    def named_modules(self) -> list[tuple[str, Any]]:
+        """Returns the language part's modules."""
+        return self._language.named_modules()
+
     def make_cache(self) -> list[Any]:
         """Returns mlx-lm's caches of KV in place of mlx-vlm's copies of them, one per layer.
 

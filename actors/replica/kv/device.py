@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import mlx.core as mx
 import psutil
 
@@ -14,6 +16,12 @@ def on_gpu() -> bool:
 def on_cuda() -> bool:
     """Whether MLX computes with CUDA."""
     return on_gpu() and not mx.metal.is_available()
+
+
+def multiplies_exactly(dtype: mx.Dtype) -> bool:
+    """Whether matrices are multiplied with float32's own precision: CUDA uses TF32, whose fractions have as many bits
+    as float16's, unless MLX's `MLX_ENABLE_TF32=0` is set."""
+    return dtype == mx.float32 and not (on_cuda() and os.environ.get("MLX_ENABLE_TF32") != "0")
 
 
 def device_kind() -> str:

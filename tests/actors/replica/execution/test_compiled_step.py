@@ -22,7 +22,7 @@ from satchel.actors.replica.kv import gpu_kernels
 from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.kv.paged_cache import Reads
-from tests.worlds import fake_kernels
+from tests.worlds import fake_kernels, vision_families
 from tests.worlds.bench import Bench
 from tests.worlds.families import write_model
 
@@ -53,12 +53,15 @@ def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family:
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU rounds otherwise without kernels")
-def test_an_engine_with_kernels_answers_as_one_without(tmp_path: Path):
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
+def test_an_engine_with_kernels_answers_as_one_without(family: str, tmp_path: Path):
     """After the warm-up, with prompts that go on from a token of another's, padded together and joined at any time."""
-    write_model(tmp_path / "model", "llama")
+    write = vision_families.write_model if family in vision_families.FAMILIES else write_model
+    write(tmp_path / "model", family)
     with fake_kernels.kernels():
         folder = str(tmp_path / "model")
         loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=True)
+        assert loaded.way.reads is Reads.KERNEL
         pieces = WarmUp(loaded, 256)
         for _ in range(12):
             pieces.step()
