@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import mlx.core as mx
 import psutil
 
@@ -20,8 +18,8 @@ def on_cuda() -> bool:
 
 def multiplies_exactly(dtype: mx.Dtype) -> bool:
     """Whether matrices are multiplied with float32's own precision: CUDA uses TF32, whose fractions have as many bits
-    as float16's, unless MLX's `MLX_ENABLE_TF32=0` is set."""
-    return dtype == mx.float32 and not (on_cuda() and os.environ.get("MLX_ENABLE_TF32") != "0")
+    as float16's."""
+    return dtype == mx.float32 and not on_cuda()
 
 
 def device_kind() -> str:
