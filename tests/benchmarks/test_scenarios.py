@@ -54,6 +54,7 @@ def left_of(endpoint: Any) -> list[Any]:
     return endpoint._json("GET", "/v1/agents")["data"]
 
 
+@pytest.mark.slow
 def test_the_prisoners_keep_their_pact_and_read_nothing_twice(endpoint: Any, run: Any) -> None:
     """Five phases: each knows his own secrets, no one knows what he was not told, and no token that an agent has read
     or said is computed again. From the disk the answers are the same."""

@@ -32,7 +32,7 @@ LISTED = {"type": "array", "minItems": 50, "items": {"type": "string", "maxLengt
 FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "listed", "schema": LISTED}}}
 
 
-@pytest.mark.parametrize("form", [{}, FORM], ids=["free", "bound"])
+@pytest.mark.parametrize("form", [pytest.param({}, marks=pytest.mark.slow, id="free"), pytest.param(FORM, id="bound")])
 def test_streams_survive_the_death_of_their_replica(
     handles: Cluster, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]
 ):
