@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import mlx.core as mx
@@ -21,10 +21,11 @@ from ..protocol.block_ids import block_ids, root_id
 from ..protocol.media_ids import media_key, media_tokens, picture_hash
 from ..protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from .engine import Engine
-from .execution.models import LoadedModel
+from .execution.models import LoadedModel, resealed
 from .execution.sampling import Draw
 from .execution.vision import ImageEmbeddings
 from .kv.device import device_bytes, multiplies_exactly
+from .kv.sealing import FULL_PRECISION, POLICIES
 
 DRAWN = 4
 """How many logits of every row are compared."""
@@ -36,6 +37,12 @@ another order, and a router may then choose another expert."""
 GROSS, GROSS_16 = 5e-2, 0.5
 """How far it may be off in the others. Sealed recurrent models reach 0.02: a state that rounds otherwise takes another
 code."""
+
+TURN_TOKENS = 9
+"""What is new in a second turn."""
+
+MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
+"""The most that follows a row's prompt."""
 
 _STEPS_MAX = 4000
 _ENCODES_S = 300.0
@@ -246,6 +253,55 @@ class Scene:
             if one.finish is not None:
                 said = (one.error or {}).get("message")
                 self._ends[one.request_id] = f"{one.finish} ({said})" if said else one.finish
+
+
+class ForcedRows:
+    """Rows that are run in engines of a model, in every company that they may come to."""
+
+    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow]) -> None:
+        self.rows = rows
+        self._allowed = rounding(loaded)
+
+    def difference(self, expected: Logits, got: Logits) -> str:
+        """As the function of that name, within what rounding of the model allows."""
+        return difference(expected, got, self._allowed)
+
+    def alone(self, loaded: LoadedModel) -> tuple[Logits, Logits, str]:
+        """Runs every row alone.
+
+        Returns:
+            Their logits, the same with KV as it is computed, and what is wrong of either. What rounding KV to a few
+            bits does is not known, so only the second can be compared with the bare model.
+        """
+        logits, wrong = self._alone(loaded)
+        policy = loaded.spec.policy
+        if policy is None or not policy.quantizes or wrong:
+            return logits, logits, wrong
+        return logits, *self._alone(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way))
+
+    def _alone(self, loaded: LoadedModel) -> tuple[Logits, str]:
+        with Scene(loaded, self.rows) as scene:
+            for row in range(len(self.rows)):
+                scene.run([row])
+        return scene.noted, scene.failure or not_finite(scene.noted)
+
+    def in_company(self, loaded: LoadedModel, alone: Logits) -> str:
+        """Runs all rows together, the last one first. Returns what does not hold of them."""
+        *short, long = range(len(self.rows))
+        with Scene(loaded, self.rows) as scene:
+            scene.run([long], short)
+            return scene.failure or self.difference(alone, scene.noted)
+
+    def again(self, loaded: LoadedModel, rows: Sequence[int]) -> str:
+        """Runs a second turn of some rows from what the engine keeps, and anew. Returns what does not hold of it."""
+        more = DRAWN + TURN_TOKENS
+        with Scene(loaded, self.rows) as anew:
+            anew.run(rows, more=more)
+        with Scene(loaded, self.rows) as scene:
+            scene.run(rows)
+            scene.noted.clear()
+            scene.run(rows, more=more)
+            return scene.failure or self.difference(anew.noted, scene.noted)
 
 
 @contextmanager

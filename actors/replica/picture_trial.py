@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -22,19 +22,13 @@ from PIL import Image
 from ..model_files.processors import SpanLayout
 from ..model_files.source import first_sentence
 from ..protocol.block_ids import BLOCK_TOKENS
-from .execution.models import LoadedModel, resealed
+from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings, RowPart, RowPictures, Vision
-from .forced_rows import DRAWN, Faults, ForcedRow, Logits, Scene, Shown, difference, not_finite, rounding
+from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown, difference, rounding
 from .kv.device import multiplies_exactly
-from .kv.sealing import FULL_PRECISION, POLICIES
 
 SIZE = (224, 168)
 """Width and height of the pictures."""
-
-TURN_TOKENS = 9
-"""What is new in a second turn."""
-
-MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
 
 NEAR, NEAR_16 = 1e-3, 5e-2
 """How far embeddings may be off, of the largest one, in float32 and in 16 bits."""
@@ -101,7 +95,6 @@ class _Trial:
 
     def __init__(self, loaded: LoadedModel, vision: Vision) -> None:
         self._loaded, self._vision, self._processor = loaded, vision, vision.processor
-        self._allowed = rounding(loaded)
         self._near = NEAR if multiplies_exactly(getattr(mx, loaded.dtype)) else NEAR_16
         noise = np.random.default_rng(1).integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
         self._pictures = [Image.fromarray(pixels) for pixels in (noise, 255 - noise)]
@@ -260,34 +253,15 @@ class _Trial:
 
     def _in_engine(self, rows: list[ForcedRow], own: Logits) -> Faults:
         """Forces the rows through an engine: alone, in company, and once more with what it keeps of them."""
-        loaded, found = self._loaded, Faults()
-        alone, wrong = self._alone(loaded, rows)
-        plain, policy = alone, loaded.spec.policy
-        if policy is not None and policy.quantizes and not wrong:
-            plain, wrong = self._alone(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way), rows)
-        if wrong := wrong or difference(own, plain, self._allowed):
+        loaded, found, forced = self._loaded, Faults(), ForcedRows(self._loaded, rows)
+        alone, plain, wrong = forced.alone(loaded)
+        if wrong := wrong or forced.difference(own, plain):
             found.alone = f"with a picture in its prompt {wrong}"
             return found
-        *short, long = range(len(rows))
-        with Scene(loaded, rows) as scene:
-            scene.run([long], short)
-            found.together = scene.failure or difference(alone, scene.noted, self._allowed)
+        found.together = forced.in_company(loaded, alone)
         if loaded.spec.reusable:
-            more = DRAWN + TURN_TOKENS
-            with Scene(loaded, rows) as anew:
-                anew.run([long], more=more)
-            with Scene(loaded, rows) as scene:
-                scene.run([long])
-                scene.noted.clear()
-                scene.run([long], more=more)
-                found.again = scene.failure or difference(anew.noted, scene.noted, self._allowed)
+            found.again = forced.again(loaded, [len(rows) - 1])
         return found
-
-    def _alone(self, loaded: LoadedModel, rows: list[ForcedRow]) -> tuple[Logits, str]:
-        with Scene(loaded, rows) as scene:
-            for number in range(len(rows)):
-                scene.run([number])
-        return scene.noted, scene.failure or not_finite(scene.noted)
 
 
 def _leave_noise() -> None:

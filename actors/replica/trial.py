@@ -32,7 +32,7 @@ from .execution.agreement import MODEL_ERRORS
 from .execution.decode_ways import DEQUANTIZED, DecodeWay
 from .execution.models import LoadedModel, resealed
 from .execution.quirks import positions_leak
-from .forced_rows import DRAWN, Faults, ForcedRow, Logits, Scene, difference, not_finite, rounding
+from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, not_finite
 from .kv.device import device_name, on_gpu
 from .kv.paged_cache import Reads
 from .kv.sealing import FULL_PRECISION, POLICIES
@@ -44,12 +44,6 @@ PROMPTS = (20, 262, 300)
 
 WINDOW_MAX, PAST_WINDOW = 1100, 40
 """The longest window that a row is made for which goes past it, and by how many tokens it does."""
-
-TURN_TOKENS = 9
-"""What is new in a second turn."""
-
-MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
-"""The most that follows a row's prompt."""
 
 OWN = "own"
 """KV in the model's own caches, which nothing else reads."""
@@ -256,15 +250,13 @@ class _Trial:
         window = max((layer.window for layer in loaded.spec.layers if layer.window <= WINDOW_MAX), default=0)
         wanted = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
         prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in wanted]
-        self._rows = [
-            ForcedRow([draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)], prompt) for prompt in prompts
-        ]
-        self._allowed = rounding(loaded)
+        rows = [ForcedRow([draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)], prompt) for prompt in prompts]
+        self._rows = ForcedRows(loaded, rows)
 
     def alone_with_own_caches(self, loaded: LoadedModel) -> Logits:
         """What the bare model computes, as mlx-lm would: a prompt in one piece, then steps."""
         logits: Logits = {}
-        for number, row in enumerate(self._rows):
+        for number, row in enumerate(self._rows.rows):
             script, prompt, caches = row.tokens, row.prompt, make_prompt_cache(loaded.model)
             loaded.model(mx.array([script[: prompt - 1]], mx.uint32), cache=caches)
             mx.eval([cache.state for cache in caches])
@@ -277,7 +269,7 @@ class _Trial:
         """What the bare model computes without a step. Some models' windows are one longer in prompts than in steps;
         then either is right."""
         logits: Logits = {}
-        for number, row in enumerate(self._rows):
+        for number, row in enumerate(self._rows.rows):
             given = mx.array([row.tokens[: row.prompt + DRAWN - 1]], mx.uint32)
             whole = loaded.model(given, cache=make_prompt_cache(loaded.model))[0, row.prompt - 1 :]
             logits |= {(number, drawn): np.array(one) for drawn, one in enumerate(whole.astype(mx.float32))}
@@ -285,21 +277,14 @@ class _Trial:
 
     def faults(self, loaded: LoadedModel, own: Logits) -> Faults:
         """What does not hold of a model in an engine."""
-        found, policy = Faults(), loaded.spec.policy
-        alone, wrong = self._alone(loaded)
-        plain = alone
-        if policy is not None and policy.quantizes and not wrong:
-            # What rounding to a few bits does is not known, so the same way is compared with KV as it is.
-            plain, wrong = self._alone(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way))
-        found.alone = wrong or self._difference(own, plain)
-        if found.alone and not wrong and not self._difference(self.in_one_piece(loaded), plain):
+        found = Faults()
+        alone, plain, wrong = self._rows.alone(loaded)
+        found.alone = wrong or self._rows.difference(own, plain)
+        if found.alone and not wrong and not self._rows.difference(self.in_one_piece(loaded), plain):
             found.alone = ""
         if found.alone:
             return found
-        *short, long = range(len(self._rows))
-        with self._scene(loaded) as scene:
-            scene.run([long], short)
-            found.together = scene.failure or self._difference(alone, scene.noted)
+        found.together = self._rows.in_company(loaded, alone)
         if (
             not found.together
             and not loaded.apart
@@ -307,29 +292,9 @@ class _Trial:
         ):
             found.together = "a row's position changes what another one computes"
         if loaded.spec.reusable:
-            more = DRAWN + TURN_TOKENS
-            rows = [1, long] if long >= len(PROMPTS) else [1]
-            with self._scene(loaded) as anew:
-                anew.run(rows, more=more)
-            with self._scene(loaded) as scene:
-                scene.run(rows)
-                scene.noted.clear()
-                scene.run(rows, more=more)
-                found.again = scene.failure or self._difference(anew.noted, scene.noted)
+            # The second row, and the one that goes past a window if there is one.
+            found.again = self._rows.again(loaded, [1, *range(len(PROMPTS), len(self._rows.rows))])
         return found
-
-    def _alone(self, loaded: LoadedModel) -> tuple[Logits, str]:
-        """Returns what an engine computes of every row alone, and what is wrong of it."""
-        with self._scene(loaded) as scene:
-            for row in range(len(self._rows)):
-                scene.run([row])
-        return scene.noted, scene.failure or not_finite(scene.noted)
-
-    def _scene(self, loaded: LoadedModel) -> Scene:
-        return Scene(loaded, self._rows)
-
-    def _difference(self, expected: Logits, got: Logits) -> str:
-        return difference(expected, got, self._allowed)
 
 
 def _read(path: Path | None) -> dict[str, Verdict]:

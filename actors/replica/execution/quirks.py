@@ -114,9 +114,7 @@ def positions_leak(model: Any, far: int) -> bool:
     logits = []
     try:
         for more in (0, far):
-            rows = [make_prompt_cache(model) for _ in _ROWS]
-            for caches, count in zip(rows, _ROWS, strict=True):
-                mx.eval(model(mx.array([list(range(count))], mx.uint32), cache=caches))
+            rows = _begun_rows(model)
             batch = merge(rows)
             for cache in batch:
                 if isinstance(offset := getattr(cache, "offset", None), mx.array):
@@ -135,12 +133,18 @@ def _by_group(plain: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
+def _begun_rows(model: Any) -> list[list[Any]]:
+    """Returns the model's own caches of rows of different lengths."""
+    rows = [make_prompt_cache(model) for _ in _ROWS]
+    for caches, count in zip(rows, _ROWS, strict=True):
+        mx.eval(model(mx.array([list(range(count))], mx.uint32), cache=caches))
+    return rows
+
+
 def _right_in_company(model: Any) -> bool:
     """Whether a step of rows together computes what each computes alone, with the model's own caches."""
     try:
-        rows = [make_prompt_cache(model) for _ in _ROWS]
-        for caches, count in zip(rows, _ROWS, strict=True):
-            mx.eval(model(mx.array([list(range(count))], mx.uint32), cache=caches))
+        rows = _begun_rows(model)
         batch = merge(rows)
         alone = [model(mx.array([[1]], mx.uint32), cache=caches)[0, -1] for caches in rows]
         together = model(mx.array([[1]] * len(rows), mx.uint32), cache=batch)[:, -1]

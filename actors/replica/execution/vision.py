@@ -370,8 +370,8 @@ class Vision:
             raise ValueError(
                 f"mlx-vlm makes {count} embeddings of a picture for which its processor writes {ids.shape[1]} tokens"
             )
-        self._check_seen(ids, made, sorted(span.places))
         places = mx.array(sorted(span.places))
+        self._check_seen(ids, made, places)
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
         embeddings: list[ImageEmbeddings] = []
@@ -390,14 +390,14 @@ class Vision:
             mx.clear_cache()
         return embeddings
 
-    def _check_seen(self, ids: mx.array, made: dict[str, Any], places: list[int]) -> None:
+    def _check_seen(self, ids: mx.array, made: dict[str, Any], places: mx.array) -> None:
         """Checks what became of the tokens `ids`, of which those at `places` stand for pictures.
 
         Raises:
             ValueError: these have the embeddings of their tokens, or other inputs of the layers than the tokens have.
         """
-        plain, at = self._model.get_input_embeddings(ids, None), mx.array(places)
-        if bool(mx.array_equal(plain.inputs_embeds[0, at], made["inputs_embeds"][0, at])):
+        plain = self._model.get_input_embeddings(ids, None)
+        if bool(mx.array_equal(plain.inputs_embeds[0, places], made["inputs_embeds"][0, places])):
             raise ValueError("mlx-vlm does not look at the picture")
         of_layers, of_text = made["per_layer_inputs"], plain.per_layer_inputs
         if of_layers is not None and (of_text is None or not mx.array_equal(of_layers, of_text)):

@@ -39,13 +39,13 @@ from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture
 from satchel.cluster.nodes import Node as ClusterNode
-from tests.worlds.bench import Bench
+from tests.worlds.bench import Bench, Forced, Logits
+from tests.worlds.bench_disk import Node, write_down
 from tests.worlds.direct import carried
 from tests.worlds.vision_families import FAMILIES, write_model
 
 from ..tiers.test_disk_tier import AGENT as ALICE
-from ..tiers.test_disk_tier import Node, write_down
-from .test_families import TOLERANCE, Forced, Logits
+from .test_families import TOLERANCE
 
 APART = {"internvl_chat"}
 """Families that take several pictures for parts of one."""
