@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from satchel.actors.kv_store.transfer.block_client import BlockPuller
-from satchel.actors.kv_store.transfer.machine.pull_terms import Stop
-from satchel.actors.kv_store.transfer.machine.pull_wire import Wanted
+from satchel.actors.kv_store.transfer.pull_loop import Stop, Wanted
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from tests.system import hosts
 

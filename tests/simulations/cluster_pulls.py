@@ -1,44 +1,29 @@
-"""Pulls between simulated nodes: the real machine (`transfer.Pull`) over links and disks that fail, in virtual time.
+"""Pulls between simulated nodes: the real `PullLoop` over links and disks that fail, in virtual time.
 
-What `PullSession`, `PullWriter` and `BlockServer` do around it with threads and sockets is played here as plainly.
+What `BlockPuller`, `PullWriter` and `BlockServer` do around it with threads and sockets is played here as plainly.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from satchel.actors.kv_store.transfer.machine.pull import Pull
-from satchel.actors.kv_store.transfer.machine.pull_terms import (
-    Cancel,
-    Chunk,
-    CloseConnection,
-    Command,
-    Connect,
-    Connected,
-    Discard,
-    Done,
-    EntryOutcome,
-    Event,
-    Fetch,
-    Find,
-    Found,
-    Install,
-    Installed,
-    InstallFailed,
-    Lost,
+from satchel.actors.kv_store.transfer.block_client import PullResult
+from satchel.actors.kv_store.transfer.pull_loop import (
+    EntryDamaged,
+    EntryGone,
     Offer,
+    PullEnded,
     PullLimits,
-    Renew,
-    Renewed,
-    Tick,
-    Want,
+    PullLoop,
+    Stop,
+    Wanted,
 )
-from satchel.actors.kv_store.transfer.machine.pull_wire import Wanted
-from satchel.actors.kv_store.transfer.pull_session import PullResult
 from satchel.actors.protocol.entries import EntryRecord, owner_tag
-from satchel.cluster.errors import QueueFull, SatchelError
+from satchel.cluster.errors import LinkError, QueueFull, SatchelError
 
 from .cluster_disk import ENTRY_BYTES, digest, kv_of
 
@@ -47,13 +32,9 @@ if TYPE_CHECKING:
 
 LEASE_S = 4.0
 PULLS_MAX = 4
-LIMITS = PullLimits(
-    batch_bytes_min=2 * ENTRY_BYTES,
-    batch_bytes_max=8 * ENTRY_BYTES,
-    window_bytes=12 * ENTRY_BYTES,
-    install_entries_max=3,
-    total_bytes_max=10**9,
-)
+LIMITS = PullLimits(batch_entries=3, window_bytes=12 * ENTRY_BYTES, total_bytes_max=10**9)
+
+Content = tuple[EntryRecord, bytes]
 
 
 class Puller:
@@ -68,200 +49,188 @@ class Puller:
     ) -> PullResult:
         if len(self._running) >= PULLS_MAX:
             raise QueueFull("too many blocks are being fetched already")
-        session = _Session(self._world, self._store, wanted, source, owner)
+        session = _Session(self._world, self._store, wanted, source, owner, deadline_s)
         self._running.add(session)
         try:
-            return await session.run(len(addresses), deadline_s)
+            return await session.run(len(addresses))
         finally:
-            session.close()
+            session.over = True
             self._running.discard(session)
 
     def cancel_owner(self, owner: str, wait_s: float) -> bool:
         for session in [session for session in self._running if session.owner == owner]:
-            session.handle(Cancel())
+            session.cancelled.set()
         return True
-
-
-@dataclass
-class _Line:
-    """A connection to one life of the source, which keeps what it speaks of until its lease runs out."""
-
-    number: int
-    source: KVStore
-    lease: str = ""
-    free_at: float = 0.0
-
-    def pin(self, chain: tuple[bytes, ...], model: bytes) -> None:
-        self.unpin()
-        disk = self.source.kv
-        self.lease = disk.pin([found for found in disk.locate(model, chain) if found], LEASE_S).lease
-
-    def unpin(self) -> None:
-        if self.lease and self.source.process.alive:
-            self.source.kv.unpin(self.lease)
-        self.lease = ""
 
 
 class _Session:
-    """One pull."""
+    """One pull: the `Source` and the `Disk` of its loop.
 
-    def __init__(self, world: ClusterWorld, store: KVStore, wanted: Wanted, source: str, owner: str) -> None:
-        self._world, self._store, self._wanted, self._source, self.owner = world, store, wanted, source, owner
-        self._loop, self._rng = world.loop, world.rng
-        self._line: _Line | None = None
-        self._held: dict[bytes, tuple[EntryRecord, bytes]] = {}
+    Attributes:
+        over: nothing more is written.
+    """
+
+    def __init__(
+        self, world: ClusterWorld, store: KVStore, wanted: Wanted, source: str, owner: str, deadline_s: float
+    ) -> None:
+        self.world, self.store, self.wanted, self.owner = world, store, wanted, owner
+        self._source, self._begun = source, world.loop.time()
+        self._until = self._begun + deadline_s
+        self.cancelled = asyncio.Event()
+        self.over = False
+        self._writing: deque[asyncio.Task[None]] = deque()
+        self._failed = ""
+        self._installed: list[bytes] = []
         self._retracted: list[bytes] = []
-        self._connections = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._done: asyncio.Future[Done] = self._loop.create_future()
 
-    async def run(self, addresses: int, deadline_s: float) -> PullResult:
-        begun = self._loop.time()
-        self._machine = Pull(LIMITS, addresses, begun + deadline_s)
-        self.handle(Want(self._wanted.chain))
-        done = await self._done
-        here, blocks = self._machine.items.here(), self._machine.items.blocks_here()
-        left = next((number for number, entry in enumerate(here) if entry in self._retracted), blocks)
-        here, blocks = here[:left], min(blocks, left)
-        if done.stop != "cancelled":
-            await self._store.owned.fenced(self._touch(here))
-        assert self._loop.time() <= begun + deadline_s + 40.0, "a pull ends"
-        seconds = self._loop.time() - begun
-        counts = (done.installed, done.nbytes, seconds, self._connections)
-        return PullResult(done.stop, done.reason, blocks, here, *counts, list(self._retracted))
-
-    def close(self) -> None:
-        self._hang_up()
-        if self._timer is not None:
-            self._timer.cancel()
+    async def run(self, addresses: int) -> PullResult:
+        loop = PullLoop(self.wanted.chain, addresses, LIMITS, self, self)
+        stop, reason = await loop.run()
+        self.over = True
+        here, blocks = loop.here(self._installed, self._retracted)
+        if not self.cancelled.is_set():
+            await self.store.owned.fenced(self._touch(here))
+        assert self.world.loop.time() <= self._until + 40.0, "a pull ends"
+        seconds, count = self.world.loop.time() - self._begun, len(self._installed)
+        return PullResult(
+            stop, reason, blocks, here, count, count * ENTRY_BYTES, seconds, loop.connections, list(self._retracted)
+        )
 
     async def _touch(self, here: list[bytes]) -> None:
-        theirs = await self._store.owned.ownable(here, self.owner, wait=False) if self.owner else here
-        self._store.kv.touch(theirs, self.owner)
+        theirs = await self.store.owned.ownable(here, self.owner, wait=False) if self.owner else here
+        self.store.kv.touch(theirs, self.owner)
 
-    def handle(self, event: Event) -> None:
-        if self._done.done() or not self._store.process.alive:
+    # Time.
+
+    async def pause(self, seconds: float) -> None:
+        """Waits; raises `PullEnded` where that is too long, or it is cancelled."""
+        left_s = max(0.0, self._until - self.world.loop.time())
+        try:
+            await asyncio.wait_for(self.cancelled.wait(), min(seconds, left_s))
+        except TimeoutError:
+            if seconds >= left_s:
+                raise PullEnded(Stop.DEADLINE, "the deadline is over") from None
             return
-        for command in self._machine.handle(event, self._loop.time()):
-            self._obey(command)
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._done.done():
-            self._timer = self._loop.call_at(self._machine.wakes_at(), self.handle, Tick())
+        raise PullEnded(Stop.CANCELLED, "cancelled")
 
-    def _later(self, delay_s: float, event: Event) -> None:
-        self._loop.call_later(delay_s, self.handle, event)
-        if self._rng.random() < self._world.twice:
-            self._loop.call_later(delay_s + self._rng.random(), self.handle, event)
+    def delay(self) -> float:
+        rng = self.world.rng
+        return rng.random() * (0.01 if rng.random() < 0.95 else 3.0)
 
-    def _delay(self) -> float:
-        return self._rng.random() * (0.01 if self._rng.random() < 0.95 else 3.0)
+    # The source.
 
-    def _obey(self, command: Command) -> None:
-        if isinstance(command, Connect):
-            self._connect(command)
-        elif isinstance(command, CloseConnection):
-            self._hang_up()
-        elif isinstance(command, Install):
-            self._install(command)
-        elif isinstance(command, Discard):
-            for entry in command.ids:
-                del self._held[entry]
-        elif isinstance(command, Done):
-            self._done.set_result(command)
-        elif isinstance(command, Find | Fetch | Renew) and self._line is not None:
-            self._answer(command, self._line)
+    def reaches(self) -> bool:
+        return self.world.reaches(self._source, self.store.name)
 
-    def _connect(self, command: Connect) -> None:
-        self._connections += 1
-        source = self._world.kv_store(self._source)
-        if source is None or not self._world.reaches(self._source, self._store.name):
-            if self._rng.random() < 0.5:
-                self._later(self._delay(), Lost(command.connection, "nobody there"))
+    async def connect(self, address: int) -> _Line:
+        source = self.world.kv_store(self._source)
+        if source is None or not self.reaches():
+            await self.pause(self.delay() if self.world.rng.random() < 0.5 else LIMITS.connect_s)
+            raise LinkError("nobody there")
+        await self.pause(self.delay())
+        return _Line(self, source)
+
+    # The disk.
+
+    async def install(self, entry: Content, nbytes: int) -> None:
+        while len(self._writing) * ENTRY_BYTES + nbytes > LIMITS.window_bytes:
+            await self._written()
+        before = self._writing[-1] if self._writing else None
+        self._writing.append(self.store.process.start(self._write(entry, before)))
+
+    async def finish(self) -> None:
+        while self._writing:
+            await self._written()
+
+    async def _written(self) -> None:
+        """Waits until the first of the entries is committed."""
+        while not self._writing[0].done():
+            await self.pause(0.01)
+        self._writing.popleft()
+        if self._failed:
+            raise PullEnded(Stop.DISK, self._failed)
+
+    async def _write(self, entry: Content, before: asyncio.Task[None] | None) -> None:
+        row, content = entry
+        if before is not None:
+            await asyncio.wait([before])
+        await asyncio.sleep(self.delay() + self.store.slow_s * self.world.rng.random())
+        if self.over or self._failed:
             return
-        self._line = _Line(command.connection, source)
-        self._later(self._delay(), Connected(command.connection))
-
-    def _hang_up(self) -> None:
-        # A source that cannot hear it keeps its lease until that runs out.
-        if self._line is not None and self._world.reaches(self._source, self._store.name):
-            self._line.unpin()
-        self._line = None
-
-    def _is_cut(self, line: _Line) -> bool:
-        """Whether the connection is broken now; the target hears of it, or of nothing."""
-        reached = self._world.reaches(self._source, self._store.name)
-        if line.source.process.alive and reached and self._rng.random() >= self._world.loss / 4:
-            return False
-        if self._rng.random() < 0.5:
-            self._later(self._delay(), Lost(line.number, "broken"))
-        return True
-
-    def _answer(self, command: Find | Fetch | Renew, line: _Line) -> None:
-        if self._is_cut(line):
+        assert content == kv_of(row.id), "only what was proven is installed"
+        disk = self.store.kv
+        try:
+            owned = replace(row, owners=(owner_tag(disk.key, self.owner),))
+            record = disk.write(self.wanted.model, owned, content)
+            placed = await self.store.owned.fenced(self._commit(record))
+        except SatchelError as error:
+            self._failed = error.message
             return
-        line.pin(self._wanted.chain, self._wanted.model)
-        now = self._loop.time()
-        line.free_at = max(line.free_at, now) + self._delay()
-        if isinstance(command, Find):
-            self._later(line.free_at - now, Found(line.number, LEASE_S, tuple(map(self._offer, self._wanted.chain))))
-        elif isinstance(command, Renew):
-            self._later(line.free_at - now, Renewed(line.number, LEASE_S))
-        else:
-            for entry in command.ids:
-                line.free_at += ENTRY_BYTES / self._world.bytes_per_s
-                self._loop.call_at(line.free_at, self._bring, line, entry)
-
-    def _offer(self, entry: bytes) -> Offer | None:
-        assert self._line is not None
-        if entry in self._store.kv:
-            self._store.kv.touch([entry])
-            return Offer(entry, ENTRY_BYTES, held=True)
-        return Offer(entry, ENTRY_BYTES) if entry in self._line.source.kv else None
-
-    def _bring(self, line: _Line, entry: bytes) -> None:
-        """What the source has there now comes through the link, and is compared with its digest."""
-        if self._done.done() or self._line is not line or self._is_cut(line):
+        self._retracted += placed.retracted
+        if placed.refused or not set(self.wanted.chain).isdisjoint(placed.retracted):
+            self._failed = "its owner was forgotten, or there is no room for all of it"
             return
-        records, content = line.source.kv.records([entry]), line.source.kv.read(entry)
-        if not records or content is None:
-            self.handle(Chunk(line.number, entry, EntryOutcome.GONE))
-            return
-        if self._rng.random() < self._world.loss:
-            content = b"damaged on its way"
-        good = digest(content) == records[0].digest
-        self._held[entry] = records[0], content
-        chunk = Chunk(line.number, entry, EntryOutcome.GOOD if good else EntryOutcome.BAD)
-        self.handle(chunk)
-        number = self._machine.items.number_of(entry)
-        if number is None or self._machine.items[number].state.value not in ("held", "installing"):
-            self._held.pop(entry, None)
-        if self._rng.random() < self._world.twice:
-            self._later(self._rng.random(), chunk)
-
-    def _install(self, command: Install) -> None:
-        taken = [self._held.pop(entry) for entry in command.ids]
-        self._store.process.start(self._write(taken))
-
-    async def _write(self, taken: list[tuple[EntryRecord, bytes]]) -> None:
-        disk, owner = self._store.kv, owner_tag(self._store.kv.key, self.owner)
-        for row, content in taken:
-            await asyncio.sleep(self._delay() + self._store.slow_s * self._rng.random())
-            if self._done.done():
-                return
-            assert content == kv_of(row.id), "only what was proven is installed"
-            try:
-                record = disk.write(self._wanted.model, replace(row, owners=(owner,)), content)
-                placed = await self._store.owned.fenced(self._commit(record))
-            except SatchelError as error:
-                self.handle(InstallFailed(error.message))
-                return
-            self._retracted += placed.retracted
-            if placed.refused or not set(self._wanted.chain).isdisjoint(placed.retracted):
-                self.handle(InstallFailed("its owner was forgotten, or there is no room for all of it"))
-                return
-            self.handle(Installed((row.id,)))
+        self._installed.append(row.id)
 
     async def _commit(self, record: Any) -> Any:
-        without = await self._store.owned.unclaimed(record.entries)
-        return self._store.kv.commit(record, without)
+        without = await self.store.owned.unclaimed(record.entries)
+        return self.store.kv.commit(record, without)
+
+
+class _Line:
+    """A connection to one life of the source, which keeps what it speaks of until its lease runs out."""
+
+    def __init__(self, session: _Session, source: KVStore) -> None:
+        self._session, self._source, self._world = session, source, session.world
+        self._lease = ""
+
+    def close(self) -> None:
+        # A source that cannot hear it keeps its lease until that runs out.
+        if self._session.reaches():
+            self._unpin()
+
+    def _pin(self) -> None:
+        self._unpin()
+        wanted, disk = self._session.wanted, self._source.kv
+        self._lease = disk.pin([found for found in disk.locate(wanted.model, wanted.chain) if found], LEASE_S).lease
+
+    def _unpin(self) -> None:
+        if self._lease and self._source.process.alive:
+            self._source.kv.unpin(self._lease)
+        self._lease = ""
+
+    async def _carry(self, seconds: float) -> None:
+        """What is said crosses the link; or the connection is broken, which is heard of at once or not at all."""
+        session, rng = self._session, self._world.rng
+        await session.pause(seconds)
+        if not self._source.process.alive or not session.reaches() or rng.random() < self._world.loss / 4:
+            await session.pause(session.delay() if rng.random() < 0.5 else LIMITS.stall_s)
+            raise LinkError("broken")
+
+    async def find(self) -> tuple[list[Offer | None], list[Offer]]:
+        await self._carry(self._session.delay())
+        self._pin()
+        return [self._offer(entry) for entry in self._session.wanted.chain], []
+
+    def _offer(self, entry: bytes) -> Offer | None:
+        here = self._session.store.kv
+        if entry in here:
+            here.touch([entry])
+            return Offer(entry, ENTRY_BYTES, held=True)
+        return Offer(entry, ENTRY_BYTES) if entry in self._source.kv else None
+
+    async def ask(self, ids: Sequence[bytes]) -> None:
+        await self._carry(self._session.delay())
+        self._pin()
+
+    async def receive(self, offer: Offer) -> Content:
+        """What the source has there now comes through the link, and is compared with its digest."""
+        await self._carry(ENTRY_BYTES / self._world.bytes_per_s)
+        records, content = self._source.kv.records([offer.id]), self._source.kv.read(offer.id)
+        if not records or content is None:
+            raise EntryGone("it is gone")
+        if self._world.rng.random() < self._world.loss:
+            content = b"damaged on its way"
+        if digest(content) != records[0].digest:
+            raise EntryDamaged("it does not match its digest")
+        return records[0], content

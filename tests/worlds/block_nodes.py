@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from satchel.actors.kv_store.disk.io import DiskIO
-from satchel.actors.kv_store.transfer.block_client import BlockPuller
+from satchel.actors.kv_store.transfer.block_client import BlockPuller, PullCancel, PullResult
 from satchel.actors.kv_store.transfer.block_server import BlockServer, ServerLimits
-from satchel.actors.kv_store.transfer.machine.pull_terms import PullLimits
-from satchel.actors.kv_store.transfer.machine.pull_wire import Wanted
-from satchel.actors.kv_store.transfer.pull_session import PullCancel, PullResult
+from satchel.actors.kv_store.transfer.pull_loop import PullLimits, Wanted
 from satchel.actors.protocol.entries import Entry
 
 from .kv_files import MODEL, ROOT, Bench, checked
@@ -31,7 +29,7 @@ class Nodes:
 
     source: Bench
     target: Bench
-    limits: PullLimits = field(default_factory=lambda: PullLimits(backoff_s=0.02, stall_s=1.0))
+    limits: PullLimits = field(default_factory=lambda: PullLimits(backoff_s=0.05, stall_s=1.0))
     servers: list[BlockServer] = field(default_factory=list)
     pullers: list[BlockPuller] = field(default_factory=list)
 
@@ -137,4 +135,4 @@ class Meddler:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-LIMITS = ServerLimits(handshake_s=0.3, idle_s=1.0, stall_s=1.0)
+LIMITS = ServerLimits(handshake_s=0.3, stall_s=1.0)

@@ -8,8 +8,8 @@ from ....cluster.errors import Unavailable
 from ....cluster.nodes import Node
 from ...protocol.store_messages import Content, Fetched, Head, PullKV
 from ..replication.peers import Peers
-from ..transfer.machine.pull_wire import Wanted
 from ..transfer.node_blocks import NodeBlocks
+from ..transfer.pull_loop import Wanted
 from .memory import NodeMemory
 from .ownership import OwnedKeeper
 

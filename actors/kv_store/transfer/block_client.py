@@ -1,26 +1,91 @@
 """Pulls KV blocks from another node into this node's store.
 
-A pull that fails brings fewer blocks than wanted, but never wrong ones, and it always ends by its deadline.
+A pull that fails brings fewer blocks than wanted, but never wrong ones, and it always ends by its deadline. `PullLoop`
+runs on the caller's thread: it receives and verifies while the writer's thread writes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ....cluster.errors import InvalidRecord, QueueFull
-from ...protocol.entries import BLOCK_TOKENS, ID_BYTES, TAIL_TOKENS_MAX, pack_tokens
+from ....cluster.errors import InvalidRecord, LinkError, LinkGarbage, LinkRefused, QueueFull, SatchelError
+from ...protocol.entries import (
+    BLOCK_TOKENS,
+    ID_BYTES,
+    TAIL_TOKENS_MAX,
+    Location,
+    adds_to,
+    pack_tokens,
+    part_digest,
+)
 from ..disk.io import DiskIO
 from ..disk.store import DiskStore
-from .machine.block_messages import CHAIN_MAX, TAILS_MAX
-from .machine.link_auth import NONCE_BYTES, Initiator
-from .machine.pull_terms import Event, PullLimits
-from .machine.pull_wire import Wanted
-from .pull_session import Address, PullCancel, PullResult, PullSession
-from .pull_writer import Keeper, PullWriter
+from . import messages
+from .handshake import NONCE_BYTES, Initiator
+from .link import Link
+from .messages import CHAIN_MAX, TAILS_MAX, Described, FetchRequest, FindRequest
+from .pull_loop import EntryDamaged, EntryGone, Offer, PullEnded, PullLimits, PullLoop, Stop, Wanted
+from .pull_writer import Keeper, PullWriter, Received
+
+logger = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class PullResult:
+    """How a pull ended.
+
+    Attributes:
+        stop, reason: why it ended. Whatever it is, compute the blocks that are missing.
+        blocks: how many of the chain's first blocks are on this node now.
+        here: their ids, and those of the tails if all blocks are here.
+        installed, nbytes: entries that this pull brought, and their bytes.
+        seconds: how long it took.
+        connections: how many were tried.
+        retracted: ids that were evicted here to make room.
+    """
+
+    stop: Stop
+    reason: str
+    blocks: int
+    here: list[bytes]
+    installed: int
+    nbytes: int
+    seconds: float
+    connections: int
+    retracted: list[bytes]
+
+
+class PullCancel:
+    """Cancels a pull from any thread, even before it begins."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wake: Callable[[], None] | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Ends the pull now. Idempotent. The pull still returns a `PullResult`."""
+        with self._lock:
+            self.cancelled = True
+            if self._wake is not None:
+                self._wake()
+
+    def attach(self, wake: Callable[[], None] | None) -> None:
+        """Sets the callback for a cancellation, and calls it at once if cancelled already. None removes it."""
+        with self._lock:
+            self._wake = wake
+            if wake is not None and self.cancelled:
+                wake()
 
 
 @dataclass(eq=False)
@@ -60,11 +125,10 @@ class BlockPuller:
         io: DiskIO | None = None,
         keeper: Keeper | None = None,
     ) -> None:
-        self._keeper = keeper
         Initiator(cluster_key, node, node, bytes(NONCE_BYTES))
-        self._store, self._session = store, session
+        self._store, self._session, self._keeper = store, session, keeper or store
         self._limits = limits or PullLimits()
-        self._wall_clock, self._io = wall_clock, io
+        self._wall_clock, self._io = wall_clock, io or DiskIO()
         self._key, self._node, self._pulls_max = cluster_key, node, pulls_max
         self._changed = threading.Condition()
         self._running: set[_Running] = set()
@@ -95,51 +159,59 @@ class BlockPuller:
             QueueFull: there are `pulls_max` pulls already, or this was closed.
             DiskError: this node's store fails.
         """
+        begun = time.monotonic()
         wanted = _checked(wanted)
+        limits = replace(self._limits, total_bytes_max=self._store.stats()["bytes_max"])
+        Initiator(self._key, self._node, source, bytes(NONCE_BYTES))
         running = _Running(owner, cancel or PullCancel())
         with self._changed:
             if self._closed or len(self._running) >= self._pulls_max:
                 raise QueueFull("too many blocks are being fetched already")
             self._running.add(running)
 
-        def initiator() -> Initiator:
-            return Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
+        def left_s() -> float:
+            if running.cancel.cancelled:
+                raise PullEnded(Stop.CANCELLED, "cancelled")
+            if (left := begun + deadline_s - time.monotonic()) <= 0:
+                raise PullEnded(Stop.DEADLINE, "the deadline is over")
+            return left
 
-        def writer(tell: Callable[[Event], None]) -> PullWriter:
-            nonlocal ended_by_writer
-            created = PullWriter(
-                self._store,
-                self._session,
-                wanted,
-                owner,
-                wall_clock=self._wall_clock,
-                tell=tell,
-                ended=lambda: self._end(running),
-                io=self._io,
-                keeper=self._keeper,
-            )
-            ended_by_writer = True
-            return created
-
-        ended_by_writer = False
+        writer = PullWriter(
+            self._store,
+            self._session,
+            wanted,
+            owner,
+            limits,
+            left_s,
+            wall_clock=self._wall_clock,
+            ended=lambda: self._end(running),
+            io=self._io,
+            keeper=self._keeper,
+        )
+        sockets = _Sockets(self._store, wanted, addresses, limits, left_s, writer)
+        sockets.initiator = lambda: Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
+        loop = PullLoop(wanted.chain, len(addresses), limits, sockets, writer)
+        running.cancel.attach(sockets.wake)
         try:
-            initiator()
-            session = PullSession(
-                self._store,
-                wanted,
-                owner,
-                addresses,
-                self._limits,
-                running.cancel,
-                initiator,
-                writer,
-                self._keeper,
-            )
-            return session.run(deadline_s)
+            stop, reason = _run(loop.run())
         finally:
-            # Otherwise the writer calls `_end`, perhaps later.
-            if not ended_by_writer:
-                self._end(running)
+            running.cancel.attach(None)
+            writer.close()
+        installed, retracted = set(writer.installed), list(writer.retracted)
+        here, blocks = loop.here(installed, retracted)
+        if not running.cancel.cancelled:
+            # Otherwise the owner may be being forgotten.
+            self._touch(here, owner)
+        nbytes = sum(loop.received[entry] for entry in installed)
+        counts = len(installed), nbytes, time.monotonic() - begun, loop.connections
+        return PullResult(stop, reason, blocks, here, *counts, retracted)
+
+    def _touch(self, here: list[bytes], owner: str) -> None:
+        """Marks the chain as used by its owner."""
+        try:
+            self._keeper.touch(here, owner)
+        except SatchelError as error:
+            logger.warning("pulled blocks could not be marked as used: %s", error.message)
 
     def pulling(self) -> int:
         """Returns the number of running pulls."""
@@ -172,6 +244,145 @@ class BlockPuller:
         with self._changed:
             self._running.discard(running)
             self._changed.notify_all()
+
+
+def _run(loop: Coroutine[Any, Any, tuple[Stop, str]]) -> tuple[Stop, str]:
+    """Runs a coroutine whose waits are blocking calls."""
+    try:
+        loop.send(None)
+    except StopIteration as returned:
+        return returned.value
+    raise AssertionError("a pull does not suspend")
+
+
+class _Sockets:
+    """The `Source` of a pull: connections to the addresses of a node.
+
+    Args:
+        left_s: returns the seconds that are left, or raises `PullEnded`.
+
+    Attributes:
+        initiator: creates the state of a handshake.
+    """
+
+    initiator: Callable[[], Initiator]
+
+    def __init__(
+        self,
+        store: DiskStore,
+        wanted: Wanted,
+        addresses: Sequence[Address],
+        limits: PullLimits,
+        left_s: Callable[[], float],
+        writer: PullWriter,
+    ) -> None:
+        self.store, self.wanted, self.left_s, self.writer = store, wanted, left_s, writer
+        self._addresses, self._limits = addresses, limits
+        self._woken = threading.Event()
+        self._sock: socket.socket | None = None
+
+    def wake(self) -> None:
+        """Ends every wait. Safe from any thread."""
+        self._woken.set()
+        self.writer.wake()
+        with contextlib.suppress(OSError, AttributeError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # pyright: ignore[reportOptionalMemberAccess]
+
+    async def pause(self, seconds: float) -> None:
+        self._woken.wait(min(seconds, self.left_s()))
+
+    async def connect(self, address: int) -> _Line:
+        left_s = self.left_s()
+        try:
+            host, port = self._addresses[address]
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+            sock = self._sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+        except (OSError, OverflowError, ValueError) as error:
+            raise LinkRefused(f"not an address: {error}") from None
+        try:
+            sock.settimeout(min(self._limits.connect_s, left_s))
+            sock.connect(found[0][4])
+            sock.settimeout(None)
+            link = Link(sock, self._limits.stall_s)
+            link.until = time.monotonic() + self.left_s()
+            initiator = self.initiator()
+            link.send(initiator.hello())
+            link.send(initiator.answer(link.receive_handshake()))
+            link.sealed_by(initiator.seals())
+        except (OSError, OverflowError) as error:
+            sock.close()
+            raise LinkError(f"no connection: {error}") from None
+        except BaseException:
+            sock.close()
+            raise
+        return _Line(self, link)
+
+
+class _Line:
+    """The `Line` of a pull, over a socket."""
+
+    def __init__(self, sockets: _Sockets, link: Link) -> None:
+        self._sockets, self._link, self._wanted = sockets, link, sockets.wanted
+        self._known: dict[bytes, Described] = {}
+        self._chain = set(self._wanted.chain)
+
+    def close(self) -> None:
+        self._link.sock.close()
+
+    async def find(self) -> tuple[list[Offer | None], list[Offer]]:
+        wanted = self._wanted
+        tokens = pack_tokens(wanted.rest)
+        request = FindRequest(wanted.model, wanted.chain, wanted.tail_parent, tokens, wanted.tails_max)
+        self._link.send_message(messages.pack_request(request))
+        blocks, tails = messages.read_found(self._heard("found"), wanted.chain)
+        if not all(wanted.is_tail(tail.id, packed) for packed, tail in tails):
+            raise LinkGarbage("a tail does not match the request")
+        ends = [tail for _, tail in tails[: wanted.tails_max]]
+        self._known = {entry.id: entry for entry in (*blocks, *ends) if entry is not None}
+        ids = [*wanted.chain, *(tail.id for tail in ends)]
+        local = self._sockets.store.locate(wanted.model, ids)
+        # Marked as used, so that commits of this pull do not evict them.
+        self._sockets.store.touch([entry for entry, location in zip(ids, local, strict=True) if location])
+        offers = [_offer(*row) for row in zip(ids, [*blocks, *ends], local, strict=True)]
+        return offers[: len(wanted.chain)], [offer for offer in offers[len(wanted.chain) :] if offer is not None]
+
+    async def ask(self, ids: Sequence[bytes]) -> None:
+        self._link.send_message(messages.pack_request(FetchRequest(self._wanted.model, tuple(ids))))
+
+    async def receive(self, offer: Offer) -> Received:
+        what, is_tail = self._known[offer.id], offer.id not in self._chain
+        tokens, layout = messages.read_entry(self._heard("entry"))
+        if layout.nbytes != what.nbytes:
+            raise LinkGarbage("an entry has another size than was announced")
+        data = self._sockets.writer.buffer(what.nbytes)
+        self._link.receive_bytes(data.data)
+        if not (self._wanted.is_tail if is_tail else self._wanted.is_block)(what.id, tokens):
+            raise EntryGone("it has other tokens")
+        digests, start = [], 0
+        for part in layout.parts:
+            digests.append(part_digest(data.data[start : start + part.nbytes]))
+            start += part.nbytes
+        if layout.digest_of(digests) != what.digest:
+            raise EntryDamaged("it does not match its digest")
+        return Received(what, is_tail, tokens, layout, digests, data)
+
+    def _heard(self, wanted: str) -> list[Any]:
+        """Returns the fields of the next message, which must be of this kind. Raises `EntryGone`."""
+        kind, fields = messages.unpack(self._link.receive_message())
+        if kind == "gone" and wanted == "entry":
+            raise EntryGone(messages.read_reason(fields))
+        if kind == "error":
+            raise LinkError(f"the source reports: {messages.read_reason(fields)}")
+        if kind != wanted:
+            raise LinkGarbage(f"{kind!r:.40} answers no request")
+        return fields
+
+
+def _offer(entry: bytes, there: Described | None, here: Location | None) -> Offer | None:
+    """What is here already is not fetched, but for a copy that serves where this one does not."""
+    if here is not None and (there is None or not adds_to(there, here)):
+        return Offer(entry, here.nbytes, held=True)
+    return Offer(entry, there.nbytes) if there is not None else None
 
 
 def _checked(wanted: Wanted) -> Wanted:

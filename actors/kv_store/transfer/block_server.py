@@ -14,26 +14,27 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....cluster.errors import DiskError, LinkError, LinkVersion, PortInUse, SatchelError
 from ....cluster.timing import USUAL
 from ....cluster.trust.strangers import Strangers
-from ...protocol.entries import Location, flat_bytes, unpack_tokens
-from ..disk.segment_reader import EntryReader, PartRead
+from ...protocol.entries import Failure, Location, flat_bytes, signature, unpack_tokens
+from ..disk.segment_reader import StoredEntry, read_entries
 from ..disk.store import DiskStore
-from .machine import block_messages as messages
-from .machine.block_messages import RUNS_MAX, Coming, Described, FetchRequest, FindRequest, Run, Signature
-from .machine.link_auth import NONCE_BYTES, PREAMBLE_BYTES, Acceptor, FrameSeal, body_length, refusal
-from .paced_socket import PacedSocket, SharedRate
+from . import messages
+from .handshake import NONCE_BYTES, Acceptor, refusal
+from .link import Link, SharedRate
+from .messages import Described, FetchRequest, FindRequest
 
 logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
-_FRAME_DATA_BYTES = 2**20
-"""Data bytes after which a frame of parts is sent."""
+_READ_BYTES = 32 * 2**20
+"""Entries of so many bytes, or one, are read together and then sent."""
 
 _TAILS_READ_MAX = 256
 """Tails of one parent that are compared with a request."""
@@ -47,17 +48,17 @@ class ServerLimits:
         connections_max: connections of authenticated nodes; further ones are closed at once.
         strangers_max: connections that are not authenticated yet; a new one replaces an older one.
         handshake_s: for a whole handshake.
-        idle_s: between requests.
-        request_s: for the rest of a request that has begun.
-        stall_s: without the peer accepting a byte.
+        request_s: until a whole request is here.
+        answer_s: for a whole answer.
+        stall_s: without the peer sending or accepting a byte.
         lease_s: of the files that a connection offers, at most the store's `lease_s_max`.
     """
 
     connections_max: int = 16
     strangers_max: int = 16
     handshake_s: float = 3.0
-    idle_s: float = 20.0
-    request_s: float = 5.0
+    request_s: float = 20.0
+    answer_s: float = 600.0
     stall_s: float = 10.0
     lease_s: float = USUAL.block_lease_s
 
@@ -135,12 +136,6 @@ class BlockServer:
         with self._lock:
             return len(self._connections)
 
-    def count(self, sent: int, failed: int) -> None:
-        """Counts the sent and failed entries of a fetch."""
-        with self._lock:
-            self.counters.sent_entries += sent
-            self.counters.failed_entries += failed
-
     def close(self, wait_s: float = 5.0) -> bool:
         """Closes all connections and ends all threads. Idempotent.
 
@@ -209,14 +204,14 @@ class BlockServer:
     # A connection's thread.
 
     def _serve(self, sock: socket.socket) -> None:
-        link = PacedSocket(sock, self._rate, self.limits.stall_s)
+        link = Link(sock, self.limits.stall_s, self._rate)
         lease = _Lease(self._store, self.limits.lease_s)
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            seals = self._shake_hands(link)
+            self._shake_hands(link)
             self._know(sock)
-            _ServedConnection(self, self._store, link, lease, *seals).run()
-        except (LinkError, SatchelError, OSError) as error:
+            while True:
+                self._answer(link, lease)
+        except (SatchelError, OSError) as error:
             # The puller sees the connection's end and retries or recomputes.
             logger.info("a connection for blocks ends: %s", error)
         except Exception:
@@ -239,95 +234,41 @@ class BlockServer:
                 raise LinkError("nodes have too many connections")
             self._nodes.add(sock)
 
-    def _shake_hands(self, link: PacedSocket) -> tuple[FrameSeal, FrameSeal]:
-        ends = time.monotonic() + self.limits.handshake_s
+    def _shake_hands(self, link: Link) -> None:
+        link.until = time.monotonic() + self.limits.handshake_s
         acceptor = Acceptor(self._key, self._node, secrets.token_bytes(NONCE_BYTES))
-
-        def body() -> bytes:
-            length = body_length(link.receive(PREAMBLE_BYTES, ends - time.monotonic()))
-            return link.receive(length, ends - time.monotonic())
-
         try:
             try:
-                hello = body()
+                hello = link.receive_handshake()
             except LinkVersion:
                 link.send(refusal())
                 raise
             link.send(acceptor.challenge(hello))
-            acceptor.finish(body())
+            acceptor.finish(link.receive_handshake())
         except LinkError:
             with self._lock:
                 self.counters.refused += 1
             raise
-        return acceptor.frames()
+        link.sealed_by(acceptor.seals())
 
+    def _answer(self, link: Link, lease: _Lease) -> None:
+        """Answers one request. An error ends the connection."""
+        link.until = time.monotonic() + self.limits.request_s
+        payload = link.receive_message()
+        link.until = time.monotonic() + self.limits.answer_s
+        try:
+            request = messages.read_request(payload)
+            if isinstance(request, FindRequest):
+                self._find(request, link, lease)
+            else:
+                self._fetch(request, link, lease)
+        except LinkError:
+            raise
+        except SatchelError as error:
+            link.send_message(messages.pack("error", error.message))
+            raise
 
-class _Lease:
-    """A connection's lease on the files that it offers. The store ends it if it is not renewed."""
-
-    def __init__(self, store: DiskStore, lease_s: float) -> None:
-        self._store = store
-        self._locations: dict[str, Location] = {}
-        self._lease: str | None = None
-        self._taken_at = 0.0
-        self.lease_s = lease_s
-
-    def take(self, locations: Sequence[Location]) -> None:
-        """Adds files, and renews the lease of all of them. Raises `DiskError`."""
-        for location in locations:
-            self._locations[location.name] = location
-        old = self._lease
-        self._taken_at = time.monotonic()
-        self._lease = self._store.pin(self._locations.values(), self.lease_s).lease
-        if old is not None:
-            self._store.unpin(old)
-
-    def keep(self) -> None:
-        """Renews the lease if half of it is over. Raises `DiskError`."""
-        if time.monotonic() - self._taken_at > self.lease_s / 2:
-            self.take([])
-
-    def give_back(self) -> None:
-        if self._lease is not None:
-            # A closed or failed store has no leases.
-            with contextlib.suppress(DiskError):
-                self._store.unpin(self._lease)
-            self._lease = None
-
-
-class _ServedConnection:
-    """The requests and answers of one connection, after the handshake."""
-
-    def __init__(
-        self, server: BlockServer, store: DiskStore, link: PacedSocket, lease: _Lease, out: FrameSeal, into: FrameSeal
-    ) -> None:
-        self._server, self._store, self._link, self._lease = server, store, link, lease
-        self._out, self._into = out, into
-
-    def run(self) -> None:
-        """Answers requests until an error ends the connection, and raises that error."""
-        limits = self._server.limits
-        while True:
-            raw = self._link.receive_frame(self._into, messages.REQUEST_BYTES_MAX, limits.idle_s, limits.request_s)
-            try:
-                request = messages.read_request(raw)
-                if isinstance(request, FindRequest):
-                    self._find(request)
-                elif isinstance(request, FetchRequest):
-                    self._fetch(request)
-                else:
-                    self._lease.take([])
-                    self._say(messages.pack("renewed", self._lease.lease_s))
-            except LinkError:
-                raise
-            except SatchelError as error:
-                self._say(messages.pack("error", error.message[:200]))
-                raise
-
-    def _say(self, payload: bytes, *data: memoryview) -> None:
-        self._link.send_frame(self._out, payload, *data)
-
-    def _find(self, request: FindRequest) -> None:
+    def _find(self, request: FindRequest, link: Link, lease: _Lease) -> None:
         locations = self._store.locate(request.model, request.chain)
         tails: list[Location] = []
         if request.tails_max and request.tail_tokens:
@@ -336,61 +277,71 @@ class _ServedConnection:
             # Only tails whose tokens the peer has all named: the end of a longer one may be another agent's.
             whole = [match.location for match in matches if 4 * match.tokens == len(match.location.tokens)]
             tails = whole[: request.tails_max]
-        self._lease.take([location for location in (*locations, *tails) if location is not None])
+        lease.take([location for location in (*locations, *tails) if location is not None])
         blocks = [None if location is None else Described.of(location) for location in locations]
-        self._say(
-            messages.pack_found(self._lease.lease_s, blocks, [(tail.tokens, Described.of(tail)) for tail in tails])
-        )
+        link.send_message(messages.pack_found(blocks, [(tail.tokens, Described.of(tail)) for tail in tails]))
 
-    def _fetch(self, request: FetchRequest) -> None:
-        located = self._store.locate(request.model, request.ids)
-        # `rows` maps locations to rows of the fetch. Locations may differ from those found, as files are rewritten.
-        rows = [row for row, location in enumerate(located) if location is not None]
-        locations = [location for location in located if location is not None]
-        self._lease.take(locations)
-        with EntryReader(self._store.root, self._store.key, locations) as reader:
-            self._say(_describe(reader, located, rows))
-            for reads in _frames(reader.parts()):
-                self._lease.keep()
-                runs = [Run(read.name, [rows[index] for index in read.indexes]) for read in reads]
-                self._say(messages.pack_parts(runs), *(flat_bytes(read.array) for read in reads))
-            failures = dict(reader.failures)
+    def _fetch(self, request: FetchRequest, link: Link, lease: _Lease) -> None:
+        """Sends entry after entry. Locations may differ from those found, as files are rewritten."""
+        left = deque(self._store.locate(request.model, request.ids))
+        lease.take([location for location in left if location is not None])
+        while left:
+            group = [left.popleft()]
+            while left and sum(location.nbytes for location in (*group, left[0]) if location) <= _READ_BYTES:
+                group.append(left.popleft())
+            lease.keep()
+            self._send(group, link)
+
+    def _send(self, group: Sequence[Location | None], link: Link) -> None:
+        located = [location for location in group if location is not None]
+        read = iter(read_entries(self._store.root, self._store.key, located))
+        failures: list[Failure] = []
+        for location in group:
+            entry = next(read) if location is not None else None
+            if isinstance(entry, StoredEntry):
+                link.send_message(messages.pack_entry(entry.location.tokens, signature(entry.parts), entry.meta))
+                link.send_bytes(flat_bytes(array) for array in entry.parts.values())
+                continue
+            if entry is not None:
+                failures.append(entry)
+            link.send_message(messages.pack("gone", entry.reason if entry else "the source no longer has it"))
         if failures:
-            self._store.report(failures.values())
-        self._say(messages.pack_end([(rows[index], failure.reason) for index, failure in failures.items()]))
-        self._server.count(len(locations) - len(failures), len(failures))
+            self._store.report(failures)
+        with self._lock:
+            self.counters.sent_entries += len(located) - len(failures)
+            self.counters.failed_entries += len(failures)
 
 
-def _frames(parts: Iterable[PartRead]) -> Iterator[list[PartRead]]:
-    """Groups parts into frames: a frame for each small part would cost more than its bytes."""
-    frame: list[PartRead] = []
-    nbytes = 0
-    for read in parts:
-        frame.append(read)
-        nbytes += read.array.nbytes
-        if nbytes >= _FRAME_DATA_BYTES or len(frame) == RUNS_MAX:
-            yield frame
-            frame, nbytes = [], 0
-    if frame:
-        yield frame
+class _Lease:
+    """A connection's lease on the files that it offers. The store ends it if it is not renewed."""
 
+    def __init__(self, store: DiskStore, lease_s: float) -> None:
+        self._store, self._lease_s = store, lease_s
+        self._locations: dict[str, Location] = {}
+        self._lease: str | None = None
+        self._taken_at = 0.0
 
-def _describe(reader: EntryReader, located: Sequence[Location | None], rows: Sequence[int]) -> bytes:
-    """Returns the frame that announces the entries of a fetch."""
-    signatures: list[Signature] = []
-    coming = [Coming(-1, b"", "the source no longer has it") for _ in located]
-    for index, row in enumerate(rows):
-        location = located[row]
-        assert location is not None
-        failure = reader.failures.get(index)
-        if failure is not None:
-            coming[row] = Coming(-1, b"", failure.reason)
-            continue
-        signature = Signature(reader.signature(index), reader.meta(index))
-        if signature not in signatures:
-            signatures.append(signature)
-        coming[row] = Coming(signatures.index(signature), location.tokens, "")
-    return messages.pack_batch(signatures, coming)
+    def take(self, locations: Sequence[Location]) -> None:
+        """Adds files, and renews the lease of all of them. Raises `DiskError`."""
+        for location in locations:
+            self._locations[location.name] = location
+        old = self._lease
+        self._taken_at = time.monotonic()
+        self._lease = self._store.pin(self._locations.values(), self._lease_s).lease
+        if old is not None:
+            self._store.unpin(old)
+
+    def keep(self) -> None:
+        """Renews the lease if half of it is over. Raises `DiskError`."""
+        if time.monotonic() - self._taken_at > self._lease_s / 2:
+            self.take([])
+
+    def give_back(self) -> None:
+        if self._lease is not None:
+            # A closed or failed store has no leases.
+            with contextlib.suppress(DiskError):
+                self._store.unpin(self._lease)
+            self._lease = None
 
 
 def _listener(address: Address) -> socket.socket:

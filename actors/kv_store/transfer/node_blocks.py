@@ -17,11 +17,9 @@ from ...protocol.media_ids import embeddings_parent, names_in
 from ...protocol.store_messages import Content, Fetched, Head
 from ..disk.store import DiskStore
 from ..replication.peers import Peers
-from .block_client import BlockPuller
+from .block_client import BlockPuller, PullResult
 from .block_server import BlockServer, ServerLimits
-from .machine.pull_terms import Stop
-from .machine.pull_wire import Wanted
-from .pull_session import PullResult
+from .pull_loop import Stop, Wanted
 from .pull_writer import Keeper
 
 logger = logging.getLogger(__name__)

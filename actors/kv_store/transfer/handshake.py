@@ -4,27 +4,30 @@
 
     initiator (wants KV)                                acceptor (has KV)
     hello: nonce, own name, the name it wants    ─────►
-                                                 ◄─────  challenge: nonce, own name, proof of role "acceptor"
-    proof of role "initiator"                    ─────►
+                                                 ◄─────  challenge: nonce, own name, the acceptor's proof
+    the initiator's proof                        ─────►
     from here on every byte is sealed, with a key of this connection and direction
 
-Each message begins with a preamble that all versions share. A proof is an HMAC-SHA256 over the transcript so far. So it
-cannot be replayed in another connection (fresh nonces of both sides), in the other direction (the role), for another
-node (the names) or under another version. Sealing is AES-256-GCM with a counter: nobody else can read the data, and
-changed, dropped, reordered or repeated data is detected. Nonces are arguments, so nothing here is random.
+Each message begins with a preamble that all versions share. Proofs and keys are HKDF-SHA256 of the cluster's key,
+salted with both nonces, over the version and the names; each role has its own. So a proof cannot be replayed in another
+connection, sent back, or used for another node or version. Sealing is AES-256-GCM, and the nonce is a counter: nobody
+else can read the data, and changed, dropped, reordered or repeated frames are detected. Nonces of the handshake are
+arguments, so nothing here is random.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from .....cluster.errors import LinkError, LinkGarbage, LinkRefused, LinkVersion
+from ....cluster.errors import LinkError, LinkGarbage, LinkRefused, LinkVersion
 
-VERSION = 3
+VERSION = 4
 NONCE_BYTES = 32
 KEY_BYTES_MIN = 16
 NODE_BYTES_MAX = 128
@@ -35,8 +38,8 @@ BODY_BYTES_MAX = NONCE_BYTES + 2 * (1 + NODE_BYTES_MAX)
 SEAL_BYTES = 16
 """Bytes that sealing adds."""
 
-RECORD_BYTES = 2**18
-"""The bytes that follow a frame are sealed in records of this size."""
+FRAMES_MAX = 2**18
+"""Frames sealed with one key: at most 128 GiB, far below what AES-GCM allows. Then the connection ends."""
 
 _MAGIC = b"satchel\x00"
 _PROOF_BYTES = 32
@@ -69,6 +72,51 @@ def body_length(raw: bytes) -> int:
     return length
 
 
+class Seal:
+    """Encryption of one direction of one connection. Both sides count the frames, and the count is the nonce."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+        self._count = 0
+
+    def seal_into(self, data: bytes | memoryview, sealed: memoryview) -> None:
+        """Encrypts the next frame into `sealed`, `SEAL_BYTES` longer. Raises `LinkError` after `FRAMES_MAX` frames."""
+        self._cipher.encrypt_into(self._next(), data, None, sealed)
+
+    def open_into(self, sealed: bytes | memoryview, data: memoryview) -> None:
+        """Decrypts the next frame into `data`, of exactly its size. After an error, discard `data`.
+
+        Raises:
+            LinkGarbage: it does not verify.
+            LinkError: there were `FRAMES_MAX` frames.
+        """
+        try:
+            self._cipher.decrypt_into(self._next(), sealed, None, data)
+        except InvalidTag:
+            raise LinkGarbage("a frame does not verify") from None
+
+    def _next(self) -> bytes:
+        if self._count == FRAMES_MAX:
+            raise LinkError("the connection's keys are used up")
+        self._count += 1
+        return self._count.to_bytes(12, "big")
+
+
+class _Secrets(NamedTuple):
+    """What follows from the cluster's key and a handshake, 32 bytes each."""
+
+    acceptor_proof: bytes
+    initiator_proof: bytes
+    to_acceptor: bytes
+    to_initiator: bytes
+
+
+def _secrets(key: bytes, initiator_nonce: bytes, acceptor_nonce: bytes, *names: bytes) -> _Secrets:
+    about = b"satchel.link" + VERSION.to_bytes(2, "big") + b"".join(_prefixed(name) for name in names)
+    derived = HKDF(SHA256(), 4 * _PROOF_BYTES, initiator_nonce + acceptor_nonce, about).derive(key)
+    return _Secrets(*(derived[start : start + _PROOF_BYTES] for start in range(0, len(derived), _PROOF_BYTES)))
+
+
 class Initiator:
     """The side that connects.
 
@@ -83,9 +131,9 @@ class Initiator:
     """
 
     def __init__(self, key: bytes, node: str, peer: str, nonce: bytes) -> None:
-        self._key, self._nonce = _link_key(key), _checked_nonce(nonce)
+        self._key, self._nonce = _checked(key, nonce)
         self._node, self._peer = _name(node), _name(peer)
-        self._transcript = b""
+        self._secrets: _Secrets | None = None
 
     def hello(self) -> bytes:
         """Returns the first message, with its preamble."""
@@ -102,18 +150,18 @@ class Initiator:
         peer, proof = _take(rest)
         if len(nonce) != NONCE_BYTES or len(proof) != _PROOF_BYTES:
             raise LinkGarbage("the challenge is cut off")
-        transcript = _transcript(self._nonce, nonce, self._node, self._peer, peer)
-        if nonce == self._nonce or not hmac.compare_digest(proof, _proof(self._key, b"acceptor", transcript)):
+        found = _secrets(self._key, self._nonce, nonce, self._node, self._peer, peer)
+        if nonce == self._nonce or not hmac.compare_digest(proof, found.acceptor_proof):
             raise LinkRefused("the peer does not have this cluster's key")
         if peer != self._peer:
             raise LinkRefused(f"{_text(peer)} answered instead of {_text(self._peer)}")
-        self._transcript = transcript
-        return preamble(_proof(self._key, b"initiator", transcript))
+        self._secrets = found
+        return preamble(found.initiator_proof)
 
-    def frames(self) -> tuple[FrameSeal, FrameSeal]:
+    def seals(self) -> tuple[Seal, Seal]:
         """Returns the seals for sent and for received frames. Call it after `answer`."""
-        assert self._transcript, "the handshake is not done"
-        return _seals(self._key, self._transcript, b"initiator", b"acceptor")
+        assert self._secrets, "the handshake is not done"
+        return Seal(self._secrets.to_acceptor), Seal(self._secrets.to_initiator)
 
 
 class Acceptor:
@@ -124,24 +172,22 @@ class Acceptor:
     """
 
     def __init__(self, key: bytes, node: str, nonce: bytes) -> None:
-        self._key, self._nonce, self._node = _link_key(key), _checked_nonce(nonce), _name(node)
-        self._claimed = b""
-        self._wanted = b""
-        self._transcript = b""
+        self._key, self._nonce = _checked(key, nonce)
+        self._node = _name(node)
+        self._claimed = self._wanted = b""
+        self._secrets: _Secrets | None = None
         self.peer = ""
 
     def challenge(self, hello: bytes) -> bytes:
         """Returns the answer to the body of a hello, with its preamble. Raises `LinkGarbage` if it is no hello."""
         nonce, rest = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
-        claimed, rest = _take(rest)
-        wanted, rest = _take(rest)
+        self._claimed, rest = _take(rest)
+        self._wanted, rest = _take(rest)
         if len(nonce) != NONCE_BYTES or rest:
             raise LinkGarbage("the hello has another length")
-        _text(claimed)
-        self._claimed, self._wanted = claimed, wanted
-        self._transcript = _transcript(nonce, self._nonce, claimed, wanted, self._node)
-        proof = _proof(self._key, b"acceptor", self._transcript)
-        return preamble(self._nonce + _prefixed(self._node) + proof)
+        _text(self._claimed)
+        self._secrets = _secrets(self._key, nonce, self._nonce, self._claimed, self._wanted, self._node)
+        return preamble(self._nonce + _prefixed(self._node) + self._secrets.acceptor_proof)
 
     def finish(self, proof: bytes) -> None:
         """Checks the body of the initiator's proof.
@@ -149,81 +195,25 @@ class Acceptor:
         Raises:
             LinkRefused: the peer has another key, or asked for another node.
         """
-        assert self._transcript, "the handshake has not begun"
-        if not hmac.compare_digest(proof, _proof(self._key, b"initiator", self._transcript)):
+        assert self._secrets, "the handshake has not begun"
+        if not hmac.compare_digest(proof, self._secrets.initiator_proof):
             raise LinkRefused("the peer does not have this cluster's key")
         if self._wanted != self._node:
             raise LinkRefused(f"the peer asked for {_text(self._wanted)}, this is {_text(self._node)}")
         self.peer = _text(self._claimed)
 
-    def frames(self) -> tuple[FrameSeal, FrameSeal]:
+    def seals(self) -> tuple[Seal, Seal]:
         """Returns the seals for sent and for received frames. Call it after `finish`."""
-        assert self.peer, "the handshake is not done"
-        return _seals(self._key, self._transcript, b"acceptor", b"initiator")
+        assert self.peer and self._secrets, "the handshake is not done"
+        return Seal(self._secrets.to_initiator), Seal(self._secrets.to_acceptor)
 
 
-class FrameSeal:
-    """Encryption of one direction of one connection. Both sides count the messages, and the count is the nonce, so
-    dropped, reordered or repeated ones do not verify."""
-
-    def __init__(self, key: bytes) -> None:
-        self._cipher = AESGCM(key)
-        self._count = 0
-
-    def seal(self, data: bytes | memoryview) -> bytes:
-        """Returns `data` encrypted, `SEAL_BYTES` longer."""
-        return self._cipher.encrypt(self._next(), data, None)
-
-    def open(self, sealed: bytes | memoryview) -> bytes:
-        """Returns the next message decrypted. Raises `LinkGarbage` if it does not verify."""
-        try:
-            return self._cipher.decrypt(self._next(), sealed, None)
-        except InvalidTag:
-            raise LinkGarbage("a frame does not verify") from None
-
-    def open_into(self, sealed: bytes | memoryview, data: memoryview) -> None:
-        """Decrypts the next message into `data`, of exactly its size. After an error, discard `data`.
-
-        Raises:
-            LinkGarbage: it does not verify.
-        """
-        try:
-            self._cipher.decrypt_into(self._next(), sealed, None, data)
-        except InvalidTag:
-            raise LinkGarbage("parts do not verify") from None
-
-    def _next(self) -> bytes:
-        self._count += 1
-        return self._count.to_bytes(12, "big")
-
-
-def records(buffers: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of all buffers in pieces of `RECORD_BYTES`; the last may be shorter."""
-    pieces: list[memoryview] = []
-    missing = RECORD_BYTES
-    for buffer in buffers:
-        while len(buffer):
-            pieces.append(buffer[:missing])
-            missing -= len(pieces[-1])
-            buffer = buffer[len(pieces[-1]) :]
-            if not missing:
-                yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
-                pieces, missing = [], RECORD_BYTES
-    if pieces:
-        yield b"".join(pieces)
-
-
-def _link_key(key: bytes) -> bytes:
+def _checked(key: bytes, nonce: bytes) -> tuple[bytes, bytes]:
     if len(key) < KEY_BYTES_MIN:
         raise LinkError(f"a cluster's key has at least {KEY_BYTES_MIN} bytes")
-    # A derived key, so that other uses of the cluster's key cannot replace this one.
-    return hmac.digest(key, b"satchel.link." + str(VERSION).encode(), "sha256")
-
-
-def _checked_nonce(nonce: bytes) -> bytes:
     if len(nonce) != NONCE_BYTES:
         raise LinkError(f"a nonce has {NONCE_BYTES} bytes")
-    return nonce
+    return key, nonce
 
 
 def _name(node: str) -> bytes:
@@ -253,18 +243,3 @@ def _take(raw: bytes) -> tuple[bytes, bytes]:
     if not 1 <= length <= NODE_BYTES_MAX or len(raw) < 1 + length:
         raise LinkGarbage("a node's name is cut off")
     return raw[1 : 1 + length], raw[1 + length :]
-
-
-def _transcript(*fields: bytes) -> bytes:
-    return VERSION.to_bytes(2, "big") + b"".join(len(part).to_bytes(4, "big") + part for part in fields)
-
-
-def _proof(key: bytes, role: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(key, b"proof " + role + b"\x00" + transcript, "sha256")
-
-
-def _seals(key: bytes, transcript: bytes, own: bytes, other: bytes) -> tuple[FrameSeal, FrameSeal]:
-    def seal(role: bytes) -> FrameSeal:
-        return FrameSeal(hmac.digest(key, b"frames " + role + b"\x00" + transcript, "sha256"))
-
-    return seal(own), seal(other)

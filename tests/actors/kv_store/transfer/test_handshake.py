@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from satchel.actors.kv_store.transfer.machine import link_auth
-from satchel.actors.kv_store.transfer.machine.link_auth import (
+from satchel.actors.kv_store.transfer import handshake
+from satchel.actors.kv_store.transfer.handshake import (
     BODY_BYTES_MAX,
     PREAMBLE_BYTES,
+    SEAL_BYTES,
     Acceptor,
     Initiator,
+    Seal,
     body_length,
 )
-from satchel.actors.kv_store.transfer.machine.pull_terms import PullLimits, Stop
+from satchel.actors.kv_store.transfer.pull_loop import PullLimits, Stop
 from satchel.cluster.errors import LinkError, LinkGarbage, LinkRefused, LinkVersion
 from tests.worlds.block_nodes import CLUSTER_KEY, LIMITS, Nodes, nodes, wanted
 from tests.worlds.kv_files import chain
@@ -46,49 +48,60 @@ def talk(initiator: Initiator, acceptor: Acceptor) -> tuple[bytes, bytes, bytes]
     return hello, challenge, proof
 
 
+def sealed(seal: Seal, data: bytes) -> bytes:
+    target = bytearray(len(data) + SEAL_BYTES)
+    seal.seal_into(data, memoryview(target))
+    return bytes(target)
+
+
+def opened(seal: Seal, raw: bytes) -> bytes:
+    target = bytearray(max(0, len(raw) - SEAL_BYTES))
+    seal.open_into(raw, memoryview(target))
+    return bytes(target)
+
+
 def test_both_sides_know_each_other_and_seal_their_frames_with_different_keys():
     initiator, acceptor = sides()
     talk(initiator, acceptor)
     assert acceptor.peer == "mac1"
-    (out, into), (back, other) = initiator.frames(), acceptor.frames()
-    first = out.seal(b"find")
-    assert b"find" not in first and other.open(first) == b"find"
-    assert into.open(back.seal(b"found")) == b"found"
+    (out, into), (back, other) = initiator.seals(), acceptor.seals()
+    first = sealed(out, b"find")
+    assert b"find" not in first and opened(other, first) == b"find"
+    assert opened(into, sealed(back, b"found")) == b"found"
     with pytest.raises(LinkGarbage):
-        other.open(first)
-    (again, _), (reflected, _) = initiator.frames(), acceptor.frames()
-    assert again.seal(b"find") == first != reflected.seal(b"find")
+        opened(other, first)
+    (again, _), (reflected, _) = initiator.seals(), acceptor.seals()
+    assert sealed(again, b"find") == first != sealed(reflected, b"find")
 
 
 def test_a_changed_a_dropped_or_a_repeated_frame_is_found():
     initiator, acceptor = sides()
     talk(initiator, acceptor)
-    sealed = initiator.frames()[0].seal(b"find")
-    changed = [sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :] for at in range(len(sealed))]
-    for raw in (*changed, sealed[:-1], sealed + b"\0", b""):
+    find = sealed(initiator.seals()[0], b"find")
+    changed = [find[:at] + bytes([find[at] ^ 1]) + find[at + 1 :] for at in range(len(find))]
+    for raw in (*changed, find[:-1], find + b"\0"):
         with pytest.raises(LinkGarbage):
-            acceptor.frames()[1].open(raw)
-    out, into = initiator.frames()[0], acceptor.frames()[1]
-    first, second = out.seal(b"one"), out.seal(b"two")
+            opened(acceptor.seals()[1], raw)
+    out, into = initiator.seals()[0], acceptor.seals()[1]
+    first, second = sealed(out, b"one"), sealed(out, b"two")
     with pytest.raises(LinkGarbage):
-        into.open(second)
-    into = acceptor.frames()[1]
-    assert into.open(first) == b"one"
+        opened(into, second)
+    into = acceptor.seals()[1]
+    assert opened(into, first) == b"one"
     with pytest.raises(LinkGarbage):
-        into.open(first)
+        opened(into, first)
 
 
-def test_bytes_after_a_frame_are_cut_into_records_whatever_their_arrays_are(monkeypatch):
-    monkeypatch.setattr(link_auth, "RECORD_BYTES", 4)
-    data = bytes(range(21))
-    for sizes in ([21], [1] * 21, [4, 8, 0, 3, 6], [0], []):
-        views, start = [], 0
-        for size in sizes:
-            views.append(memoryview(data)[start : start + size])
-            start += size
-        found = [bytes(record) for record in link_auth.records(views)]
-        assert b"".join(found) == data[:start]
-        assert [len(record) for record in found[:-1]] == [4] * len(found[:-1])
+def test_a_key_seals_only_so_many_frames_and_then_the_connection_ends(monkeypatch):
+    """Long before a nonce could come again."""
+    monkeypatch.setattr(handshake, "FRAMES_MAX", 3)
+    out, into = Seal(bytes(32)), Seal(bytes(32))
+    frames = [sealed(out, b"same") for _ in range(3)]
+    assert len(set(frames)) == 3 and [opened(into, frame) for frame in frames] == [b"same"] * 3
+    with pytest.raises(LinkError, match="used up"):
+        sealed(out, b"same")
+    with pytest.raises(LinkError, match="used up"):
+        opened(into, frames[0])
 
 
 def test_another_key_is_refused_by_either_side():
@@ -122,10 +135,10 @@ def test_a_frame_of_one_connection_is_none_of_another(nonces):
     for pair in ((ONE, TWO), nonces):
         initiator, acceptor = sides(nonces=pair)
         talk(initiator, acceptor)
-        frames.append((*initiator.frames(), *acceptor.frames()))
+        frames.append((*initiator.seals(), *acceptor.seals()))
     for earlier, later in zip(*frames, strict=True):
         with pytest.raises(LinkGarbage):
-            later.open(earlier.seal(b"find"))
+            opened(later, sealed(earlier, b"find"))
 
 
 def test_what_a_side_said_cannot_be_sent_back_to_it():
@@ -198,12 +211,14 @@ def test_other_versions_and_other_protocols_are_told_apart(monkeypatch):
     with pytest.raises(LinkGarbage):
         body_length(hello[:10] + (BODY_BYTES_MAX + 1).to_bytes(2, "big"))
     with pytest.raises(LinkVersion):
-        body_length(hello[:8] + (link_auth.VERSION + 1).to_bytes(2, "big") + hello[10:12])
-    initiator, _ = sides()
-    monkeypatch.setattr(link_auth, "VERSION", link_auth.VERSION + 1)
-    _, acceptor = sides()
+        body_length(hello[:8] + (handshake.VERSION + 1).to_bytes(2, "big") + hello[10:12])
+    initiator, acceptor = sides()
+    hello = initiator.hello()
+    with monkeypatch.context() as later:
+        later.setattr(handshake, "VERSION", handshake.VERSION + 1)
+        challenge = acceptor.challenge(hello[PREAMBLE_BYTES:])
     with pytest.raises(LinkRefused):
-        initiator.answer(body(acceptor.challenge(initiator.hello()[PREAMBLE_BYTES:])))
+        initiator.answer(body(handshake.preamble(challenge[PREAMBLE_BYTES:])))
 
 
 def test_a_name_that_is_none_is_refused():
@@ -255,10 +270,10 @@ def test_a_server_of_another_version_is_refused_and_says_which(pair):
     with socket.create_connection(server.addresses[0]) as sock:
         sock.sendall(b"satchel\x00" + (9).to_bytes(2, "big") + (4).to_bytes(2, "big") + b"abcd")
         sock.settimeout(5)
-        assert sock.recv(100) == link_auth.refusal()
+        assert sock.recv(100) == handshake.refusal()
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(4096), b"satchel\x00\x00\x03\xff\xff"])
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(4096), b"satchel\x00\x00\x04\xff\xff"])
 def test_strangers_are_sent_away_in_time(pair, said):
     server = pair.serve(limits=LIMITS)
     with socket.create_connection(server.addresses[0]) as sock:
@@ -292,7 +307,7 @@ def test_a_stranger_who_speaks_slowly_has_no_more_time_than_others(pair):
 def test_a_peer_that_never_answers_costs_what_was_agreed(pair):
     """It is connected to and says nothing at all."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        puller = pair.puller(limits=PullLimits(connects_max=2, connect_s=0.15, backoff_s=0.01))
+        puller = pair.puller(limits=PullLimits(stall_s=0.15, backoff_s=0.01))
         begun = time.monotonic()
         result = pair.pull(wanted(chain(3)), [silent.getsockname()], puller=puller)
     assert (result.stop, result.connections) == (Stop.UNREACHABLE, 2)

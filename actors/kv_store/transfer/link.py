@@ -1,0 +1,176 @@
+"""A socket between two nodes: sealed frames, a time limit for every wait, and a rate that many sockets share."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from ....cluster.errors import LinkError, LinkGarbage
+from .handshake import PREAMBLE_BYTES, SEAL_BYTES, Seal, body_length
+from .messages import MESSAGE_BYTES_MAX
+from .rate import TokenBucket
+
+FRAME_BYTES = 2**19
+"""An entry's bytes are sealed in frames of this size: few calls, and a frame stays in the core's cache."""
+
+_HEAD_BYTES = 4
+
+
+class SharedRate:
+    """A limit in bytes per second for all sockets together, None for no limit. Safe from any thread."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bucket = None if bytes_per_s is None else TokenBucket(bytes_per_s, time.monotonic())
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def take(self, wanted: int) -> int:
+        """Waits until bytes may be sent. Returns how many of `wanted`.
+
+        Raises:
+            LinkError: the limiter was closed.
+        """
+        with self._changed:
+            while not self._closed:
+                if self._bucket is None:
+                    return wanted
+                grant = self._bucket.take(wanted, time.monotonic())
+                if grant.count or not wanted:
+                    return grant.count
+                self._changed.wait(grant.wait_s)
+        raise LinkError("the server is closing")
+
+    def close(self) -> None:
+        """Ends all waits and refuses further bytes."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Link:
+    """One connection, for one thread. Another thread may shut its socket down. Every method raises `LinkError` if the
+    peer is silent for `stall_s`, if it is `until`, or if the connection breaks.
+
+    Args:
+        sock: connected; the caller closes it.
+        stall_s: how long the peer may send or accept no byte.
+        rate: limits what it sends.
+
+    Attributes:
+        until: monotonic seconds after which nothing is waited for.
+        sent_bytes: so far.
+    """
+
+    def __init__(self, sock: socket.socket, stall_s: float, rate: SharedRate | None = None) -> None:
+        self.sock, self.until, self.sent_bytes = sock, float("inf"), 0
+        self._stall_s, self._rate = stall_s, rate or SharedRate(None)
+        self._out = self._into = Seal(bytes(32))
+        self._plain, self._sealed = memoryview(b""), memoryview(b"")
+        with contextlib.suppress(OSError):
+            # Buffers are left to the system, which makes them larger as the link needs.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    # The handshake.
+
+    def receive_handshake(self) -> bytes:
+        """Returns the body of a handshake's message. Raises `LinkGarbage`, `LinkVersion`."""
+        return self._receive(body_length(self._receive(PREAMBLE_BYTES)))
+
+    def sealed_by(self, seals: tuple[Seal, Seal]) -> None:
+        """The handshake is over: seal everything from now on."""
+        self._out, self._into = seals
+        self._plain, self._sealed = memoryview(bytearray(FRAME_BYTES)), memoryview(bytearray(FRAME_BYTES + SEAL_BYTES))
+
+    # Messages and entries.
+
+    def send_message(self, payload: bytes) -> None:
+        sealed = bytearray(_HEAD_BYTES + len(payload) + SEAL_BYTES)
+        sealed[:_HEAD_BYTES] = (len(payload) + SEAL_BYTES).to_bytes(_HEAD_BYTES, "big")
+        self._out.seal_into(payload, memoryview(sealed)[_HEAD_BYTES:])
+        self.send(sealed)
+
+    def receive_message(self) -> bytes:
+        """Returns the next message. Raises `LinkGarbage` if it has over `MESSAGE_BYTES_MAX`, or does not verify."""
+        length = int.from_bytes(self._receive(_HEAD_BYTES), "big")
+        if not SEAL_BYTES < length <= MESSAGE_BYTES_MAX + SEAL_BYTES:
+            raise LinkGarbage(f"a message of {length} bytes is over {MESSAGE_BYTES_MAX}")
+        payload = bytearray(length - SEAL_BYTES)
+        self._into.open_into(self._receive(length), memoryview(payload))
+        return bytes(payload)
+
+    def send_bytes(self, buffers: Iterable[memoryview]) -> None:
+        """Sends an entry's bytes, in frames of `FRAME_BYTES`; the last one may be shorter."""
+        filled = 0
+        for buffer in buffers:
+            while len(buffer):
+                piece = buffer[: FRAME_BYTES - filled]
+                buffer = buffer[len(piece) :]
+                if len(piece) == FRAME_BYTES:
+                    self._send_frame(piece)
+                    continue
+                self._plain[filled : filled + len(piece)] = piece
+                filled += len(piece)
+                if filled == FRAME_BYTES:
+                    self._send_frame(self._plain)
+                    filled = 0
+        if filled:
+            self._send_frame(self._plain[:filled])
+
+    def receive_bytes(self, target: memoryview) -> None:
+        """Receives an entry's bytes. Raises `LinkGarbage` if they do not verify; discard `target` then."""
+        for start in range(0, len(target), FRAME_BYTES):
+            data = target[start : start + FRAME_BYTES]
+            sealed = self._sealed[: len(data) + SEAL_BYTES]
+            self._fill(sealed)
+            self._into.open_into(sealed, data)
+
+    def _send_frame(self, data: memoryview) -> None:
+        sealed = self._sealed[: len(data) + SEAL_BYTES]
+        self._out.seal_into(data, sealed)
+        self.send(sealed)
+
+    # Bytes.
+
+    def send(self, data: bytes | bytearray | memoryview) -> None:
+        """Sends all of `data`, at the shared rate."""
+        left = memoryview(data)
+        while len(left):
+            granted = self._rate.take(len(left))
+            while granted:
+                sent = self._try(socket.SO_SNDTIMEO, lambda piece=left[:granted]: self.sock.send(piece))
+                granted -= sent
+                self.sent_bytes += sent
+                left = left[sent:]
+
+    def _receive(self, count: int) -> bytes:
+        raw = bytearray(count)
+        self._fill(memoryview(raw))
+        return bytes(raw)
+
+    def _fill(self, target: memoryview) -> None:
+        while len(target):
+            # One call for all of a frame, in which the interpreter is free.
+            came = self._try(socket.SO_RCVTIMEO, lambda piece=target: self.sock.recv_into(piece, 0, socket.MSG_WAITALL))
+            if not came:
+                raise LinkError("the peer has left")
+            target = target[came:]
+
+    def _try(self, limit: int, call: Callable[[], int]) -> int:
+        """Returns what one system call returns, which ends after `stall_s`."""
+        wait_s = min(self._stall_s, self.until - time.monotonic())
+        try:
+            if wait_s <= 0:
+                raise BlockingIOError
+            micros = max(1, int(wait_s * 1e6))
+            self.sock.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", *divmod(micros, 10**6)))
+            return call()
+        except BlockingIOError:
+            raise LinkError(
+                "the peer says nothing" if limit == socket.SO_RCVTIMEO else "the peer takes nothing"
+            ) from None
+        except OSError as error:
+            raise LinkError(f"the connection broke: {error.strerror or error}") from None

@@ -1,1 +1,0 @@
-"""A pull of blocks without its sockets: messages, handshake, scheduling of fetches, retries. Pure."""

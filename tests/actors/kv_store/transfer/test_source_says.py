@@ -1,0 +1,204 @@
+"""What a source with the key may say to a pull: only what answers a question is taken, and only as it was announced."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from satchel.actors.kv_store.transfer import messages
+from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Acceptor
+from satchel.actors.kv_store.transfer.link import Link
+from satchel.actors.kv_store.transfer.messages import MESSAGE_BYTES_MAX, Described
+from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, Stop
+from satchel.actors.protocol.entries import EntryDigest, flat_bytes, pack_tokens, part_digest, signature, tail_id
+from satchel.cluster.errors import LinkError
+from tests.worlds.block_nodes import CLUSTER_KEY, Nodes, nodes, wanted
+from tests.worlds.kv_files import ROOT, chain
+
+BLOCKS = chain(2)
+IDS = [block.id for block in BLOCKS]
+PARTS = signature(BLOCKS[0].parts)
+REST = [7, 8, 9]
+
+
+def described(number: int) -> Described:
+    raw = [flat_bytes(array) for array in BLOCKS[number].parts.values()]
+    return Described(IDS[number], EntryDigest(PARTS)([part_digest(data) for data in raw]), sum(map(len, raw)), 0, False)
+
+
+FOUND = messages.pack_found([described(0), described(1)], [])
+HEADS = [messages.pack_entry(pack_tokens(block.tokens), PARTS, {}) for block in BLOCKS]
+
+
+class Source:
+    """The other side of one connection, after the handshake."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        acceptor = Acceptor(CLUSTER_KEY, "mac0", bytes(NONCE_BYTES))
+        self.link = Link(sock, 5.0)
+        self.link.send(acceptor.challenge(self.link.receive_handshake()))
+        acceptor.finish(self.link.receive_handshake())
+        self.link.sealed_by(acceptor.seals())
+
+    def find(self, payload: bytes = FOUND) -> None:
+        self.link.receive_message()
+        self.link.send_message(payload)
+
+    def fetch(self, *payloads: bytes) -> None:
+        self.link.receive_message()
+        for payload in payloads:
+            self.link.send_message(payload)
+
+    def data(self, number: int) -> None:
+        self.link.send_bytes([flat_bytes(array) for array in BLOCKS[number].parts.values()])
+
+
+@contextmanager
+def source(script: Callable[[Source], object]) -> Iterator[tuple[str, int]]:
+    """Where something listens that says this to whoever has the key."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(LinkError, ConnectionError):
+                    script(Source(sock))
+                    sock.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield listener.getsockname()[:2]
+        finally:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Nodes]:
+    with nodes(tmp_path) as made:
+        yield made
+
+
+def pulled(pair: Nodes, script: Callable[[Source], object], **more):
+    puller = pair.puller(limits=PullLimits(backoff_s=0.001, stall_s=0.5))
+    with source(script) as address:
+        result = pair.pull(wanted(BLOCKS, **more), [address], puller=puller)
+    assert pair.target.has(*BLOCKS[: result.blocks]) and pair.target.lacks(*BLOCKS[result.blocks :])
+    return result
+
+
+def test_what_was_asked_for_comes_whole(pair):
+    def script(said: Source) -> None:
+        said.find()
+        said.fetch(HEADS[0])
+        said.data(0)
+        said.link.send_message(HEADS[1])
+        said.data(1)
+
+    assert pulled(pair, script).stop is Stop.COMPLETE
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (HEADS[0], "answers no request"),
+        (messages.pack("zebra"), "answers no request"),
+        (messages.pack("gone", "a"), "answers no request"),
+        (messages.pack("error", "no more"), "the source reports: no more"),
+        (b"\xc1", "cannot be read"),
+        (messages.pack_found([described(0)], []), "another request"),
+    ],
+)
+def test_nothing_is_taken_that_answers_no_question(pair, answer: bytes, reason: str):
+    result = pulled(pair, lambda said: said.find(answer))
+    assert result.stop is Stop.UNREACHABLE and reason in result.reason and result.connections == LINES_MAX
+
+    def instead(said: Source) -> None:
+        said.find()
+        said.fetch(FOUND if b"gone" in answer else answer if b"entry" not in answer else messages.pack("a"))
+
+    result = pulled(pair, instead)
+    assert result.stop is Stop.UNREACHABLE and result.blocks == 0
+
+
+def test_an_entry_of_another_size_digest_or_of_other_tokens_is_not_written(pair):
+    def smaller(said: Source) -> None:
+        said.find()
+        said.fetch(messages.pack_entry(pack_tokens(BLOCKS[0].tokens), PARTS[:1], {}))
+
+    assert "another size" in pulled(pair, smaller).reason
+
+    def exchanged(said: Source) -> None:
+        said.find()
+        said.fetch(HEADS[0])
+        said.data(1)
+
+    assert pulled(pair, exchanged).stop is Stop.DAMAGED
+
+    def others(said: Source) -> None:
+        said.find()
+        said.fetch(messages.pack_entry(pack_tokens([1, 2]), PARTS, {}))
+        said.data(0)
+
+    result = pulled(pair, others)
+    assert (result.stop, result.reason) == (Stop.MISSING, "entry 0: it has other tokens")
+
+
+@pytest.mark.parametrize("forgery", ["changed", "plain", "repeated", "skipped", "of another key"])
+def test_no_byte_of_an_entry_is_taken_that_was_forged_on_the_way(pair, forgery: str):
+    """Whatever its digest is: that is of no key, and bytes with the same one can be made."""
+
+    def script(said: Source) -> None:
+        said.find()
+        said.fetch(HEADS[0])
+        data = b"".join(flat_bytes(array) for array in BLOCKS[0].parts.values())
+        sealed = bytearray(len(data) + SEAL_BYTES)
+        seal = Acceptor.seals(said_by(said))[0] if forgery == "of another key" else said.link._out
+        for _ in range({"skipped": 2, "plain": 0}.get(forgery, 1)):
+            seal.seal_into(data, memoryview(sealed))
+        sealed[5] ^= forgery == "changed"
+        said.link.send(data + bytes(SEAL_BYTES) if forgery == "plain" else sealed)
+        if forgery == "repeated":
+            said.link.send(sealed)
+
+    def said_by(said: Source) -> Acceptor:
+        other = Acceptor(CLUSTER_KEY, "mac0", b"\1" * NONCE_BYTES)
+        other.challenge(bytes(NONCE_BYTES) + b"\4mac1\4mac0")
+        other.peer = "mac1"
+        return other
+
+    result = pulled(pair, script)
+    assert result.stop is Stop.UNREACHABLE
+    assert result.blocks == (forgery == "repeated") and ("verify" in result.reason) == (forgery != "repeated")
+
+
+@pytest.mark.parametrize("length", [0, SEAL_BYTES, MESSAGE_BYTES_MAX + SEAL_BYTES + 1])
+def test_a_message_has_a_possible_length(pair, length: int):
+    def script(said: Source) -> None:
+        said.link.receive_message()
+        said.link.send(length.to_bytes(4, "big") + bytes(64))
+
+    assert "a message of" in pulled(pair, script).reason
+
+
+def test_a_tail_is_of_the_tokens_that_are_wanted_and_named_by_them(pair):
+    for tokens, entry_id, right in (
+        (REST[:2], None, True),
+        (REST, None, True),
+        ([7, 9], None, False),
+        ([*REST, 1], None, False),
+        (REST[:2], bytes(32), False),
+        (REST[:2], tail_id(ROOT, REST[:2]), False),
+    ):
+        what = Described(entry_id or tail_id(IDS[1], tokens), bytes(16), 100, 0, False)
+        payload = messages.pack_found([None, None], [(pack_tokens(tokens), what)])
+        result = pulled(pair, lambda said, payload=payload: said.find(payload), rest=REST)
+        assert result.stop is (Stop.MISSING if right else Stop.UNREACHABLE)
+        assert right or "a tail does not match" in result.reason
