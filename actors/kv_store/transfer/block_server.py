@@ -14,14 +14,16 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ....cluster.errors import DiskError, LinkError, LinkVersion, PortInUse, SatchelError
 from ....cluster.timing import USUAL
 from ....cluster.trust.strangers import Strangers
-from ...protocol.entries import Location, flat_bytes, unpack_tokens
-from ..disk.segment_reader import EntryReader, PartRead
+from ...protocol.entries import Failure, Location, flat_bytes, unpack_tokens
+from ..disk.segment_reader import StoredEntry, read_entries
 from ..disk.store import DiskStore
 from .machine import block_messages as messages
 from .machine.block_messages import RUNS_MAX, Coming, Described, FetchRequest, FindRequest, Run, Signature
@@ -348,26 +350,31 @@ class _ServedConnection:
         rows = [row for row, location in enumerate(located) if location is not None]
         locations = [location for location in located if location is not None]
         self._lease.take(locations)
-        with EntryReader(self._store.root, self._store.key, locations) as reader:
-            self._say(_describe(reader, located, rows))
-            for reads in _frames(reader.parts()):
-                self._lease.keep()
-                runs = [Run(read.name, [rows[index] for index in read.indexes]) for read in reads]
-                self._say(messages.pack_parts(runs), *(flat_bytes(read.array) for read in reads))
-            failures = dict(reader.failures)
+        read = read_entries(self._store.root, self._store.key, locations)
+        self._say(_describe(read, located, rows))
+        for reads in _frames(read):
+            self._lease.keep()
+            runs = [Run(name, [rows[index]]) for index, name, _ in reads]
+            self._say(messages.pack_parts(runs), *(flat_bytes(array) for _, _, array in reads))
+        failures = {index: stored for index, stored in enumerate(read) if isinstance(stored, Failure)}
         if failures:
             self._store.report(failures.values())
         self._say(messages.pack_end([(rows[index], failure.reason) for index, failure in failures.items()]))
         self._server.count(len(locations) - len(failures), len(failures))
 
 
-def _frames(parts: Iterable[PartRead]) -> Iterator[list[PartRead]]:
+_Part = tuple[int, str, np.ndarray]
+"""The number of an entry, and a part's name and array."""
+
+
+def _frames(read: Sequence[StoredEntry | Failure]) -> Iterator[list[_Part]]:
     """Groups parts into frames: a frame for each small part would cost more than its bytes."""
-    frame: list[PartRead] = []
+    frame: list[_Part] = []
     nbytes = 0
-    for read in parts:
-        frame.append(read)
-        nbytes += read.array.nbytes
+    entries = [(index, stored) for index, stored in enumerate(read) if isinstance(stored, StoredEntry)]
+    for part in [(index, name, array) for index, stored in entries for name, array in stored.parts.items()]:
+        frame.append(part)
+        nbytes += part[2].nbytes
         if nbytes >= _FRAME_DATA_BYTES or len(frame) == RUNS_MAX:
             yield frame
             frame, nbytes = [], 0
@@ -375,18 +382,18 @@ def _frames(parts: Iterable[PartRead]) -> Iterator[list[PartRead]]:
         yield frame
 
 
-def _describe(reader: EntryReader, located: Sequence[Location | None], rows: Sequence[int]) -> bytes:
+def _describe(read: Sequence[StoredEntry | Failure], located: Sequence[Location | None], rows: Sequence[int]) -> bytes:
     """Returns the frame that announces the entries of a fetch."""
     signatures: list[Signature] = []
     coming = [Coming(-1, b"", "the source no longer has it") for _ in located]
     for index, row in enumerate(rows):
         location = located[row]
         assert location is not None
-        failure = reader.failures.get(index)
-        if failure is not None:
-            coming[row] = Coming(-1, b"", failure.reason)
+        stored = read[index]
+        if isinstance(stored, Failure):
+            coming[row] = Coming(-1, b"", stored.reason)
             continue
-        signature = Signature(reader.signature(index), reader.meta(index))
+        signature = Signature(stored.signature, stored.meta)
         if signature not in signatures:
             signatures.append(signature)
         coming[row] = Coming(signatures.index(signature), location.tokens, "")
