@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from ...cluster.config import Scheduling
 from ...cluster.errors import ContextLengthExceeded, DeadlineExceeded, Draining, SatchelError, Unavailable
@@ -35,6 +37,8 @@ from .tiers.embedding_tier import EmbeddingTier
 from .tiers.keeping import Keeping
 from .tiers.memory import RowMemory
 from .tiers.restores import Restores
+
+T = TypeVar("T")
 
 QUIET_S = 1.0
 """The warm-up goes on after so long without a request: one that comes meanwhile waits for a piece of it."""
@@ -95,6 +99,7 @@ class Engine:
         self.restores = Restores(
             disk,
             lambda reading, restored: self._inbox.put(ReadBack(reading, restored)),
+            lambda records: self._called(lambda: executor.adopt(records)),
             timing.block_lease_s,
         )
         self.keeping = keeping = Keeping(memory, executor, disk, self.call)
@@ -177,6 +182,19 @@ class Engine:
     def call(self, action: Callable[[], None]) -> None:
         """Runs `action` on the engine's thread between two steps, when all state is consistent."""
         self._inbox.put(RunOnEngine(action))
+
+    def _called(self, action: Callable[[], T]) -> Future[T]:
+        """Does as `call`, for what `action` returns or raises."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(action())
+            except Exception as error:
+                done.set_exception(error)
+
+        self.call(run)
+        return done
 
     @property
     def failed_checks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from satchel.actors.kv_store.disk.segments import grouped, write_segment
 from satchel.actors.kv_store.disk.shelf import DiskLimits
 from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
-from satchel.actors.protocol.entries import Entry, Failure, Location, unpack_tokens
-from satchel.actors.replica.kv.caches import Slab
-from satchel.actors.replica.tiers.disk_tier import read_slabs
+from satchel.actors.protocol.entries import Entry, Location, unpack_tokens
+from satchel.actors.replica.kv.caches import PooledBlock, Records, Slab
+from satchel.actors.replica.tiers.disk_tier import read_blocks, read_slabs
 from satchel.actors.replica.tiers.memory import kept_of
 from satchel.actors.replica.tiers.slab_codec import to_parts
 
@@ -36,7 +37,7 @@ def drop_from_page_cache(folder: Path) -> bool:
     """Let the next reading of the files come from the disk; False where a system cannot be told to."""
     if not hasattr(os, "posix_fadvise"):
         return False
-    for path in folder.rglob("*.safetensors"):
+    for path in folder.rglob("*.kv"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -76,20 +77,27 @@ def restore_prefix(desk: Desk, store: DiskStore, entry_ids: Sequence[bytes]) -> 
     pool."""
     found = store.locate(desk.loaded.model_id, list(entry_ids))
     locations: list[Location] = [location for location in found if location is not None]
-    slabs = read_slabs(desk.loaded.spec, store.root, store.key, locations)
-    good = [slab for slab in slabs if not isinstance(slab, Failure)]
-    if len(good) < len(slabs):
+    whole, ends = ([location for location in locations if location.tail is tail] for tail in (False, True))
+    chain = [location.id for location in whole]
+    spec, read = desk.loaded.spec, (store.root, store.key)
+
+    def adopt(records: Records) -> Future[list[PooledBlock]]:
+        done: Future[list[PooledBlock]] = Future()
+        done.set_result(desk.engine.executor.adopt(records))
+        return done
+
+    pieces = read_blocks(spec, *read, whole, [], adopt) if spec.policy else read_slabs(spec, *read, whole, [])
+    tails = read_slabs(spec, *read, ends, [])
+    if len(pieces) < len(whole) or None in pieces or None in tails:
         raise RuntimeError("an entry is damaged")
-    whole = [at for at, location in enumerate(locations) if not location.tail]
-    chain = [locations[at].id for at in whole]
-    pieces = desk.engine.executor.adopt([good[at] for at in whole])
     blocks = [
-        (number, unpack_tokens(locations[at].tokens), kept_of(piece))
-        for number, (at, piece) in enumerate(zip(whole, pieces, strict=True))
+        (number, unpack_tokens(location.tokens), kept_of(piece))
+        for number, (location, piece) in enumerate(zip(whole, pieces, strict=True))
+        if piece is not None
     ]
     desk.engine.prefixes.put_blocks(chain, blocks)
-    for location, slab in zip(locations, good, strict=True):
-        if location.tail:
+    for location, slab in zip(ends, tails, strict=True):
+        if slab is not None:
             desk.engine.prefixes.put_tail(desk.root, chain, unpack_tokens(location.tokens), kept_of(slab))
 
 
@@ -156,7 +164,7 @@ def _round(desk: Desk, prompt: list[int], store: DiskStore, times: dict[str, lis
         assert answer.cached == reused, f"{answer.cached} tokens are reused instead of {reused}"
         times[key].append((answer.first - answer.sent) * 1e3)
     entry_ids = write_prefix(desk, prompt, store)
-    nbytes, dropped = sum(path.stat().st_size for path in store.root.rglob("*.safetensors")), True
+    nbytes, dropped = sum(path.stat().st_size for path in store.root.rglob("*.kv")), True
     for key in ("warm", "cached"):
         desk.clear()
         if key == "warm":

@@ -71,7 +71,7 @@ class VisionServer(targets.Target):
         """Of KV and features in the home, once everything is written."""
         counted, since, ends = -1, time.monotonic(), time.monotonic() + SETTLES_S_MAX
         while time.monotonic() < min(since + SETTLED_S, ends):
-            files = (self.home / "kv").rglob("*.safetensors")
+            files = (self.home / "kv").rglob("*.kv")
             if (now := sum(path.stat().st_size for path in files)) != counted:
                 counted, since = now, time.monotonic()
             time.sleep(0.1)

@@ -77,7 +77,7 @@ class KVDisk:
         if self.full:
             raise DiskFull("the disk is full")
         self._written += 1
-        name = f"s-{self._written}.safetensors"
+        name = f"s-{self._written}.kv"
         self.files[name] = record.id, content
         return SegmentRecord(name, ENTRY_BYTES, model, self.epoch, 0.0, {}, (record,))
 

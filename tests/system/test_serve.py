@@ -255,7 +255,7 @@ def test_an_agent_goes_on_after_every_process_was_killed(server: tuple[subproces
         # Nobody else has anything there.
         assert [http.delete(f"/v1/agents/{name}").status_code for name in ("first", "second")] == [200, 200]
         ends = time.monotonic() + 60
-        while list((home / "kv").rglob("*.safetensors")):
+        while list((home / "kv").rglob("*.kv")):
             assert time.monotonic() < ends, "what is forgotten is off the disk within a minute"
             time.sleep(0.2)
 

@@ -3,8 +3,8 @@
 The KV folder::
 
     kv/key                                the secret of all MACs, for agents' memory too
-    kv/segments/<model>/<session>.<random>.safetensors     finished
-    kv/segments/<model>/<session>.<random>.tmp             being written
+    kv/segments/<model>/<session>.<random>.kv     finished
+    kv/segments/<model>/<session>.<random>.tmp    being written
 
 A file gets its final name only after all of it is durable.
 """
@@ -40,13 +40,16 @@ from .folder import typed
 from .io import DiskIO
 from .segment_header import build
 
-FINISHED = ".safetensors"
+FINISHED = ".kv"
 UNFINISHED = ".tmp"
+EARLIER = ".safetensors"
+"""Segments of the layout before, which nobody reads any more."""
+
 STORE_SESSION = "store"
 """The session of files that the store itself writes. Replicas use other names."""
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_NAME = re.compile(r"([A-Za-z0-9_-]{1,64})\.[0-9a-f]{32}(\.safetensors|\.tmp)")
+_NAME = re.compile(r"([A-Za-z0-9_-]{1,64})\.[0-9a-f]{32}(\.kv|\.tmp|\.safetensors)")
 
 
 def checked_session(session: str) -> str:
@@ -185,9 +188,9 @@ def write_tagged(
     rows = tuple(_record(entry, digest_of(digests[slot]), size, tags[slot]) for slot, entry in enumerate(entries))
     name = f"{checked_session(session)}.{secrets.token_hex(16)}"
     record = SegmentRecord(name + FINISHED, 0, model, epoch, now_s, checked_meta(meta), rows)
-    header = build(record, parts, list(zip(*digests, strict=True)), key)
+    header = build(record, parts, key)
     with typed(f"writing a segment under {folder}"):
-        _write(folder, name, [header, *(data for run in zip(*flat, strict=True) for data in run)], io)
+        _write(folder, name, [header, *(data for own in flat for data in own)], io)
     nbytes = len(header) + size * len(entries)
     return SegmentRecord(record.name, nbytes, model, epoch, now_s, record.meta, rows)
 

@@ -14,15 +14,14 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....cluster.errors import DiskError, LinkError, LinkVersion, PortInUse, SatchelError
 from ....cluster.timing import USUAL
 from ....cluster.trust.strangers import Strangers
-from ...protocol.entries import Failure, Location, flat_bytes, signature, unpack_tokens
-from ..disk.segment_reader import StoredEntry, read_entries
+from ...protocol.entries import Location, unpack_tokens
+from ..disk.segment_reader import EntryReader
 from ..disk.store import DiskStore
 from . import messages
 from .handshake import NONCE_BYTES, Acceptor, refusal
@@ -32,9 +31,6 @@ from .messages import Described, FetchRequest, FindRequest
 logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
-
-_READ_BYTES = 32 * 2**20
-"""Entries of so many bytes, or one, are read together and then sent."""
 
 _TAILS_READ_MAX = 256
 """Tails of one parent that are compared with a request."""
@@ -283,33 +279,40 @@ class BlockServer:
 
     def _fetch(self, request: FetchRequest, link: Link, lease: _Lease) -> None:
         """Sends entry after entry. Locations may differ from those found, as files are rewritten."""
-        left = deque(self._store.locate(request.model, request.ids))
-        lease.take([location for location in left if location is not None])
-        while left:
-            group = [left.popleft()]
-            while left and sum(location.nbytes for location in (*group, left[0]) if location) <= _READ_BYTES:
-                group.append(left.popleft())
-            lease.keep()
-            self._send(group, link)
+        located = self._store.locate(request.model, request.ids)
+        numbers = [number for number, location in enumerate(located) if location is not None]
+        locations = [location for location in located if location is not None]
+        lease.take(locations)
+        reader = EntryReader(self._store.root, self._store.key, locations)
+        answered = 0
 
-    def _send(self, group: Sequence[Location | None], link: Link) -> None:
-        located = [location for location in group if location is not None]
-        read = iter(read_entries(self._store.root, self._store.key, located))
-        failures: list[Failure] = []
-        for location in group:
-            entry = next(read) if location is not None else None
-            if isinstance(entry, StoredEntry):
-                link.send_message(messages.pack_entry(entry.location.tokens, signature(entry.parts), entry.meta))
-                link.send_bytes(flat_bytes(array) for array in entry.parts.values())
-                continue
-            if entry is not None:
-                failures.append(entry)
-            link.send_message(messages.pack("gone", entry.reason if entry else "the source no longer has it"))
-        if failures:
-            self._store.report(failures)
+        def skip(until: int) -> None:
+            """What the reader passed over has failed."""
+            nonlocal answered
+            for number in range(answered, until):
+                failure = reader.failures[numbers.index(number)] if number in numbers else None
+                if failure is not None:
+                    # First, so that nobody is told of it before it is gone.
+                    self._store.report([failure])
+                    self._count(failed=1)
+                reason = failure.reason if failure is not None else "the source no longer has it"
+                link.send_message(messages.pack("gone", reason))
+            answered = until
+
+        for run in reader.runs(reuse=True):
+            lease.keep()
+            for index, data in zip(run.indexes, run.data, strict=True):
+                skip(numbers[index])
+                link.send_message(messages.pack_entry(locations[index].tokens, run.signature, run.meta))
+                link.send_bytes(data.data)
+                self._count(sent=1)
+                answered += 1
+        skip(len(located))
+
+    def _count(self, sent: int = 0, failed: int = 0) -> None:
         with self._lock:
-            self.counters.sent_entries += len(located) - len(failures)
-            self.counters.failed_entries += len(failures)
+            self.counters.sent_entries += sent
+            self.counters.failed_entries += failed
 
 
 class _Lease:

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ....cluster.errors import LinkError, LinkGarbage
 from .handshake import PREAMBLE_BYTES, SEAL_BYTES, Seal, body_length
@@ -69,7 +69,7 @@ class Link:
         self.sock, self.until, self.sent_bytes = sock, float("inf"), 0
         self._stall_s, self._rate = stall_s, rate or SharedRate(None)
         self._out = self._into = Seal(bytes(32))
-        self._plain, self._sealed = memoryview(b""), memoryview(b"")
+        self._sealed = memoryview(b"")
         with contextlib.suppress(OSError):
             # Buffers are left to the system, which makes them larger as the link needs.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -83,7 +83,7 @@ class Link:
     def sealed_by(self, seals: tuple[Seal, Seal]) -> None:
         """The handshake is over: seal everything from now on."""
         self._out, self._into = seals
-        self._plain, self._sealed = memoryview(bytearray(FRAME_BYTES)), memoryview(bytearray(FRAME_BYTES + SEAL_BYTES))
+        self._sealed = memoryview(bytearray(FRAME_BYTES + SEAL_BYTES))
 
     # Messages and entries.
 
@@ -102,23 +102,13 @@ class Link:
         self._into.open_into(self._receive(length), memoryview(payload))
         return bytes(payload)
 
-    def send_bytes(self, buffers: Iterable[memoryview]) -> None:
+    def send_bytes(self, data: memoryview) -> None:
         """Sends an entry's bytes, in frames of `FRAME_BYTES`; the last one may be shorter."""
-        filled = 0
-        for buffer in buffers:
-            while len(buffer):
-                piece = buffer[: FRAME_BYTES - filled]
-                buffer = buffer[len(piece) :]
-                if len(piece) == FRAME_BYTES:
-                    self._send_frame(piece)
-                    continue
-                self._plain[filled : filled + len(piece)] = piece
-                filled += len(piece)
-                if filled == FRAME_BYTES:
-                    self._send_frame(self._plain)
-                    filled = 0
-        if filled:
-            self._send_frame(self._plain[:filled])
+        for start in range(0, len(data), FRAME_BYTES):
+            piece = data[start : start + FRAME_BYTES]
+            sealed = self._sealed[: len(piece) + SEAL_BYTES]
+            self._out.seal_into(piece, sealed)
+            self.send(sealed)
 
     def receive_bytes(self, target: memoryview) -> None:
         """Receives an entry's bytes. Raises `LinkGarbage` if they do not verify; discard `target` then."""
@@ -127,11 +117,6 @@ class Link:
             sealed = self._sealed[: len(data) + SEAL_BYTES]
             self._fill(sealed)
             self._into.open_into(sealed, data)
-
-    def _send_frame(self, data: memoryview) -> None:
-        sealed = self._sealed[: len(data) + SEAL_BYTES]
-        self._out.seal_into(data, sealed)
-        self.send(sealed)
 
     # Bytes.
 

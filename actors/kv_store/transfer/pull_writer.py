@@ -12,10 +12,11 @@ from typing import Protocol
 import numpy as np
 
 from ....cluster.errors import SatchelError
-from ...protocol.entries import DTYPES, Entry, SegmentRecord, unpack_tokens
+from ...protocol.entries import Entry, SegmentRecord, unpack_tokens
 from ..disk.folder import typed
 from ..disk.io import DiskIO
 from ..disk.placement import SegmentPlacement
+from ..disk.segment_reader import parts_of
 from ..disk.segments import model_folder, write_segment
 from ..disk.store import DiskStore
 from .messages import Described, Layout
@@ -218,16 +219,12 @@ class PullWriter:
             self._changed.notify_all()
 
     def _entry(self, received: Received) -> Entry:
-        described, parts, start = received.what, {}, 0
-        for part in received.layout.parts:
-            data = received.data[start : start + part.nbytes]
-            parts[part.name] = data.view(DTYPES[part.dtype]).reshape(part.shape)
-            start += part.nbytes
+        described = received.what
         return Entry(
             id=described.id,
             parent=self._chain.get(described.id, self._wanted.tail_parent),
             tokens=unpack_tokens(received.tokens),
-            parts=parts,
+            parts=parts_of(received.data, received.layout.parts),
             tail=received.tail,
             owners=(self._owner,),
             window_from=described.window_from,

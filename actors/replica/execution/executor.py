@@ -20,7 +20,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling, TokenLogprobs
 from ..kv import caches as kv_cache
 from ..kv.apart import RowsApart
-from ..kv.caches import PooledBlock, Slab
+from ..kv.caches import PooledBlock, Records, Slab
 from ..kv.device import on_gpu, size_class
 from ..kv.row_view import RowView, Stacks
 from .compiled_step import CompiledStep
@@ -441,14 +441,17 @@ class BatchExecutor:
         kv_cache.evaluate(cuts)
         return cuts
 
-    def adopt(self, slabs: Sequence[Slab]) -> list[Slab | PooledBlock]:
-        """Blocks that come from the disk, put into the pool if there is one."""
-        if self._loaded.pool is None:
-            return list(slabs)
+    def adopt(self, records: Records) -> list[PooledBlock]:
+        """Blocks that come from the disk, put into the pool, which the model must have.
+
+        Raises:
+            ValueError: as `into_pool`.
+        """
+        assert self._loaded.pool is not None
         self._settle()
-        blocks = kv_cache.into_pool(self._loaded.pool, slabs)
+        blocks = kv_cache.into_pool(self._loaded.pool, records)
         mx.async_eval(self._pool_arrays())
-        return [*blocks]
+        return blocks
 
     def copied(self, kept: Slab | PooledBlock) -> Slab:
         """A block as the disk takes it; its arrays are being computed."""

@@ -17,11 +17,12 @@ from enum import Enum
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from .paged_cache import PagedBatch, PagedKVCache, Reads
-from .pool import BlockPool, BlockTable, Slot
+from .pool import BlockPool, BlockTable, LayerFields, Slot
 from .prefix import ReuseRule
 from .sealing import Sealed, SealPolicy, sealed_token_bytes
 from .steps import first_block
@@ -424,23 +425,44 @@ def extract(batch: Sequence[Any], row: int) -> list[Any]:
     ]
 
 
-def into_pool(pool: BlockPool, slabs: Sequence[Slab]) -> list[PooledBlock]:
-    """Put sealed blocks, as they come from the disk, into slots."""
-    taken: list[list[Slot | None]] = [[None] * len(slabs) for _ in pool.groups]
-    for number, group in enumerate(pool.groups):
-        here = [at for at, slab in enumerate(slabs) if slab.layers[group.layers[0]] is not None]
-        if not here:
+@dataclass(frozen=True)
+class Records:
+    """Sealed blocks as they lie on disk.
+
+    Attributes:
+        data: `(blocks, nbytes) uint8`; of MLX where a GPU copies it into the pool.
+        layers: where each layer's arrays are; None for window layers that have left the blocks behind, and others.
+        windows: each block's `window_from`.
+        states: of each block, as in `Slab`.
+        coming: how many blocks there are with those that follow, for which room is made at once.
+    """
+
+    data: np.ndarray | mx.array
+    layers: Sequence[LayerFields | None]
+    windows: Sequence[int]
+    states: Sequence[list[list[mx.array]] | None]
+    coming: int = 0
+
+
+def into_pool(pool: BlockPool, records: Records) -> list[PooledBlock]:
+    """Puts blocks from the disk into slots.
+
+    Raises:
+        ValueError: they are no blocks of this pool's layers.
+    """
+    data, count, taken = records.data, len(records.windows), []
+    for group in pool.groups:
+        layers = [records.layers[layer] for layer in group.layers]
+        if not any(layers):
+            taken.append([None] * count)
             continue
-        slots = group.take(len(here))
-        numbers = mx.array([slot.number for slot in slots], mx.uint32)
-        for place, layer in enumerate(group.layers):
-            parts: Any = [slabs[at].layers[layer] for at in here]
-            group.write(place, numbers, parts[0]._make(mx.concatenate(list(same)) for same in zip(*parts, strict=True)))
-        for at, slot in zip(here, slots, strict=True):
-            taken[number][at] = slot
+        group.reserve(records.coming)
+        slots = group.take(count)
+        group.write_records(slots, [layer for layer in layers if layer is not None], data)
+        taken.append(slots)
     return [
-        PooledBlock(slots, slab.nbytes, slab.window_from, slab.states)
-        for slots, slab in zip(zip(*taken, strict=True), slabs, strict=True)
+        PooledBlock(slots, data.shape[1], window_from, states)
+        for slots, window_from, states in zip(zip(*taken, strict=True), records.windows, records.states, strict=True)
     ]
 
 

@@ -18,19 +18,45 @@ or, as computed,
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from . import block_kernels
 from .sealing import Sealed, token_axes
 
 GROW_MIN, GROW_FRACTION = 16, 0.25
 """A group that is full grows by this many slots at least, and by this part of what it has, within its limit."""
+
+
+class Field(NamedTuple):
+    """An array of a block in its record, which is bytes: where it begins, and what it is."""
+
+    start: int
+    dtype: mx.Dtype
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.size
+
+    def of(self, records: mx.array) -> mx.array:
+        """Returns the field of `(blocks, nbytes) uint8`, as `(blocks, *shape[1:])`."""
+        return records[:, self.start : self.stop].view(self.dtype).reshape(-1, *self.shape[1:])
+
+
+class LayerFields(NamedTuple):
+    """A layer's arrays in a record, in the order of its kind."""
+
+    kind: type[Sealed]
+    fields: list[Field]
 
 
 class Slot:
@@ -96,6 +122,11 @@ class SlotGroup:
         self._taken.update(slots)
         return slots
 
+    def reserve(self, count: int) -> None:
+        """Grows until nobody holds `count` slots."""
+        if count > len(self._free):
+            self._grow(count - len(self._free))
+
     def is_written(self, place: int) -> bool:
         """Whether the group's layer number `place` has had a block."""
         return self._arrays[place] is not None
@@ -113,17 +144,67 @@ class SlotGroup:
             slots: (n,) uint32, their numbers.
             blocks: n of them, in the module's shapes.
         """
-        arrays = self._arrays[place]
-        if arrays is None:
-            arrays = [mx.zeros((self.capacity, *array.shape[1:]), dtype=array.dtype) for array in blocks]
-            self._arrays[place], self._kind = arrays, type(blocks)
-            self._seen_bytes += sum(array.nbytes // array.shape[0] for array in blocks)
+        arrays = self._begun(place, type(blocks), [(array.shape, array.dtype) for array in blocks])
         if self.kernels:
             self._written[place] = block_kernels.write(blocks._make(arrays), slots, blocks, self._written[place])
             return
         for array, new in zip(arrays, blocks, strict=True):
             # In place, as nobody else refers to what the array was.
             array[slots] = new
+
+    def write_records(
+        self, slots: Sequence[Slot], layers: Sequence[LayerFields], records: np.ndarray | mx.array
+    ) -> None:
+        """Copies blocks from their records into slots. Nothing that reads or writes the pool may be in flight.
+
+        Args:
+            layers: of all layers of the group.
+            records: `(blocks, nbytes) uint8`; if they are numpy's, they are copied at once.
+
+        Raises:
+            ValueError: they are not like the blocks before.
+        """
+        if len(layers) != len(self.layers):
+            raise ValueError("layers that are alike have not all been kept")
+        numbers = [slot.number for slot in slots]
+        if isinstance(records, mx.array):
+            for place, (kind, fields) in enumerate(layers):
+                blocks = kind._make(field.of(records) for field in fields)
+                self.write(place, mx.array(numbers, mx.uint32), blocks)
+            return
+        begun = [
+            self._begun(place, kind, [(field.shape, field.dtype) for field in fields])
+            for place, (kind, fields) in enumerate(layers)
+        ]
+        seen = [[array.view(mx.uint8) for array in arrays] for arrays in begun]
+        mx.eval(begun, seen)
+        for arrays, layer in zip(seen, layers, strict=True):
+            for array, field in zip(arrays, layer.fields, strict=True):
+                # A view of the pool's own memory. Nobody else sees these slots yet.
+                np.asarray(array).reshape(self.capacity, -1)[numbers] = records[:, field.start : field.stop]
+
+    def _begun(
+        self, place: int, kind: type[Sealed], like: Sequence[tuple[tuple[int, ...], mx.Dtype]]
+    ) -> list[mx.array]:
+        """Returns a layer's arrays, made of zeros if there are none yet.
+
+        Args:
+            like: shapes and dtypes of one or more blocks' arrays.
+
+        Raises:
+            ValueError: the layer's slots are of another kind.
+        """
+        arrays = self._arrays[place]
+        if arrays is None:
+            arrays = [mx.zeros((self.capacity, *shape[1:]), dtype=dtype) for shape, dtype in like]
+            self._arrays[place], self._kind = arrays, kind
+            self._seen_bytes += sum(math.prod(shape[1:]) * dtype.size for shape, dtype in like)
+        if kind is not self._kind or any(
+            array.shape[1:] != tuple(shape[1:]) or array.dtype != dtype
+            for array, (shape, dtype) in zip(arrays, like, strict=True)
+        ):
+            raise ValueError("blocks of a layer have other shapes than its slots")
+        return arrays
 
     def written(self, place: int) -> mx.array:
         """Returns `(1,) uint32`, a zero. A reader of the layer's slots in the same evaluation as a kernel's write must

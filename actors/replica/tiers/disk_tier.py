@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,17 @@ import numpy as np
 
 from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from ....cluster.timing import USUAL, Timing
-from ...kv_store.disk.segment_reader import EntryReader
+from ...kv_store.disk.segment_reader import EntryReader, read_entries
 from ...kv_store.disk.segments import grouped, read_key, write_segment
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import TOKEN_BYTES, Entry, Failure, Location, pack_tokens, tail_id, unpack_tokens
 from ...protocol.messages import GenerateRequest
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, Limits, PullKV
-from ..kv.caches import ModelCacheSpec, Slab
-from ..kv.device import on_gpu
+from ..kv.caches import ModelCacheSpec, PooledBlock, Records, Slab
 from . import slab_codec
-from .memory import Found, Restored, Unsaved, kept_of
+from .memory import Found, Piece, Restored, Unsaved, kept_of
+from .slab_codec import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,12 @@ TAILS_ASKED = 16
 
 RATE_WEIGHT = 0.3
 """Weight of a new measurement in the smoothed read rate."""
+
+ADOPT_S = 10.0
+"""How long blocks that were read back wait for the pool, which takes them between two steps."""
+
+Adopt = Callable[[Records], Future[list[PooledBlock]]]
+"""Puts blocks into the pool, on the thread that may."""
 
 
 @dataclass(frozen=True)
@@ -131,44 +138,67 @@ class DiskCounters:
 
 
 def read_slabs(
-    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], *, joins: bool = False
-) -> list[Slab | Failure]:
-    """Reads entries back. Each part becomes arrays before the next is read, while its bytes are in the processor's
-    caches.
+    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], failures: list[Failure]
+) -> list[Slab | None]:
+    """Reads entries back. Appends to `failures`.
 
     Args:
         root: the folder of KV.
         key: the home's key, from `read_key`.
         where: locations of the entries, pinned.
-        joins: whether they are consecutive blocks. Then those after a failed one may not be read.
 
     Returns:
-        For every location its slab or failure.
+        For every location its slab, or None.
 
     Raises:
         InvalidRecord: a location is invalid.
         DiskError: nothing can be read now.
     """
-    slabs = slab_codec.SlabReader(spec, len(where), stacked=on_gpu())
-    results: list[Slab | Failure] = []
-    with EntryReader(root, key, where) as reader:
-        for read in reader.parts():
-            if joins and 0 in reader.failures:
-                break
-            slabs.take(read.name, read.indexes, read.array)
-        for index, location in enumerate(where):
-            failure = reader.failures.get(index)
-            if failure is not None:
-                results.append(failure)
-                if joins:
-                    results += [Failure(later, "an earlier one failed", True) for later in where[index + 1 :]]
-                    break
-                continue
+    reader = EntryReader(root, key, where)
+    slabs: list[Slab | None] = [None] * len(where)
+    for run in reader.runs(reuse=True):
+        for row, index in enumerate(run.indexes):
+            location = where[index]
             try:
-                results.append(slabs.slab(index, len(location.tokens) // 4, location.window_from))
+                layout = Layout(spec, run.signature)
+                slabs[index] = layout.slab(run.data[row], len(location.tokens) // TOKEN_BYTES, location.window_from)
             except ValueError as error:
-                results.append(Failure(location, str(error), False))
-    return results
+                failures.append(Failure(location, str(error), False))
+    failures += reader.failures.values()
+    return slabs
+
+
+def read_blocks(
+    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], failures: list[Failure], adopt: Adopt
+) -> list[PooledBlock]:
+    """Reads consecutive blocks back, up to the first that fails, and has each run of them put into the pool while the
+    next ones are read. Appends to `failures`. Arguments and errors as for `read_slabs`.
+
+    Args:
+        adopt: puts blocks into the pool, on the thread that may.
+
+    Raises:
+        Unavailable: that takes longer than `ADOPT_S`.
+    """
+    reader = EntryReader(root, key, where)
+    blocks: list[PooledBlock] = []
+    try:
+        for run in reader.runs(reuse=True):
+            # Those that follow the blocks before without a gap.
+            count = sum(index == len(blocks) + row for row, index in enumerate(run.indexes))
+            windows = [where[index].window_from for index in run.indexes[:count]]
+            if count:
+                coming = len(where) - len(blocks)
+                records = Layout(spec, run.signature).records(run.data[:count], windows, coming)
+                blocks += adopt(records).result(ADOPT_S)
+            if count < len(run.indexes):
+                break
+    except ValueError as error:
+        failures.append(Failure(where[len(blocks)], str(error), False))
+    except TimeoutError:
+        logger.warning("blocks that were read back have waited %g s for the pool", ADOPT_S)
+    failures += reader.failures.values()
+    return blocks
 
 
 def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Location]:
@@ -248,8 +278,11 @@ class DiskTier:
         mx.eval([array for item in job.unsaved for array in item.kept.value.arrays()])
         self._queue.put(job)
 
-    def load(self, prompt: Prompt, hot_tokens: int) -> Restored | None:
+    def load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
         """Reads a prompt's KV beyond its first `hot_tokens` tokens; None if there is nothing, or reading fails.
+
+        Args:
+            adopt: as for `read_blocks`.
 
         Raises:
             Unavailable: the store does not answer.
@@ -258,7 +291,7 @@ class DiskTier:
         if hot_tokens >= len(prompt.tokens) - 1:
             return None
         try:
-            return self._load(prompt, hot_tokens)
+            return self._load(prompt, hot_tokens, adopt)
         except Unavailable:
             raise
         except SatchelError as error:
@@ -312,7 +345,7 @@ class DiskTier:
             tails = [tail for tail in tails if tail.tokens * TOKEN_BYTES == len(tail.location.tokens)]
         return replace(found, tails=tails[:TAILS_MAX])
 
-    def _load(self, prompt: Prompt, hot_tokens: int) -> Restored | None:
+    def _load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
         session = self._opened()
         found = self._find(prompt, hot_tokens) if session is not None else None
         if session is None or found is None:
@@ -326,12 +359,12 @@ class DiskTier:
             self._forget_saved(ids[hot + len(where) :])
             same = _with_tokens(where, prompt.tokens[hot * BLOCK_TOKENS :])
             started = time.perf_counter()
-            blocks = self._read(session, same, failures, joins=True)
+            blocks = self._read_blocks(session, same, failures, adopt)
             self._note_rate(sum(kept.nbytes for _, kept in blocks), time.perf_counter() - started)
             if len(blocks) == len(where):
                 more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
                 ends = [tail.location for tail in found.tails if tail.tokens > more]
-                tails = self._read(session, ends, failures)
+                tails = self._found(ends, self._read(session, ends, failures))
         finally:
             self._store.disk_read(found.lease, ids[: hot + len(blocks)], prompt.owner, failures).wait()
         self.counters.corrupt_blocks += sum(not failure.missing for failure in failures)
@@ -357,11 +390,13 @@ class DiskTier:
             arrays: dict[str, mx.array] = {}
             failures: list[Failure] = []
             try:
-                with EntryReader(session.root, session.key, where) as reader:
-                    arrays = {part.name: slab_codec.to_mlx(part.array[0]) for part in reader.parts()}
-                    # No other thread could evaluate what this one leaves lazy.
-                    mx.eval(list(arrays.values()))
-                    failures = list(reader.failures.values())
+                for stored in read_entries(session.root, session.key, where):
+                    if isinstance(stored, Failure):
+                        failures.append(stored)
+                    else:
+                        arrays |= {name: slab_codec.to_mlx(array) for name, array in stored.parts.items()}
+                # No other thread could evaluate what this one leaves lazy.
+                mx.eval(list(arrays.values()))
             finally:
                 used = [location.id for location in where] if arrays else []
                 self._store.disk_read(found.lease, used, owner, failures).wait()
@@ -378,20 +413,25 @@ class DiskTier:
                 rate - self.restore_bytes_per_s
             )
 
-    def _read(
-        self, session: _WriterSession, where: Sequence[Location], failures: list[Failure], *, joins: bool = False
+    def _read(self, session: _WriterSession, where: Sequence[Location], failures: list[Failure]) -> list[Slab | None]:
+        return read_slabs(self._spec, session.root, session.key, where, failures)
+
+    def _read_blocks(
+        self, session: _WriterSession, where: Sequence[Location], failures: list[Failure], adopt: Adopt
     ) -> list[Found]:
-        """Reads tails, or if `joins` is set consecutive blocks up to the first failure. Appends to `failures`."""
-        loaded: list[Found] = []
-        slabs = read_slabs(self._spec, session.root, session.key, where, joins=joins)
-        for location, slab in zip(where, slabs, strict=True):
-            if not isinstance(slab, Failure):
-                loaded.append((unpack_tokens(location.tokens), kept_of(slab)))
-                continue
-            failures.append(slab)
-            if joins:
-                break
-        return loaded
+        """Reads consecutive blocks up to the first failure. Appends to `failures`."""
+        if self._spec.policy is None:
+            slabs = self._read(session, where, failures)
+            return self._found(where, slabs[: slabs.index(None)] if None in slabs else slabs)
+        blocks = read_blocks(self._spec, session.root, session.key, where, failures, adopt)
+        return self._found(where[: len(blocks)], blocks)
+
+    def _found(self, where: Sequence[Location], pieces: Sequence[Piece | None]) -> list[Found]:
+        return [
+            (unpack_tokens(location.tokens), kept_of(piece))
+            for location, piece in zip(where, pieces, strict=False)
+            if piece is not None
+        ]
 
     # The writer's thread.
 

@@ -199,20 +199,11 @@ class RowMemory:
         # The chain before the tails, even if memory had every block.
         chain = sequence.ids[: restored.first + len(restored.blocks)]
         self.prefixes.pin(sequence.id, root, chain, [tokens for tokens, _ in restored.tails])
-        blocks = [(restored.first + index, *found) for index, found in enumerate(self._adopted(restored.blocks))]
+        blocks = [(restored.first + index, *found) for index, found in enumerate(restored.blocks)]
         tenant = sequence.request.tenant
         self.prefixes.put_blocks(chain, blocks, tenant)
         for tokens, kept in restored.tails:
             self.prefixes.put_tail(root, chain, tokens, kept, tenant)
-
-    def _adopted(self, blocks: list[Found]) -> list[Found]:
-        """Blocks from the disk as rows take them."""
-        slabs = [kept.value for _, kept in blocks if isinstance(kept.value, Slab)]
-        if len(slabs) < len(blocks):
-            return blocks
-        return [
-            (tokens, kept_of(piece)) for (tokens, _), piece in zip(blocks, self._executor.adopt(slabs), strict=True)
-        ]
 
     def copied(self, item: Unsaved) -> Unsaved:
         """The same with KV that the disk can take, which is being computed."""

@@ -10,12 +10,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 from ....cluster.errors import Unavailable
 from ...protocol.block_ids import BLOCK_TOKENS
-from .disk_tier import DiskTier, Prompt
+from ..kv.caches import PooledBlock, Records
+from .disk_tier import Adopt, DiskTier, Prompt
 from .memory import Restored, Sequence
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,10 @@ AT_ONCE_S = 1.0
 
 PAUSE_S = 10.0
 """How long a store is not asked that hangs: rows would wait for it one after the other."""
+
+
+class NotWaiting(Exception):
+    """The row does not wait for its KV any more."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +60,16 @@ class Restores:
     Args:
         disk: None if nothing is read back.
         deliver: called on a reader's thread with what was read, or None.
+        adopt: called on a reader's thread for blocks as they come, so that little of a long prompt is held twice.
         wait_s_max: how long a row waits at the most, its turn to read included; its prompt is computed then. The store
             keeps the files for no longer: `timing.block_lease_s`.
     """
 
-    def __init__(self, disk: DiskTier | None, deliver: Deliver, wait_s_max: float) -> None:
+    def __init__(self, disk: DiskTier | None, deliver: Deliver, adopt: Adopt, wait_s_max: float) -> None:
         self.wait_s_max = wait_s_max
         self._disk = disk
         self._deliver = deliver
+        self._adopt = adopt
         self._reading: dict[str, Reading] = {}
         # Start times of the readers that are busy.
         self._working: dict[int, float] = {}
@@ -152,15 +160,26 @@ class Restores:
             # Otherwise the result would stay alive until the next one.
             del reading, restored
 
+    def _waits(self, reading: Reading) -> bool:
+        """Whether the row has not left, and has not waited too long."""
+        return self._reading.get(reading.prompt.request_id) is reading
+
     def _read(self, reading: Reading) -> Restored | None:
         assert self._disk is not None
+
+        def adopt(records: Records) -> Future[list[PooledBlock]]:
+            if not self._waits(reading):
+                raise NotWaiting
+            return self._adopt(records)
+
         for pause_s in (*TRIES_S, 0.0):
-            # Rows that left or waited too long need no reading.
-            if self._reading.get(reading.prompt.request_id) is not reading or time.monotonic() < self._paused_until:
+            if not self._waits(reading) or time.monotonic() < self._paused_until:
                 return None
             began = time.monotonic()
             try:
-                return self._disk.load(reading.prompt, reading.hot_tokens)
+                return self._disk.load(reading.prompt, reading.hot_tokens, adopt)
+            except NotWaiting:
+                return None
             except Unavailable as error:
                 logger.warning("request %s: nothing is read back yet: %s", reading.prompt.request_id, error.message)
                 if time.monotonic() - began > AT_ONCE_S:

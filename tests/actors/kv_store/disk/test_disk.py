@@ -260,9 +260,9 @@ def test_a_commit_must_fit_its_file(bench):
         {"nbytes": record.nbytes + 1},
         {"entries": record.entries[:1]},
         {"meta": {"a": "b"}},
-        {"name": "s1." + "0" * 32 + ".safetensors"},
+        {"name": "s1." + "0" * 32 + ".kv"},
         {"name": "../../key"},
-        {"name": path.name.replace("safetensors", "tmp")},
+        {"name": path.name.replace(".kv", ".tmp")},
         {"model": OTHER_MODEL},
         {"entries": (record.entries[0], EntryRecord(**{**vars(record.entries[1]), "digest": bytes(16)}))},
     ]

@@ -186,7 +186,7 @@ def test_a_changed_file_name_in_the_index_is_found_out_by_the_files(copy):
     everything = found(bench)
     bench.store.close()
     database = sqlite3.connect(bench.root / "index")
-    database.execute("UPDATE segments SET name = 's1.' || printf('%032x', number) || '.safetensors' WHERE number = 1")
+    database.execute("UPDATE segments SET name = 's1.' || printf('%032x', number) || '.kv' WHERE number = 1")
     database.commit()
     database.close()
     bench.open()

@@ -88,13 +88,13 @@ def test_400_ids_among_20_000_are_found_in_milliseconds(bench):
     tag = owner_tag(bench.store.key, "default/alice")
     with shelf.index.transaction():
         for segment in range(1250):
-            number = shelf.index.add_segment(f"s1.{segment:032x}.safetensors", MODEL, 1, segment)
+            number = shelf.index.add_segment(f"s1.{segment:032x}.kv", MODEL, 1, segment)
             for slot in range(16):
                 value = segment * 16 + slot
                 entry_id = value.to_bytes(32, "big")
                 parent = (value - 1).to_bytes(32, "big") if value else ROOT
                 entry = EntryRecord(entry_id, parent, False, bytes(1024), bytes(16), 0, False, 1, (tag,))
-                shelf.index.add(IndexRow(number, f"s1.{segment:032x}.safetensors", MODEL, slot, True, True, entry))
+                shelf.index.add(IndexRow(number, f"s1.{segment:032x}.kv", MODEL, slot, True, True, entry))
     took = []
     for attempt in range(5):
         ids = [(attempt * 3000 + value).to_bytes(32, "big") for value in range(400)]

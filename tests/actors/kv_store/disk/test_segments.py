@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import threading
@@ -12,12 +13,10 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import load_file
 
 from satchel.actors.kv_store.disk import segment_reader, segments
 from satchel.actors.kv_store.disk.io import DiskIO
-from satchel.actors.kv_store.disk.segment_reader import EntryReader, StoredEntry, read_entries
+from satchel.actors.kv_store.disk.segment_reader import EntryReader, StoredEntry, parts_of, read_entries
 from satchel.actors.kv_store.disk.segments import grouped, read_key
 from satchel.actors.protocol.entries import (
     ENTRIES_MAX,
@@ -81,58 +80,42 @@ def test_arrays_that_lie_otherwise_in_memory_are_stored_in_order(tmp_path):
     assert isinstance(stored, StoredEntry) and same(stored.parts, entry.parts)
 
 
-def test_a_part_of_all_entries_is_one_run_and_safetensors_reads_it(tmp_path):
+def test_an_entry_is_one_record_and_neighbours_follow_each_other(tmp_path):
     entries = chain(5)
-    record = write_file(tmp_path, entries)
-    path = file_of(tmp_path, record)
-    with safe_open(path, "np") as file:
-        assert file.metadata()["format"] == "satchel.segment.2"
-    for name, stacked in load_file(path).items():
-        assert np.array_equal(stacked, np.stack([entry.parts[name] for entry in entries]))
-    data = path.read_bytes()
-    at = [data.index(b"".join(entry.parts[name].tobytes() for entry in entries)) for name in entries[0].parts]
-    assert at == sorted(at), "layer after layer"
+    path = file_of(tmp_path, write_file(tmp_path, entries))
+    records = [b"".join(array.tobytes() for array in entry.parts.values()) for entry in entries]
+    assert path.read_bytes().endswith(b"".join(records))
+    assert (path.stat().st_size - sum(map(len, records))) % 64 == 0
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
-def test_entries_of_several_files_are_read_layer_after_layer(tmp_path):
-    with_state, without = chain(3, state=True), chain(4, first=10)
-    locations = [*places(write_file(tmp_path, without)), *places(write_file(tmp_path, with_state))]
-    order = [locations[index] for index in (5, 0, 4, 1, 6, 3)]
-    source = [[*without, *with_state][index] for index in (5, 0, 4, 1, 6, 3)]
-    names = []
-    with EntryReader(tmp_path, KEY, order) as reader:
-        for read in reader.parts():
-            names.append(read.name)
-            for row, index in enumerate(read.indexes):
-                assert np.array_equal(read.array[row], source[index].parts[read.name])
-        assert not reader.failures
-    assert names == ["0.k.codes", "0.k.scales", "0.state", "1.k.codes", "1.k.scales", "1.state"]
+def test_neighbours_are_read_together_up_to_a_limit_and_their_memory_is_used_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_reader, "THREADS", 1)
+    entries, others = chain(16), chain(3, first=90)
+    size = sum(array.nbytes for array in entries[0].parts.values())
+    monkeypatch.setattr(segment_reader, "RUN_BYTES_MAX", 5 * size + 1)
+    locations = [*places(write_file(tmp_path, entries))[1:], *places(write_file(tmp_path, others))]
+    wanted = [*locations[:13], locations[14], locations[16], locations[15]]
+    reader, seen, memory = EntryReader(tmp_path, KEY, wanted), [], set()
+    for run in reader.runs(reuse=True):
+        seen.append(run.indexes)
+        memory.add(run.data.ctypes.data)
+        for index, data in zip(run.indexes, run.data, strict=True):
+            (entry,) = [entry for entry in (*entries, *others) if entry.id == wanted[index].id]
+            assert same(parts_of(data, run.signature), entry.parts)
+    assert seen == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12], [13], [14], [15]] and not reader.failures
+    kept = [run.data for run in EntryReader(tmp_path, KEY, wanted).runs()]
+    assert len({data.ctypes.data for data in kept}) == len(kept)
 
 
-def test_one_run_is_one_read(tmp_path, monkeypatch):
-    locations = places(write_file(tmp_path, chain(16)))
-    sizes = []
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: sizes.append(len(buffers[0])) or real(fd, buffers, at))
-    read_entries(tmp_path, KEY, locations[3:11])
-    assert sizes == [8 * part.nbytes for part in chain(1)[0].parts.values()]
-
-
-def test_more_files_than_may_be_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(segment_reader, "FILES_OPEN_MAX", 2)
+def test_a_reader_that_is_left_early_leaves_nothing_open(tmp_path):
     entries = chain(7)
     locations = [places(write_file(tmp_path, [entry]))[0] for entry in entries]
-    before = open_files()
-    with EntryReader(tmp_path, KEY, locations) as reader:
-        assert open_files() == before + 2
-        list(reader.parts())
-    assert open_files() == before
-    read = read_entries(tmp_path, KEY, locations)
-    assert all(
-        isinstance(stored, StoredEntry) and same(stored.parts, entry.parts)
-        for stored, entry in zip(read, entries, strict=True)
-    )
+    before = open_files(), threading.active_count()
+    for _ in EntryReader(tmp_path, KEY, locations).runs():
+        break
+    gc.collect()
+    assert (open_files(), threading.active_count()) == before
 
 
 def bad_entries() -> Iterator[tuple[str, list[Entry]]]:

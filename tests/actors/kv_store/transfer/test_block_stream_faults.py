@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from satchel.actors.kv_store.disk.segments import model_folder
-from satchel.actors.kv_store.transfer import block_server, messages
+from satchel.actors.kv_store.transfer import messages
 from satchel.actors.kv_store.transfer.block_client import PullCancel, PullResult
 from satchel.actors.kv_store.transfer.block_server import BlockServer, ServerLimits
 from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Initiator
 from satchel.actors.kv_store.transfer.link import Link
 from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, Stop
-from satchel.actors.protocol.entries import Entry, flat_bytes
+from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import LinkError
 from tests.worlds.block_nodes import CLUSTER_KEY, Meddler, Nodes, nodes, wanted
 from tests.worlds.kv_files import MODEL, Failing, NoSync, chain, payload
@@ -158,9 +158,12 @@ def test_an_entry_that_a_source_always_sends_damaged_is_computed(pair, monkeypat
     entries = large(4, nbytes=1 << 12)
     pair.source.put(entries)
     pair.serve()
-    bad = payload(entries[2])
-    damaged = lambda array: memoryview(flat_bytes(array).tobytes().replace(bad, bytes(64)))  # noqa: E731
-    monkeypatch.setattr(block_server, "flat_bytes", damaged)
+    bad, send_bytes = payload(entries[2]), Link.send_bytes
+
+    def damaged(self: Link, data: memoryview) -> None:
+        send_bytes(self, memoryview(data.tobytes().replace(bad, bytes(len(bad)))))
+
+    monkeypatch.setattr(Link, "send_bytes", damaged)
     result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL))
     assert (result.stop, result.blocks, result.connections) == (Stop.DAMAGED, 2, LINES_MAX)
     assert pair.target.has(*entries[:2]) and pair.target.lacks(*entries[2:])

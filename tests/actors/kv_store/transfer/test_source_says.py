@@ -36,6 +36,10 @@ FOUND = messages.pack_found([described(0), described(1)], [])
 HEADS = [messages.pack_entry(pack_tokens(block.tokens), PARTS, {}) for block in BLOCKS]
 
 
+def bytes_of(number: int) -> bytes:
+    return b"".join(flat_bytes(array) for array in BLOCKS[number].parts.values())
+
+
 class Source:
     """The other side of one connection, after the handshake."""
 
@@ -56,7 +60,7 @@ class Source:
             self.link.send_message(payload)
 
     def data(self, number: int) -> None:
-        self.link.send_bytes([flat_bytes(array) for array in BLOCKS[number].parts.values()])
+        self.link.send_bytes(memoryview(bytes_of(number)))
 
 
 @contextmanager
@@ -158,7 +162,7 @@ def test_no_byte_of_an_entry_is_taken_that_was_forged_on_the_way(pair, forgery: 
     def script(said: Source) -> None:
         said.find()
         said.fetch(HEADS[0])
-        data = b"".join(flat_bytes(array) for array in BLOCKS[0].parts.values())
+        data = bytes_of(0)
         sealed = bytearray(len(data) + SEAL_BYTES)
         seal = Acceptor.seals(said_by(said))[0] if forgery == "of another key" else said.link._out
         for _ in range({"skipped": 2, "plain": 0}.get(forgery, 1)):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.entries import flat_bytes, signature
 from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution import warm_up
 from satchel.actors.replica.execution.executor import BatchExecutor
@@ -19,6 +20,7 @@ from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.kv import paged_cache, row_view, steps
 from satchel.actors.replica.kv.caches import Slab
 from satchel.actors.replica.kv.device import size_class
+from satchel.actors.replica.tiers.slab_codec import Layout, to_parts
 from tests.worlds.bench import load_tiny
 
 GREEDY = Sampling(temperature=0.0, max_tokens=100)
@@ -248,7 +250,11 @@ def test_a_block_is_written_into_the_pool_without_a_copy_of_it(tmp_path: Path):
     executor.prefill([("more", prompts_of([700])[0])])
     blocks = executor.cut("more", [(0, BLOCK_TOKENS)])
     decode(executor, 1)
-    executor.adopt([executor.copied(block) for block in blocks])
+    slabs = [executor.copied(block) for block in blocks]
+    mx.eval([slab.arrays() for slab in slabs])
+    parts = [to_parts(loaded.spec, slab) for slab in slabs]
+    data = np.stack([np.concatenate([flat_bytes(array) for array in each.values()]) for each in parts])
+    executor.adopt(Layout(loaded.spec, signature(parts[0])).records(data, [0]))
     decode(executor, 1)
     mx.synchronize()
     assert mx.get_peak_memory() - before < largest / 2, "an array of the pool was copied"

@@ -141,7 +141,7 @@ def test_a_store_that_is_silent_or_damaged_costs_work_and_nothing_else(
     bench, disk = process(loaded, node)
     want = bench.run("row", prompt_of(600), agent=AGENT)
     write_down(bench, disk)
-    for file in node.root.rglob("*.safetensors"):
+    for file in node.root.rglob("*.kv"):
         data = bytearray(file.read_bytes())
         data[-100] ^= 1
         file.write_bytes(data)
@@ -162,7 +162,7 @@ def test_rows_without_an_agent_leave_nothing_on_the_disk(loaded: LoadedModel, no
     bench, disk = process(loaded, node)
     bench.run("nobody", prompt_of(600))
     write_down(bench, disk)
-    assert disk.counters.written_blocks == 0 and not list(node.root.rglob("*.safetensors"))
+    assert disk.counters.written_blocks == 0 and not list(node.root.rglob("*.kv"))
 
 
 def test_more_than_memory_keeps_is_restored_all_the_same(loaded: LoadedModel, node: Node):

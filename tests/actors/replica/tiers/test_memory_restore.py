@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,18 @@ from satchel.actors.kv_store.disk.shelf import DiskLimits
 from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, block_ids, root_id
 from satchel.actors.protocol.codec import decode
-from satchel.actors.protocol.entries import Entry, Failure, Location
+from satchel.actors.protocol.entries import Entry, Failure, Location, signature
 from satchel.actors.protocol.store_messages import ReadDone
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv import sealing
-from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, PooledBlock, Slab
+from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, PooledBlock, Records, Slab
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
+from satchel.actors.replica.kv.pool import BlockPool
 from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.tiers import slab_codec
-from satchel.actors.replica.tiers.disk_tier import read_slabs
+from satchel.actors.replica.tiers.disk_tier import read_blocks, read_slabs
+from satchel.actors.replica.tiers.slab_codec import Layout
 
 from .test_disk_tier import AGENT, Node, node, process, prompt_of, write_down
 
@@ -69,6 +73,7 @@ class Files:
 
     def __init__(self, root: Path, spec: ModelCacheSpec, slabs: list[Slab]) -> None:
         self.spec, self.slabs, parent = spec, slabs, root_id(MODEL, "tenant:test")
+        self.failures: list[Failure] = []
         entries = []
         for number, slab in enumerate(slabs):
             tokens = [number] * BLOCK_TOKENS
@@ -83,8 +88,16 @@ class Files:
             located = store.locate(MODEL, [entry.id for entry in entries])
             self.where: list[Location] = [location for location in located if location is not None]
 
-    def read(self) -> list[Slab | Failure]:
-        return read_slabs(self.spec, self.root, self.key, self.where, joins=True)
+    def read(self) -> list[Slab]:
+        """The blocks as slabs."""
+        slabs = read_slabs(self.spec, self.root, self.key, self.where, self.failures)
+        return [slab for slab in slabs if slab is not None]
+
+    def adopted(self, pool: BlockPool) -> list[PooledBlock]:
+        """The blocks in the pool, up to the first that fails."""
+        return read_blocks(
+            self.spec, self.root, self.key, self.where, self.failures, lambda records: adopt(pool, records)
+        )
 
     def damage(self, block: int, part: str) -> None:
         """Flip one bit of one array of a block."""
@@ -93,8 +106,14 @@ class Files:
         header = read_header(path, self.key)
         number = [each.name for each in header.parts].index(part)
         data = bytearray(path.read_bytes())
-        data[header.offsets[number] + location.slot * header.parts[number].nbytes + 7] ^= 4
+        data[header.offset(location.slot) + sum(each.nbytes for each in header.parts[:number]) + 7] ^= 4
         path.write_bytes(data)
+
+
+def adopt(pool: BlockPool, records: Records) -> Future[list[PooledBlock]]:
+    done: Future[list[PooledBlock]] = Future()
+    done.set_result(kv_cache.into_pool(pool, records))
+    return done
 
 
 def bytes_of(array: mx.array) -> bytes:
@@ -108,17 +127,38 @@ def same(left: list[mx.array], right: list[mx.array]) -> bool:
     )
 
 
-def filled(spec: ModelCacheSpec, slabs: list[Slab], tail: Slab | None = None, used: int = 0) -> list[list[mx.array]]:
-    """The arrays of caches that were opened with the slabs."""
+def filled(
+    spec: ModelCacheSpec,
+    blocks: Sequence[Slab | PooledBlock],
+    tail: Slab | None = None,
+    used: int = 0,
+    pool: Any = None,
+) -> list[list[mx.array]]:
+    """The arrays of caches that were opened with the blocks."""
     own: list[Any] = [
         kv_cache.RotatingKVCache(layer.window) if layer.window else kv_cache.KVCache() for layer in spec.layers
     ]
-    pool = kv_cache.new_pool(spec)
     caches = kv_cache.new_caches(spec, own, pool, Reads.DEQUANTIZED)
-    kv_cache.restore(spec, caches, slabs if pool is None else kv_cache.into_pool(pool, slabs), tail, used)
+    kv_cache.restore(spec, caches, blocks, tail, used)
     if pool is None:
         return [[cache.keys, cache.values] for cache in caches]
     return [row_arrays(cache) for cache in caches]
+
+
+def in_pool(spec: ModelCacheSpec, pool: BlockPool, slabs: Sequence[Slab]) -> list[PooledBlock]:
+    """Blocks that were never stored, in the pool."""
+    blocks = []
+    for slab in slabs:
+        slots = []
+        for group in pool.groups:
+            layers: list[Any] = [slab.layers[layer] for layer in group.layers]
+            slot = group.take(1)[0] if layers[0] is not None else None
+            if slot is not None:
+                for place, layer in enumerate(layers):
+                    group.write(place, mx.array([slot.number], mx.uint32), layer)
+            slots.append(slot)
+        blocks.append(PooledBlock(tuple(slots), slab.nbytes, slab.window_from, slab.states))
+    return blocks
 
 
 def row_arrays(cache: PagedKVCache) -> list[mx.array]:
@@ -131,68 +171,64 @@ def row_arrays(cache: PagedKVCache) -> list[mx.array]:
     return arrays + (list(cache.tail(0, opened)) if opened else [])
 
 
+def opened(spec: ModelCacheSpec, files: Files) -> list[list[mx.array]]:
+    """The arrays of caches that were opened with what is read back, into a pool that others have blocks in."""
+    pool = kv_cache.new_pool(spec)
+    if pool is None:
+        return filled(spec, files.read())
+    others = in_pool(spec, pool, files.slabs[-1:])
+    blocks = files.adopted(pool)
+    for left, right in zip(files.slabs, blocks, strict=True):
+        assert same(left.arrays(), kv_cache.out_of_pool(spec, pool, right).arrays()) and right.nbytes == left.nbytes
+    pool.check()
+    assert same(files.slabs[-1].arrays(), kv_cache.out_of_pool(spec, pool, others[0]).arrays())
+    return filled(spec, blocks, pool=pool)
+
+
 @pytest.mark.parametrize("policy", ["q4", "k8v4", "fp16", "unsealed"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("count", [1, 2, 5, 18])
+@pytest.mark.parametrize("count", [1, 18])
 def test_blocks_read_back_have_the_bytes_of_those_never_stored(
-    tmp_path: Path, policy: str, dtype: mx.Dtype, count: int
+    tmp_path: Path, policy: str, dtype: mx.Dtype, count: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """18 blocks are two files. The early blocks lack the window layer, whose shapes so differ from file to file."""
+    """18 blocks are two files. The early blocks lack the window layer, whose shapes so differ from file to file. A GPU
+    gets whole records, and cuts them itself."""
     spec = spec_of(policy)
     slabs = [slab_of(spec, seed, dtype, BLOCK_TOKENS if seed < count - 3 else 0) for seed in range(count)]
-    read = Files(tmp_path / "kv", spec, slabs).read()
-    good = [slab for slab in read if not isinstance(slab, Failure)]
-    assert len(good) == count and all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, good, strict=True))
-    for left, right in zip(filled(spec, slabs), filled(spec, good), strict=True):
-        assert same(left, right)
-
-
-@pytest.mark.parametrize("policy", ["q4", "fp16", "unsealed"])
-@pytest.mark.parametrize("count", [1, 2, 18])
-def test_a_row_opened_from_blocks_read_for_a_gpu_has_the_bytes_of_one_never_stored(
-    tmp_path: Path, policy: str, count: int, monkeypatch: pytest.MonkeyPatch
-):
-    """Layers that are alike have their memory together; also beside blocks that do not."""
-    spec = spec_of(policy)
-    slabs = [slab_of(spec, seed, mx.bfloat16, BLOCK_TOKENS if seed < count - 3 else 0) for seed in range(count)]
-    files = Files(tmp_path / "kv", spec, slabs)
-    with monkeypatch.context() as patch:
-        patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-        read = files.read()
-    good = [slab for slab in read if not isinstance(slab, Failure)]
-    assert len(good) == count
-    assert all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, good, strict=True))
-    for opened in (good, [*slabs[: count // 2], *good[count // 2 :]]):
-        for left, right in zip(filled(spec, slabs), filled(spec, opened), strict=True):
+    files, pool = Files(tmp_path / "kv", spec, slabs), kv_cache.new_pool(spec)
+    assert all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, files.read(), strict=True))
+    want = filled(spec, slabs if pool is None else in_pool(spec, pool, slabs), pool=pool)
+    for gpu in (False, True):
+        monkeypatch.setattr(slab_codec, "on_gpu", lambda gpu=gpu: gpu)
+        for left, right in zip(want, opened(spec, files), strict=True):
             assert same(left, right)
+    assert not files.failures
 
 
-def test_layers_that_are_alike_but_for_their_shapes_are_read_one_by_one():
-    """And one that lacks a part is no slab."""
+def test_numbers_that_begin_anywhere_and_layers_that_lack_a_part():
+    """A GPU could not read a number where its record has it, and one that lacks a part is no slab."""
     spec = spec_of("unsealed")
-    arrays = {"keys": np.ones((1, 2, 4, 8), np.float32), "values": np.zeros((1, 2, 4, 8), np.float32)}
-    reader = slab_codec.SlabReader(spec, 1, stacked=True)
-    reader.take("0.keys", [0], arrays["keys"][None])
-    with pytest.raises(ValueError, match="layer 0 has no KV"):
-        reader.slab(0, 4)
-    for last in ((1, 2, 4, 8), (1, 1, 4, 16)):
-        reader = slab_codec.SlabReader(spec, 1, stacked=True)
-        for name, array in arrays.items():
-            reader.take(f"0.{name}", [0], array[None])
-            reader.take(f"2.{name}", [0], array.reshape(last)[None])
-        slab = reader.slab(0, 4, window_from=4)
-        for layer, shape in ((0, (1, 2, 4, 8)), (2, last)):
-            entry = slab.layers[layer]
-            assert entry is not None and same(list(entry), [mx.ones(shape), mx.zeros(shape)])
+    arrays = {"odd": np.ones((3,), np.uint8), "keys": np.ones((1, 2, 4, 8), np.float32)}
+    arrays |= {"values": np.zeros((1, 2, 4, 8), np.float32)}
+    recurrent = ModelCacheSpec((LayerSpec(LayerKind.RECURRENT), spec.layers[0]), 64, 64, None)
+    named = {"0.state.0": arrays["odd"], "1.keys": arrays["keys"], "1.values": arrays["values"]}
+    data = np.frombuffer(b"".join(array.tobytes() for array in named.values()), np.uint8)
+    slab = Layout(recurrent, signature(named)).slab(data, 4)
+    assert slab.states is not None and same(slab.states[0], [mx.ones((3,), mx.uint8)])
+    entry = slab.layers[1]
+    assert entry is not None and same(list(entry), [mx.ones((1, 2, 4, 8)), mx.zeros((1, 2, 4, 8))])
+    with pytest.raises(ValueError, match="layer 1 has no KV"):
+        Layout(recurrent, signature({name: named[name] for name in ("0.state.0", "1.keys")}))
 
 
 @pytest.mark.parametrize("policy", ["q4", "fp16", "unsealed"])
 def test_a_row_opened_with_a_part_of_a_tail_has_its_bytes(policy: str):
     spec = spec_of(policy)
-    blocks = [slab_of(spec, seed, mx.float16) for seed in range(2)]
-    tail = slab_of(spec_of("unsealed"), 3, mx.float16)
+    slabs = [slab_of(spec, seed, mx.float16) for seed in range(2)]
+    tail, pool = slab_of(spec_of("unsealed"), 3, mx.float16), kv_cache.new_pool(spec)
+    blocks = slabs if pool is None else in_pool(spec, pool, slabs)
     for used in (1, 100):
-        for arrays, layer in zip(filled(spec, blocks, tail, used), tail.layers, strict=True):
+        for arrays, layer in zip(filled(spec, blocks, tail, used, pool), tail.layers, strict=True):
             assert layer is not None
             for array, whole in zip(arrays[-2:], layer, strict=True):
                 assert same([array[:, :, -used:]], [whole[:, :, :used]])
@@ -206,13 +242,14 @@ def test_a_damaged_part_of_any_layer_ends_what_can_be_used(tmp_path: Path, part:
     slabs = [slab_of(spec, seed, mx.float16) for seed in range(5)]
     files = Files(tmp_path / "kv", spec, slabs)
     files.damage(block, part)
-    read = files.read()
-    good = [slab for slab in read[:block] if not isinstance(slab, Failure)]
-    assert len(good) == block and len(read) == 5
-    assert all(isinstance(slab, Failure) for slab in read[block:])
-    failure = read[block]
-    assert isinstance(failure, Failure) and not failure.missing and part in failure.reason
-    assert all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, good, strict=False))
+    pool = kv_cache.new_pool(spec)
+    assert pool is not None
+    good = files.adopted(pool)
+    assert len(good) == block
+    (failure,) = files.failures
+    assert failure.location == files.where[block] and not failure.missing
+    for left, right in zip(slabs, good, strict=False):
+        assert same(left.arrays(), kv_cache.out_of_pool(spec, pool, right).arrays())
 
 
 def test_a_block_that_stays_keeps_no_other_in_memory(tmp_path: Path):
@@ -222,10 +259,9 @@ def test_a_block_that_stays_keeps_no_other_in_memory(tmp_path: Path):
     files.slabs.clear()
     gc.collect()
     before = mx.get_active_memory()
-    read = files.read()
-    good = [slab for slab in read if not isinstance(slab, Failure)]
+    good = files.read()
     whole = mx.get_active_memory() - before
-    del read[1:], good[1:]
+    del good[1:]
     gc.collect()
     kept = mx.get_active_memory() - before
     assert kept <= 1.2 * good[0].nbytes < whole / 8, f"{kept} bytes for a block of {good[0].nbytes}"
@@ -236,12 +272,13 @@ def test_a_file_of_another_model_is_no_slab(tmp_path: Path):
     files = Files(tmp_path / "kv", wrong, [slab_of(wrong, seed, mx.float16) for seed in range(3)])
     layer = wrong.layers[0]
     files.spec = ModelCacheSpec((layer,) * (LAYERS + 2), 64, 64, None)
-    read = files.read()
-    assert all(isinstance(slab, Failure) and not slab.missing for slab in read[:1])
+    assert not files.read() and not any(failure.missing for failure in files.failures)
     files.spec = ModelCacheSpec((layer,), 64, 64, None)
-    read = files.read()
-    failure = read[0]
-    assert isinstance(failure, Failure) and "not a slab of this model" in failure.reason
+    assert not files.read() and "not a slab of this model" in files.failures[-1].reason
+    files.spec = spec_of("q4")
+    pool = kv_cache.new_pool(files.spec)
+    assert pool is not None and not files.adopted(pool) and "sealed" in files.failures[-1].reason
+    pool.check()
 
 
 def test_blocks_read_back_serve_the_row_that_they_were_read_for(
@@ -311,7 +348,7 @@ def test_counters_say_what_was_damaged_what_is_gone_and_what_was_read(loaded: Lo
         header = read_header(path, root.store.key)
         if damaged:
             data = bytearray(path.read_bytes())
-            data[header.offsets[-1] + location.slot * header.parts[-1].nbytes] ^= 1
+            data[header.offset(location.slot)] ^= 1
             path.write_bytes(data)
         else:
             path.unlink()
@@ -333,8 +370,7 @@ def test_counters_say_what_was_damaged_what_is_gone_and_what_was_read(loaded: Lo
         assert counters.corrupt_blocks == int(damaged)
         if damaged:
             # The store is told of that block and of no other.
-            reason = f"part {header.parts[-1].name} is not as it was written"
-            assert [failure.reason for failure in told] == [reason]
+            assert [failure.reason for failure in told] == ["its bytes are not as they were written"]
         other.drain()
         root.store.close()
 

@@ -51,9 +51,9 @@ def test_what_memory_has_of_a_row_stays_while_the_rest_is_read(
     write_down(bench, disk)
     go, load = threading.Event(), disk.load
 
-    def slow(prompt: Prompt, hot_tokens: int) -> Any:
+    def slow(prompt: Prompt, *rest: Any) -> Any:
         assert prompt.request_id != "again" or go.wait(20)
-        return load(prompt, hot_tokens)
+        return load(prompt, *rest)
 
     monkeypatch.setattr(disk, "load", slow)
     bench.submit("again", [*long, 7], agent=AGENT, max_tokens=1)
@@ -134,9 +134,12 @@ def test_the_engine_waits_for_no_store(loaded: LoadedModel, node: Node, monkeypa
 
     monkeypatch.setattr(node, "call", hung)
 
+    def adopt(records: Any) -> Any:
+        raise AssertionError("nothing was read")
+
     def load() -> None:
         with pytest.raises(Unavailable):
-            disk.load(Prompt("row", AGENT, b"", [], [1, 2, 3]), 0)
+            disk.load(Prompt("row", AGENT, b"", [], [1, 2, 3]), 0, adopt)
 
     thread = threading.Thread(target=load)
     thread.start()
