@@ -358,10 +358,7 @@ class _Line:
         self._link.receive_bytes(data.data)
         if not (self._wanted.is_tail if is_tail else self._wanted.is_block)(what.id, tokens):
             raise EntryGone("it has other tokens")
-        digests, start = [], 0
-        for part in layout.parts:
-            digests.append(part_digest(data.data[start : start + part.nbytes]))
-            start += part.nbytes
+        digests = [part_digest(data.data[start:end]) for start, end in zip((0, *layout.ends), layout.ends, strict=False)]
         if layout.digest_of(digests) != what.digest:
             raise EntryDamaged("it does not match its digest")
         return Received(what, is_tail, tokens, layout, digests, data)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -85,11 +86,13 @@ class Layout:
 
     Attributes:
         nbytes: of the whole entry.
+        ends: where each part ends.
         digest_of: an entry's digest, of its parts' digests.
     """
 
     def __init__(self, parts: Sequence[Part], meta: Mapping[str, str]) -> None:
         self.parts, self.meta = tuple(parts), dict(meta)
+        self.ends = list(accumulate(part.nbytes for part in self.parts))
         self.nbytes = sum(part.nbytes for part in self.parts)
         self.digest_of = EntryDigest(self.parts)
 

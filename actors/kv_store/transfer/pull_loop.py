@@ -61,9 +61,9 @@ class PullLimits:
     connect_s: float = 3.0
     stall_s: float = 4.0
     backoff_s: float = 0.3
-    batch_entries: int = 16
+    batch_entries: int = 64
     window_bytes: int = 256 * 2**20
-    install_entries_max: int = 8
+    install_entries_max: int = 4
     total_bytes_max: int = 2**62
 
 
