@@ -19,7 +19,7 @@ from typing import Any, cast
 import msgpack
 
 from ....cluster.errors import CorruptSegment, InvalidRecord
-from ...protocol.entries import DTYPES, MAC_BYTES, PARTS_MAX, RANK_MAX, Part, SegmentRecord, mac, same_mac
+from ...protocol.entries import DTYPES, MAC_BYTES, PARTS_MAX, RANK_MAX, Location, Part, SegmentRecord, mac, same_mac
 
 FORMAT = "satchel.segment.3"
 HEADER_BYTES_MAX = 16 * 2**20
@@ -47,21 +47,35 @@ class Header:
         """Returns the byte at which an entry begins."""
         return self.start + slot * self.size
 
+    def holds(self, location: Location) -> bool:
+        """Returns whether the entry that the location names is there."""
+        entries = self.record.entries
+        stored = entries[location.slot] if 0 <= location.slot < len(entries) else None
+        return (
+            self.record.model == location.model
+            and stored is not None
+            and (
+                (stored.id, stored.digest, stored.tokens, stored.parent, stored.tail)
+                == (location.id, location.digest, location.tokens, location.parent, location.tail)
+            )
+        )
 
-def build(record: SegmentRecord, parts: Sequence[Part], key: bytes) -> bytes:
-    """Returns the beginning of the file, up to its data. `record.nbytes` is not used.
+
+def build(record: SegmentRecord, parts: Sequence[Part], key: bytes, size: int = 0) -> bytes:
+    """Returns the beginning of the file, up to its data, filled up to `size` bytes. `record.nbytes` is not used.
 
     Raises:
-        InvalidRecord: the header is over `HEADER_BYTES_MAX`.
+        InvalidRecord: the header is over `HEADER_BYTES_MAX`, or over `size`.
     """
     described = {name: value for name, value in record.to_wire().items() if name not in ("name", "nbytes")}
 
-    def pack(padding: int) -> bytes:
-        return cast(bytes, msgpack.packb((FORMAT, described, [tuple(part) for part in parts], bytes(padding))))
-
-    sealed = pack(-(LENGTH_BYTES + MAC_BYTES + len(pack(0))) % _ALIGNMENT)
-    if len(sealed) > HEADER_BYTES_MAX:
-        raise InvalidRecord(f"a segment's header of {len(sealed)} bytes is over {HEADER_BYTES_MAX}")
+    sealed = cast(bytes, msgpack.packb((FORMAT, described, [tuple(part) for part in parts], b"")))[:-2]
+    fixed = LENGTH_BYTES + MAC_BYTES + len(sealed) + 5
+    padding = size - fixed if size else -fixed % _ALIGNMENT
+    if not 0 <= padding <= HEADER_BYTES_MAX - fixed:
+        raise InvalidRecord(f"a segment's header of {fixed} bytes is over {size or HEADER_BYTES_MAX}")
+    # The last field in msgpack's longest form, so that it fills any room.
+    sealed += b"\xc6" + padding.to_bytes(4, "big") + bytes(padding)
     return len(sealed).to_bytes(LENGTH_BYTES, "little") + mac(key, b"segment", record.name.encode(), sealed) + sealed
 
 

@@ -21,19 +21,19 @@ from ...protocol.entries import (
     BLOCK_TOKENS,
     ID_BYTES,
     TAIL_TOKENS_MAX,
+    EntryRecord,
     Location,
     adds_to,
     pack_tokens,
-    part_digest,
 )
 from ..disk.io import DiskIO
 from ..disk.store import DiskStore
 from . import messages
 from .handshake import NONCE_BYTES, Initiator
 from .link import Link
-from .messages import CHAIN_MAX, TAILS_MAX, Described, FetchRequest, FindRequest
+from .messages import CHAIN_MAX, TAILS_MAX, Described, Digesting, FetchRequest, FindRequest
 from .pull_loop import EntryDamaged, EntryGone, Offer, PullEnded, PullLimits, PullLoop, Stop, Wanted
-from .pull_writer import Keeper, PullWriter, Received
+from .pull_writer import Keeper, PullWriter
 
 logger = logging.getLogger(__name__)
 
@@ -349,24 +349,30 @@ class _Line:
     async def ask(self, ids: Sequence[bytes]) -> None:
         self._link.send_message(messages.pack_request(FetchRequest(self._wanted.model, tuple(ids))))
 
-    async def receive(self, offer: Offer) -> Received:
-        what, is_tail = self._known[offer.id], offer.id not in self._chain
+    async def receive(self, offer: Offer) -> EntryRecord:
+        what, tail = self._known[offer.id], offer.id not in self._chain
         tokens, layout = messages.read_entry(self._heard("entry"))
         if layout.nbytes != what.nbytes:
             raise LinkGarbage("an entry has another size than was announced")
-        data = self._sockets.writer.buffer(what.nbytes)
-        self._link.receive_bytes(data.data)
-        if not (self._wanted.is_tail if is_tail else self._wanted.is_block)(what.id, tokens):
+        writer, digesting = self._sockets.writer, Digesting(layout)
+        writer.begin(layout, len(tokens))
+
+        def take(piece: memoryview) -> None:
+            digesting.update(piece)
+            writer.write(piece)
+
+        self._link.receive_bytes(what.nbytes, take)
+        self._heard("sent")
+        if not (self._wanted.is_tail if tail else self._wanted.is_block)(what.id, tokens):
             raise EntryGone("it has other tokens")
-        digests = [part_digest(data.data[start:end]) for start, end in zip((0, *layout.ends), layout.ends, strict=False)]
-        if layout.digest_of(digests) != what.digest:
+        if digesting.digest() != what.digest:
             raise EntryDamaged("it does not match its digest")
-        return Received(what, is_tail, tokens, layout, digests, data)
+        return writer.record(what, tail, tokens)
 
     def _heard(self, wanted: str) -> list[Any]:
         """Returns the fields of the next message, which must be of this kind. Raises `EntryGone`."""
         kind, fields = messages.unpack(self._link.receive_message())
-        if kind == "gone" and wanted == "entry":
+        if kind == "gone" and wanted != "found":
             raise EntryGone(messages.read_reason(fields))
         if kind == "error":
             raise LinkError(f"the source reports: {messages.read_reason(fields)}")

@@ -17,16 +17,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....cluster.errors import DiskError, LinkError, LinkVersion, PortInUse, SatchelError
+from ....cluster.errors import CorruptSegment, DiskError, LinkError, LinkVersion, PortInUse, SatchelError
 from ....cluster.timing import USUAL
 from ....cluster.trust.strangers import Strangers
-from ...protocol.entries import Location, unpack_tokens
-from ..disk.segment_reader import EntryReader
+from ...protocol.entries import Failure, Location, unpack_tokens
+from ..disk.folder import BAD_FILE
 from ..disk.store import DiskStore
+from ..disk.streaming import SegmentFiles
 from . import messages
 from .handshake import NONCE_BYTES, Acceptor, refusal
 from .link import Link, SharedRate
-from .messages import Described, FetchRequest, FindRequest
+from .messages import Described, Digesting, FetchRequest, FindRequest, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -280,38 +281,51 @@ class BlockServer:
     def _fetch(self, request: FetchRequest, link: Link, lease: _Lease) -> None:
         """Sends entry after entry. Locations may differ from those found, as files are rewritten."""
         located = self._store.locate(request.model, request.ids)
-        numbers = [number for number, location in enumerate(located) if location is not None]
-        locations = [location for location in located if location is not None]
-        lease.take(locations)
-        reader = EntryReader(self._store.root, self._store.key, locations)
-        answered = 0
+        lease.take([location for location in located if location is not None])
+        with SegmentFiles(self._store.root, self._store.key) as segments:
+            for location in located:
+                lease.keep()
+                failure = "the source no longer has it"
+                if location is not None:
+                    failure = self._send(location, segments, link)
+                    self._count(bool(failure))
+                link.send_message(messages.pack("gone", failure) if failure else messages.pack("sent"))
 
-        def skip(until: int) -> None:
-            """What the reader passed over has failed."""
-            nonlocal answered
-            for number in range(answered, until):
-                failure = reader.failures[numbers.index(number)] if number in numbers else None
-                if failure is not None:
-                    # First, so that nobody is told of it before it is gone.
-                    self._store.report([failure])
-                    self._count(failed=1)
-                reason = failure.reason if failure is not None else "the source no longer has it"
-                link.send_message(messages.pack("gone", reason))
-            answered = until
+    def _send(self, location: Location, segments: SegmentFiles, link: Link) -> str:
+        """Sends an entry. Returns why it failed, which the store knows before the peer is told; "" if it did not."""
 
-        for run in reader.runs(reuse=True):
-            lease.keep()
-            for index, data in zip(run.indexes, run.data, strict=True):
-                skip(numbers[index])
-                link.send_message(messages.pack_entry(locations[index].tokens, run.signature, run.meta))
-                link.send_bytes(data.data)
-                self._count(sent=1)
-                answered += 1
-        skip(len(located))
+        def failed(reason: str, *, missing: bool = False) -> str:
+            self._store.report([Failure(location, reason, missing)])
+            return reason
 
-    def _count(self, sent: int = 0, failed: int = 0) -> None:
+        try:
+            header, read = segments.find(location)
+        except CorruptSegment as error:
+            return failed(error.message)
+        except FileNotFoundError:
+            return failed("the file is gone", missing=True)
+        except OSError as error:
+            if error.errno not in BAD_FILE:
+                raise
+            return failed(f"the file cannot be read: {error.strerror}")
+        layout = Layout(header.parts, header.record.meta)
+        digesting = Digesting(layout)
+
+        def fill(piece: memoryview, start: int) -> None:
+            try:
+                read(piece, start)
+            except (CorruptSegment, OSError) as error:
+                # What was announced cannot be sent any more, so the connection ends.
+                raise LinkError(failed(f"the file cannot be read: {error}")) from None
+            digesting.update(piece)
+
+        link.send_message(messages.pack_entry(location.tokens, layout))
+        link.send_bytes(layout.nbytes, fill)
+        return "" if digesting.digest() == location.digest else failed("its bytes are not as they were written")
+
+    def _count(self, failed: bool) -> None:
         with self._lock:
-            self.counters.sent_entries += sent
+            self.counters.sent_entries += not failed
             self.counters.failed_entries += failed
 
 

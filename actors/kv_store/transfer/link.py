@@ -15,7 +15,7 @@ from .messages import MESSAGE_BYTES_MAX
 from .rate import TokenBucket
 
 FRAME_BYTES = 2**19
-"""An entry's bytes are sealed in frames of this size: few calls, and a frame stays in the core's cache."""
+"""An entry's bytes pass in frames of this size: few calls, and they stay in the core's cache from disk to wire."""
 
 _HEAD_BYTES = 4
 
@@ -69,7 +69,7 @@ class Link:
         self.sock, self.until, self.sent_bytes = sock, float("inf"), 0
         self._stall_s, self._rate = stall_s, rate or SharedRate(None)
         self._out = self._into = Seal(bytes(32))
-        self._sealed = memoryview(b"")
+        self._plain, self._sealed = memoryview(b""), memoryview(b"")
         with contextlib.suppress(OSError):
             # Buffers are left to the system, which makes them larger as the link needs.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -83,7 +83,7 @@ class Link:
     def sealed_by(self, seals: tuple[Seal, Seal]) -> None:
         """The handshake is over: seal everything from now on."""
         self._out, self._into = seals
-        self._sealed = memoryview(bytearray(FRAME_BYTES + SEAL_BYTES))
+        self._plain, self._sealed = memoryview(bytearray(FRAME_BYTES)), memoryview(bytearray(FRAME_BYTES + SEAL_BYTES))
 
     # Messages and entries.
 
@@ -102,21 +102,24 @@ class Link:
         self._into.open_into(self._receive(length), memoryview(payload))
         return bytes(payload)
 
-    def send_bytes(self, data: memoryview) -> None:
-        """Sends an entry's bytes, in frames of `FRAME_BYTES`; the last one may be shorter."""
-        for start in range(0, len(data), FRAME_BYTES):
-            piece = data[start : start + FRAME_BYTES]
+    def send_bytes(self, nbytes: int, read: Callable[[memoryview, int], None]) -> None:
+        """Sends an entry's bytes in frames. `read` fills each piece, given where it begins."""
+        for start in range(0, nbytes, FRAME_BYTES):
+            piece = self._plain[: min(FRAME_BYTES, nbytes - start)]
+            read(piece, start)
             sealed = self._sealed[: len(piece) + SEAL_BYTES]
             self._out.seal_into(piece, sealed)
             self.send(sealed)
 
-    def receive_bytes(self, target: memoryview) -> None:
-        """Receives an entry's bytes. Raises `LinkGarbage` if they do not verify; discard `target` then."""
-        for start in range(0, len(target), FRAME_BYTES):
-            data = target[start : start + FRAME_BYTES]
-            sealed = self._sealed[: len(data) + SEAL_BYTES]
+    def receive_bytes(self, nbytes: int, take: Callable[[memoryview], None]) -> None:
+        """Receives an entry's bytes; `take` gets piece after piece, whose memory is used again. Raises `LinkGarbage` if
+        they do not verify."""
+        for start in range(0, nbytes, FRAME_BYTES):
+            piece = self._plain[: min(FRAME_BYTES, nbytes - start)]
+            sealed = self._sealed[: len(piece) + SEAL_BYTES]
             self._fill(sealed)
-            self._into.open_into(sealed, data)
+            self._into.open_into(sealed, piece)
+            take(piece)
 
     # Bytes.
 

@@ -3,7 +3,8 @@
 ::
 
     find(model, chain, tail parent, tail tokens, tails_max)  ──►  found(blocks, tails)
-    fetch(model, ids)   ──►  for each id, in order: entry(tokens, layout) and then its bytes, or gone(reason)
+    fetch(model, ids)   ──►  for each id, in order: entry(tokens, layout), its bytes, and sent(); or gone(reason), also
+                             instead of sent()
     anything            ──►  error(reason), and the connection ends
 
 A message is a frame of msgpack: a kind, and its fields. An entry's bytes are those of its parts, in the layout's order;
@@ -17,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import msgpack
+import xxhash
 
 from ....cluster.errors import InvalidRecord
 from ...protocol.block_ids import BLOCK_TOKENS
@@ -86,15 +87,42 @@ class Layout:
 
     Attributes:
         nbytes: of the whole entry.
-        ends: where each part ends.
-        digest_of: an entry's digest, of its parts' digests.
     """
 
     def __init__(self, parts: Sequence[Part], meta: Mapping[str, str]) -> None:
         self.parts, self.meta = tuple(parts), dict(meta)
-        self.ends = list(accumulate(part.nbytes for part in self.parts))
-        self.nbytes = sum(part.nbytes for part in self.parts)
+        self.sizes = [part.nbytes for part in self.parts]
+        self.nbytes = sum(self.sizes)
         self.digest_of = EntryDigest(self.parts)
+
+
+class Digesting:
+    """The digest of one entry, while its bytes pass."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._hash = layout, xxhash.xxh3_128()
+        self._sizes = iter(layout.sizes)
+        self._missing = next(self._sizes)
+        self._digests: list[bytes] = []
+
+    def update(self, data: memoryview) -> None:
+        while len(data) > self._missing:
+            self._hash.update(data[: self._missing])
+            data = data[self._missing :]
+            self._next()
+        self._hash.update(data)
+        self._missing -= len(data)
+
+    def digest(self) -> bytes:
+        """Returns the digest (16 bytes), after all bytes."""
+        while len(self._digests) < len(self._layout.parts):
+            self._next()
+        return self._layout.digest_of(self._digests)
+
+    def _next(self) -> None:
+        self._digests.append(self._hash.digest())
+        self._hash.reset()
+        self._missing = next(self._sizes, 0)
 
 
 def pack(*fields: Any) -> bytes:
@@ -154,8 +182,8 @@ def read_found(
     return blocks, [(_tokens(tokens), _described(entry, rest)) for tokens, entry, *rest in ends]
 
 
-def pack_entry(tokens: bytes, parts: Sequence[Part], meta: Mapping[str, str]) -> bytes:
-    return pack("entry", tokens, pack(parts, meta))
+def pack_entry(tokens: bytes, layout: Layout) -> bytes:
+    return pack("entry", tokens, pack(layout.parts, layout.meta))
 
 
 def read_entry(fields: Sequence[Any]) -> tuple[bytes, Layout]:

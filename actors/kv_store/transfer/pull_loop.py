@@ -63,7 +63,7 @@ class PullLimits:
     backoff_s: float = 0.3
     batch_entries: int = 64
     window_bytes: int = 256 * 2**20
-    install_entries_max: int = 4
+    install_entries_max: int = 8
     total_bytes_max: int = 2**62
 
 
@@ -196,9 +196,13 @@ class PullLoop(Generic[E]):
         """Returns why it ended; what was received is installed, as far as there was time."""
         try:
             ended = await self._connect()
-            await self.disk.finish()
         except PullEnded as end:
-            return end.stop, end.reason
+            ended = end.stop, end.reason
+        try:
+            if ended[0] not in (Stop.DEADLINE, Stop.CANCELLED):
+                await self.disk.finish()
+        except PullEnded as end:
+            ended = end.stop, end.reason
         return ended
 
     async def _connect(self) -> tuple[Stop, str]:

@@ -1,24 +1,22 @@
-"""Writes pulled entries to this node's disk, on a thread of its own, while the pull receives more."""
+"""Writes pulled entries to this node's disk as they come; a thread of its own syncs and commits what is complete."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from typing import Protocol
 
-import numpy as np
-
 from ....cluster.errors import SatchelError
-from ...protocol.entries import Entry, SegmentRecord, unpack_tokens
+from ...protocol.entries import EntryRecord, SegmentRecord, owner_tag
 from ..disk.folder import typed
 from ..disk.io import DiskIO
 from ..disk.placement import SegmentPlacement
-from ..disk.segment_reader import parts_of
-from ..disk.segments import model_folder, write_segment
+from ..disk.segments import model_folder
 from ..disk.store import DiskStore
+from ..disk.streaming import SegmentWriter
 from .messages import Described, Layout
 from .pull_loop import PullEnded, PullLimits, Stop, Wanted
 
@@ -33,20 +31,8 @@ class Keeper(Protocol):
     def touch(self, ids: Sequence[bytes], owner: str = "") -> None: ...
 
 
-@dataclass(frozen=True)
-class Received:
-    """A received entry with a verified digest. `tokens` is packed; `data` are its bytes, `(nbytes,) uint8`."""
-
-    what: Described
-    tail: bool
-    tokens: bytes
-    layout: Layout
-    digests: list[bytes]
-    data: np.ndarray
-
-
 class PullWriter:
-    """Writes segments and commits them. The `Disk` of a `PullLoop`.
+    """Writes segments and commits them. The `Disk` of a `PullLoop`. An entry's bytes follow `begin`.
 
     Args:
         store: this node's.
@@ -84,49 +70,91 @@ class PullWriter:
         self._store, self._session, self._wanted, self._owner = store, session, wanted, owner
         self._limits, self._left_s, self._wall_clock, self._ended = limits, left_s, wall_clock, ended
         self._io, self._keeper = io, keeper
-        self._chain = dict(zip(wanted.chain, (wanted.root, *wanted.chain), strict=False))
+        self._parents = dict(zip(wanted.chain, (wanted.root, *wanted.chain), strict=False))
         self._changed = threading.Condition()
-        self._waiting: list[Received] = []
-        self._held_bytes = 0  # waiting, or being written
-        self._taken = self._written = 0
-        self._free: list[np.ndarray] = []
-        self._finishing = self._abandoned = False
+        self._layout: Layout | None = None
+        self._segment: SegmentWriter | None = None
+        self._complete: queue.SimpleQueue[SegmentWriter | None] = queue.SimpleQueue()
+        self._open_bytes = 0  # of entries that are not committed
+        self._abandoned = self._over = False
         self._failed = ""
         self._thread = threading.Thread(target=self._run, name="blocks-in", daemon=True)
         self._thread.start()
 
-    # On the pull's thread.
+    # On the pull's thread. An error of the disk is a `PullEnded`.
 
-    def buffer(self, nbytes: int) -> np.ndarray:
-        """Returns room for an entry, `(nbytes,) uint8`. That of written entries is used again."""
-        with self._changed:
-            while self._free:
-                if len(free := self._free.pop()) == nbytes:
-                    return free
-        return np.empty(nbytes, np.uint8)
+    def begin(self, layout: Layout, tokens_bytes: int) -> None:
+        """An entry comes. What came of one before that was not installed is forgotten."""
+        segment, limits = self._segment, self._limits
+        try:
+            if segment is not None and layout is self._layout and segment.has_room(tokens_bytes):
+                segment.drop()
+                return
+            self._hand_over()
+            self._layout = layout
+            self._segment = SegmentWriter(
+                self._store.root,
+                self._store.key,
+                self._wanted.model,
+                layout.parts,
+                tokens_bytes=tokens_bytes * limits.install_entries_max,
+                session=self._session,
+                epoch=self._store.epoch,
+                now_s=self._wall_clock(),
+                meta=layout.meta,
+                io=self._io,
+            )
+        except SatchelError as error:
+            raise PullEnded(Stop.DISK, error.message) from None
 
-    async def install(self, entry: Received, nbytes: int) -> None:
+    def write(self, piece: memoryview) -> None:
+        """The next bytes of the entry."""
+        assert self._segment is not None
+        try:
+            self._segment.write(piece)
+        except SatchelError as error:
+            raise PullEnded(Stop.DISK, error.message) from None
+
+    def record(self, what: Described, tail: bool, tokens: bytes) -> EntryRecord:
+        """Returns what the index will have of an entry. `tokens` is packed."""
+        parent = self._parents.get(what.id, self._wanted.tail_parent)
+        owners = (owner_tag(self._store.key, self._owner),)
+        facts = what.digest, what.window_from, what.snapshot, what.nbytes
+        return EntryRecord(what.id, parent, tail, tokens, *facts, owners)
+
+    async def install(self, entry: EntryRecord, nbytes: int) -> None:
         """See `pull_loop.Disk`."""
-        self._wait(lambda: self._held_bytes + nbytes <= self._limits.window_bytes)
+        assert self._segment is not None
+        try:
+            self._segment.keep(entry)
+        except SatchelError as error:
+            raise PullEnded(Stop.DISK, error.message) from None
         with self._changed:
-            self._waiting.append(entry)
-            self._taken += 1
-            self._held_bytes += nbytes
-            self._changed.notify_all()
+            self._open_bytes += nbytes
+        full = len(self._segment.records) >= self._limits.install_entries_max
+        if full or 2 * self._open_bytes >= self._limits.window_bytes:
+            self._hand_over()
+        self._wait(lambda: self._open_bytes <= self._limits.window_bytes)
 
     async def finish(self) -> None:
         """See `pull_loop.Disk`."""
-        with self._changed:
-            self._finishing = True
-            self._changed.notify_all()
-        self._wait(lambda: self._written == self._taken)
+        self._hand_over()
+        self._complete.put(None)
+        self._wait(lambda: self._over)
+
+    def _hand_over(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is not None and segment.records:
+            self._complete.put(segment)
+        elif segment is not None:
+            segment.abandon()
 
     def _wait(self, done: Callable[[], bool]) -> None:
         with self._changed:
             while not self._failed and not done():
                 self._changed.wait(self._left_s())
-            if self._failed:
-                raise PullEnded(Stop.DISK, self._failed)
+        if self._failed:
+            raise PullEnded(Stop.DISK, self._failed)
 
     def wake(self) -> None:
         """Has waits look at `left_s` again. Safe from any thread."""
@@ -134,100 +162,62 @@ class PullWriter:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread. A file that is being written then is only committed if its commit has begun."""
-        with self._changed:
-            self._abandoned = True
-            idle = self._failed or self._written == self._taken
-            self._changed.notify_all()
-        if idle:
+        """Ends the thread. A file that is being synced then is only committed if its commit has begun."""
+        self._abandoned = True
+        if self._segment is not None:
+            self._segment.abandon()
+        self._complete.put(None)
+        if self._failed or self._over:
             self._thread.join()
+            # What it was given too late.
+            self._clear()
 
     # On the writer's thread.
 
     def _run(self) -> None:
         try:
-            while entries := self._next():
-                self._write(entries)
-                # Frees the arrays while the thread waits.
-                del entries
+            while (segment := self._complete.get()) is not None:
+                self._commit(segment)
         except SatchelError as error:
             self._fail(error.message)
         except Exception as error:
             logger.exception("pulled blocks could not be written")
             self._fail(str(error))
         finally:
+            self._clear()
             self._ended()
-
-    def _next(self) -> list[Received]:
-        """Waits for entries that are worth a file, because small groups make many small files. Returns none at the
-        end."""
-        limits = self._limits
-
-        def ready() -> bool:
-            full = len(self._waiting) >= limits.install_entries_max or 2 * self._held_bytes >= limits.window_bytes
-            return self._abandoned or self._finishing or (full and bool(self._waiting))
-
-        with self._changed:
-            self._changed.wait_for(ready)
-            if self._abandoned:
-                return []
-            entries = self._waiting[: limits.install_entries_max]
-            del self._waiting[: len(entries)]
-            return entries
-
-    def _write(self, received: Sequence[Received]) -> None:
-        for _, run in groupby(received, key=lambda entry: (entry.layout.parts, sorted(entry.layout.meta.items()))):
-            if self._abandoned:
-                return
-            same = list(run)
-            record = write_segment(
-                self._store.root,
-                self._store.key,
-                self._wanted.model,
-                [self._entry(entry) for entry in same],
-                session=self._session,
-                epoch=self._store.epoch,
-                now_s=self._wall_clock(),
-                meta=same[0].layout.meta,
-                io=self._io,
-            )
-            if self._abandoned:
-                with typed("removing an abandoned segment"):
-                    self._io.unlink(model_folder(self._store.root, self._wanted.model) / record.name)
-                return
-            self._commit(record)
             with self._changed:
-                self._written += len(same)
-                self._free += [entry.data for entry in same]
-                self._held_bytes -= sum(len(entry.data) for entry in same)
+                self._over = True
                 self._changed.notify_all()
 
-    def _commit(self, record: SegmentRecord) -> None:
+    def _clear(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (left := self._complete.get_nowait()) is not None:
+                    left.abandon()
+
+    def _commit(self, segment: SegmentWriter) -> None:
+        if self._abandoned:
+            segment.abandon()
+            return
+        record = segment.finish()
+        if self._abandoned:
+            with typed("removing an abandoned segment"):
+                self._io.unlink(model_folder(self._store.root, self._wanted.model) / record.name)
+            return
         placed = self._keeper.commit(record)
         self.retracted.extend(placed.retracted)
         if placed.refused:
             self._fail("its owner was forgotten, or is over its limit")
-        elif not self._chain.keys().isdisjoint(placed.retracted):
+        elif not self._parents.keys().isdisjoint(placed.retracted):
             # Further blocks would evict more of the chain's own beginning.
             self._fail("the disk has no room for the whole chain")
         else:
             self.installed.update(entry.id for entry in record.entries)
-
-    def _fail(self, reason: str) -> None:
         with self._changed:
-            self._failed, self._abandoned = reason, True
+            self._open_bytes -= sum(entry.nbytes for entry in record.entries)
             self._changed.notify_all()
 
-    def _entry(self, received: Received) -> Entry:
-        described = received.what
-        return Entry(
-            id=described.id,
-            parent=self._chain.get(described.id, self._wanted.tail_parent),
-            tokens=unpack_tokens(received.tokens),
-            parts=parts_of(received.data, received.layout.parts),
-            tail=received.tail,
-            owners=(self._owner,),
-            window_from=described.window_from,
-            snapshot=described.snapshot,
-            digests=received.digests,
-        )
+    def _fail(self, reason: str) -> None:
+        self._failed, self._abandoned = reason, True
+        self.wake()

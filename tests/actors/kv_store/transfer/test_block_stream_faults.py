@@ -23,7 +23,7 @@ from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, St
 from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import LinkError
 from tests.worlds.block_nodes import CLUSTER_KEY, Meddler, Nodes, nodes, wanted
-from tests.worlds.kv_files import MODEL, Failing, NoSync, chain, payload
+from tests.worlds.kv_files import MODEL, NoSync, chain, payload
 
 from .test_block_stream import large
 
@@ -160,8 +160,12 @@ def test_an_entry_that_a_source_always_sends_damaged_is_computed(pair, monkeypat
     pair.serve()
     bad, send_bytes = payload(entries[2]), Link.send_bytes
 
-    def damaged(self: Link, data: memoryview) -> None:
-        send_bytes(self, memoryview(data.tobytes().replace(bad, bytes(len(bad)))))
+    def damaged(self: Link, nbytes: int, read) -> None:
+        def changed(piece: memoryview, start: int) -> None:
+            read(piece, start)
+            piece[:] = piece.tobytes().replace(bad, bytes(len(bad)))
+
+        send_bytes(self, nbytes, changed)
 
     monkeypatch.setattr(Link, "send_bytes", damaged)
     result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL))
@@ -193,16 +197,25 @@ def test_a_stream_that_breaks_anywhere_goes_on_or_ends_cleanly(pair):
         pair.target.store.evict(0)
 
 
-def test_a_full_disk_ends_the_pull_and_leaves_what_was_written(pair):
+@pytest.mark.parametrize("step", ["create", "write", "sync", "rename"])
+def test_a_full_disk_ends_the_pull_and_leaves_what_was_written(pair, step):
     """Nothing of the file that did not fit is left."""
     entries = chain(8)
     pair.source.put(entries)
     pair.serve()
-    steps = Failing(at=-1, error=lambda: OSError(errno.ENOSPC, "full"))
-    assert pair.pull(wanted(entries[:2]), puller=pair.puller(limits=SMALL, io=steps)).blocks == 2
-    full = Failing(at=len(steps.steps) + 1, error=lambda: OSError(errno.ENOSPC, "full"), forever=True)
-    result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL, io=full))
-    assert result.stop is Stop.DISK and result.blocks == 4
+
+    class Full(NoSync):
+        def __init__(self) -> None:
+            self.files: list[str] = []
+
+        def step(self, what: str, path: Path) -> None:
+            if what in ("create", "write") and path.stem not in self.files:
+                self.files.append(path.stem)
+            if what == step and path.stem in self.files[2:]:
+                raise OSError(errno.ENOSPC, "full")
+
+    result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL, io=Full()))
+    assert result.stop is Stop.DISK and result.blocks == 4 and len(pair.target.files()) == 2
     assert pair.target.has(*entries[:4]) and pair.target.lacks(*entries[4:])
     assert pair.pull(wanted(entries)).stop is Stop.COMPLETE, "and it serves on"
 

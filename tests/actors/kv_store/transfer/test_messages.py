@@ -104,7 +104,7 @@ def test_what_was_found_comes_as_it_is_and_answers_the_question():
 
 def test_an_entry_comes_with_its_tokens_and_its_layout():
     parts, meta = (Part("0.k", "U32", (2, 3)), Part("v", "U8", ())), {"0.k": "bfloat16"}
-    said = fields(messages.pack_entry(TOKENS, parts, meta), "entry")
+    said = fields(messages.pack_entry(TOKENS, messages.Layout(parts, meta)), "entry")
     tokens, layout = messages.read_entry(said)
     assert (tokens, layout.parts, layout.meta, layout.nbytes) == (TOKENS, parts, meta, 25)
     for wrong in (

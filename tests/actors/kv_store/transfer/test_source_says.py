@@ -14,7 +14,7 @@ import pytest
 from satchel.actors.kv_store.transfer import messages
 from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Acceptor
 from satchel.actors.kv_store.transfer.link import Link
-from satchel.actors.kv_store.transfer.messages import MESSAGE_BYTES_MAX, Described
+from satchel.actors.kv_store.transfer.messages import MESSAGE_BYTES_MAX, Described, Layout
 from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, Stop
 from satchel.actors.protocol.entries import EntryDigest, flat_bytes, pack_tokens, part_digest, signature, tail_id
 from satchel.cluster.errors import LinkError
@@ -24,6 +24,7 @@ from tests.worlds.kv_files import ROOT, chain
 BLOCKS = chain(2)
 IDS = [block.id for block in BLOCKS]
 PARTS = signature(BLOCKS[0].parts)
+LAYOUT = Layout(PARTS, {})
 REST = [7, 8, 9]
 
 
@@ -33,7 +34,7 @@ def described(number: int) -> Described:
 
 
 FOUND = messages.pack_found([described(0), described(1)], [])
-HEADS = [messages.pack_entry(pack_tokens(block.tokens), PARTS, {}) for block in BLOCKS]
+HEADS = [messages.pack_entry(pack_tokens(block.tokens), LAYOUT) for block in BLOCKS]
 
 
 def bytes_of(number: int) -> bytes:
@@ -60,7 +61,13 @@ class Source:
             self.link.send_message(payload)
 
     def data(self, number: int) -> None:
-        self.link.send_bytes(memoryview(bytes_of(number)))
+        data = memoryview(bytes_of(number))
+
+        def read(piece: memoryview, start: int) -> None:
+            piece[:] = data[start : start + len(piece)]
+
+        self.link.send_bytes(len(data), read)
+        self.link.send_message(messages.pack("sent"))
 
 
 @contextmanager
@@ -135,7 +142,7 @@ def test_nothing_is_taken_that_answers_no_question(pair, answer: bytes, reason: 
 def test_an_entry_of_another_size_digest_or_of_other_tokens_is_not_written(pair):
     def smaller(said: Source) -> None:
         said.find()
-        said.fetch(messages.pack_entry(pack_tokens(BLOCKS[0].tokens), PARTS[:1], {}))
+        said.fetch(messages.pack_entry(pack_tokens(BLOCKS[0].tokens), Layout(PARTS[:1], {})))
 
     assert "another size" in pulled(pair, smaller).reason
 
@@ -148,7 +155,7 @@ def test_an_entry_of_another_size_digest_or_of_other_tokens_is_not_written(pair)
 
     def others(said: Source) -> None:
         said.find()
-        said.fetch(messages.pack_entry(pack_tokens([1, 2]), PARTS, {}))
+        said.fetch(messages.pack_entry(pack_tokens([1, 2]), LAYOUT))
         said.data(0)
 
     result = pulled(pair, others)
@@ -170,6 +177,7 @@ def test_no_byte_of_an_entry_is_taken_that_was_forged_on_the_way(pair, forgery: 
         sealed[5] ^= forgery == "changed"
         said.link.send(data + bytes(SEAL_BYTES) if forgery == "plain" else sealed)
         if forgery == "repeated":
+            said.link.send_message(messages.pack("sent"))
             said.link.send(sealed)
 
     def said_by(said: Source) -> Acceptor:
