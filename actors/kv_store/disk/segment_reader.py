@@ -94,7 +94,7 @@ def read_header(path: Path, key: bytes) -> Header:
         CorruptSegment: it was changed, or is no segment file.
         OSError: it is missing or cannot be read.
     """
-    descriptor = open_segment(path)
+    descriptor = _open(path)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -105,12 +105,12 @@ def read_header(path: Path, key: bytes) -> Header:
         os.close(descriptor)
 
 
-def open_segment(path: Path) -> int:
+def _open(path: Path) -> int:
     # Without O_NONBLOCK, opening a pipe of this name would block for ever.
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def fill(descriptor: int, target: memoryview, offset: int) -> None:
+def _fill(descriptor: int, target: memoryview, offset: int) -> None:
     """Reads exactly `len(target)` bytes. Raises `CorruptSegment` at the end of the file."""
     done = 0
     while done < len(target):
@@ -212,8 +212,16 @@ class EntryReader:
 
     def _fits(self, index: int, header: Header) -> bool:
         """Whether the file has the entry there that the location names."""
-        location = self._locations[index]
-        if not header.holds(location):
+        location, entries = self._locations[index], header.record.entries
+        stored = entries[location.slot] if 0 <= location.slot < len(entries) else None
+        same = stored is not None and (stored.id, stored.digest, stored.tokens, stored.parent, stored.tail) == (
+            location.id,
+            location.digest,
+            location.tokens,
+            location.parent,
+            location.tail,
+        )
+        if not same or header.record.model != location.model:
             self.failures[index] = Failure(location, "the file holds another entry there", False)
         return index not in self.failures
 
@@ -223,11 +231,11 @@ class EntryReader:
         data = self._buffer(count, header.size)
         digest_of = EntryDigest(header.parts)
         try:
-            descriptor = open_segment(piece.path)
+            descriptor = _open(piece.path)
             try:
                 for row, index in enumerate(piece.indexes):
                     target = data[row].data
-                    fill(descriptor, target, header.offset(piece.slot + row))
+                    _fill(descriptor, target, header.offset(piece.slot + row))
                     if digest_of(_digests(target, header.parts)) != self._locations[index].digest:
                         reason = "its bytes are not as they were written"
                         self.failures[index] = Failure(self._locations[index], reason, False)

@@ -13,7 +13,7 @@ from ...protocol.entries import ENTRIES_MAX, EntryRecord, Location, Part, Segmen
 from .folder import typed
 from .io import DiskIO
 from .segment_header import Header, build
-from .segment_reader import fill, open_segment, read_header
+from .segment_reader import read_header
 from .segments import FINISHED, UNFINISHED, checked_session, model_folder
 
 _RECORD_BYTES = 512
@@ -143,12 +143,19 @@ class SegmentFiles:
         if path != self._path or self._header is None:
             self._close()
             self._header = read_header(path, self._key)
-            self._path, self._descriptor = path, open_segment(path)
+            self._path, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         header, descriptor = self._header, self._descriptor
         if not header.holds(location):
             raise CorruptSegment("the file holds another entry there")
         start = header.offset(location.slot)
-        return header, lambda target, offset: fill(descriptor, target, start + offset)
+
+        def read(target: memoryview, offset: int) -> None:
+            while len(target):
+                if not (count := os.preadv(descriptor, [target], start + offset)):
+                    raise CorruptSegment("the file ends before its data")
+                target, offset = target[count:], offset + count
+
+        return header, read
 
     def _close(self) -> None:
         if self._header is not None:
