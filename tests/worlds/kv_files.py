@@ -103,7 +103,7 @@ class Bench:
         known: dict[bytes, tuple[bytes, ...]] = {}
         if hasattr(self, "store"):
             if settles and not self.store._closed:
-                known = {row.record.id: row.record.owners for row in self.store._index.all_rows() if row.live}
+                known = {row.record.id: row.record.owners for row in self.store._shelf.index.all_rows() if row.live}
             self.store.close()
         self.session = session or self.session
         self.store = DiskStore(

@@ -329,6 +329,6 @@ def test_a_closed_store_says_so(tmp_path):
 
 
 def test_errors_are_of_the_tree_and_say_what_was_being_done(bench, monkeypatch):
-    monkeypatch.setattr(bench.store._io, "space", Mock(side_effect=OSError(errno.EIO, "not now")))
+    monkeypatch.setattr(bench.store._shelf.io, "space", Mock(side_effect=OSError(errno.EIO, "not now")))
     with pytest.raises(SatchelError, match="keeping the reserve: not now"):
         bench.store.keep_reserve()

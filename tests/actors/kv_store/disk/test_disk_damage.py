@@ -19,7 +19,7 @@ def test_damaged_files_cost_what_they_hold_and_nothing_else(copy):
     bench = copy()
     bench.open()
     everything, names = found(bench), [path.name for path in bench.files()]
-    held = {name: {row.record.id for row in bench.store._index.segments[name].live} for name in names}
+    held = {name: {row.record.id for row in bench.store._shelf.index.segments[name].live} for name in names}
     bench.store.close()
     rng = random.Random(7)
     for number, name in enumerate(names):

@@ -92,7 +92,7 @@ def test_400_ids_among_20_000_are_found_in_milliseconds(bench):
             entry_id = value.to_bytes(32, "big")
             rows.append(EntryRecord(entry_id, parent, False, bytes(1024), bytes(16), 0, False, 1, (tag,)))
         record = SegmentRecord(f"s1.{segment:032x}.kv", 1, MODEL, 1, 0.0, {}, tuple(rows))
-        bench.store._index.place(record, segment, certain=True)
+        bench.store._shelf.index.place(record, segment, certain=True)
     took = []
     for attempt in range(5):
         ids = [(attempt * 3000 + value).to_bytes(32, "big") for value in range(400)]

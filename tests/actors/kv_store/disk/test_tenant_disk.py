@@ -206,7 +206,7 @@ def test_a_limit_that_cannot_be_kept_now_is_kept_later(disk: Bench, monkeypatch:
     entries = chain(1, owners=(ANN,))
     disk.put(entries)
     with monkeypatch.context() as full:
-        full.setattr(disk.store._io, "unlink", Mock(side_effect=OSError(errno.EIO, "not now")))
+        full.setattr(disk.store._shelf.io, "unlink", Mock(side_effect=OSError(errno.EIO, "not now")))
         assert disk.store.limit("ann", 0) == [entries[0].id]
         assert disk.store.stats()["failed_removals_total"] == 1 == len(disk.files())
         disk.store.unpin(disk.store.pin([], 1.0).lease)
