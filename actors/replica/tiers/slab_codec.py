@@ -69,8 +69,9 @@ class Layout:
         fields: dict[str, Field] = {}
         start = 0
         for part in parts:
-            fields[part.name] = Field(start, _DTYPES[DTYPES[part.dtype]], part.shape)
-            start += part.nbytes
+            stop = start + part.nbytes
+            fields[part.name] = Field(start, stop, _DTYPES[DTYPES[part.dtype]], part.shape)
+            start = stop
         fields.pop(_NOTHING, None)
         # A GPU reads numbers at multiples of their sizes alone.
         self._aligned = all(field.start % field.dtype.size == 0 for field in fields.values())
