@@ -190,6 +190,13 @@ class Entry:
         """Returns a tail, whose id follows from its parent and tokens."""
         return cls(tail_id(parent, tokens), parent, tokens, parts, tail=True, **more)
 
+    @classmethod
+    def of_record(cls, record: EntryRecord, parts: Mapping[str, np.ndarray]) -> Entry:
+        """Returns what a record describes, without owners."""
+        tokens = unpack_tokens(record.tokens)
+        more = {"window_from": record.window_from, "snapshot": record.snapshot}
+        return cls(record.id, record.parent, tokens, parts, tail=record.tail, **more)
+
 
 def signature(parts: Mapping[str, np.ndarray]) -> tuple[Part, ...]:
     """Returns names, dtypes and shapes of arrays of any shape, in order.

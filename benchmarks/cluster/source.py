@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from satchel.actors.kv_store.disk.segments import grouped, write_segment
-from satchel.actors.kv_store.disk.shelf import DiskLimits
-from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.kv_store.transfer.block_server import BlockServer
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, root_id
 from satchel.actors.protocol.entries import Entry

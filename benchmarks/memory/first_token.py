@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from satchel.actors.kv_store.disk.segments import grouped, write_segment
-from satchel.actors.kv_store.disk.shelf import DiskLimits
-from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
 from satchel.actors.protocol.entries import Entry, Location, unpack_tokens
 from satchel.actors.replica.kv.caches import PooledBlock, Records, Slab

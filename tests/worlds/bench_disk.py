@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from satchel.actors.kv_store.actor import KVStoreActor
-from satchel.actors.kv_store.disk.shelf import DiskLimits
-from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.kv_store.services.disk import NodeDisk
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.tiers.disk_tier import DiskTier

@@ -14,8 +14,7 @@ import numpy as np
 from satchel.actors.kv_store.disk.io import DiskIO
 from satchel.actors.kv_store.disk.segment_reader import StoredEntry, read_entries
 from satchel.actors.kv_store.disk.segments import model_folder, write_segment
-from satchel.actors.kv_store.disk.shelf import DiskLimits
-from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, root_id
 from satchel.actors.protocol.entries import DTYPES, Entry, Failure, Location, SegmentRecord
 
@@ -97,8 +96,14 @@ class Bench:
     session: str = "s1"
     store: DiskStore = field(init=False)
 
-    def open(self, *, session: str | None = None, io: DiskIO | None = None, **limits) -> DiskStore:
+    def open(
+        self, *, session: str | None = None, io: DiskIO | None = None, settles: bool = True, **limits
+    ) -> DiskStore:
+        """Opens the store, and as agents' branches do, `settles` who had what before."""
+        known: dict[bytes, tuple[bytes, ...]] = {}
         if hasattr(self, "store"):
+            if settles and not self.store._closed:
+                known = {row.record.id: row.record.owners for row in self.store._shelf.index.all_rows() if row.live}
             self.store.close()
         self.session = session or self.session
         self.store = DiskStore(
@@ -109,6 +114,7 @@ class Bench:
             wall_clock=lambda: self.now,
             io=io or self.io,
         )
+        self.store.settle(known)
         return self.store
 
     def write(
@@ -198,7 +204,6 @@ class Photographed(DiskIO):
     def take(self, what: str) -> None:
         picture = self.pictures / str(len(self.taken))
         shutil.copytree(self.root, picture)
-        (picture / "index-shm").unlink(missing_ok=True)
         self.taken.append((what, picture))
         if not self.power_loss:
             return

@@ -86,10 +86,8 @@ class Node:
     def close(self) -> None:
         self.actor.close()
 
-    async def restarted(self, *, lose_index: bool = False) -> Node:
+    async def restarted(self) -> Node:
         self.close()
-        if lose_index:
-            (self.folder / "index").write_bytes(b"garbage" * 1000)
         node = Node(self.folder, self.claim_wait_s)
         await node.client.stats()
         await node.owned.idle()

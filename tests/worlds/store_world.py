@@ -22,7 +22,7 @@ from satchel.actors.kv_store.agents.agents import Agents
 from satchel.actors.kv_store.agents.branches import AgentLimits
 from satchel.actors.kv_store.agents.roles import Role, RoleTable
 from satchel.actors.kv_store.disk.quotas import Quotas
-from satchel.actors.kv_store.disk.shelf import DiskLimits
+from satchel.actors.kv_store.disk.store import DiskLimits
 from satchel.actors.kv_store.services.composition import StoreServices
 from satchel.actors.kv_store.services.disk import NodeDisk
 from satchel.actors.kv_store.services.memory import NodeMemory

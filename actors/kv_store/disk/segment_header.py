@@ -4,7 +4,7 @@
 
     8 bytes    length of the sealed part, little-endian
     32 bytes   MAC of the file's name and of the sealed part, which is checked before anything is parsed
-    sealed     msgpack of (format, record, parts, zeros up to a multiple of 64 bytes of the file)
+    sealed     msgpack of (format, record, msgpack of the parts, zeros up to a multiple of 64 bytes of the file)
     data       entry after entry; in an entry, part after part, in the order of `parts` and without gaps
 
 So an entry is one contiguous record, of the bytes that memory and the wire have, and neighbours are read at once.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import msgpack
@@ -68,8 +69,8 @@ def build(record: SegmentRecord, parts: Sequence[Part], key: bytes, size: int = 
         InvalidRecord: the header is over `HEADER_BYTES_MAX`, or over `size`.
     """
     described = {name: value for name, value in record.to_wire().items() if name not in ("name", "nbytes")}
-
-    sealed = cast(bytes, msgpack.packb((FORMAT, described, [tuple(part) for part in parts], b"")))[:-2]
+    tables = msgpack.packb([tuple(part) for part in parts])
+    sealed = cast(bytes, msgpack.packb((FORMAT, described, tables, b"")))[:-2]
     fixed = LENGTH_BYTES + MAC_BYTES + len(sealed) + 5
     padding = size - fixed if size else -fixed % _ALIGNMENT
     if not 0 <= padding <= HEADER_BYTES_MAX - fixed:
@@ -104,13 +105,19 @@ def _parsed(fields: Any, name: str, file_bytes: int, start: int) -> Header:
     if form != FORMAT:
         raise CorruptSegment(f"the format is {form}, not {FORMAT}")
     record = SegmentRecord.from_wire({**described, "name": name, "nbytes": file_bytes})
-    parts = tuple(Part(part, dtype, tuple(shape)) for part, dtype, shape in tables)
-    if not 1 <= len(parts) <= PARTS_MAX or not all(map(_is_sound, parts)):
-        raise CorruptSegment("a part has an unknown dtype or an invalid shape")
-    size = sum(part.nbytes for part in parts)
+    parts, size = _parts(tables)
     if any(entry.nbytes != size for entry in record.entries) or start + size * len(record.entries) != file_bytes:
         raise CorruptSegment(f"the file has {file_bytes} bytes, its header describes others")
     return Header(record, parts, start, size)
+
+
+@lru_cache(64)
+def _parts(tables: bytes) -> tuple[tuple[Part, ...], int]:
+    """Returns the parts of an entry, and its bytes. Files of one model have the same few."""
+    parts = tuple(Part(part, dtype, tuple(shape)) for part, dtype, shape in msgpack.unpackb(tables))
+    if not 1 <= len(parts) <= PARTS_MAX or not all(map(_is_sound, parts)):
+        raise CorruptSegment("a part has an unknown dtype or an invalid shape")
+    return parts, sum(part.nbytes for part in parts)
 
 
 def _is_sound(part: Part) -> bool:

@@ -17,6 +17,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ....cluster.errors import DiskError, InvalidRecord
 from ...protocol.entries import (
@@ -70,6 +71,37 @@ def model_folder(root: Path, model: bytes) -> Path:
     if not isinstance(model, bytes) or len(model) != ID_BYTES:
         raise InvalidRecord("a model id has 32 bytes")
     return root / "segments" / model.hex()
+
+
+class SegmentFile(NamedTuple):
+    """A file with the name of a segment. `used` orders files by their last use."""
+
+    path: Path
+    model: bytes
+    nbytes: int
+    used: int
+
+
+def segment_files(root: Path) -> Iterator[SegmentFile]:
+    """Yields every finished or unfinished segment file; other files are left alone."""
+    with os.scandir(root / "segments") as folders:
+        names = sorted(folder.name for folder in folders if folder.is_dir(follow_symlinks=False))
+    for name in names:
+        try:
+            model = bytes.fromhex(name)
+        except ValueError:
+            continue
+        if len(model) != ID_BYTES or model.hex() != name:
+            continue
+        with os.scandir(root / "segments" / name) as files:
+            for file in sorted(files, key=lambda file: file.name):
+                if session_of(file.name) is not None and not file.is_dir(follow_symlinks=False):
+                    # Writers may rename the file, and other threads unlink it.
+                    try:
+                        status = file.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    yield SegmentFile(Path(file.path), model, status.st_size, status.st_mtime_ns)
 
 
 def read_key(root: Path, io: DiskIO | None = None) -> bytes:

@@ -1,32 +1,46 @@
 """The state of a node's KV store: index, files, counters. One thread at a time; `DiskStore` holds the lock.
 
-Every change is one transaction of the index. Files are unlinked only afterwards. The index lists files that are still
-to be unlinked (*doomed*), so a crash in between leaves nothing behind.
-
-The order of use is a counter, because clocks can be set back.
+Files are removed from the index first, and unlinked when nobody reads them any more; until then they are *doomed*. The
+order of use is a counter, because clocks can be set back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from ....cluster.errors import CorruptSegment, DiskError, DiskFull, InvalidRecord, StaleEpoch
+from ....cluster.errors import CorruptSegment, DiskFull, InvalidRecord, StaleEpoch
 from ....cluster.timing import USUAL
-from ...protocol.entries import NOBODY, EntryRecord, Failure, SegmentRecord
-from .compaction import Rewritten
-from .folder import typed
-from .index import IndexRow, SegmentRow
-from .io import DiskIO, Space
+from ...protocol.entries import EntryRecord, Failure, SegmentRecord
+from .folder import BAD_FILE
+from .index import Index, IndexRow, Segment
+from .io import DiskIO
 from .leases import Leases
-from .placement import SegmentPlacement, add_owners, place, remove_owner, set_owners
-from .recovery import recover, segment_files, segment_path
-from .segment_reader import read_header
-from .segments import FINISHED, model_folder, read_key, session_of
+from .placement import SegmentPlacement
+from .segment_reader import read_entries, read_header
+from .segments import (
+    EARLIER,
+    FINISHED,
+    STORE_SESSION,
+    UNFINISHED,
+    SegmentFile,
+    model_folder,
+    read_key,
+    segment_files,
+    session_of,
+)
 
-_COUNTER_MAX = 2**62
+logger = logging.getLogger(__name__)
+
+_EPOCH_JUMP = 2**32
+"""Files do not tell the last epoch. It jumps a random distance, so that no old writer's epoch matches."""
+
 _RESERVE_SHARE = 8
 """The reserve is at most the device's bytes divided by this."""
 
@@ -41,7 +55,7 @@ class DiskLimits:
         bytes_max: of all segment files; less if the device has less.
         reserve_bytes: left free on the device for agents' memory, an eighth of the device at most.
         files_max: segment files.
-        rows_max: entries in the index, including copies that are not served.
+        rows_max: entries in the index, about 2 kB of memory each, including copies that are not served.
         tails_per_parent_max: tails after one block.
         leases_max: readers' leases at the same time.
         lease_s_max: of one lease; unlinking waits for it.
@@ -59,69 +73,70 @@ class DiskLimits:
 
 
 class Shelf:
-    """An open KV folder, whose lock is held. Methods raise `DiskError` or `DiskFull` if a change fails.
+    """An open KV folder, whose lock is held.
+
+    Args:
+        root, session, limits, io, clock: as for `DiskStore`.
 
     Raises:
-        sqlite3.Error, OSError, DiskError: it cannot be opened.
+        OSError, DiskError: the disk fails, here and in every method.
     """
 
-    def __init__(self, root: Path, session: str, limits: DiskLimits, io: DiskIO) -> None:
-        self.root = root
-        self.limits = limits
-        self.io = io
-        self.key = read_key(root, io)
+    def __init__(self, root: Path, session: str, limits: DiskLimits, io: DiskIO, clock: Callable[[], float]) -> None:
+        self.root, self.limits, self.io, self._clock = root, limits, io, clock
+        self.index = Index(limits.tails_per_parent_max)
         self.leases = Leases(limits.leases_max)
         self.totals = dict.fromkeys(_COUNTERS, 0)
-        recovery = recover(root, self.key, session, limits.tails_per_parent_max, io)
-        self.rebuilt = recovery.rebuilt
-        self.index = recovery.index
-        self._touched: dict[int, int] = {}
+        self.bytes_max: dict[bytes, int] = {}
+        # Files that are no longer in the index and still to be unlinked, with their bytes.
+        self.doomed: dict[Path, int] = {}
+        self.used = 0
+        self.touched: set[Segment] = set()
+        self.key = read_key(root, io)
+        self.epoch = self.recover(session)
+
+    def recover(self, session: str) -> int:
+        """Fills the index from the headers of finished files, in the order in which they were written, and removes all
+        other files, but those that this session's writers have under way. Returns the new epoch."""
+        # An index on disk is of an earlier version, and has tokens.
+        for old in [*self.root.glob("index*"), *self.root.glob(f".*{UNFINISHED}")]:
+            self.io.unlink(old)
+        found: list[tuple[int, float, str, SegmentFile, SegmentRecord]] = []
+        earlier = 0
+        for file in segment_files(self.root):
+            name = file.path.name
+            if name.endswith(FINISHED):
+                record = self.record_of(file)
+                if record is not None:
+                    found.append((record.epoch, record.written_s, name, file, record))
+                    continue
+                self.totals["corrupt"] += 1
+            elif name.endswith(UNFINISHED) and session_of(name) == session:
+                continue
+            earlier += name.endswith(EARLIER)
+            self.io.unlink(file.path)
+        if earlier:
+            logger.warning("%d files of KV in an earlier layout were removed; what they had is computed again", earlier)
+        for *_, file, record in sorted(found, key=lambda item: item[:3]):
+            self.used = max(self.used, file.used)
+            self.index.place(record, file.used, certain=False)
+        self.remove_lonely()
+        self.purge_if_possible()
+        return max((epoch for epoch, *_ in found), default=0) + 1 + secrets.randbelow(_EPOCH_JUMP)
+
+    def record_of(self, file: SegmentFile) -> SegmentRecord | None:
         try:
-            self.totals["corrupt"] += recovery.corrupt
-            self.totals["missing"] += recovery.missing
-            self.epoch = self.index.number("epoch")
-            self._counter = max((segment.used for segment in self.index.segments()), default=0)
-            if self._counter >= _COUNTER_MAX:
-                self._renumber()
-            self.index.count_tenants()
-            self.purge_if_possible(0.0)
-        except BaseException:
-            self.index.close()
-            raise
-
-    def _renumber(self) -> None:
-        order = {segment.number: used for used, segment in enumerate(self.index.segments(), 1)}
-        with self.index.transaction():
-            self.index.set_used(order)
-        self._counter = len(order)
-
-    def close(self) -> None:
-        """Stores the order of use if possible, and closes the index."""
-        try:
-            # A failure loses only the eviction order.
-            with suppress(DiskError), self.change("closing"):
-                pass
-        finally:
-            self.index.close()
-
-    @contextmanager
-    def change(self, action: str) -> Iterator[None]:
-        """Runs a transaction with typed errors, which also stores the order of use."""
-        with typed(action):
-            with self.index.transaction():
-                # First, before segment numbers change.
-                self.index.set_used(self._touched)
-                yield
-            self._touched.clear()
+            record = read_header(file.path, self.key).record
+        except CorruptSegment:
+            return None
+        except OSError as error:
+            if error.errno not in BAD_FILE:
+                raise
+            return None
+        return record if record.model == file.model else None
 
     def verify(self, record: SegmentRecord, path: Path) -> None:
-        """Checks that a new segment's file matches its record.
-
-        Raises:
-            StaleEpoch: it was written in another epoch.
-            DiskFull: it is larger than the budget.
-            InvalidRecord: the file is absent, damaged or another one.
-        """
+        """Checks that a new segment's file matches its record; raises as `commit`."""
         if record.epoch != self.epoch:
             raise StaleEpoch(f"the segment was written in epoch {record.epoch}, this is {self.epoch}")
         # The file exists already, so the free space excludes it.
@@ -129,43 +144,18 @@ class Shelf:
         if record.nbytes > budget:
             raise DiskFull(f"a segment of {record.nbytes} bytes is over the budget of {max(0, budget)}")
         try:
-            with typed("reading a new segment's header"):
-                written = self._header_of(path)
+            written = read_header(path, self.key).record
+        except FileNotFoundError:
+            raise InvalidRecord(f"{record.name} is not there") from None
         except CorruptSegment as error:
             self.totals["corrupt"] += 1
             raise InvalidRecord(f"{record.name}: {error.message}") from None
         if written.to_wire() != record.to_wire():
             raise InvalidRecord(f"{record.name} is another segment than announced")
 
-    def _header_of(self, path: Path) -> SegmentRecord:
-        try:
-            return read_header(path, self.key).record
-        except FileNotFoundError:
-            raise InvalidRecord(f"{path.name} is not there") from None
-
-    def enter(
-        self,
-        record: SegmentRecord,
-        without: Mapping[bytes, Collection[bytes]],
-        heirs: Mapping[bytes, Collection[bytes]],
-    ) -> SegmentPlacement:
-        """Adds the entries of a verified segment to the index; see `DiskStore.commit`."""
-        with self.change("entering a segment"):
-            self._counter += 1
-            number = self.index.add_segment(record.name, record.model, record.nbytes, self._counter, record.tenant)
-            tails_max = self.limits.tails_per_parent_max
-            placed = place(self.index, number, record, certain=True, tails_max=tails_max, without=without, heirs=heirs)
-            if placed.refused:
-                self.index.set_erase([number])
-            self._remove_lonely()
-        self.totals["dropped"] += len(placed.dropped)
-        self.totals["refused"] += len(placed.refused)
-        return placed
-
-    def placed_before(self, number: int, record: SegmentRecord) -> SegmentPlacement:
-        """Returns the current placement of a segment that was committed before."""
-        live = {row.record.id for row in self.live_rows(number)}
-        placed = SegmentPlacement()
+    def placed_before(self, segment: Segment, record: SegmentRecord) -> SegmentPlacement:
+        """Returns the current placement of a segment that is in the index already."""
+        live, placed = {row.record.id for row in segment.live}, SegmentPlacement()
         for entry in record.entries:
             if entry.id in live:
                 placed.kept.append(entry.id)
@@ -173,300 +163,203 @@ class Shelf:
                 (placed.dropped if self.index.live(entry.id) else placed.refused).append(entry.id)
         return placed
 
-    def refuse(self, record: SegmentRecord, path: Path) -> None:
-        """Removes the file of a failed commit, unless the segment is in the index. `DiskStore` sweeps leftovers."""
-        with suppress(DiskError), typed("removing a refused segment"):
-            if self.index.segment(record.name) is None:
-                self.io.unlink(path)
-
-    def touch(self, ids: Sequence[bytes], tag: bytes) -> None:
-        """Marks a chain as used, its first block as the latest, and adds an owner."""
-        for entry in reversed(ids):
-            number = self.index.segment_of(entry)
-            if number is not None:
-                self._use(number)
-        if tag == NOBODY:
-            return
-        rows = (self.index.live(entry) for entry in ids)
-        unowned = [row for row in rows if row is not None and tag not in row.record.owners]
-        if unowned:
-            with self.change("adding an owner"):
-                for row in unowned:
-                    add_owners(self.index, row, [tag])
-
-    def _use(self, number: int) -> None:
-        self._counter += 1
-        self._touched[number] = self._counter
-        self.index.tenants.use(number, self._counter)
-
-    def give(
-        self, tag: bytes, ids: Iterable[bytes], parents: Iterable[bytes], has: Callable[[EntryRecord], bool]
-    ) -> int:
-        """Adds an owner to those of the entries `ids` and the tails after `parents` for which `has` is true. Returns to
-        how many it was added."""
-        rows = [row for entry in ids if (row := self.index.live(entry)) is not None]
-        rows += [row for parent in parents for row in self.index.live_tails(parent)]
-        unowned = [row for row in rows if tag not in row.record.owners and has(row.record)]
-        if unowned:
-            with self.change("adding an owner"):
-                for row in unowned:
-                    add_owners(self.index, row, [tag])
-        return len(unowned)
-
-    def drop(self, failures: Iterable[Failure]) -> list[bytes]:
-        """Drops entries that could not be read. Returns their ids."""
-        retracted = []
-        with self.change("dropping unreadable entries"):
-            for failure in failures:
-                row = self.index.live(failure.location.id)
-                if row is not None and row.location == failure.location:
-                    self.totals["missing" if failure.missing else "corrupt"] += 1
-                    self.index.kill(row)
-                    self.index.set_erase([row.segment])
-                    retracted.append(row.record.id)
-            self._remove_lonely()
-        return retracted
-
-    def settle(self, owners: Mapping[bytes, Sequence[bytes]]) -> int:
-        """Sets the complete owner tags of uncertain entries, by id. Returns how many were uncertain."""
-        rows = [(row, tags) for entry, tags in owners.items() if (row := self.index.live(entry)) is not None]
-        unsettled = [(row, tags) for row, tags in rows if tags and not row.certain]
-        with self.change("settling owners"):
-            for row, tags in unsettled:
-                set_owners(self.index, row, tags)
-        return len(unsettled)
-
-    def forget(self, tag: bytes, keep: Callable[[EntryRecord], bool] | None = None) -> list[bytes]:
-        """Removes the owner from all entries except those to `keep`. Drops entries without other owners and marks them
-        for erasing. Returns their ids."""
-        retracted: list[bytes] = []
-        with self.change("forgetting an owner"):
-            marked: set[int] = set()
-            for row in self.index.owned(tag):
-                if keep is not None and keep(row.record):
-                    continue
-                if not remove_owner(self.index, row, tag):
-                    marked.add(row.segment)
-                    retracted.extend([row.record.id] if row.live else [])
-            for entry in retracted:
-                marked.update(row.segment for row in self.index.dead(entry))
-            self.index.set_erase(marked)
-            self._remove_lonely()
-        self.totals["forgotten"] += len(retracted)
-        return retracted
-
-    def replace(self, segment: SegmentRow, rewritten: Rewritten) -> list[bytes]:
-        """Replaces `segment`, which still exists, by its rewritten file. Returns ids that could not be read."""
-        lost: list[bytes] = []
-        record = rewritten.record
-        with self.change("replacing a segment"):
-            now = {row.slot: row for row in self.index.of_segment(segment.number)}
-            used = self._touched.get(segment.number, segment.used)
-            self.index.remove_segment(segment)
-            if record is not None:
-                number = self.index.add_segment(record.name, record.model, record.nbytes, used, record.tenant)
-                for slot, old in enumerate(rewritten.rows):
-                    row = now.get(old.slot, replace(old, live=False))
-                    self.index.add(replace(row, segment=number, name=record.name, slot=slot))
-                    if not row.live:
-                        # Dropped while the file was written: the next round erases it.
-                        self.index.set_erase([number])
-            for failure in rewritten.failures:
-                row = now.get(failure.location.slot)
-                if row is not None and row.live:
-                    self.totals["missing" if failure.missing else "corrupt"] += 1
-                    lost.append(row.record.id)
-            self._remove_lonely()
-        return lost
+    def forget(self, tag: bytes, keep: Callable[[EntryRecord], bool] | None) -> list[bytes]:
+        """Removes an owner from all entries except those to `keep`. Marks what has no other owner for erasing. Returns
+        the ids that are gone."""
+        index = self.index
+        gone: dict[bytes, None] = {}
+        for row in index.owned(tag):
+            if keep is not None and keep(row.record):
+                continue
+            live = row.live
+            if not index.remove_owner(row, tag):
+                row.segment.erase = True
+                gone.update({row.record.id: None} if live else {})
+        for row in index.all_rows():
+            # Second copies of what is gone.
+            if not row.live and row.record.id in gone:
+                row.segment.erase = True
+        self.remove_lonely()
+        self.totals["forgotten"] += len(gone)
+        return list(gone)
 
     @property
     def reserve_bytes(self) -> int:
         """Bytes that KV leaves free for writes that cannot be recomputed."""
-        return _reserve(self.limits, self.io.space(self.root))
+        return min(self.limits.reserve_bytes, self.io.space(self.root).total // _RESERVE_SHARE)
 
     def budget(self) -> int:
         """Returns the bytes that all segment files may take now, given the device's free space and the reserve.
-        Negative if the reserve is not free even without KV.
+        Negative if the reserve is not free even without KV."""
+        held = self.index.nbytes + sum(self.doomed.values())
+        return min(self.limits.bytes_max, held + self.io.space(self.root).free - self.reserve_bytes)
 
-        Raises:
-            OSError: the free space cannot be read.
-        """
-        return min(self.limits.bytes_max, self.index.size()[0] + self.io.space(self.root).free - self.reserve_bytes)
-
-    def evict(self, bytes_max: int, now: float) -> list[bytes]:
+    def evict(self, bytes_max: int) -> list[bytes]:
         """Removes the least recently used unpinned files until the rest fits. Returns the ids that are gone."""
-        nbytes, files, rows = self.index.size()
-        doomed = self.index.doomed()
-        # Doomed files are unlinked as soon as their leases end.
-        nbytes, files = nbytes - sum(size for _, _, size in doomed), files - len(doomed)
-        limits = self.limits
+        index, limits = self.index, self.limits
 
         def fits() -> bool:
-            return nbytes <= bytes_max and files <= limits.files_max and rows <= limits.rows_max
+            return (
+                index.nbytes <= bytes_max and len(index.segments) <= limits.files_max and index.rows <= limits.rows_max
+            )
 
-        if fits():
-            return []
-        pinned = self.leases.held(now)
-        retracted: list[bytes] = []
-        victims = []
-        for segment in sorted(self.index.segments(), key=lambda row: self._touched.get(row.number, row.used)):
-            if fits():
-                break
-            if segment.name in pinned:
-                continue
-            entries = self.index.of_segment(segment.number)
-            retracted.extend(row.record.id for row in entries if row.live)
-            nbytes, files, rows = nbytes - segment.nbytes, files - 1, rows - len(entries)
-            victims.append(segment)
-        self.give_up(victims)
-        self.totals["evicted"] += len(retracted)
-        return retracted
+        gone: list[bytes] = []
+        if not fits():
+            for segment in self.unpinned():
+                gone += self.remove(segment)
+                if fits():
+                    break
+            self.totals["evicted"] += len(gone)
+        return gone
 
-    def fits(self, record: SegmentRecord) -> bool:
-        """Returns whether the segment alone is within its tenant's limit."""
-        most = self.index.tenants.bytes_max(record.tenant)
-        return most is None or record.nbytes <= most
-
-    def keep_limits(self, now: float, name: str = "") -> list[bytes]:
+    def keep_limits(self, new: Segment | None = None) -> list[bytes]:
         """Removes unpinned files of tenants over their limits, the least recently used first. Cheap if none is over.
         Returns the ids that are gone.
 
         Args:
-            name: of a new segment. The segments that it follows are marked as used later than it, because it can only
-                be found through them.
+            new: a segment that has just come. The segments that it follows are marked as used later than it, because it
+                can only be found through them.
         """
-        tenants = self.index.tenants
-        over = tenants.over()
+        index = self.index
+        over = {tag: most for tag, most in self.bytes_max.items() if index.tenant_bytes[tag] > most}
         if not over:
             return []
-        if (segment := self.index.segment(name)) is not None:
-            number, seen = segment.number, {segment.number}
-            while (before := self.index.before(number)) is not None and before not in seen:
-                self._use(before)
-                seen.add(number := before)
-        pinned = self.leases.held(now)
-        retracted: list[bytes] = []
-        victims: list[SegmentRow] = []
-        for tenant in over:
-            excess = tenants.nbytes(tenant) - (tenants.bytes_max(tenant) or 0)
-            for number in tenants.oldest(tenant):
-                if excess <= 0:
-                    break
-                segment = self.index.numbered(number)
-                if segment is not None and segment.name not in pinned:
-                    retracted.extend(row.record.id for row in self.live_rows(number))
-                    victims.append(segment)
-                    excess -= segment.nbytes
-        self.give_up(victims)
-        self.totals["evicted"] += len(retracted)
-        return retracted
+        seen: set[Segment] = set()
+        while new is not None and new not in seen:
+            seen.add(new)
+            if (new := index.before(new)) is not None and new not in seen:
+                self.use(new)
+        gone: list[bytes] = []
+        for segment in self.unpinned():
+            if segment.tenant in over and index.tenant_bytes[segment.tenant] > over[segment.tenant]:
+                gone += self.remove(segment)
+        self.totals["evicted"] += len(gone)
+        return gone
 
-    def make_room(self, now: float) -> list[bytes]:
-        """Evicts unpinned files at once: as many bytes as the reserve lacks, or a whole reserve if it lacks none.
-        Counts failures. Returns the ids that are gone."""
-        self.purge_if_possible(now)
-        free, reserve = self.io.space(self.root).free, self.reserve_bytes
-        wanted = reserve - free if free < reserve else max(1, reserve)
-        nbytes = self.index.size()[0] - sum(size for _, _, size in self.index.doomed())
-        retracted: list[bytes] = []
-        try:
-            retracted = self.evict(max(0, nbytes - wanted), now)
-        except DiskError:
-            self.totals["failed_removals"] += 1
-        self.purge_if_possible(now)
-        # The write-ahead log may be the largest file on a small device.
-        with suppress(DiskError), typed("shortening the index"):
-            self.index.checkpoint()
-        return retracted
+    def unpinned(self) -> list[Segment]:
+        """Returns the files without a lease, the least recently used first."""
+        pinned = self.leases.held(self._clock())
+        files = [segment for segment in self.index.segments.values() if segment.name not in pinned]
+        return sorted(files, key=lambda segment: (segment.used, segment.number))
 
-    def give_up(self, segments: Sequence[SegmentRow]) -> None:
-        """Removes segments, even if the disk is too full for the index's own transaction."""
-        try:
-            self.remove(segments)
-        except DiskFull:
-            # Unlink first. If the index still fails, the next start removes rows without a file.
-            with typed("unlinking files"):
-                for segment in segments:
-                    self.io.unlink(segment_path(self.root, segment))
-            self.remove(segments)
+    def next_use(self) -> int:
+        # Clocks can be set back.
+        self.used = max(self.used + 1, time.time_ns())
+        return self.used
 
-    def discard(self, name: str) -> list[bytes]:
-        """Removes a segment with all its entries, if it exists. Returns the ids that are gone."""
-        segment = self.index.segment(name)
-        if segment is None:
-            return []
-        retracted = [row.record.id for row in self.live_rows(segment.number)]
-        self.give_up([segment])
-        self.totals["evicted"] += len(retracted)
-        return retracted
+    def use(self, segment: Segment) -> None:
+        segment.used = self.next_use()
+        self.touched.add(segment)
 
-    def remove(self, segments: Iterable[SegmentRow]) -> None:
-        with self.change("removing segments"):
-            for segment in segments:
-                self.index.remove_segment(segment)
+    def note_use(self) -> None:
+        """Writes the order of use down, as the files' times. A failure loses only that."""
+        touched, self.touched = self.touched, set()
+        for segment in touched:
+            if segment.name in self.index.segments:
+                with suppress(OSError):
+                    os.utime(self.path(segment), ns=(segment.used, segment.used))
 
-    def _remove_lonely(self) -> None:
-        """Removes segments without live entries. Call it inside `change`."""
+    def path(self, segment: Segment) -> Path:
+        return model_folder(self.root, segment.model) / segment.name
+
+    def remove(self, segment: Segment) -> list[bytes]:
+        """Removes a segment; its file is unlinked by `purge`. Returns the ids that are gone."""
+        self.doomed[self.path(segment)] = segment.nbytes
+        return self.index.remove_segment(segment)
+
+    def remove_lonely(self) -> None:
+        """Removes segments without live entries."""
         for segment in self.index.lonely():
-            self.index.remove_segment(segment)
+            self.remove(segment)
 
-    def purge(self, now: float) -> None:
+    def purge(self) -> None:
         """Unlinks the doomed files without a lease. Raises the first error after trying all."""
-        pinned = self.leases.held(now)
-        gone: list[str] = []
+        pinned = self.leases.held(self._clock())
         folders: set[Path] = set()
         failed: OSError | None = None
-        with typed("unlinking files"):
-            for name, model, _ in self.index.doomed():
-                if name in pinned:
-                    continue
-                try:
-                    # A damaged name never leads out of the folder.
-                    if session_of(name) is not None:
-                        path = model_folder(self.root, model) / name
-                        self.io.unlink(path)
-                        folders.add(path.parent)
-                    gone.append(name)
-                except OSError as error:
-                    failed = failed or error
-            for folder in folders:
-                if folder.is_dir():
-                    self.io.sync_folder(folder)
-            if gone:
-                with self.index.transaction():
-                    self.index.undoom(gone)
-            if failed is not None:
-                raise failed
+        for path in [path for path in self.doomed if path.name not in pinned]:
+            try:
+                self.io.unlink(path)
+                folders.add(path.parent)
+                del self.doomed[path]
+            except OSError as error:
+                failed = failed or error
+        for folder in folders:
+            if folder.is_dir():
+                self.io.sync_folder(folder)
+        if failed is not None:
+            raise failed
 
-    def purge_if_possible(self, now: float) -> None:
+    def purge_if_possible(self) -> None:
         """Runs `purge`; a failure is counted and retried later."""
         try:
-            self.purge(now)
-        except DiskError:
+            self.purge()
+        except OSError:
             self.totals["failed_removals"] += 1
 
-    def live_rows(self, number: int) -> list[IndexRow]:
-        return [row for row in self.index.of_segment(number) if row.live]
+    def unlink_if_possible(self, path: Path) -> None:
+        """Removes a file that is not in the index; `compact` removes leftovers."""
+        with suppress(OSError):
+            self.io.unlink(path)
 
+    def replace(
+        self, old: Segment, rows: Sequence[IndexRow], record: SegmentRecord | None, failures: Sequence[Failure]
+    ) -> list[bytes]:
+        """Replaces a segment by its rewritten file. What died meanwhile is dead in the new one. Returns the ids that
+        are gone."""
+        index = self.index
+        if old.name not in index.segments:
+            if record is not None:
+                self.unlink_if_possible(model_folder(self.root, record.model) / record.name)
+            return []
+        for failure in failures:
+            if old.rows[failure.location.slot].live:
+                self.totals["missing" if failure.missing else "corrupt"] += 1
+        before = [(row.live, row.certain, row.record) for row in rows]
+        gone = set(self.remove(old))
+        if record is not None:
+            segment = index.add_segment(record, old.used)
+            self.touched.add(segment)
+            for slot, (live, certain, entry) in enumerate(before):
+                index.add(IndexRow(segment, slot, live, certain, entry))
+                gone.discard(entry.id)
+                # Dropped while the file was written: the next round erases it.
+                segment.erase |= not live
+        self.remove_lonely()
+        return sorted(gone)
 
-def free_files(root: Path, limits: DiskLimits, io: DiskIO) -> bool:
-    """Removes segment files of a folder whose index cannot be opened, the oldest first, until the reserve is free.
-    Returns whether any was removed.
+    def stats(self) -> dict[str, int]:
+        """As `DiskStore.stats`."""
+        index = self.index
+        live = [row for row in index.all_rows() if row.live]
+        tails = sum(row.record.tail for row in live)
+        self.leases.expire(self._clock())
+        return {f"{name}_total": count for name, count in self.totals.items()} | {
+            "bytes": index.nbytes + sum(self.doomed.values()),
+            "bytes_max": max(0, self.budget()),
+            "device_free_bytes": self.io.space(self.root).free,
+            "files": len(index.segments) + len(self.doomed),
+            "entries": len(live),
+            "blocks": len(live) - tails,
+            "tails": tails,
+            "dead_entries": index.rows - len(live),
+            "doomed_files": len(self.doomed),
+            "leases": len(self.leases),
+            "epoch": self.epoch,
+        }
 
-    Raises:
-        OSError: the folder cannot be read or changed.
-    """
-    missing = _reserve(limits, io.space(root)) - io.space(root).free
-    freed = 0
-    # Unfinished files belong to their writers.
-    files = [file for file in segment_files(root) if file.path.name.endswith(FINISHED)]
-    for file in sorted(files, key=lambda file: file.path.stat().st_mtime):
-        if freed >= missing:
-            break
-        io.unlink(file.path)
-        freed += file.nbytes
-    return freed > 0
-
-
-def _reserve(limits: DiskLimits, space: Space) -> int:
-    return min(limits.reserve_bytes, space.total // _RESERVE_SHARE)
+    def check(self, *, payload: bool) -> None:
+        """As `DiskStore.check`."""
+        index = self.index
+        index.check()
+        files = {file.path: file.nbytes for file in segment_files(self.root)}
+        for segment in index.segments.values():
+            path = self.path(segment)
+            assert files.pop(path, None) == segment.nbytes, f"{path} is not as the index says"
+            entries = read_header(path, self.key).record.entries
+            assert all(row.record == entries[row.slot] for row in segment.rows), f"{path} has other entries"
+            if payload:
+                read = read_entries(self.root, self.key, [row.location for row in segment.live])
+                assert not any(isinstance(stored, Failure) for stored in read), f"{path} does not verify"
+        strays = {path for path in files if session_of(path.name) == STORE_SESSION} - self.doomed.keys()
+        assert not strays, f"the index lacks {strays}"

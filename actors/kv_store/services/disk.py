@@ -20,8 +20,7 @@ from ...protocol.entries import TOKEN_BYTES, Location, SegmentRecord, unpack_tok
 from ...protocol.store_messages import DiskSession, FindKV, FoundKV, FoundTail, Limits, ReadDone
 from ..agents.claims import Branch, Claims
 from ..disk.quotas import Quotas, tenant_of
-from ..disk.shelf import DiskLimits
-from ..disk.store import DiskStore
+from ..disk.store import DiskLimits, DiskStore
 from .ownership import Ask, Ownership
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from ..agents.branches import AgentLimits
 from ..agents.database import AgentDatabase
 from ..agents.roles import RoleTable
 from ..disk.quotas import Quotas
-from ..disk.shelf import DiskLimits
+from ..disk.store import DiskLimits
 from .disk import NodeDisk
 from .work import Work
 

@@ -37,15 +37,12 @@ GROW_MIN, GROW_FRACTION = 16, 0.25
 
 
 class Field(NamedTuple):
-    """An array of a block in its record, which is bytes: where it begins, and what it is."""
+    """An array of a block in its record: bytes [start, stop), and what they are."""
 
     start: int
+    stop: int
     dtype: mx.Dtype
     shape: tuple[int, ...]
-
-    @property
-    def stop(self) -> int:
-        return self.start + math.prod(self.shape) * self.dtype.size
 
     def of(self, records: mx.array) -> mx.array:
         """Returns the field of `(blocks, nbytes) uint8`, as `(blocks, *shape[1:])`."""
@@ -176,12 +173,15 @@ class SlotGroup:
             self._begun(place, kind, [(field.shape, field.dtype) for field in fields])
             for place, (kind, fields) in enumerate(layers)
         ]
+        # A run of slots is copied to faster.
+        first, last = numbers[0], numbers[-1]
+        target = slice(first, last + 1) if numbers == list(range(first, last + 1)) else numbers
         seen = [[array.view(mx.uint8) for array in arrays] for arrays in begun]
         mx.eval(begun, seen)
         for arrays, layer in zip(seen, layers, strict=True):
             for array, field in zip(arrays, layer.fields, strict=True):
                 # A view of the pool's own memory. Nobody else sees these slots yet.
-                np.asarray(array).reshape(self.capacity, -1)[numbers] = records[:, field.start : field.stop]
+                np.asarray(array).reshape(self.capacity, -1)[target] = records[:, field.start : field.stop]
 
     def _begun(
         self, place: int, kind: type[Sealed], like: Sequence[tuple[tuple[int, ...], mx.Dtype]]

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +155,13 @@ def read_slabs(
         InvalidRecord: a location is invalid.
         DiskError: nothing can be read now.
     """
-    reader = EntryReader(root, key, where)
+    reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
     slabs: list[Slab | None] = [None] * len(where)
     for run in reader.runs(reuse=True):
         for row, index in enumerate(run.indexes):
             location = where[index]
             try:
-                layout = Layout(spec, run.signature)
+                layout = layout_of(run.signature)
                 slabs[index] = layout.slab(run.data[row], len(location.tokens) // TOKEN_BYTES, location.window_from)
             except ValueError as error:
                 failures.append(Failure(location, str(error), False))
@@ -180,7 +181,7 @@ def read_blocks(
     Raises:
         Unavailable: that takes longer than `ADOPT_S`.
     """
-    reader = EntryReader(root, key, where)
+    reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
     blocks: list[PooledBlock] = []
     try:
         for run in reader.runs(reuse=True):
@@ -189,7 +190,7 @@ def read_blocks(
             windows = [where[index].window_from for index in run.indexes[:count]]
             if count:
                 coming = len(where) - len(blocks)
-                records = Layout(spec, run.signature).records(run.data[:count], windows, coming)
+                records = layout_of(run.signature).records(run.data[:count], windows, coming)
                 blocks += adopt(records).result(ADOPT_S)
             if count < len(run.indexes):
                 break

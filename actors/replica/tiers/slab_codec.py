@@ -38,8 +38,12 @@ _DTYPES = {
 
 
 def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
-    """Returns the slab's arrays by name, in the order of layers, without copying. They must be evaluated already."""
+    """Returns the slab's arrays by name, without copying. They must be evaluated already.
+
+    States come last: they may have any size, and a GPU reads the KV of blocks where their records have it.
+    """
     parts: dict[str, np.ndarray] = {}
+    last: dict[str, np.ndarray] = {}
     states = iter(slab.states or ())
     for index, (layer, entry) in enumerate(zip(spec.layers, slab.layers, strict=True)):
         if entry is not None:
@@ -47,8 +51,8 @@ def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
             parts |= {f"{index}.{name}": to_numpy(array) for name, array in zip(names, entry, strict=True)}
         elif layer.kind is LayerKind.RECURRENT and slab.states is not None:
             arrays = enumerate(next(states))
-            parts |= {f"{index}.state.{number}": to_numpy(array) for number, array in arrays}
-    return parts or {_NOTHING: np.zeros(1, np.uint8)}
+            last |= {f"{index}.state.{number}": to_numpy(array) for number, array in arrays}
+    return parts | last or {_NOTHING: np.zeros(1, np.uint8)}
 
 
 class Layout:
@@ -65,8 +69,9 @@ class Layout:
         fields: dict[str, Field] = {}
         start = 0
         for part in parts:
-            fields[part.name] = Field(start, _DTYPES[DTYPES[part.dtype]], part.shape)
-            start += part.nbytes
+            stop = start + part.nbytes
+            fields[part.name] = Field(start, stop, _DTYPES[DTYPES[part.dtype]], part.shape)
+            start = stop
         fields.pop(_NOTHING, None)
         # A GPU reads numbers at multiples of their sizes alone.
         self._aligned = all(field.start % field.dtype.size == 0 for field in fields.values())

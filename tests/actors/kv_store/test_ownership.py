@@ -240,6 +240,7 @@ async def test_what_an_erasing_has_left_undone_the_next_process_does_and_keeps_w
     before, since = chain(2, owners=(ALICE,)), chain(2, first=40, owners=(ALICE,))
     shared = chain(1, first=80, owners=(ALICE, BOB))
     await node.speak(ALICE, spoken(*before))
+    await node.speak(BOB, spoken(*shared))
     await node.put(*before, *shared)
 
     def failing(*arguments: Any) -> None:

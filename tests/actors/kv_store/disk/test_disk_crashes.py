@@ -15,7 +15,7 @@ from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import DiskError, DiskFull
 from tests.worlds import kv_scenes
 from tests.worlds.kv_files import ROOT, Bench, Failing, NoSync, Photographed, chain, payload, tail
-from tests.worlds.kv_scenes import ALICE, BOB, CACHE, LONG, OPERATIONS, REPLACED, SHORT, found, no_orphans
+from tests.worlds.kv_scenes import ALICE, BOB, LONG, OPERATIONS, REPLACED, SHORT, found, no_orphans
 
 copies, prepared = kv_scenes.copies, kv_scenes.prepared
 """Fixtures."""
@@ -41,18 +41,20 @@ def test_a_store_killed_at_any_step_has_what_was_committed_and_nothing_else(tmp_
         before, forgotten, io.armed = after, forgotten or name == "forget", True
     io.armed = False
     bench.store.close()
-    assert len(io.taken) > 100, "the matrix has shrunk"
+    assert len(io.taken) > 60, "the matrix has shrunk"
     for (step, picture), (name, before, after, forgotten) in zip(io.taken, states, strict=True):
         where = f"{name}, before {step} ({picture.name})"
         survivor = Bench(picture, session="another")
         survivor.open()
         there = found(survivor)
         assert before & after <= there <= before | after, where
-        assert there in (before, after) or name in ("evict", "compact"), f"{where}: half of it"
+        assert there in (before, after) or name in ("forget", "evict", "compact"), f"{where}: half of it"
         no_orphans(survivor)
         survivor.store.check(payload=True)
         survivor.store.compact()
-        if forgotten or (name == "forget" and ALICE[0].id not in there):
+        if forgotten or name == "forget":
+            # As her tombstone has it at every start. Her file may name her again.
+            there -= set(survivor.store.forget("default/alice"))
             assert not any(payload(entry) in survivor.bytes_on_disk() for entry in ALICE), where
         assert found(survivor) == there
         survivor.put(chain(1, first=900))
@@ -71,12 +73,11 @@ def compact_what_died(bench: Bench) -> None:
 
 
 TRIED: list[tuple[str, Callable[[Bench], object], int]] = [
-    ("commit", lambda bench: bench.put([LONG, tail([9, 9, 9], 700)]), 10),
-    ("replace", lambda bench: bench.put([Entry(BOB[2].id, BOB[2].parent, BOB[2].tokens, BOB[2].parts)]), 6),
-    ("forget", lambda bench: bench.store.forget("default/alice"), 15),
-    ("evict", lambda bench: bench.store.evict(bench.store.stats()["bytes"] - 1), 6),
-    ("compact", compact_what_died, 15),
-    ("touch", lambda bench: bench.store.touch([CACHE[1].id], owner="default/dave"), 2),
+    ("commit", lambda bench: bench.put([LONG, tail([9, 9, 9], 700)]), 6),
+    ("replace", lambda bench: bench.put([Entry(BOB[2].id, BOB[2].parent, BOB[2].tokens, BOB[2].parts)]), 5),
+    ("forget", lambda bench: bench.store.forget("default/alice"), 6),
+    ("evict", lambda bench: bench.store.evict(bench.store.stats()["bytes"] - 1), 2),
+    ("compact", compact_what_died, 10),
 ]
 
 
@@ -121,27 +122,6 @@ def test_a_disk_that_fails_at_any_step_costs_that_call_only(copy, name, operatio
     assert at >= fewest
 
 
-def test_an_index_that_cannot_be_written_is_an_error_of_the_call_and_reading_goes_on(copy):
-    bench = copy()
-    bench.open()
-    everything = found(bench)
-    database = bench.store._shelf.index._database
-    database.execute("PRAGMA query_only = ON")
-    for call in (
-        lambda: bench.put([LONG]),
-        lambda: bench.store.evict(0),
-        lambda: bench.store.forget("default/bob"),
-        lambda: bench.store.touch([CACHE[0].id], owner="default/new"),
-    ):
-        with pytest.raises(DiskError):
-            call()
-    assert found(bench) == everything
-    database.execute("PRAGMA query_only = OFF")
-    bench.put([LONG])
-    assert bench.has(LONG)
-    bench.store.check(payload=True)
-
-
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 1 MiB."""
@@ -178,7 +158,6 @@ def test_a_full_disk_is_an_error_that_keeps_serving(small_disk):
     assert bench.has(*kept)
     with pytest.raises(DiskFull):
         bench.put(chain(1, first=5000))
-    # Not even the index can grow, and still room can be made.
     assert bench.store.evict(bench.store.stats()["bytes"] // 2)
     filler.unlink()
     bench.put(chain(1, first=5000))

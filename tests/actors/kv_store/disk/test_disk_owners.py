@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from satchel.actors.kv_store.disk import placement
+from satchel.actors.kv_store.disk import index
 from satchel.actors.kv_store.disk import store as disk
-from satchel.actors.kv_store.disk.compaction import rewrite
 from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.kv_store.disk.segments import STORE_SESSION
 from satchel.actors.protocol.entries import Entry, Failure, owner_tag
@@ -80,7 +79,7 @@ def test_what_nobody_in_particular_owns_is_just_cache(bench):
 
 
 def test_an_entry_that_everybody_uses_is_nobodys(bench, monkeypatch):
-    monkeypatch.setattr(placement, "OWNERS_MAX", 8)
+    monkeypatch.setattr(index, "OWNERS_MAX", 8)
     entries = chain(1, owners=("default/first",))
     bench.put(entries)
     for number in range(12):
@@ -151,12 +150,13 @@ def test_what_dies_while_its_file_is_rewritten_does_not_come_back(bench, monkeyp
     place = bench.located(bob)[1]
     assert place is not None
 
-    def slow(*arguments, **named):
-        rewritten = rewrite(*arguments, **named)
-        bench.store.report([Failure(place, "found to be corrupt meanwhile", False)])
-        return rewritten
+    write = disk.write_tagged
 
-    monkeypatch.setattr(disk, "rewrite", slow)
+    def slow(*arguments, **named):
+        bench.store.report([Failure(place, "found to be corrupt meanwhile", False)])
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(disk, "write_tagged", slow)
     bench.store.forget("default/alice")
     assert bench.lacks(bob[1]) and bench.has(bob[0])
     assert payload(bob[1]) not in bench.bytes_on_disk(), "and is erased in the next round"
@@ -165,9 +165,7 @@ def test_what_dies_while_its_file_is_rewritten_does_not_come_back(bench, monkeyp
 def test_owners_are_settled_of_what_is_uncertain_only(bench):
     lost, known = chain(2, owners=("default/alice",)), chain(1, first=9, owners=("default/alice",))
     bench.put(lost)
-    bench.store.close()
-    (bench.root / "index").unlink()
-    bench.open()
+    bench.open(settles=False)
     bench.put(known)
     assert {record.id for record in bench.store.uncertain()} == {entry.id for entry in lost}
     bob, carol = (owner_tag(bench.store.key, f"default/{name}") for name in ("bob", "carol"))
@@ -191,7 +189,7 @@ def test_what_an_owner_has_rightly_is_not_taken_with_the_rest(bench):
 
 def test_of_as_many_owners_as_are_kept_each_counts(bench, monkeypatch):
     """The last of them takes the entry along; with one more it is nobody's in particular."""
-    monkeypatch.setattr(placement, "OWNERS_MAX", 3)
+    monkeypatch.setattr(index, "OWNERS_MAX", 3)
     for count, stays in ((3, False), (4, True)):
         (entry,) = chain(1, first=20 * count, owners=("default/0",))
         bench.put([entry])

@@ -111,11 +111,12 @@ def test_neighbours_are_read_together_up_to_a_limit_and_their_memory_is_used_aga
 def test_a_reader_that_is_left_early_leaves_nothing_open(tmp_path):
     entries = chain(7)
     locations = [places(write_file(tmp_path, [entry]))[0] for entry in entries]
-    before = open_files(), threading.active_count()
+    gc.collect()
+    before = open_files()
     for _ in EntryReader(tmp_path, KEY, locations).runs():
         break
     gc.collect()
-    assert (open_files(), threading.active_count()) == before
+    assert open_files() == before and not any(thread.name.startswith("read_") for thread in threading.enumerate())
 
 
 def bad_entries() -> Iterator[tuple[str, list[Entry]]]:

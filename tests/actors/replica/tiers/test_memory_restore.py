@@ -16,8 +16,7 @@ import pytest
 
 from satchel.actors.kv_store.disk.segment_reader import read_header
 from satchel.actors.kv_store.disk.segments import grouped, model_folder, write_segment
-from satchel.actors.kv_store.disk.shelf import DiskLimits
-from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, block_ids, root_id
 from satchel.actors.protocol.codec import decode
 from satchel.actors.protocol.entries import Entry, Failure, Location, signature
