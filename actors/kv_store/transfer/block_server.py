@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ....cluster.errors import CorruptSegment, DiskError, LinkError, LinkVersion, PortInUse, SatchelError
 from ....cluster.timing import USUAL
 from ....cluster.trust.strangers import Strangers
-from ...protocol.entries import Failure, Location, unpack_tokens
+from ...protocol.entries import Failure, Location, Part, unpack_tokens
 from ..disk.folder import BAD_FILE
 from ..disk.store import DiskStore
 from ..disk.streaming import SegmentFiles
@@ -308,7 +309,7 @@ class BlockServer:
             if error.errno not in BAD_FILE:
                 raise
             return failed(f"the file cannot be read: {error.strerror}")
-        layout = Layout(header.parts, header.record.meta)
+        layout = _layout(header.parts, tuple(header.record.meta.items()))
         digesting = Digesting(layout)
 
         def fill(piece: memoryview, start: int) -> None:
@@ -359,6 +360,11 @@ class _Lease:
             with contextlib.suppress(DiskError):
                 self._store.unpin(self._lease)
             self._lease = None
+
+
+@lru_cache(64)
+def _layout(parts: tuple[Part, ...], meta: tuple[tuple[str, str], ...]) -> Layout:
+    return Layout(parts, dict(meta))
 
 
 def _listener(address: Address) -> socket.socket:

@@ -87,12 +87,14 @@ class Layout:
 
     Attributes:
         nbytes: of the whole entry.
+        packed: what `read_entry` makes a layout of.
     """
 
     def __init__(self, parts: Sequence[Part], meta: Mapping[str, str]) -> None:
         self.parts, self.meta = tuple(parts), dict(meta)
         self.sizes = [part.nbytes for part in self.parts]
         self.nbytes = sum(self.sizes)
+        self.packed = pack(self.parts, self.meta)
         self.digest_of = EntryDigest(self.parts)
 
 
@@ -183,7 +185,7 @@ def read_found(
 
 
 def pack_entry(tokens: bytes, layout: Layout) -> bytes:
-    return pack("entry", tokens, pack(layout.parts, layout.meta))
+    return pack("entry", tokens, layout.packed)
 
 
 def read_entry(fields: Sequence[Any]) -> tuple[bytes, Layout]:
