@@ -3,7 +3,7 @@
     python -m benchmarks.cluster.source FOLDER
 
 Asked with a line of JSON (`key`, `address`, `blocks`), it answers with another one and serves until its standard input
-closes. See `worker.py`.
+closes; asked for `"cpu"`, with the seconds that it has computed. See `worker.py`.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def main() -> None:
         store = stack.enter_context(open_store(Path(sys.argv[1])))
 
         def serve(asked: Any) -> Any:
+            if asked == "cpu":
+                return time.process_time()
             ids, nbytes = fill(store, asked["blocks"])
             listener = socket.create_server((asked["address"], 0))
             threading.Thread(target=_send_raw, args=(listener, nbytes), daemon=True).start()

@@ -22,6 +22,9 @@ from .pull_loop import PullEnded, PullLimits, Stop, Wanted
 
 logger = logging.getLogger(__name__)
 
+_SEGMENT_BYTES = 32 * 2**20
+"""A segment of so many bytes is complete: it is synced while the next one comes."""
+
 
 class Keeper(Protocol):
     """Commits pulled segments and marks entries as their owner's. A `DiskStore` does so without any check."""
@@ -131,7 +134,8 @@ class PullWriter:
             raise PullEnded(Stop.DISK, error.message) from None
         with self._changed:
             self._open_bytes += nbytes
-        full = len(self._segment.records) >= self._limits.install_entries_max
+        count = len(self._segment.records)
+        full = count >= self._limits.install_entries_max or count * nbytes >= _SEGMENT_BYTES
         if full or 2 * self._open_bytes >= self._limits.window_bytes:
             self._hand_over()
         self._wait(lambda: self._open_bytes <= self._limits.window_bytes)
