@@ -1,7 +1,8 @@
 """The index of segment files: in memory, made of their headers at every start. Pure.
 
 An entry's row is *live* if lookups of its id return it. Other rows (second or replaced copies) are kept so that their
-bytes can be found and erased. A row is *certain* if all of its owners are known: a header lacks those that came later.
+bytes can be found and erased. A header lacks owners that came later, so after a start a row is not *certain* until it
+is told them. A header may not name one who was forgotten: its file is marked for erasing then, and rewritten.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from .placement import SegmentPlacement
 
 @dataclass(eq=False, slots=True)
 class IndexRow:
-    """An entry in a segment."""
+    """An entry in a segment.
+
+    Attributes:
+        certain: whether `record` has all owners.
+        named: the owners in the file.
+    """
 
     segment: Segment
     slot: int
     live: bool
     certain: bool
     record: EntryRecord
+    named: tuple[bytes, ...]
 
     @property
     def location(self) -> Location:
@@ -107,8 +114,7 @@ class Index:
         return (row for segment in self.segments.values() for row in segment.rows)
 
     def owned(self, tag: bytes) -> list[IndexRow]:
-        """Returns the rows of an owner, and those whose owners may be incomplete."""
-        return [row for row in self.all_rows() if not row.certain or tag in row.record.owners]
+        return [row for row in self.all_rows() if tag in row.record.owners]
 
     def before(self, segment: Segment) -> Segment | None:
         """Returns the segment with the parent of this segment's first entry."""
@@ -155,6 +161,7 @@ class Index:
     def add(self, row: IndexRow) -> None:
         """Adds a row to its segment."""
         row.segment.rows.append(row)
+        row.segment.erase |= any(tag not in row.record.owners for tag in row.named)
         self.rows += 1
         if not row.live:
             self._died.add(row.segment)
@@ -219,12 +226,12 @@ class Index:
             known = _union(entry.owners, heirs[entry.id]) if entry.id in heirs else entry.owners
             owners = tuple(tag for tag in known if tag not in without.get(entry.id, ()))
             if not owners:
-                self.add(IndexRow(segment, slot, False, certain, entry))
+                self.add(IndexRow(segment, slot, False, certain, entry, entry.owners))
                 segment.erase = True
                 placed.refused.append(entry.id)
                 continue
-            entry = replace(entry, owners=owners) if owners != entry.owners else entry
-            row = IndexRow(segment, slot, True, certain, entry)
+            named, entry = entry.owners, replace(entry, owners=owners) if owners != entry.owners else entry
+            row = IndexRow(segment, slot, True, certain, entry, named)
             old = self._live.get(entry.id)
             if old is None:
                 row.live = not entry.tail or self._has_room(row, placed)
@@ -253,30 +260,22 @@ class Index:
         return True
 
     def remove_owner(self, row: IndexRow, owner: bytes) -> bool:
-        """Removes an owner from a row. Returns whether owners are left; if not, the row becomes dead.
-
-        Dead rows, and rows whose owners may be incomplete, are given up in any case: erasing takes precedence over
-        reuse.
-        """
+        """Removes an owner from a row. Returns whether it is still live: it has other owners. A dead row is to be
+        erased."""
         rest = tuple(tag for tag in row.record.owners if tag != owner)
-        if row.live and row.certain and rest:
-            row.record = replace(row.record, owners=rest)
-            return True
-        if row.live:
+        if row.live and not rest:
             self.kill(row)
-        return False
+        if row.live:
+            row.record = replace(row.record, owners=rest)
+        if not row.live or owner in row.named:
+            row.segment.erase = True
+        return row.live
 
 
 def add_owners(row: IndexRow, owners: Sequence[bytes]) -> None:
     union = _union(row.record.owners, owners)
     if union != row.record.owners:
         row.record = replace(row.record, owners=union)
-
-
-def set_owners(row: IndexRow, owners: Iterable[bytes]) -> None:
-    """Sets the complete owners of a row; a crowd tag that it has stays."""
-    known = _union([tag for tag in row.record.owners if is_crowd(tag)], tuple(owners))
-    row.certain, row.record = True, replace(row.record, owners=known)
 
 
 def _union(owners: Iterable[bytes], more: Iterable[bytes]) -> tuple[bytes, ...]:

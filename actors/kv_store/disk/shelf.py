@@ -172,9 +172,8 @@ class Shelf:
             if keep is not None and keep(row.record):
                 continue
             live = row.live
-            if not index.remove_owner(row, tag):
-                row.segment.erase = True
-                gone.update({row.record.id: None} if live else {})
+            if not index.remove_owner(row, tag) and live:
+                gone[row.record.id] = None
         for row in index.all_rows():
             # Second copies of what is gone.
             if not row.live and row.record.id in gone:
@@ -320,8 +319,8 @@ class Shelf:
         if record is not None:
             segment = index.add_segment(record, old.used)
             self.touched.add(segment)
-            for slot, (live, certain, entry) in enumerate(before):
-                index.add(IndexRow(segment, slot, live, certain, entry))
+            for slot, ((live, certain, entry), written) in enumerate(zip(before, record.entries, strict=True)):
+                index.add(IndexRow(segment, slot, live, certain, entry, written.owners))
                 gone.discard(entry.id)
                 # Dropped while the file was written: the next round erases it.
                 segment.erase |= not live

@@ -30,7 +30,7 @@ from ...protocol.entries import (
     tenant_tag,
 )
 from .folder import make_folders, take_lock, typed
-from .index import add_owners, set_owners
+from .index import add_owners
 from .io import DiskIO
 from .leases import Pin
 from .placement import Changes, SegmentPlacement
@@ -303,27 +303,29 @@ class DiskStore:
             return {tag for row in shelf.index.all_rows() for tag in row.record.owners}
 
     def uncertain(self) -> Iterator[EntryRecord]:
-        """Yields entries with possibly incomplete owners: those of an earlier opening, whose files name only the
-        first."""
+        """Yields entries with possibly incomplete owners: those of an earlier opening, whose files do not name who
+        came later."""
         with self._held("looking for uncertain owners") as shelf:
             records = [row.record for row in shelf.index.all_rows() if row.live and not row.certain]
         yield from records
 
     def settle(self, owners: Mapping[bytes, Sequence[bytes]]) -> int:
-        """Sets the complete owner tags of `uncertain` entries, by id. Returns how many entries that settled."""
+        """Adds further owners to `uncertain` entries, as tags by id. Returns how many entries that settled."""
         with self._held("settling owners") as shelf:
             rows = [(row, tags) for entry, tags in owners.items() if (row := shelf.index.live(entry)) is not None]
             unsettled = [(row, tags) for row, tags in rows if tags and not row.certain]
             for row, tags in unsettled:
-                set_owners(row, tags)
+                add_owners(row, tags)
+                row.certain = True
             return len(unsettled)
 
     def forget(self, owner: str, keep: Callable[[EntryRecord], bool] | None = None) -> list[bytes]:
-        """Removes an owner from all entries, and erases entries without other owners from the disk.
+        """Removes an owner from all entries, and erases entries without other owners from the disk. No file names the
+        owner afterwards.
 
-        Files with a lease are unlinked when it ends, by `compact` at the latest. All `uncertain` entries are erased,
-        whoever is forgotten. A segment committed after this call counts, so the caller must stop the owner's writers
-        first, and must forget the owner again if the process ends before this call does.
+        Files with a lease are unlinked when it ends, by `compact` at the latest. A segment committed after this call
+        counts, so the caller must stop the owner's writers first, and must forget the owner again if the process ends
+        before this call does.
 
         Args:
             keep: selects entries that the owner keeps; called with the lock held.

@@ -11,8 +11,8 @@ has goes from the disk. So nothing is committed behind an erasure.
 A copy of an agent (`fork`) stands on the same KV and has it too: what is on the disk, and what its original computed
 before and is written down after it (`copied`).
 
-After the index of KV was built anew, owners that came later than the file are not known. The branches of all agents
-tell them too, before anything is erased.
+After a start owners that came later than a file are not known. The branches of all agents tell them, before anything is
+erased.
 """
 
 from __future__ import annotations
@@ -263,10 +263,8 @@ class Ownership:
             logger.error("owners of KV could not be settled: %s", error)
             self._to_erase.update(dict.fromkeys(self._barred.values()))
         else:
-            found = [agent for tag, agent in self._barred.items() if tag in there]
-            # One in any case: an erasing may have been cut off, or its owner be unknown since the index was lost, and
-            # with anybody's goes what is left of it, and what nobody claims.
-            self._to_erase.update(dict.fromkeys(found or list(self._barred.values())[-1:]))
+            # An erasing may have been cut off.
+            self._to_erase.update(dict.fromkeys(agent for tag, agent in self._barred.items() if tag in there))
         await self._erase_all()
 
     async def _settle(self) -> None:

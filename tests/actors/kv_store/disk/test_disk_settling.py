@@ -39,11 +39,13 @@ async def test_after_a_start_agents_own_what_they_remember_and_forgetting_one_co
     assert node.owned.settled_total == len(everything)
     assert [record.id for record in node.disk.uncertain()] == [orphan[0].id]
     await node.forget(DAVE)
-    assert node.has(*everything) and not node.on_disk(orphan[0]), "what nobody claims may be anybody's"
+    assert node.has(*everything, *orphan)
+    await node.forget(CAROL)
+    assert node.has(*everything) and not node.on_disk(orphan[0]), "others stand on what she wrote"
     await node.forget(ALICE)
     assert node.has(*system, *his, his_tail) and not any(node.on_disk(entry) for entry in (*hers, her_tail))
     await node.forget(BOB)
-    assert node.disk.stats()["files"] == 0, "the first owner in its file does not keep it: he claims nothing"
+    assert node.disk.stats()["files"] == 0
     node.close()
 
 
@@ -67,15 +69,17 @@ async def test_after_a_start_nothing_of_who_was_forgotten_comes_back(node):
     node.close()
 
 
-async def test_what_may_be_a_forgotten_ones_does_not_survive_a_start(node, monkeypatch):
-    """She came later than the file, was forgotten, and the process died before it erased what she had."""
+async def test_who_came_later_and_was_forgotten_leaves_it_to_others_and_what_was_hers_goes_at_a_start(
+    node, monkeypatch
+):
+    """She was forgotten, and the process died before it erased what she had."""
     monkeypatch.setattr(ownership, "ERASE_TRIES", 1)
     monkeypatch.setattr(ownership, "ERASE_RETRY_S", 0.01)
-    entries, his = chain(1, owners=(CAROL,)), chain(1, first=40, owners=(CAROL,))
-    await node.speak(ALICE, spoken(*entries))
-    await node.speak(BOB, spoken(*his))
-    await node.put(*entries, *his)
-    await node.client.disk_touch(MODEL, [entry.id for entry in (*entries, *his)], ALICE)
+    shared, hers = chain(1, owners=(CAROL,)), chain(1, first=40, owners=(ALICE,))
+    await node.speak(ALICE, spoken(*shared))
+    await node.speak(ALICE, spoken(*hers))
+    await node.put(*shared, *hers)
+    await node.client.disk_touch(MODEL, [entry.id for entry in (*shared, *hers)], ALICE)
 
     def failing(*arguments: Any) -> None:
         raise DiskError("not now")
@@ -83,7 +87,9 @@ async def test_what_may_be_a_forgotten_ones_does_not_survive_a_start(node, monke
     monkeypatch.setattr(node.disk, "forget", failing)
     await node.forget(ALICE)
     node = await node.restarted()
-    assert node.has(*his) and not node.on_disk(entries[0])
+    assert node.has(*shared) and not node.on_disk(hers[0])
+    await node.forget(CAROL)
+    assert not node.on_disk(shared[0])
     node.close()
 
 
@@ -172,9 +178,11 @@ async def test_whatever_comes_together_only_what_some_agent_remembers_is_left(no
             # What was written for the last process does not count any more.
             late.clear()
             node = await node.restarted()
-            # Of KV that no branch stands on any more, nobody knows who else had it.
+            # A file names who wrote it, and branches who stands on it: of one that no branch needs any more nobody
+            # knows who else had it.
             claims = {agent: (await node.owned.claims(agent)).blocks for agent in agents}
-            committed = {(who, entry) for who, entry in committed if entry in claims[who]}
+            first = {entry.id: entry.owners[0] for entry in everything.values()}
+            committed = {(who, entry) for who, entry in committed if entry in claims[who] or first[entry] == who}
         remembered = {entry.id for entries in known.values() for entry in entries}
         live = {block for block in everything if node.disk.locate(MODEL, [block]) != [None]}
         assert live <= remembered, f"seed {seed}, step {step}: {act}"
