@@ -176,18 +176,23 @@ class BlockPuller:
                 raise PullEnded(Stop.DEADLINE, "the deadline is over")
             return left
 
-        writer = PullWriter(
-            self._store,
-            self._session,
-            wanted,
-            owner,
-            limits,
-            left_s,
-            wall_clock=self._wall_clock,
-            ended=lambda: self._end(running),
-            io=self._io,
-            keeper=self._keeper,
-        )
+        try:
+            writer = PullWriter(
+                self._store,
+                self._session,
+                wanted,
+                owner,
+                limits,
+                left_s,
+                wall_clock=self._wall_clock,
+                ended=lambda: self._end(running),
+                io=self._io,
+                keeper=self._keeper,
+            )
+        except BaseException:
+            # Otherwise the writer calls `_end`, perhaps later.
+            self._end(running)
+            raise
         sockets = _Sockets(self._store, wanted, addresses, limits, left_s, writer)
         sockets.initiator = lambda: Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
         loop = PullLoop(wanted.chain, len(addresses), limits, sockets, writer)

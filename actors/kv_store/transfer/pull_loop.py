@@ -53,8 +53,8 @@ class PullLimits:
         stall_s: without a byte of an answer.
         backoff_s: before addresses are tried a second time.
         batch_entries: of one fetch request; two are outstanding, so that the source always has something to send.
-        window_bytes: in memory and not written yet, and the maximum of one entry.
-        install_entries_max: entries written together; few enough that writing keeps up with receiving.
+        window_bytes: received and not committed yet, and the maximum of one entry.
+        install_entries_max: of one segment; few enough that syncing keeps up with receiving.
         total_bytes_max: of all fetched entries.
     """
 
@@ -160,7 +160,7 @@ class Source(Protocol[E_co]):
 
 class Disk(Protocol[E_contra]):
     async def install(self, entry: E_contra, nbytes: int) -> None:
-        """Takes an entry to be written and committed; waits for room in memory. Raises `PullEnded`."""
+        """Takes a received entry to be committed; waits while too much is not. Raises `PullEnded`."""
         ...
 
     async def finish(self) -> None:
@@ -214,10 +214,10 @@ class PullLoop(Generic[E]):
             address = number % self.addresses
             if len(refused) == self.addresses or broken == LINES_MAX:
                 break
-            if address in refused:
-                continue
             if number == self.addresses:
                 await self.source.pause(self.limits.backoff_s)
+            if address in refused:
+                continue
             self.connections += 1
             try:
                 line = await self.source.connect(address)
