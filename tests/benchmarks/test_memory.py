@@ -116,7 +116,7 @@ def test_a_recorded_session_computes_nothing_twice(tmp_path: Path) -> None:
     """It grows from 256 tokens to 1,792, but for a request that goes back in the middle of a block, and one of another
     agent. A block that is shared in part is computed again up to there."""
     grown = [{"input": 64 * blocks, "output": 160, "blocks": [[0, blocks - 1]]} for blocks in range(4, 29, 6)]
-    back = {"input": 64 * 15, "output": 16, "blocks": [[0, 12], [900, 901]]}
+    back = {"input": 64 * 19, "output": 16, "blocks": [[0, 16], [900, 901]]}
     other = {"input": 64 * 30, "output": 16, "blocks": [[500, 529]], "sub": True}
     trace = tmp_path / "claude_code_agents.jsonl.gz"
     with gzip.open(trace, "wt") as file:
@@ -127,7 +127,7 @@ def test_a_recorded_session_computes_nothing_twice(tmp_path: Path) -> None:
     turns = list(session.play(Desk(str(EMBEDDED / "recall")), requests, parts.Budget(600.0)))
     assert [turn.computed for turn in turns[1:-1]] == [6 * 64] * (len(grown) - 1)
     assert [turn.again for turn in turns[:-1]] == [0] * len(grown)
-    assert turns[-1].again == 13 * 64 % 256 and turns[-1].computed == turns[-1].again + 2 * 64
+    assert turns[-1].again == 17 * 64 % 256 and turns[-1].computed == turns[-1].again + 2 * 64
     with pytest.raises(ValueError, match="no session"):
         session.recorded(trace, 60_000)
 
