@@ -1,5 +1,5 @@
-"""Fields of OpenAI's, vLLM's and llama.cpp's that would change the answer and are not done: refused by name, with what changes
-nothing."""
+"""Fields of OpenAI's, vLLM's and llama.cpp's that would change the answer and are not done: refused by name, with what
+changes nothing."""
 
 from __future__ import annotations
 
