@@ -128,9 +128,7 @@ def test_history_has_one_call_a_message_with_its_result_behind_it(text: TextMode
         {"role": "tool", "tool_call_id": "1", "content": "first"},
         {"role": "assistant", "content": "Done", "reasoning_content": "gone"},
     ])  # fmt: skip
-    assert rendered.removeprefix(
-        "<|start|>system<|message|>Reasoning: medium<|end|><|start|>user<|message|>Hi<|end|>"
-    ) == (
+    assert rendered.partition("<|message|>Hi<|end|>")[2] == (
         "<|start|>assistant<|channel|>analysis<|message|>Two.\n\nI look.<|end|>"
         '<|start|>assistant to=functions.a<|channel|>commentary json<|message|>{"x": 1}<|call|>'
         '<|start|>functions.a to=assistant<|channel|>commentary<|message|>"first"<|end|>'
@@ -155,11 +153,11 @@ async def test_a_chat_thinks_and_answers(api: Chat, served: FakeBackend):
     usage = (await api.chat()).json()["usage"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] > 5
     chunks = await api.stream()
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk != "[DONE]" and chunk["choices"]]
     assert "".join(delta.get("content") or "" for delta in deltas) == "Hello, <b>you</b>"
 
 
-@pytest.mark.parametrize("written", [CALL, START.removeprefix(START) + TOLD])
+@pytest.mark.parametrize("written", [CALL, TOLD])
 async def test_a_chat_calls_a_tool_and_goes_on(api: Chat, served: FakeBackend, written: str):
     served.say(THOUGHT + START + written)
     choice = (await api.chat(tools=[TOOL], reasoning_effort="high")).json()["choices"][0]
@@ -171,7 +169,7 @@ async def test_a_chat_calls_a_tool_and_goes_on(api: Chat, served: FakeBackend, w
     messages = [{"role": "user", "content": "Hi"}, choice["message"], result]
     answer = (await api.post({"messages": messages, "tools": [TOOL]})).json()["choices"][0]
     assert answer["message"]["content"] == "Hello, <b>you</b>"
-    prompt = served.text.decode(served.requests[-1]["tokens"])
+    prompt = served.text.decode(served.requests[-1]["prompt"])
     assert '"rain"<|end|><|start|>assistant' in prompt and "They want it.<|end|>" in prompt
 
 
