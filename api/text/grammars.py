@@ -251,7 +251,7 @@ class _Writer:
             tail = ""
         call = self._rule("call", " | ".join(each))
         between = self._written(known.between)
-        more = f"({between} {call})*" if calls.parallel else ""
+        more = f"({between} {call})*" if calls.parallel and between else ""
         if not lead:
             return self._rule("calls", f"{self._written(known.head)} {call} {more} {tail}")
         begun = self._rule("begun", f"{self._until('lead', known.head)} {call} {more} {tail}")

@@ -30,6 +30,7 @@ from .pipeline import longest_held
 from .recent import RecentTexts
 from .script import Script
 from .spelling import REPLACEMENT, Spelling
+from .template_calls import TemplateCalls, find_calls
 from .template_dates import dated, shows_date
 from .template_habits import TemplateHabits, habits_of
 
@@ -222,6 +223,12 @@ class TextModel:
         if self.is_harmony:
             self.has_tool_calls = harmony.has_calls(template)
             self.harmony_tokens = frozenset(vocabulary[marker] for marker in harmony.MARKERS) - self.end_tokens
+        self.template_calls: TemplateCalls | None = None
+        if not self.has_tool_calls and (calls := find_calls(self)) is not None:
+            self.template_calls, self.has_tool_calls = calls, True
+            self.tool_call_start, self.tool_parser = calls.start, calls.parse
+            written = (calls.format.head, calls.format.middle, calls.format.between, calls.format.tail)
+            self.tool_call_tokens = frozenset(self.encode("".join(written))) & self.hidden_tokens - self.end_tokens
 
     def _special_added(self) -> frozenset[int]:
         return frozenset(token for token, entry in self.added_tokens.items() if entry.special)
