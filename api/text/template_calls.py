@@ -76,6 +76,10 @@ class TemplateCalls:
             at = at if separated is None else separated.end()
 
 
+IN_JSON = TemplateCalls(CallFormat('{"name": "', '", "arguments": ', "", "}"), '{"name"', '{"name"')
+"""How a model writes a call that it must make, if nothing is known of how it writes calls."""
+
+
 def find_calls(text: TextModel) -> TemplateCalls | None:
     """Returns how a model writes calls; None if its template shows no tools, or no calls that could be told from text.
     Takes milliseconds."""
