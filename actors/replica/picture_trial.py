@@ -201,8 +201,9 @@ class _Trial:
         model, ids = self._vision.model, mx.array([prompt.tokens])
         try:
             given = {name: _as_arrays(value) for name, value in prompt.given.items() if name != "attention_mask"}
-            pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, dtype=mx.int32)
-            made = model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
+            marked = mx.array([self._processor.marked(prompt.tokens)])
+            pixels, mask = given.pop("pixel_values", None), mx.ones(marked.shape, dtype=mx.int32)
+            made = model.get_input_embeddings(marked, pixels, mask=mask, **given).to_dict()
             self._compare(made, row)
         except Exception:
             if len(prompt.pictures) == 1:

@@ -132,27 +132,28 @@ def _add_pictures(rows: Rows, model: Any, folder: Path) -> None:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
         )
+        answer = [draw.randrange(20, 3000) for _ in range(ANSWER)]
+        placed = place(ours, text, [Medium([one]) for one in shown])
+        tokens = ours._tokenizer.encode(placed.text, add_special_tokens=False)
+        prompt, media = with_media_tokens(ours, tokens, placed)
+        row, script = len(rows.prompts), [*_filled(prompt, media), *answer]
         try:
             inputs = _inputs_of(own, model, text, [_image(one) for one in shown])
+            given = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
+            marked = ours.marked(script)
+            inputs["mask"] = inputs.pop("attention_mask", None)
+            if marked[:-ANSWER] != given:
+                rows.notes += [DIFFERS] if DIFFERS not in rows.notes else []
+                inputs["mask"] = mx.ones((1, len(marked) - ANSWER), dtype=mx.int32)
+            _note_own(rows, row, model, marked, inputs)
         except Exception:
             if len(shown) == 1:
                 raise
             rows.notes.append("the library does not take two pictures in a prompt; here it does")
             continue
-        answer = [draw.randrange(20, 3000) for _ in range(ANSWER)]
-        given = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
-        inputs["mask"] = inputs.pop("attention_mask", None)
-        placed = place(ours, text, [Medium([one]) for one in shown])
-        tokens = ours._tokenizer.encode(placed.text, add_special_tokens=False)
-        prompt, media = with_media_tokens(ours, tokens, placed)
-        row = len(rows.prompts)
         rows.prompts.append(prompt)
         rows.media.append(media)
-        rows.scripts[row] = script = [*_filled(prompt, media), *answer]
-        if script[:-ANSWER] != given and DIFFERS not in rows.notes:
-            rows.notes.append(DIFFERS)
-        inputs["mask"] = mx.ones((1, len(prompt)), dtype=mx.int32) if script[:-ANSWER] != given else inputs["mask"]
-        _note_own(rows, row, model, script, inputs)
+        rows.scripts[row] = script
 
 
 def _inputs_of(processor: Any, model: Any, text: str, images: list[Any]) -> dict[str, Any]:

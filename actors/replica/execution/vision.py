@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs"}
 """Outputs of `get_input_embeddings` that are used. Positions are computed for the whole prompt instead."""
 
-_IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
+_IGNORED = {"position_ids", "rope_deltas", "attention_mask", "attention_mask_4d"}
 """Outputs that are not needed: masks are made by the caches."""
 
 _BESIDE_THE_PROMPT = {
@@ -274,8 +274,10 @@ class Vision:
 
     def __init__(self, model: Any, processor: PictureProcessor, *, together: bool = True) -> None:
         # What encoding notes for the language part's next call must not reach it: that may be of another row.
-        self._model, self._language = copy.copy(model), copy.copy(model.language_model)
-        self._model.language_model = self._language
+        self._model = copy.copy(model)
+        if not isinstance(getattr(type(model), "language_model", None), property):
+            self._model.language_model = copy.copy(model.language_model)
+        self._language = self._model.language_model
         self._processor = processor
         self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
         self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
@@ -359,10 +361,11 @@ class Vision:
     def _encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], video: bool) -> list[ImageEmbeddings]:
         spare = mx.get_cache_memory()
         ids = mx.array([list(span.tokens) * len(shown)])
+        marked = mx.array([self._processor.marked(span.tokens) * len(shown)])
         made_of = [self._processor.inputs(frames, video=video) for frames in shown]
         given = {name: _merged_inputs([each[name] for each in made_of]) for name in made_of[0]}
-        pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, dtype=mx.int32)
-        made = self._model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
+        pixels, mask = given.pop("pixel_values", None), mx.ones(marked.shape, dtype=mx.int32)
+        made = self._model.get_input_embeddings(marked, pixels, mask=mask, **given).to_dict()
         unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
         if unknown:
             raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
@@ -370,6 +373,8 @@ class Vision:
             raise ValueError(
                 f"mlx-vlm makes {count} embeddings of a picture for which its processor writes {ids.shape[1]} tokens"
             )
+        if not isinstance(made["deepstack_visual_embeds"] or (), list | tuple):
+            raise ValueError("mlx-vlm hands its layers the picture in a form that no other model has")
         places = mx.array(sorted(span.places))
         self._check_seen(ids, made, places)
         every = mx.split(made["inputs_embeds"][0], len(shown))
@@ -462,7 +467,7 @@ class Vision:
             tokens: token ids as native 32-bit integers.
         """
         ids = mx.array(np.frombuffer(tokens, np.int32)[None])
-        stills, videos = ([list(grid) for grid, video in grids if video == kind] for kind in (False, True))
+        stills, videos = ([list(grid) for grid, video in grids if grid and video == kind] for kind in (False, True))
         positions, shift = self._language.get_rope_index(
             ids, mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
         )
