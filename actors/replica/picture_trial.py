@@ -23,7 +23,7 @@ from ..model_files.processors import SpanLayout
 from ..model_files.source import first_sentence
 from ..protocol.block_ids import BLOCK_TOKENS
 from .execution.models import LoadedModel
-from .execution.vision import ImageEmbeddings, RowPart, RowPictures, Vision
+from .execution.vision import ImageEmbeddings, RowPart, RowPictures, Vision, levels_of
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown, difference, rounding
 from .kv.device import multiplies_exactly
 
@@ -223,7 +223,7 @@ class _Trial:
             raise _Unseen(f"mlx-vlm makes {whole.shape[0]} embeddings of a prompt of {len(tokens)} tokens")
         beside = self._vision.inputs([RowPart(tokens, 0, self._known(row))], len(tokens))
         pairs = [(whole, beside["inputs_embeds"][0])]
-        ours, theirs = (each.get("deepstack_visual_embeds") or [] for each in (beside, made))
+        ours, theirs = levels_of(beside), levels_of(made)
         if len(ours) != len(theirs):
             raise _Unseen("the picture reaches other layers inside a prompt than alone")
         for one, other in zip(ours, theirs, strict=True):

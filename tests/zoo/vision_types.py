@@ -435,7 +435,7 @@ _MOLMO_TYPES: dict[str, Family] = {
     ),
 }
 
-_IN_CODE: dict[str, dict[str, Any]] = {
+IN_CODE: dict[str, dict[str, Any]] = {
     "phi3_v": {
         "vision:VisionModel.CLIP_VIT_LARGE_PATCH14_336_CONFIG.num_hidden_layers": 2,
         "vision:VisionModel.CLIP_VIT_LARGE_PATCH14_336_CONFIG.intermediate_size": 64,
@@ -454,7 +454,7 @@ TYPES: dict[str, Family] = {**FAMILIES, **PATCHES, **SQUARES, **_PHI_TYPES, **_M
 
 def write(folder: Path, name: str) -> Path:
     """Write a checkpoint of one type into `folder`. The sizes that mlx-vlm has in its code are smaller from now on."""
-    for place, size in _IN_CODE.get(name, {}).items():
+    for place, size in IN_CODE.get(name, {}).items():
         module, _, path = place.partition(":")
         *owners, attribute = path.split(".")
         owner: Any = import_module(f"mlx_vlm.models.{name}.{module}")

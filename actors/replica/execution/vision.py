@@ -373,12 +373,10 @@ class Vision:
             raise ValueError(
                 f"mlx-vlm makes {count} embeddings of a picture for which its processor writes {ids.shape[1]} tokens"
             )
-        if not isinstance(made["deepstack_visual_embeds"] or (), list | tuple):
-            raise ValueError("mlx-vlm hands its layers the picture in a form that no other model has")
         places = mx.array(sorted(span.places))
         self._check_seen(ids, made, places)
         every = mx.split(made["inputs_embeds"][0], len(shown))
-        seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
+        seen = [mx.split(level, len(shown)) for level in levels_of(made)]
         embeddings: list[ImageEmbeddings] = []
         for index, inputs in enumerate(every):
             levels = []
@@ -468,8 +466,9 @@ class Vision:
         """
         ids = mx.array(np.frombuffer(tokens, np.int32)[None])
         stills, videos = ([list(grid) for grid, video in grids if grid and video == kind] for kind in (False, True))
+        shown = {"image_grid_thw": stills, "video_grid_thw": videos}
         positions, shift = self._language.get_rope_index(
-            ids, mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
+            ids, **{name: mx.array(sizes) for name, sizes in shown.items() if sizes}
         )
         of_row = np.array(positions)[0].T if self._axes_last else np.array(positions)[:, 0]
         return of_row, int(shift.reshape(-1)[0].item())
@@ -555,6 +554,13 @@ class Vision:
         known = pictures.positions[:, part.start : part.start + len(part.tokens)].astype(np.int32)
         rest = np.tile(places[known.shape[1] :] + pictures.shift, (self._axes, 1))
         return np.concatenate([known, rest], axis=1)
+
+
+def levels_of(made: dict[str, Any]) -> list[mx.array]:
+    """Returns the arrays that are added after the first layers, each `(masked tokens, dim)`, from the outputs of
+    `get_input_embeddings`. Some models keep them with their mask."""
+    levels = made.get("deepstack_visual_embeds")
+    return list(getattr(levels, "embeddings", levels) or ())
 
 
 def _with_pictures(plain: mx.array, spans: list[tuple[int, int, ImageEmbeddings, int]]) -> mx.array:
