@@ -466,10 +466,9 @@ class Vision:
         """
         ids = mx.array(np.frombuffer(tokens, np.int32)[None])
         stills, videos = ([list(grid) for grid, video in grids if grid and video == kind] for kind in (False, True))
-        shown = {"image_grid_thw": stills, "video_grid_thw": videos}
-        positions, shift = self._language.get_rope_index(
-            ids, **{name: mx.array(sizes) for name, sizes in shown.items() if sizes}
-        )
+        given = {"image_grid_thw": stills, "video_grid_thw": videos}
+        given = {name: mx.array(sizes) for name, sizes in given.items() if sizes}
+        positions, shift = self._language.get_rope_index(ids, **given)
         of_row = np.array(positions)[0].T if self._axes_last else np.array(positions)[:, 0]
         return of_row, int(shift.reshape(-1)[0].item())
 
@@ -531,8 +530,7 @@ class Vision:
 
     def _plain(self, part: RowPart, width: int) -> Any:
         """Returns mlx-vlm's features of a row's tokens, and padding, as if they were text."""
-        tokens = [*part.tokens, *[0] * (width - len(part.tokens))]
-        return self._model.get_input_embeddings(mx.array([tokens]), None)
+        return self._model.get_input_embeddings(mx.array([[*part.tokens, *[0] * (width - len(part.tokens))]]), None)
 
     def _with_own_positions(
         self, part: RowPart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int
