@@ -14,7 +14,7 @@ import numpy as np
 
 from ...protocol.entries import DTYPES, Part
 from ..kv.caches import LayerKind, LayerKV, ModelCacheSpec, Records, Slab
-from ..kv.device import on_gpu
+from ..kv.device import on_cuda, on_gpu
 from ..kv.pool import Field, LayerFields
 from ..kv.sealing import Plain, Quantized, Sealed
 
@@ -138,6 +138,9 @@ class Layout:
                 for row in data
             ]
         moved = mx.array(data) if on_gpu() else data
+        if on_cuda():
+            # Moves all pages to the card at once: fields that are read one by one move them in thousands of pieces.
+            moved = moved + mx.array(0, mx.uint8)
         mx.eval(states, moved if isinstance(moved, mx.array) else [])
         return Records(moved, layers, windows, states, coming)
 
