@@ -11,7 +11,6 @@ import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
@@ -172,7 +171,6 @@ class Entry:
         parts: arrays by name, in the order of layers; their dtypes are those of `DTYPES`.
         owners: agents' keys, such as `default/alice`; "" is nobody in particular.
         window_from, snapshot: as in `replica.prefix.Kept`.
-        digests: of the parts, in order, if they were compared already; if None they are computed.
     """
 
     id: bytes
@@ -183,7 +181,6 @@ class Entry:
     owners: tuple[str, ...] = ("",)
     window_from: int = 0
     snapshot: bool = False
-    digests: Sequence[bytes] | None = None
 
     @classmethod
     def of_tail(cls, parent: bytes, tokens: Sequence[int], parts: Mapping[str, np.ndarray], **more: Any) -> Entry:
@@ -223,24 +220,26 @@ def flat_bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def part_digest(data: memoryview) -> bytes:
-    return xxhash.xxh3_128_digest(data)
-
-
 class EntryDigest:
-    """Computes entries' digests: xxh3-128 over the name, dtype, shape and digest of every part. So each part can be
-    checked as soon as it is read.
+    """Computes entries' digests: xxh3-128 over the names, dtypes and shapes of all parts, and all their bytes.
 
     Args:
         parts: those of every entry to be hashed. There are hundreds, so they are encoded once.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self._described = [_described(part) for part in parts]
+        self._begun = xxhash.xxh3_128(b"".join(map(_described, parts)))
 
-    def __call__(self, digests: Sequence[bytes]) -> bytes:
-        """Returns the digest (16 bytes) of the entry whose parts have these digests."""
-        return xxhash.xxh3_128_digest(b"".join(chain.from_iterable(zip(self._described, digests, strict=True))))
+    def begun(self) -> xxhash.xxh3_128:
+        """Returns a hash that takes an entry's bytes, in order and in pieces of any size."""
+        return self._begun.copy()
+
+    def __call__(self, *pieces: memoryview | bytes) -> bytes:
+        """Returns the digest (16 bytes) of the entry with these bytes."""
+        hashing = self.begun()
+        for piece in pieces:
+            hashing.update(piece)
+        return hashing.digest()
 
 
 def _described(part: Part) -> bytes:

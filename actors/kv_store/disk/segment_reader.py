@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ....cluster.errors import CorruptSegment, DiskError, InvalidRecord
-from ...protocol.entries import DTYPES, EntryDigest, Failure, Location, Part, part_digest
+from ...protocol.entries import DTYPES, EntryDigest, Failure, Location, Part
 from .folder import BAD_FILE
 from .segment_header import LENGTH_BYTES, Header, length_of, parse
 from .segments import FINISHED, model_folder, session_of
@@ -236,7 +236,7 @@ class EntryReader:
                 for row, index in enumerate(piece.indexes):
                     target = data[row].data
                     _fill(descriptor, target, header.offset(piece.slot + row))
-                    if digest_of(_digests(target, header.parts)) != self._locations[index].digest:
+                    if digest_of(target) != self._locations[index].digest:
                         reason = "its bytes are not as they were written"
                         self.failures[index] = Failure(self._locations[index], reason, False)
             finally:
@@ -266,14 +266,6 @@ class EntryReader:
         missing = isinstance(error, FileNotFoundError)
         for index in indexes:
             self.failures.setdefault(index, Failure(self._locations[index], reason, missing))
-
-
-def _digests(data: memoryview, parts: Sequence[Part]) -> list[bytes]:
-    digests, start = [], 0
-    for part in parts:
-        digests.append(part_digest(data[start : start + part.nbytes]))
-        start += part.nbytes
-    return digests
 
 
 def read_entries(root: Path, key: bytes, locations: Sequence[Location]) -> list[StoredEntry | Failure]:

@@ -34,7 +34,6 @@ from ...protocol.entries import (
     flat_bytes,
     owner_tag,
     pack_tokens,
-    part_digest,
     signature,
 )
 from .folder import typed
@@ -215,9 +214,8 @@ def write_tagged(
         raise InvalidRecord("the entries of a segment have equal names, dtypes and shapes")
     folder = model_folder(root, model)
     flat = [[flat_bytes(entry.parts[part.name]) for part in parts] for entry in entries]
-    digests = [entry.digests or [part_digest(data) for data in own] for entry, own in zip(entries, flat, strict=True)]
     size, digest_of = sum(part.nbytes for part in parts), EntryDigest(parts)
-    rows = tuple(_record(entry, digest_of(digests[slot]), size, tags[slot]) for slot, entry in enumerate(entries))
+    rows = tuple(_record(entry, digest_of(*flat[slot]), size, tags[slot]) for slot, entry in enumerate(entries))
     name = f"{checked_session(session)}.{secrets.token_hex(16)}"
     record = SegmentRecord(name + FINISHED, 0, model, epoch, now_s, checked_meta(meta), rows)
     header = build(record, parts, key)

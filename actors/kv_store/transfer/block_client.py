@@ -31,7 +31,7 @@ from ..disk.store import DiskStore
 from . import messages
 from .handshake import NONCE_BYTES, Initiator
 from .link import Link
-from .messages import CHAIN_MAX, TAILS_MAX, Described, Digesting, FetchRequest, FindRequest
+from .messages import CHAIN_MAX, TAILS_MAX, Described, FetchRequest, FindRequest
 from .pull_loop import EntryDamaged, EntryGone, Offer, PullEnded, PullLimits, PullLoop, Stop, Wanted
 from .pull_writer import Keeper, PullWriter
 
@@ -349,7 +349,7 @@ class _Socket:
         tokens, layout = messages.read_entry(self._heard("entry"))
         if layout.nbytes != what.nbytes:
             raise LinkGarbage("an entry has another size than was announced")
-        writer, digesting = self._writer, Digesting(layout)
+        writer, digesting = self._writer, layout.digest_of.begun()
         writer.begin(layout, len(tokens))
 
         def take(piece: memoryview) -> None:

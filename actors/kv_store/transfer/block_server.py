@@ -28,7 +28,7 @@ from ..disk.streaming import SegmentFiles
 from . import messages
 from .handshake import NONCE_BYTES, Acceptor, refusal
 from .link import Link, SharedRate
-from .messages import Described, Digesting, FetchRequest, FindRequest, Layout
+from .messages import Described, FetchRequest, FindRequest, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ class BlockServer:
                 raise
             return failed(f"the file cannot be read: {error.strerror}")
         layout = _layout(header.parts, tuple(header.record.meta.items()))
-        digesting = Digesting(layout)
+        digesting = layout.digest_of.begun()
 
         def fill(piece: memoryview, start: int) -> None:
             try:

@@ -21,7 +21,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import msgpack
-import xxhash
 
 from ....cluster.errors import InvalidRecord
 from ...protocol.block_ids import BLOCK_TOKENS
@@ -37,7 +36,6 @@ from ...protocol.entries import (
     Location,
     Part,
     checked_meta,
-    part_digest,
 )
 
 CHAIN_MAX = 8192
@@ -93,40 +91,9 @@ class Layout:
 
     def __init__(self, parts: Sequence[Part], meta: Mapping[str, str]) -> None:
         self.parts, self.meta = tuple(parts), dict(meta)
-        self.sizes = [part.nbytes for part in self.parts]
-        self.nbytes = sum(self.sizes)
+        self.nbytes = sum(part.nbytes for part in self.parts)
         self.packed = pack(self.parts, self.meta)
         self.digest_of = EntryDigest(self.parts)
-
-
-class Digesting:
-    """The digest of one entry, while its bytes pass."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout, self._hash = layout, xxhash.xxh3_128()
-        self._digests: list[bytes] = []
-        self._done = 0  # bytes of the next part
-
-    def update(self, data: memoryview) -> None:
-        start, sizes, digests = 0, self._layout.sizes, self._digests
-        while len(digests) < len(sizes) and len(data) - start >= (missing := sizes[len(digests)] - self._done):
-            part = data[start : start + missing]
-            start += missing
-            if self._done:
-                self._hash.update(part)
-                digests.append(self._hash.digest())
-                self._hash.reset()
-                self._done = 0
-            else:
-                digests.append(part_digest(part))
-        if start < len(data):
-            self._hash.update(data[start:])
-            self._done += len(data) - start
-
-    def digest(self) -> bytes:
-        """Returns the digest (16 bytes), after all bytes."""
-        self.update(memoryview(b""))
-        return self._layout.digest_of(self._digests)
 
 
 def pack(*fields: Any) -> bytes:

@@ -264,8 +264,8 @@ def test_a_mac_and_a_digest_cover_every_field_and_where_it_ends():
         (Part("a", "U32", (6,)),),
         (Part("aU32", "U8", (2, 3)),),
     ]
-    assert len({EntryDigest(described)([bytes(16)]) for described in parts}) == len(parts)
-    assert EntryDigest(parts[0])([bytes(16)]) != EntryDigest(parts[0])([b"x" * 16])
+    assert len({EntryDigest(described)(bytes(16)) for described in parts}) == len(parts)
+    assert EntryDigest(parts[0])(bytes(16)) != EntryDigest(parts[0])(b"x" * 16)
 
 
 def test_entries_are_grouped_by_signature_in_order():

@@ -16,7 +16,7 @@ from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, 
 from satchel.actors.kv_store.transfer.link import Link
 from satchel.actors.kv_store.transfer.messages import MESSAGE_BYTES_MAX, Described, Layout
 from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, Stop
-from satchel.actors.protocol.entries import EntryDigest, flat_bytes, pack_tokens, part_digest, signature, tail_id
+from satchel.actors.protocol.entries import EntryDigest, flat_bytes, pack_tokens, signature, tail_id
 from satchel.cluster.errors import LinkError
 from tests.worlds.block_nodes import CLUSTER_KEY, Nodes, nodes, wanted
 from tests.worlds.kv_files import ROOT, chain
@@ -30,7 +30,7 @@ REST = [7, 8, 9]
 
 def described(number: int) -> Described:
     raw = [flat_bytes(array) for array in BLOCKS[number].parts.values()]
-    return Described(IDS[number], EntryDigest(PARTS)([part_digest(data) for data in raw]), sum(map(len, raw)), 0, False)
+    return Described(IDS[number], EntryDigest(PARTS)(*raw), sum(map(len, raw)), 0, False)
 
 
 FOUND = messages.pack_found([described(0), described(1)], [])
