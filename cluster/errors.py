@@ -51,6 +51,7 @@
         ├── PortInUse               500
         ├── HomeInUse               500
         └── LinkError               500  a connection between two nodes' stores
+            ├── EntryDamaged        500  an entry does not match its digest
             ├── LinkGarbage         500  the peer speaks another protocol, or was cut off
             ├── LinkVersion         500
             └── LinkRefused         500  the peer lacks the cluster's key, or is another node
@@ -336,6 +337,12 @@ class LinkError(ClusterError):
     """A connection between two nodes cannot be used."""
 
     code = "link_error"
+
+
+class EntryDamaged(LinkError):
+    """An entry that was sent does not match its digest."""
+
+    code = "entry_damaged"
 
 
 class LinkGarbage(LinkError):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from satchel.actors.kv_store.transfer.block_client import PullResult
 from satchel.actors.kv_store.transfer.pull_loop import (
-    EntryDamaged,
     EntryGone,
     Offer,
     PullEnded,
@@ -23,7 +22,7 @@ from satchel.actors.kv_store.transfer.pull_loop import (
     Wanted,
 )
 from satchel.actors.protocol.entries import EntryRecord, owner_tag
-from satchel.cluster.errors import LinkError, QueueFull, SatchelError
+from satchel.cluster.errors import EntryDamaged, LinkError, QueueFull, SatchelError
 
 from .cluster_disk import ENTRY_BYTES, digest, kv_of
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....cluster.errors import InvalidRecord, LinkError, LinkGarbage, LinkRefused, QueueFull, SatchelError
+from ....cluster.errors import EntryDamaged, InvalidRecord, LinkError, LinkGarbage, LinkRefused, QueueFull, SatchelError
 from ...protocol.entries import (
     BLOCK_TOKENS,
     ID_BYTES,
@@ -32,7 +32,7 @@ from . import messages
 from .handshake import NONCE_BYTES, Initiator
 from .link import Link
 from .messages import CHAIN_MAX, TAILS_MAX, Described, FetchRequest, FindRequest
-from .pull_loop import EntryDamaged, EntryGone, Offer, PullEnded, PullLimits, PullLoop, Stop, Wanted
+from .pull_loop import EntryGone, Offer, PullEnded, PullLimits, PullLoop, Stop, Wanted
 from .pull_writer import Keeper, PullWriter
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from ....cluster.errors import InvalidRecord, LinkError, LinkRefused, LinkVersion
+from ....cluster.errors import EntryDamaged, InvalidRecord, LinkError, LinkRefused, LinkVersion
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import pack_tokens, tail_id, unpack_tokens
 
@@ -121,10 +121,6 @@ class PullEnded(Exception):
 
 class EntryGone(Exception):
     """The source cannot send an entry, or it is not the wanted one."""
-
-
-class EntryDamaged(LinkError):
-    """An entry does not match its digest."""
 
 
 class Source(Protocol):

@@ -12,7 +12,6 @@ import pytest
 
 from satchel.actors.kv_store.transfer.pull_loop import (
     LINES_MAX,
-    EntryDamaged,
     EntryGone,
     Offer,
     PullEnded,
@@ -20,7 +19,7 @@ from satchel.actors.kv_store.transfer.pull_loop import (
     PullLoop,
     Stop,
 )
-from satchel.cluster.errors import InvalidRecord, LinkError, LinkRefused, LinkVersion
+from satchel.cluster.errors import EntryDamaged, InvalidRecord, LinkError, LinkRefused, LinkVersion
 
 Ended = tuple[Stop, str]
 
