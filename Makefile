@@ -37,8 +37,9 @@ serve: .venv/.runtime ## Serve the models of CONFIG=configs/one-mac.yaml, on POR
 test: .venv/.development ## Run all tests
 	@$(BIN)/python -m pytest tests -n 2 --durations 15
 
-test-slow: .venv/.development ## Run the tests that take long and say little that others do not
+test-slow: .venv/.development ## Run the tests that take long and say little that others do not, and long simulations
 	@$(BIN)/python -m pytest tests -m slow
+	@SATCHEL_SIMULATIONS=300 $(BIN)/python -m pytest tests/simulations tests/actors/kv_store/agents/test_roles_simulation.py
 
 test-clients: .venv/.development build/clients/.ready build/clients/venv/.ready ## Run agent programs and frameworks against a server; needs Node.js
 	@$(BIN)/python -m pytest tests/clients -m clients

@@ -115,7 +115,8 @@ class ModelGrammars:
         if form is None and calls is None:
             return ""
         compiler, writing = self._ready()
-        if writing.calls is None and form is None and calls is not None and not (calls.forced or calls.chosen):
+        unknown = writing.calls is None and not self._text.is_harmony
+        if unknown and form is None and calls is not None and not (calls.forced or calls.chosen):
             # Only `strict` asks for it: the model calls tools as well as it can.
             return ""
         written = answer_grammar(writing, thought, form, calls)

@@ -19,8 +19,8 @@ CHECKS_MAX = 32
 """Unknown keys that may wait for their check at a time; known ones do not wait."""
 
 HEALTH = "/health"
-GREETING = "HEAD", "/"
-"""It answers everybody, and says nothing."""
+GREETING = "/"
+"""It answers everybody, and says nothing of the server."""
 
 _SECRET_MAX = 256
 
@@ -77,7 +77,7 @@ class KeyGuard:
         if keys is None or keys.is_open:
             return Caller(host=host)
         secret = _secret(Headers(scope=scope))
-        if not secret and (scope["path"] == HEALTH or (scope["method"], scope["path"]) == GREETING):
+        if not secret and scope["path"] in (HEALTH, GREETING):
             return Caller(tenant="", host=host, admin=False)
         if not secret:
             raise KeyRefused("this endpoint needs a key: Authorization: Bearer KEY, or x-api-key: KEY")

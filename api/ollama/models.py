@@ -161,7 +161,7 @@ def shown_body(model: ServedModel, facts: ModelFacts, text: TextModel) -> dict[s
         "completion": True,
         "tools": text.has_tool_calls,
         "vision": model.pictures,
-        "thinking": text.has_thinking,
+        "thinking": text.has_thinking or text.is_harmony,
         "insert": text.infill_marks is not None,
         "embedding": model.embedding.stated and not model.embedding.refusal,
     }

@@ -55,7 +55,10 @@ def _tool_choice(value: Any) -> Any:
     return value
 
 
-_FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_FORMS = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "grammar"),
+)
 
 Json = Annotated[Any, WithJsonSchema({})]
 EFFORTS = MappingProxyType(
@@ -141,6 +144,8 @@ class GenerationBody(RequestBody):
     guided_regex: Json = None
     guided_choice: Json = None
     guided_grammar: Json = None
+    json_schema: Json = None
+    grammar: Json = None
 
     @property
     def form(self) -> AnswerForm | None:

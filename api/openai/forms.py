@@ -18,13 +18,19 @@ _SCHEMA_VALUES_MAX = 100_000
 """JSON values and keys in a schema that comes as text."""
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# Fields of vLLM's and llama.cpp's that are a form by themselves.
+_PLAIN = (
+    *((kind, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")),
+    *(("json", "json_schema"), ("grammar", "grammar")),
+)
 # Fields of vLLM's `structured_outputs` that choose how it works, and what they may be.
 _NEUTRAL = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "structural_tag")
 _IGNORED = ("disable_fallback",)
 
 
 def read_form(fields: Mapping[str, Any]) -> AnswerForm | None:
-    """Returns the form that `response_format`, `structured_outputs` or one of vLLM's older fields asks for.
+    """Returns the form that `response_format`, `structured_outputs`, one of vLLM's older fields or one of llama.cpp's
+    (`json_schema`, `grammar`) asks for.
 
     Raises:
         InvalidRequest: a field is malformed, or two ask for a form; `param` is the place.
@@ -34,9 +40,9 @@ def read_form(fields: Mapping[str, Any]) -> AnswerForm | None:
         forms.append(form)
     if (wanted := fields.get("structured_outputs")) is not None:
         forms += _structured_outputs(wanted)
-    for kind in ("json", "regex", "choice", "grammar"):
-        if (value := fields.get(f"guided_{kind}")) is not None:
-            forms.append(_form(kind, value, f"guided_{kind}"))
+    for kind, name in _PLAIN:
+        if (value := fields.get(name)) is not None:
+            forms.append(_form(kind, value, name))
     if len(forms) > 1:
         where = forms[1].where
         raise InvalidRequest(f"{where}: the answer's form is set by {forms[0].where} already", param=where)
@@ -49,6 +55,9 @@ def _response_format(wanted: Any) -> AnswerForm | None:
     if kind == "text":
         return None
     if kind == "json_object":
+        # OpenAI has no schema here; llama.cpp and many hosts of open models do.
+        if (schema := wanted.get("schema")) is not None:
+            return AnswerForm("json", _schema(schema, f"{where}.schema"), f"{where}.schema")
         return AnswerForm("json", {"type": "object"}, where)
     if kind != "json_schema":
         place = f"{where}.type" if isinstance(wanted, Mapping) else where

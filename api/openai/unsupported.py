@@ -1,5 +1,5 @@
-"""Fields of OpenAI's and vLLM's that would change the answer and are not done: refused by name, with what changes
-nothing."""
+"""Fields of OpenAI's, vLLM's and llama.cpp's that would change the answer and are not done: refused by name, with what
+changes nothing."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "include_reasoning": (True,),
     "documents": ([],),
+    # llama.cpp's and mlx-lm's.
+    "repeat_penalty": (1.0, 1),
+    "typical_p": (1.0, 1),
+    "mirostat": (0,),
+    "dynatemp_range": (0.0, 0),
+    "top_n_sigma": (-1.0, -1, 0.0, 0),
+    "xtc_probability": (0.0, 0),
+    "dry_multiplier": (0.0, 0),
+    "adapters": (),
     # A template is a program, and runs only if it came with the model.
     "chat_template": (),
 }

@@ -8,6 +8,7 @@ these.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 ID = "\ue000"
 """Stands for a call's id in the pieces of a format."""
 
+_ASKED = {"role": "user", "content": "?"}
 _NAMES = ("first_known", "second_known")
 _ARGUMENTS = ({"key_one": "value one", "key_two": "value two"}, {"key_three": "value three"})
 # Mistral's templates take ids of nine letters and digits only. Kimi's have the name in the id.
@@ -33,7 +35,8 @@ class CallFormat:
 
         head name middle arguments (between name middle arguments)* tail
 
-    `head` begins with the model's marker. An `ID` in a piece stands for a call's id.
+    `head` begins with the model's marker. An `ID` in a piece stands for a call's id. `between` is empty if there is one
+    call at most.
     """
 
     head: str
@@ -66,6 +69,8 @@ def read_format(text: TextModel) -> CallFormat | TaggedFormat | None:
     Takes milliseconds."""
     if not text.has_tool_calls or text.tool_parser is None:
         return None
+    if text.template_calls is not None:
+        return text.template_calls.format
     for ids in _IDS:
         try:
             rendered = _rendered(text, ids)
@@ -77,7 +82,7 @@ def read_format(text: TextModel) -> CallFormat | TaggedFormat | None:
         written = _turn(text, rendered[start:])
         if not _is_read(text, written):
             continue
-        found = _with_json(written, ids) or _with_tags(written)
+        found = format_of(written, ids) or _with_tags(written)
         if found is not None:
             return found
     return None
@@ -86,10 +91,20 @@ def read_format(text: TextModel) -> CallFormat | TaggedFormat | None:
 def _rendered(text: TextModel, ids: tuple[str, ...]) -> str:
     calls = [
         {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for id, name, arguments in zip(ids, _NAMES, _ARGUMENTS, strict=True)
+        for id, name, arguments in zip(ids, _NAMES, _ARGUMENTS, strict=False)
     ]
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
-    return text.render(messages, generation_prompt=False)
+    return text.render([_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}], generation_prompt=False)
+
+
+def rendered_calls(text: TextModel, count: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What the template writes for one or two calls behind its generation prompt, with their ids."""
+    for ids in _IDS:
+        try:
+            rendered, prompt = _rendered(text, ids[:count]), text.render([_ASKED])
+        except InvalidRequest:
+            continue
+        if rendered.startswith(prompt):
+            yield _turn(text, rendered[len(prompt) :]), ids[:count]
 
 
 def _turn(text: TextModel, written: str) -> str:
@@ -109,10 +124,11 @@ def _is_read(text: TextModel, written: str) -> bool:
     return calls == list(zip(_NAMES, _ARGUMENTS, strict=True))
 
 
-def _with_json(written: str, ids: tuple[str, ...]) -> CallFormat | None:
+def format_of(written: str, ids: tuple[str, ...]) -> CallFormat | None:
+    """Returns the format of the one or two known calls that are `written`; None if their arguments are not JSON."""
     spans: list[tuple[int, int]] = []
     ends: list[int] = []
-    for name, arguments in zip(_NAMES, _ARGUMENTS, strict=True):
+    for name, arguments, _ in zip(_NAMES, _ARGUMENTS, ids, strict=False):
         at = written.find(name, ends[-1] if ends else 0)
         begin = written.find("{", at + len(name))
         try:
@@ -123,8 +139,9 @@ def _with_json(written: str, ids: tuple[str, ...]) -> CallFormat | None:
             return None
         spans.append((at, begin))
         ends.append(end)
-    middles = [written[at + len(name) : begin] for name, (at, begin) in zip(_NAMES, spans, strict=True)]
-    pieces = [written[: spans[0][0]], *middles, written[ends[0] : spans[1][0]], written[ends[1] :]]
+    middles = [written[at + len(name) : begin] for name, (at, begin) in zip(_NAMES, spans, strict=False)]
+    between = written[ends[0] : spans[1][0]] if len(ids) > 1 else ""
+    pieces = [written[: spans[0][0]], middles[0], middles[-1], between, written[ends[-1] :]]
     for index, id in enumerate(ids):
         # In Kimi's ids a number follows the name.
         pieces = [piece.replace(id, ID).replace(f":{index}<", f":{ID}<") for piece in pieces]

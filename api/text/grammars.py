@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...cluster.errors import InvalidRequest
+from . import harmony
 from .call_format import ID, CallFormat, TaggedFormat
 
 if TYPE_CHECKING:
@@ -95,10 +96,14 @@ def answer_grammar(writing: Writing, thought: Thought, form: AnswerForm | None, 
     writer = _Writer(writing)
     bodies: list[str] = []
     grammars: list[dict[str, str]] = []
+    in_harmony = writing.text.is_harmony
+    begins = in_harmony and thought is Thought.POSSIBLE
     if form is not None and not (calls is not None and calls.forced):
-        bodies.append(writer.form(form, grammars))
+        symbol = writer.form(form, grammars)
+        bodies.append(writer.final(symbol) if begins else symbol)
     if calls is not None:
-        bodies.append(writer.calls(calls, lead=form is None and not calls.forced))
+        lead = form is None and not calls.forced
+        bodies.append(writer.harmony_calls(calls, begins, lead=lead) if in_harmony else writer.calls(calls, lead=lead))
     lark = writer.lark(thought, bodies)
     if not grammars:
         return lark
@@ -210,6 +215,9 @@ class _Writer:
     def _thought(self, thought: Thought) -> str:
         if thought is Thought.NONE:
             return ""
+        if self._text.is_harmony:
+            parts = self._written(harmony.THOUGHT), self._rule("thought_text", _TEXT), self._written(harmony.NEXT)
+            return f"{self._rule('thought', ' '.join(parts))}?"
         inside = f"{self._until('thought', self._text.think_end)} /\\n{{0,2}}/"
         if thought is Thought.OPEN:
             return inside
@@ -243,7 +251,7 @@ class _Writer:
             tail = ""
         call = self._rule("call", " | ".join(each))
         between = self._written(known.between)
-        more = f"({between} {call})*" if calls.parallel else ""
+        more = f"({between} {call})*" if calls.parallel and between else ""
         if not lead:
             return self._rule("calls", f"{self._written(known.head)} {call} {more} {tail}")
         begun = self._rule("begun", f"{self._until('lead', known.head)} {call} {more} {tail}")
@@ -254,6 +262,27 @@ class _Writer:
         name = _quoted(tool.name)[1:-1] if known.head.endswith('"') else tool.name
         arguments = self._rule(f"arguments_{index}", _json(schema_of_arguments(tool.parameters), strict=tool.strict))
         return self._rule(f"call_{index}", f"{_quoted(name)} {self._written(known.middle)} {arguments}")
+
+    def final(self, symbol: str) -> str:
+        """Returns a message to the user in the Harmony format."""
+        return f"{self._written(harmony.FINAL)} {symbol}"
+
+    def harmony_calls(self, calls: BoundCalls, begins: bool, *, lead: bool) -> str:
+        """As `calls`, in the Harmony format, where an answer has one at most. If the answer does not begin with it, the
+        prompt has begun a message to the user."""
+        each: list[str] = []
+        for index, tool in enumerate(calls.tools):
+            schema = _json(schema_of_arguments(tool.parameters), strict=tool.strict)
+            arguments = self._rule(f"arguments_{index}", schema)
+            each += [
+                f"{self._written(head)} {_quoted(tool.name)} {self._written(middle)} {arguments}"
+                for head, middle in harmony.CALL_FORMS
+            ]
+        call = self._rule("call", " | ".join(each))
+        said = self._rule("said", _TEXT)
+        if not begins:
+            call = f"{said} {self._written(harmony.NEXT)} {call}"
+        return self._rule("calls", f"{call} | {self.final(said) if begins else said}" if lead else call)
 
     def _tagged(self, index: int, tool: BoundTool, known: TaggedFormat) -> str:
         schema = schema_of_arguments(tool.parameters)

@@ -25,9 +25,12 @@ from ...actors.model_files.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
+from . import harmony
+from .pipeline import longest_held
 from .recent import RecentTexts
 from .script import Script
 from .spelling import REPLACEMENT, Spelling
+from .template_calls import TemplateCalls, find_calls
 from .template_dates import dated, shows_date
 from .template_habits import TemplateHabits, habits_of
 
@@ -157,18 +160,6 @@ class StopMatcher:
         return [held] if held else []
 
 
-def longest_held(text: str, markers: Iterable[str]) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of a marker."""
-    cut = len(text)
-    for marker in markers:
-        at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
-        while 0 <= at < cut:
-            if marker.startswith(text[at:]):
-                cut = at
-            at = text.find(marker[0], at + 1)
-    return len(text) - cut
-
-
 class TextModel:
     """The text side of one served model: tokenizer, chat template, and its formats of tool calls and reasoning.
 
@@ -226,6 +217,18 @@ class TextModel:
         self.think_end: str = wrapper.think_end or ""
         markers = (*(wrapper.think_start_tokens or ()), *(wrapper.think_end_tokens or ()))
         self.think_tokens = frozenset(markers) - self.end_tokens
+        vocabulary, template = self._tokenizer.get_vocab(), self.template()
+        self.is_harmony = harmony.is_harmony(template, vocabulary)
+        self.harmony_tokens: frozenset[int] = frozenset()
+        if self.is_harmony:
+            self.has_tool_calls = harmony.has_calls(template)
+            self.harmony_tokens = frozenset(vocabulary[marker] for marker in harmony.MARKERS) - self.end_tokens
+        self.template_calls: TemplateCalls | None = None
+        if not self.has_tool_calls and (calls := find_calls(self)) is not None:
+            self.template_calls, self.has_tool_calls = calls, True
+            self.tool_call_start, self.tool_parser = calls.start, calls.parse
+            written = (calls.format.head, calls.format.middle, calls.format.between, calls.format.tail)
+            self.tool_call_tokens = frozenset(self.encode("".join(written))) & self.hidden_tokens - self.end_tokens
 
     def _special_added(self) -> frozenset[int]:
         return frozenset(token for token, entry in self.added_tokens.items() if entry.special)
@@ -252,6 +255,8 @@ class TextModel:
         """
         if not self._wrapper.has_chat_template:
             raise InvalidRequest(f"the model {self.name!r} has no chat template; use /v1/completions", param="model")
+        if self.is_harmony:
+            messages = harmony.for_template(messages)
         extra = dict(template_kwargs or {})
         if extra and (taken := _taken_names() & extra.keys()):
             raise InvalidRequest(
@@ -312,7 +317,7 @@ class TextModel:
 
     def may_think(self, prompt: str) -> bool:
         """Returns whether an answer to `prompt` may begin with reasoning: it does not end with a closed block."""
-        return self.has_thinking and not prompt.rstrip().endswith(self.think_end)
+        return self.is_harmony or (self.has_thinking and not prompt.rstrip().endswith(self.think_end))
 
     def tokenizer_json(self) -> str:
         """Returns the tokenizer as `tokenizers` writes it.
@@ -327,7 +332,9 @@ class TextModel:
     def prefilled(self, prompt: str, beginning: str) -> str:
         """Returns `prompt` with the `beginning` of the answer's content behind it; a block of reasoning that `prompt`
         has opened is closed first."""
-        if self.ends_in_thought(prompt):
+        if self.is_harmony:
+            prompt += harmony.FINAL
+        elif self.ends_in_thought(prompt):
             prompt = f"{prompt.rstrip()}\n\n{self.think_end}\n\n"
         return prompt + beginning
 

@@ -3,6 +3,7 @@
 ::
 
     characters -> ReasoningSplitter -> StopMatcher -> ToolCallSplitter -> pieces
+    characters -> HarmonySplitter -> StopMatcher -> pieces
 
 A stage takes text as it arrives and emits pieces. Strings are the answer's content, which the next stage takes; other
 pieces pass through. A stage may hold text back until it knows what it is, but it neither reorders nor loses any: the
@@ -12,7 +13,8 @@ mapped back to tokens by counting characters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,6 +73,23 @@ def text_of(piece: Piece) -> str:
     if isinstance(piece, str):
         return piece
     return piece.text if isinstance(piece, Skipped | ReasoningDelta) else ""
+
+
+def new_call_id() -> str:
+    """Returns a tool call's id."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def longest_held(text: str, markers: Iterable[str]) -> int:
+    """Returns the length of the longest suffix of `text` that is a proper prefix of a marker."""
+    cut = len(text)
+    for marker in markers:
+        at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while 0 <= at < cut:
+            if marker.startswith(text[at:]):
+                cut = at
+            at = text.find(marker[0], at + 1)
+    return len(text) - cut
 
 
 class Stage(Protocol):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .model import longest_held
-from .pipeline import Piece, ReasoningDelta, Skipped
+from .pipeline import Piece, ReasoningDelta, Skipped, longest_held
 
 
 class _ReasoningState(Enum):

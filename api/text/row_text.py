@@ -8,6 +8,7 @@ from itertools import groupby
 
 from ...actors.protocol.messages import TokenLogprobs
 from ...cluster.errors import GenerationFailed
+from .harmony import HarmonySplitter
 from .logprobs import ShownToken, TokenLedger
 from .model import Detokenizer, StopMatcher, TextModel
 from .pipeline import CallArguments, CallBegun, Piece, Pipeline, ReasoningDelta, ToolCall, text_of
@@ -35,6 +36,7 @@ class RowText:
 
     Args:
         reasoning, stops, calls: the stages of the text's pipeline; None and () for none.
+        harmony: does the work of `reasoning` and `calls`, for models of that format.
         stop_tokens: tokens that end the row without being text, besides the model's own end tokens.
         keeps_stop: whether the stop string or token that ends the row stays in its text.
         special_tokens: whether special tokens become text, other than the end tokens.
@@ -54,6 +56,7 @@ class RowText:
         reasoning: ReasoningSplitter | None = None,
         stops: Sequence[str] = (),
         calls: ToolCallSplitter | None = None,
+        harmony: HarmonySplitter | None = None,
         stop_tokens: Sequence[int] = (),
         keeps_stop: bool = False,
         special_tokens: bool = False,
@@ -69,7 +72,9 @@ class RowText:
         self._reasoning = reasoning
         self._stops = StopMatcher(stops, keeps=keeps_stop) if stops else None
         self._splitter = calls
-        self._pipeline = Pipeline([stage for stage in (reasoning, self._stops, calls) if stage is not None])
+        self._harmony = harmony
+        stages = (harmony, reasoning, self._stops, calls)
+        self._pipeline = Pipeline([stage for stage in stages if stage is not None])
         self._ledger = TokenLedger(text) if logprobs else None
         self.follows_tokens = logprobs
         self.tokens = 0
@@ -80,7 +85,7 @@ class RowText:
     def stopped(self) -> bool:
         """Whether a stop string was found, or there were as many calls as may be."""
         found = self._stops is not None and self._stops.matched
-        return found or (self._splitter is not None and self._splitter.full)
+        return found or any(stage is not None and stage.full for stage in (self._splitter, self._harmony))
 
     @property
     def stop_string(self) -> str | None:
@@ -134,13 +139,15 @@ class RowText:
 
     @property
     def _thinking(self) -> bool:
-        return self._reasoning is not None and self._reasoning.inside
+        return any(stage is not None and stage.inside for stage in (self._reasoning, self._harmony))
 
     def _hidden(self, token: int) -> bool:
         if token in self._end_tokens:
             return True
         if self._special_tokens or token not in self._text.hidden_tokens:
             return False
+        if self._harmony is not None:
+            return token not in self._text.harmony_tokens
         # Some models write their markers, and a call's name and arguments, as special tokens.
         if self._reasoning is not None and not self._reasoning.over and token in self._text.think_tokens:
             return False

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .model import longest_held
-from .pipeline import CallArguments, CallBegun, Piece, Skipped, ToolCall
+from .pipeline import CallArguments, CallBegun, Piece, Skipped, ToolCall, longest_held, new_call_id
 
 if TYPE_CHECKING:
     from .call_reader import CallReader
@@ -47,10 +45,6 @@ def _checked(call: Any) -> tuple[str, str]:
         return call["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except TypeError as error:
         raise ValueError(f"tool arguments that JSON cannot hold: {error}") from error
-
-
-def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
 
 
 class ToolCallSplitter:
@@ -154,7 +148,7 @@ class ToolCallSplitter:
         new = self._buffer[self._told : end]
         arguments = reader.add(new)
         if reader.name and self._begun is None:
-            self._begun = CallBegun(self._count, _new_id(), reader.name)
+            self._begun = CallBegun(self._count, new_call_id(), reader.name)
             self._count += 1
             out += [Skipped(self._space + self._start + self._buffer[:end]), self._begun]
             self._space = ""
@@ -192,7 +186,7 @@ class ToolCallSplitter:
             return
         out.append(Skipped(self._space + self._start + body + end))
         for name, arguments in calls[: None if self._calls_max is None else self._calls_max - self._count]:
-            out.append(ToolCall(self._count, _new_id(), name, arguments))
+            out.append(ToolCall(self._count, new_call_id(), name, arguments))
             self._count += 1
         self._space = ""
         self._after_call = True

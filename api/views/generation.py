@@ -53,6 +53,7 @@ from ..media.prompt import Medium
 from ..media.sources import VideoSource
 from ..text.call_reader import CallReader, reader_of
 from ..text.grammars import AnswerForm, BoundCalls, Thought
+from ..text.harmony import HarmonySplitter
 from ..text.model import TextModel, load_text_model
 from ..text.reasoning import ReasoningSplitter
 from ..text.row_text import RowText
@@ -322,6 +323,7 @@ class Generator:
         calls_max = None if request.tool_use.parallel else 1
         reader = await self._call_reader(text, chat.tools) if parse else None
         _check_limits(request, grammar)
+        names = {tool["function"]["name"] for tool in chat.tools}
 
         def row_text(prompt: int) -> RowText:
             start, end = text.think_start, text.think_end
@@ -332,6 +334,9 @@ class Generator:
                 stops=request.options.stop,
                 calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse, calls_max, reader)
                 if parse
+                else None,
+                harmony=HarmonySplitter(names, answering=bool(chat.prefill), calls_max=calls_max)
+                if text.is_harmony
                 else None,
                 **_shown(request.options),
             )

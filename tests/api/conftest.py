@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from satchel.api.generation.backend import ServedModel
 from satchel.api.http.app import create_app
@@ -14,10 +15,8 @@ from satchel.api.http.server import HttpServer
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Config, parse_config
-from tests.worlds.fake_backend import EMBEDS, Chat, FakeBackend
+from tests.worlds.fake_backend import CONTEXT_TOKENS, Chat, FakeBackend, tiny_backend
 from tests.worlds.tiny_tokenizers import write_sentencepiece, write_tokenizer
-
-CONTEXT_TOKENS = 1000
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +46,7 @@ def text(texts: dict[str, TextModel]) -> TextModel:
     return texts["added"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config() -> Config:
     return parse_config(
         {
@@ -60,21 +59,7 @@ def config() -> Config:
 
 @pytest.fixture
 def backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
-    size = len(text.encode("")) + 512
-    served = [
-        ServedModel(
-            "satchel/tiny",
-            b"1" * 32,
-            b"1" * 32,
-            str(folders["added"]),
-            CONTEXT_TOKENS,
-            size,
-            1_700_000_000,
-            embedding=EMBEDS,
-        ),
-        ServedModel("other", b"2" * 32, b"2" * 32, str(folders["none"]), CONTEXT_TOKENS, size, 1_700_000_001),
-    ]
-    return FakeBackend(text, served)
+    return tiny_backend(folders, text)
 
 
 @pytest.fixture(params=["added", "special"])
@@ -89,8 +74,13 @@ def thinker(request: pytest.FixtureRequest, backend: FakeBackend, thinking_folde
 
 
 @pytest.fixture
-async def client(backend: FakeBackend, config: Config) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_app(backend, config))
+def app(backend: FakeBackend, config: Config) -> FastAPI:
+    return create_app(backend, config)
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app)
     json_only = {"Content-Type": "application/json"}
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=json_only) as client:
         yield client

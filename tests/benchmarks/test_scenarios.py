@@ -72,6 +72,7 @@ def test_the_prisoners_keep_their_pact_and_read_nothing_twice(endpoint: Any, run
     assert left_of(endpoint) == [], "a run erases its agents"
 
 
+@pytest.mark.slow
 def test_a_rumour_gets_one_neighbour_further_in_a_round(endpoint: Any, run: Any) -> None:
     """Whoever was told knows, in the teller's own words; who is too far away does not. Where nothing is kept the
     answers are the same, and all is read again."""

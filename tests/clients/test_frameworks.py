@@ -13,17 +13,19 @@ from .conftest import PYTHON
 
 pytestmark = pytest.mark.clients
 
-PROGRAMS = sorted(path.stem for path in (Path(__file__).parent / "frameworks").glob("*.py"))
+FOLDER = Path(__file__).parent / "frameworks"
+PROGRAMS = sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".cjs"))
+NODE_MODULES = Path(__file__).parents[2] / "build" / "clients" / "node_modules"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_framework(name: str, url: str, tmp_path: Path) -> None:
-    program = Path(__file__).parent / "frameworks" / f"{name}.py"
+    interpreter = [str(PYTHON), "-P"] if name.endswith(".py") else ["node"]
     keys = {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     run = subprocess.run(
-        [str(PYTHON), "-P", str(program)],
+        [*interpreter, str(FOLDER / name)],
         cwd=tmp_path,
-        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SERVER": url, **keys},
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NODE_PATH": str(NODE_MODULES), "SERVER": url, **keys},
         capture_output=True,
         text=True,
         timeout=180,

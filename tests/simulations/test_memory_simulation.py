@@ -99,7 +99,7 @@ def tokens_of(session: int, request: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason="needs ../shared/traces")
-@pytest.mark.parametrize("room", [0.5, 0.3])
+@pytest.mark.parametrize("room", [pytest.param(0.5, marks=pytest.mark.slow), 0.3])
 def test_recorded_sessions_of_coding_agents(room: float) -> None:
     """Side by side. Memory that holds all that they say computes no block twice; a third of it computes more, and never
     holds more than it has."""

@@ -174,6 +174,7 @@ def test_a_load_that_fails_leaves_nothing_behind(server: Server, tmp_path: Path)
     assert server.models() == ["plain", ADAPTED]
 
 
+@pytest.mark.slow
 def test_a_load_whose_driver_is_killed_leaves_nothing_behind(server: Server):
     """Nobody serves the replica and nobody asks about it any more, so it ends by itself and its name is free."""
     script = """

@@ -10,6 +10,7 @@ from .tiny_tokenizers import write_folder
 
 _HEAD = "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
 _TAIL = "{{- '<|im_end|>\\n' }}{%- endfor %}"
+_ASK = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 _THINK = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
 
 HERMES = """
@@ -50,6 +51,21 @@ PYTHONIC = """
 {%- if message.tool_calls %}{{- '<|tool_call_start|>[' }}{%- for tool_call in message.tool_calls %}
 {{- tool_call.function.name + '()' }}{%- endfor %}{{- ']<|tool_call_end|>' }}{%- endif %}"""
 
+LLAMA = """
+{%- if message.tool_calls %}
+{%- if message.tool_calls | length > 1 %}{{- raise_exception('one call at once') }}{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}' }}{%- endif %}"""
+
+LISTED = """
+{%- if message.tool_calls %}{{- '<|tool_call|>' }}
+{{- message.tool_calls | map(attribute='function') | list | tojson }}{%- endif %}"""
+
+FENCED = """
+{%- if message.tool_calls %}{{- '<|calls|>' }}{%- for tool_call in message.tool_calls %}
+{{- '<|call|>function<|sep|>' + tool_call.function.name + '\n```json\n' }}
+{{- (tool_call.function.arguments | tojson) + '\n```<|/call|>' }}{%- endfor %}{{- '<|/calls|>' }}{%- endif %}"""
+
 _CALL = ("<tool_call>", "</tool_call>")
 _KIMI = ("section_begin", "section_end", "call_begin", "call_end", "call_argument_begin")
 
@@ -70,10 +86,17 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 """Template, markers that are tokens, and what mlx-lm looks for in the template."""
 
+UNKNOWN: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "llama": (LLAMA, (), "{#- tools -#}"),
+    "listed": (LISTED, ("<|tool_call|>",), "{#- tools -#}"),
+    "fenced": (FENCED, ("<|calls|>", "<|call|>", "<|sep|>", "<|/call|>", "<|/calls|>"), "{#- tools -#}"),
+}
+"""Those for which mlx-lm has no parser."""
+
 
 def write_family(folder: Path, family: str, *, thinking: bool = False) -> Path:
     """A model folder with a family's template; with `thinking` its prompts open a block of reasoning."""
-    template, markers, hint = FAMILIES[family]
+    template, markers, hint = (FAMILIES | UNKNOWN)[family]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -82,8 +105,8 @@ def write_family(folder: Path, family: str, *, thinking: bool = False) -> Path:
         ["the quick brown fox"] * 4, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet)
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    special = family.startswith(("mistral", "kimi", "pythonic"))
+    special = family.startswith(("mistral", "kimi", "pythonic", "fenced"))
     if thinking:
         markers = (*markers, "<think>", "</think>")
     tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in markers])
-    return write_folder(folder, tokenizer, _HEAD + template + _TAIL + (_THINK if thinking else "") + hint)
+    return write_folder(folder, tokenizer, _HEAD + template + _TAIL + (_THINK if thinking else _ASK) + hint)

@@ -7,6 +7,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel,
 from satchel.api.text.model import TextModel
 
 DIMENSIONS = 8
+CONTEXT_TOKENS = 1000
 EMBEDS = EmbeddingInfo(DIMENSIONS, "last", True, False, "")
 
 
@@ -210,3 +212,22 @@ class Chat:
         response = await self.complete(prompt, stream=True, **fields)
         assert response.status_code == 200, response.text
         return events_of(response.text)
+
+
+def tiny_backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
+    """Serves two models with tiny tokenizers."""
+    size = len(text.encode("")) + 512
+    served = [
+        ServedModel(
+            "satchel/tiny",
+            b"1" * 32,
+            b"1" * 32,
+            str(folders["added"]),
+            CONTEXT_TOKENS,
+            size,
+            1_700_000_000,
+            embedding=EMBEDS,
+        ),
+        ServedModel("other", b"2" * 32, b"2" * 32, str(folders["none"]), CONTEXT_TOKENS, size, 1_700_000_001),
+    ]
+    return FakeBackend(text, served)

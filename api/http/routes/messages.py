@@ -25,7 +25,6 @@ class MessageRoutes:
         """Adds the routes to `app`."""
         add_route(app, "POST", MESSAGES, self.messages, MessagesBody, answers=(JSON, EVENTS))
         add_route(app, "POST", f"{MESSAGES}/count_tokens", self.count_tokens, CountBody)
-        add_route(app, "HEAD", "/", self.greet, shown=False)
 
     async def messages(self, request: Request) -> Response:
         """Generates the next message of a conversation."""
@@ -60,7 +59,3 @@ class MessageRoutes:
         async with CancelOnDisconnect(request.receive):
             tokens = await self._answering.generator.count(chat)
         return JSONResponse({"input_tokens": tokens}, headers=self._answering.left_out(body.left_out))
-
-    async def greet(self, request: Request) -> Response:
-        """Responds 200, by which Claude Code sees that something answers."""
-        return Response()

@@ -167,6 +167,7 @@ def text_model(tokenizer: Tokenizer, kind: type = PreTrainedTokenizerFast) -> Te
     return TextModel(
         SimpleNamespace(
             _tokenizer=inner,
+            has_chat_template=False,
             eos_token_ids={tokenizer.token_to_id(END)},
             has_tool_calling=False,
             has_thinking=False,

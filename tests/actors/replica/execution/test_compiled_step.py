@@ -30,14 +30,18 @@ GREEDY = Sampling(temperature=0.0, max_tokens=1000)
 LENGTHS = (236, 236, 256, 500, 740, 3)
 
 
-@pytest.fixture(params=["q4", "fp16"])
-def kv(request: pytest.FixtureRequest) -> Iterator[str]:
-    """With a GPU's kernels, or with what stands for them."""
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """A GPU's kernels, or what stands for them."""
     with nullcontext() if gpu_kernels.is_available() else fake_kernels.kernels():
-        yield request.param
+        yield
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma3_text", "gpt_oss"])
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [("qwen2", "q4"), ("qwen2", "fp16"), ("qwen3_moe", "q4"), ("gemma3_text", "q4"), ("gpt_oss", "q4")],
+)
 def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family: str, kv: str, tmp_path: Path):
     """Whether the graph is recorded or not; and as without a kernel, where nothing is rounded otherwise: read where
     they lie, or dequantized."""

@@ -149,9 +149,12 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"choice": ["maybe", "never/ever", 'a "b"\n']}}, 'maybe|never/ever|a "b"\n'),
     ({"structured_outputs": {"grammar": 'root ::= "x" [0-9] ("," [0-9])? "."'}}, r"x\d(,\d)?\."),
     ({"guided_json": SCHEMA}, r"\{(.|\n)*\}"),
+    ({"json_schema": {"const": "42"}}, '"42"'),
+    ({"response_format": {"type": "json_object", "schema": {"const": 42}}}, "42"),
     ({"guided_regex": "[xyz]{4}"}, "[xyz]{4}"),
     ({"guided_choice": ["yes", "no"]}, "yes|no"),
     ({"guided_grammar": 'start: "a" B\nB: /b{2}/'}, "abb"),
+    ({"grammar": 'root ::= "a"{5,5}'}, "a{5}"),
 ]
 
 
@@ -307,6 +310,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": "a::=b\n" * 2000}, "guided_grammar", "1000 rules"),
     ({"guided_json": {"properties": {"a": {"type": "strin"}}}}, "guided_json.properties.a", "Invalid type: strin"),
     ({"guided_json": "{"}, "guided_json", "no JSON"),
+    ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema", "JSON schema"),
     ({"guided_json": '{"a":' * 5000 + "1" + "}" * 5000}, "guided_json", "too much"),
     ({"guided_json": {"$ref": "#/$defs/x"}}, "guided_json", "does not exist"),
     (

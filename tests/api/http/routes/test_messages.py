@@ -289,7 +289,7 @@ async def test_slashes_and_betas(client, path):
 
 async def test_claude_code_sees_that_something_answers(client):
     assert (await client.head("/")).status_code == 200
-    assert (await client.get("/")).status_code == 405
+    assert (await client.get("/")).text == "Satchel is running"
 
 
 async def test_a_failure_in_mid_stream_is_an_error_event(messages, backend):

@@ -208,8 +208,8 @@ async def test_a_key_may_be_in_either_header(backend, config, tmp_path: Path):
         for headers in ({"x-api-key": secret}, {"Authorization": f"Bearer {secret}"}):
             assert (await client.post("/v1/messages", json=BODY, headers=headers)).status_code == 200
         assert backend.requests[-1]["tenant"] == "ann"
-        assert (await client.head("/")).status_code == 200, "says nothing, and needs no key"
-        assert (await client.get("/")).status_code == 401
+        for method in ("HEAD", "GET"):
+            assert (await client.request(method, "/")).status_code == 200, "says nothing, and needs no key"
         for _ in range(3):
             response = await client.post("/v1/messages", json=BODY, headers={"x-api-key": secret})
         check(response, 429, "rate_limit_error")

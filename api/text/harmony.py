@@ -1,0 +1,208 @@
+"""OpenAI's Harmony format, which GPT-OSS writes: an answer is messages on channels. Computation only.
+
+::
+
+    <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>content<|return|>
+    <|channel|>commentary to=functions.name <|constrain|>json<|message|>{"key": "value"}<|call|>
+
+The prompt ends with ``<|start|>assistant``. Templates write a call of an earlier turn with its tool before the channel:
+``<|start|>assistant to=functions.name<|channel|>commentary json<|message|>…``. See
+https://cookbook.openai.com/articles/openai-harmony.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from .pipeline import CallArguments, CallBegun, Piece, ReasoningDelta, Skipped, ToolCall, longest_held, new_call_id
+
+START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
+CONSTRAIN = "<|constrain|>"
+MARKERS = (START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN)
+
+THOUGHT = f"{CHANNEL}analysis{MESSAGE}"
+NEXT = f"{END}{START}assistant"
+FINAL = f"{CHANNEL}final{MESSAGE}"
+CALL_FORMS = (
+    (" to=functions.", f"{CHANNEL}commentary json{MESSAGE}"),
+    (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}"),
+)
+"""What stands before and after a call's name: as templates write calls of earlier turns, and as models do."""
+
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)", re.ASCII)
+_HEADER_CHARACTERS_MAX = 512
+
+
+def is_harmony(template: str, vocabulary: Mapping[str, int]) -> bool:
+    """Whether a model with this chat template and these tokens answers in the format."""
+    return CHANNEL in template and MESSAGE in template and all(marker in vocabulary for marker in MARKERS)
+
+
+def has_calls(template: str) -> bool:
+    """Whether its template shows tools."""
+    return "tools" in template and "functions." in template
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as templates of the format take them: reasoning is `thinking`, and a message has one call, with
+    its result after it."""
+    told: list[dict[str, Any]] = []
+    results = {message["tool_call_id"]: message for message in messages if message.get("tool_call_id")}
+    moved: set[str] = set()
+    for message in messages:
+        if message.get("tool_call_id") in moved:
+            continue
+        said = dict(message)
+        if reasoning := said.pop("reasoning_content", None):
+            said["thinking"] = reasoning
+        if not (calls := said.get("tool_calls")):
+            told.append(said)
+            continue
+        if said.get("thinking") and said.get("content"):
+            # Templates refuse both beside a call.
+            said["thinking"], said["content"] = f"{said['thinking']}\n\n{said['content']}", ""
+        for index, call in enumerate(calls):
+            rest = {} if index else said
+            told.append({"role": said["role"], "content": "", **rest, "tool_calls": [call]})
+            result = results.get(call.get("id"))
+            if len(calls) > 1 and result is not None:
+                moved.add(call["id"])
+                told.append(dict(result))
+    return told
+
+
+class _Kind(Enum):
+    HEADER = "what stands before a message"
+    THOUGHT = "a message on the channel of reasoning"
+    CONTENT = "a message to the user"
+    CALL = "a message to a tool"
+
+
+class HarmonySplitter:
+    """A stage of a `Pipeline` that splits an answer into reasoning, content and tool calls, regardless of how the text
+    is chunked. Calls come out in pieces. An answer without headers is content.
+
+    Args:
+        names: of the tools that may be called; a message to anybody else is content.
+        answering: whether the prompt has begun a message to the user.
+        calls_max: after so many calls the answer is over; None for no limit.
+    """
+
+    def __init__(self, names: Collection[str] = (), *, answering: bool = False, calls_max: int | None = None) -> None:
+        self._names = names
+        self._calls_max = calls_max
+        self._kind = _Kind.CONTENT if answering else _Kind.HEADER
+        self._buffer = ""
+        self._call: CallBegun | None = None
+        self._arguments = ""
+        self._count = 0
+        self._over = False
+
+    @property
+    def inside(self) -> bool:
+        """Whether the text so far ends inside reasoning."""
+        return self._kind is _Kind.THOUGHT
+
+    @property
+    def full(self) -> bool:
+        """Whether the answer is over: a call has been sent, or there were `calls_max`. No more text comes out then."""
+        return self._over or (self._calls_max is not None and self._count >= self._calls_max and self._call is None)
+
+    def add(self, text: str) -> list[Piece]:
+        self._buffer += text
+        out: list[Piece] = []
+        while self._buffer and not self.full and self._step(out):
+            pass
+        return out
+
+    def flush(self) -> list[Piece]:
+        """Returns the held pieces at the end of the answer."""
+        out: list[Piece] = []
+        if self._kind is _Kind.HEADER:
+            if self._buffer:
+                begun = self._buffer.startswith((START, CHANNEL)) or self._count
+                out.append(Skipped(self._buffer) if begun else self._buffer)
+        elif not self.full:
+            self._say(self._buffer, out)
+            self._close(out)
+        self._buffer = ""
+        return out
+
+    def _step(self, out: list[Piece]) -> bool:
+        """Consumes text up to the next marker. Returns False if more text is needed."""
+        if self._kind is _Kind.HEADER:
+            return self._header(out)
+        found = [(at, marker) for marker in (END, CALL, START, CHANNEL) if (at := self._buffer.find(marker)) >= 0]
+        if not found:
+            cut = len(self._buffer) - longest_held(self._buffer, (END, CALL, START, CHANNEL))
+            self._say(self._buffer[:cut], out)
+            self._buffer = self._buffer[cut:]
+            return False
+        at, marker = min(found)
+        self._say(self._buffer[:at], out)
+        self._buffer = self._buffer[at:]
+        self._close(out)
+        self._kind = _Kind.HEADER
+        if marker in (END, CALL):
+            self._skip(len(marker), out)
+        # Also where the model's files do not name it among the tokens that end an answer.
+        self._over = marker == CALL
+        return True
+
+    def _header(self, out: list[Piece]) -> bool:
+        at = self._buffer.find(MESSAGE)
+        begun = self._buffer.lstrip()
+        possible = (START, CHANNEL, MESSAGE, "to=")
+        if not any(begun.startswith(first) or first.startswith(begun) for first in possible):
+            self._kind = _Kind.CONTENT
+            return True
+        if at < 0:
+            if len(self._buffer) > _HEADER_CHARACTERS_MAX:
+                self._skip(len(self._buffer), out)
+                self._kind = _Kind.CONTENT
+            return False
+        header = self._buffer[:at]
+        self._skip(at + len(MESSAGE), out)
+        recipient = _RECIPIENT.search(header)
+        channel = header.rpartition(CHANNEL)[2].strip()
+        if recipient is not None and recipient[1] in self._names:
+            self._kind, self._arguments = _Kind.CALL, ""
+            self._call = CallBegun(self._count, new_call_id(), recipient[1])
+            self._count += 1
+            out.append(self._call)
+        else:
+            self._kind = _Kind.THOUGHT if channel.startswith("analysis") else _Kind.CONTENT
+        return True
+
+    def _say(self, text: str, out: list[Piece]) -> None:
+        if not text:
+            return
+        if self._kind is _Kind.THOUGHT:
+            out.append(ReasoningDelta(text))
+        elif self._call is not None:
+            self._arguments += text
+            out += [Skipped(text), CallArguments(self._call.index, text)]
+        else:
+            out.append(text)
+
+    def _close(self, out: list[Piece]) -> None:
+        if (call := self._call) is not None:
+            out.append(ToolCall(call.index, call.id, call.name, _normal(self._arguments), begun=True))
+            self._call = None
+
+    def _skip(self, length: int, out: list[Piece]) -> None:
+        out.append(Skipped(self._buffer[:length]))
+        self._buffer = self._buffer[length:]
+
+
+def _normal(written: str) -> str:
+    """Returns a call's arguments as JSON text; what the model wrote if that is no object."""
+    try:
+        given = json.loads(written or "{}")
+    except (ValueError, RecursionError):
+        return written
+    return json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else written

@@ -1,0 +1,106 @@
+"""Tool calls of models for which mlx-lm has no parser, read in the form in which their own chat template writes them.
+Computation only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...cluster.errors import InvalidRequest
+from .call_format import ID, CallFormat, format_of, rendered_calls
+
+if TYPE_CHECKING:
+    from .model import TextModel
+
+_JSON_BEGINS = re.compile(r"[\[{]")
+_FIRST_KEY = re.compile(r'[\[{\s]*"\w+"', re.ASCII)
+_BETWEEN = re.compile(r"[\s,;]*")
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class TemplateCalls:
+    """How a model writes calls, and how they are found in its answers.
+
+    Attributes:
+        start: begins a call; it lasts until the answer ends.
+        lead: what of `start` belongs to the JSON of the calls; None if only their arguments are JSON.
+    """
+
+    format: CallFormat
+    start: str
+    lead: str | None
+
+    def parse(self, body: str, tools: Any = None) -> list[dict[str, Any]]:
+        """Returns the calls in what follows `start`, each with its `name` and its `arguments`.
+
+        Raises:
+            ValueError: there is none, or one of a tool that is not among the `tools`.
+        """
+        found = list(self._written(body) if self.lead is None else _in_json(self.lead + body))
+        names = {tool["function"]["name"] for tool in tools or ()}
+        for call in found:
+            if names and call["name"] not in names:
+                raise ValueError(f"there is no tool {call['name']!r}")
+        return found
+
+    def _written(self, body: str) -> Iterator[dict[str, Any]]:
+        known, at = self.format, 0
+        while True:
+            name, found, rest = body[at:].partition(known.middle)
+            if not found:
+                raise ValueError("a call without arguments")
+            arguments, end = json.JSONDecoder().raw_decode(rest)
+            yield {"name": name, "arguments": arguments}
+            at = len(body) - len(rest) + end
+            if not (known.between and body.startswith(known.between, at)):
+                return
+            at += len(known.between)
+
+
+def _in_json(text: str) -> Iterator[dict[str, Any]]:
+    at = 0
+    while at < len(text) and text[at] in "[{":
+        value, at = json.JSONDecoder().raw_decode(text, at)
+        for call in value if isinstance(value, list) else [value]:
+            key = next((key for key in _ARGUMENTS if key in call), None) if isinstance(call, dict) else None
+            if key is None or not isinstance(call.get("name"), str):
+                raise ValueError("no call")
+            yield {"name": call["name"], "arguments": call[key]}
+        separated = _BETWEEN.match(text, at)
+        at = at if separated is None else separated.end()
+
+
+def find_calls(text: TextModel) -> TemplateCalls | None:
+    """Returns how a model writes calls; None if its template shows no tools, or no calls that could be told from text.
+    Takes milliseconds."""
+    if "tools" not in text.template():
+        return None
+    for count in (2, 1):
+        for written, ids in rendered_calls(text, count):
+            known = format_of(written, ids)
+            if known is not None and ID not in (known.head + known.middle) and (found := _found(known, written)):
+                return found
+    return None
+
+
+def _found(known: CallFormat, written: str) -> TemplateCalls | None:
+    begins = _JSON_BEGINS.search(known.head)
+    if begins is not None:
+        marker, rest = known.head[: begins.start()], written[begins.start() :]
+        first = _FIRST_KEY.match(rest)
+        lead = "" if marker.strip() else first[0] if first is not None else ""
+        found = TemplateCalls(known, marker.strip() or lead, lead)
+    else:
+        found = TemplateCalls(known, known.head, None)
+    if not found.start.strip() or found.start.strip().isalnum():
+        return None
+    try:
+        calls = found.parse(written[written.index(found.start) + len(found.start) :])
+    except (ValueError, InvalidRequest):
+        return None
+    return found if calls else None

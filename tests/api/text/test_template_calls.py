@@ -1,0 +1,98 @@
+"""Models for which mlx-lm has no parser call tools in the form of their own template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from satchel.actors.model_files.grammars import GrammarCompiler
+from satchel.api.generation.backend import ServedModel
+from satchel.api.generation.bound_answers import ModelGrammars
+from satchel.api.text.grammars import BoundCalls, BoundTool, Thought
+from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.text.pipeline import ToolCall
+from satchel.api.text.tool_calls import ToolCallSplitter, call_parser
+from tests.worlds.call_templates import UNKNOWN, write_family
+from tests.worlds.fake_backend import Chat, FakeBackend
+from tests.worlds.tiny_tokenizers import write_folder
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("one", "two")]
+CALLS = [("one", {"a": '}"]', "b": [1, {}]}), ("two", {})]
+
+
+@pytest.fixture(params=UNKNOWN)
+def text(request: pytest.FixtureRequest, tmp_path: Path) -> TextModel:
+    return load_text_model(write_family(tmp_path / "family", request.param), name=request.param)
+
+
+def written(text: TextModel, calls: list[tuple[str, Any]]) -> str:
+    made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    rendered = text.render([{"role": "assistant", "content": "", "tool_calls": made}], generation_prompt=False)
+    return rendered[rendered.index(text.tool_call_start) : rendered.rindex("<|im_end|>")]
+
+
+def split(text: TextModel, answer: str) -> tuple[str, list[tuple[str, Any]]]:
+    assert text.tool_parser is not None
+    splitter = ToolCallSplitter(text.tool_call_start, text.tool_call_end, call_parser(text.tool_parser, TOOLS))
+    pieces = [piece for character in answer for piece in splitter.add(character)] + splitter.flush()
+    calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
+    return "".join(piece for piece in pieces if isinstance(piece, str)), calls
+
+
+def test_calls_are_read_as_the_template_writes_them(text: TextModel):
+    calls = CALLS[: 1 if text.name == "llama" else 2]
+    assert split(text, "I look. " + written(text, calls)) == ("I look.", calls)
+
+
+def test_what_is_no_call_is_text(text: TextModel):
+    said = written(text, CALLS[:1])
+    for other in (said.replace("one", "three"), said[: len(said) // 2], text.tool_call_start, "Hello"):
+        assert split(text, other) == (other, [])
+
+
+def test_json_may_be_laid_out_otherwise(tmp_path: Path):
+    text = load_text_model(write_family(tmp_path / "family", "llama"))
+    assert split(text, '{"name":"one","parameters":{"a":1}}; {"name": "two", "arguments": {}}') == (
+        "",
+        [("one", {"a": 1}), ("two", {})],
+    )
+
+
+def test_calls_are_forced_in_that_form(text: TextModel):
+    tool = BoundTool("one", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "tools[0]")
+    grammar = ModelGrammars(text, 2**20).grammar(Thought.NONE, None, BoundCalls([tool], forced=True))
+
+    def takes(answer: str) -> bool:
+        matcher = GrammarCompiler(text.tokenizer_json(), text.end_tokens).matcher(grammar)
+        tokens = text.encode(answer)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    assert takes(written(text, [("one", {"a": 5})]))
+    assert not takes(written(text, [("one", {"a": "5"})])) and not takes("Hello")
+
+
+def test_a_template_without_calls_has_none(tmp_path: Path):
+    plain = "{%- for message in messages %}{{- message.role + message.content + '<|im_end|>' }}{% endfor %}{#- tools #}"
+    other = load_text_model(write_family(tmp_path / "other", "llama"))
+    text = load_text_model(write_folder(tmp_path / "plain", other.backend, plain))  # type: ignore[arg-type]
+    assert not text.has_tool_calls and text.template_calls is None
+
+
+async def test_a_chat_calls_a_tool(api: Chat, backend: FakeBackend, text: TextModel, tmp_path: Path):
+    backend.text = text
+    folder = str(tmp_path / "family")
+    backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, folder, 1000, 512, 1_700_000_000)
+    backend.say(written(text, CALLS[:1]))
+    choice = (await api.chat(tools=TOOLS)).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == CALLS[0]
+    (last,) = [chunk for chunk in await api.stream(tools=TOOLS) if chunk != "[DONE]" and _ends(chunk)]
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def _ends(chunk: dict[str, Any]) -> bool:
+    return bool(chunk["choices"]) and chunk["choices"][0]["finish_reason"] is not None
