@@ -23,7 +23,7 @@ import hmac
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from enum import IntEnum
-from typing import Annotated, Any, BinaryIO, NamedTuple, cast
+from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol, cast
 
 import msgpack
 import numpy as np
@@ -279,7 +279,11 @@ class SatchelReader:
         self._hash.update(target)
 
 
-def read_manifest(file: BinaryIO, nbytes: int) -> Manifest:
+class Readable(Protocol):
+    def read(self, count: int, /) -> bytes: ...
+
+
+def read_manifest(file: Readable, nbytes: int) -> Manifest:
     """Returns what a satchel says that it has, before anything of it is verified.
 
     Raises:

@@ -8,12 +8,12 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from ....cluster.config import Config
-from ....cluster.errors import AgentExists, AgentNotFound, DiskFull, InvalidRequest, Unavailable
+from ....cluster.errors import AgentExists, AgentNotFound, DiskFull, InvalidRequest, SatchelError, Unavailable
 from ...protocol.store_messages import AskUnpack, Content, Head, Limits, Packed, Unpacked
 from ..agents.claims import Branch
 from ..disk.folder import typed
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 AT_A_TIME = 4
 """Satchels that are packed or taken in at a time."""
+
+STALE_S = 3600.0
 
 FORGED = "another cluster has packed it, and only a key made with --admin may bring in its KV"
 
@@ -82,12 +84,20 @@ class Satchels:
         with typed(f"making room for a satchel in {folder}"):
             self._io.folder(folder.parent)
             self._io.folder(folder)
+            self._sweep(folder)
             space = self._io.space(folder)
         reserve = min(self._config.disk_reserve_bytes, space.total // 8)
         if nbytes > space.free - reserve:
             free = f"{max(0, space.free - reserve):,} are free besides the reserve (disk_reserve_bytes)"
             raise DiskFull(f"a satchel of {nbytes:,} bytes does not fit on the disk of {folder}: {free}")
         return folder / secrets.token_hex(16)
+
+    def _sweep(self, folder: Path) -> None:
+        """Removes files that nobody has written to for long: who asked for them has ended."""
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    self._io.unlink(path)
 
     # Packing.
 
@@ -213,8 +223,14 @@ class Satchels:
             return TakenKV(why_not="this node keeps no KV on disk")
         keeper = OwnedKeeper(store, owned, self._loop)
         taker = KVTaker(store, self._disk.session, asked.agent, frozenset(asked.models), keeper.commit, keeper.touch)
-        with self._reading(asked.path) as reader:
-            return taker.take(reader, renamed)
+        try:
+            with self._reading(asked.path) as reader:
+                return taker.take(reader, renamed)
+        except SatchelError as error:
+            # The words have come, and KV can be computed.
+            logger.warning("KV of agent %s stays in its satchel: %s", asked.agent, error.message)
+            taker.taken.why_not = error.message
+            return taker.taken
 
     @contextmanager
     def _one_more(self) -> Iterator[None]:
