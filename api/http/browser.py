@@ -67,8 +67,8 @@ class Hosts:
 
 
 class BrowserGuard:
-    """Middleware: refuses requests of pages of other origins, requests to other hosts, and bodies that are not JSON, but
-    for bytes that are PUT.
+    """Middleware: refuses requests of pages of other origins, requests to other hosts, and bodies that are not JSON,
+    except bytes that are PUT.
 
     Args:
         origins: other origins whose pages may use the endpoint, as `http://localhost:3000`, lowercase; `*` for all.
