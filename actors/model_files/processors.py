@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -23,6 +25,7 @@ from PIL import Image
 
 from ..protocol.media_ids import is_of_video
 from .foreign_code import own_code_only, refuse_processor_code
+from .skeletons import Skeleton
 from .source import WEIGHTS, first_sentence
 from .weights import has_picture_encoder, read_weight_file
 
@@ -35,6 +38,7 @@ _MARK = "satchel-picture"
 _TRIED = (224, 224)
 _NOT_FOR_THE_MODEL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TOKEN_NAMES = ("image_token_index", "image_token_id")
+_ROLES = ("bos_token_id", "eos_token_id")
 _PIXELS = "pixel_values"
 _PIXELS_MAX = 10**12
 
@@ -120,14 +124,17 @@ class PictureProcessor:
 
     Args:
         processor: as mlx-vlm loads it.
-        named: token ids that the model's config or processor names as a picture's.
+        named: token ids that the model's config names as a picture's.
+        skeleton: makes the model without weights.
 
     Raises:
         Unfit: the template writes nothing for a picture, or the prompt has no token for it.
     """
 
-    def __init__(self, processor: Any, named: frozenset[int]) -> None:
+    def __init__(self, processor: Any, named: frozenset[int], skeleton: Callable[[], Skeleton]) -> None:
         self._processor = processor
+        self._skeleton, self._mark, self._widens = skeleton, 0, False
+        self._widths: dict[tuple[int, int], int] = {}
         self._tokenizer = processor.tokenizer
         self._added = frozenset(self._tokenizer.added_tokens_decoder)
         self._edges = frozenset(self._tokenizer("").input_ids)
@@ -164,8 +171,9 @@ class PictureProcessor:
             raise Unfit("neither mlx-vlm nor transformers knows its processor of pictures")
         if own is not None:
             processor.image_processor = own
-        ids = {config.get(name) for name in _TOKEN_NAMES} | {getattr(processor, name, None) for name in _TOKEN_NAMES}
-        return cls(processor, frozenset(token for token in ids if isinstance(token, int)))
+        return cls(
+            processor, _numbers(config.get(name) for name in _TOKEN_NAMES), lru_cache(1)(lambda: Skeleton(folder))
+        )
 
     def token_of(self, media_token: int) -> int:
         """Returns the model's token in the place of a media token id."""
@@ -202,10 +210,46 @@ class PictureProcessor:
 
     def read(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
         """Returns what the processor makes of a text with placeholders and their pictures, by name: the `input_ids`,
-        the encoder's inputs, and more. Shapes and dtypes are the processor's."""
+        the encoder's inputs, and more. Shapes and dtypes are the processor's.
+
+        A place that it marks with a number that is no token has `token`, as often as the model makes embeddings of the
+        picture.
+        """
+        made = self._made(text, pictures)
+        if self._mark:
+            made["input_ids"] = np.array([self._with_tokens(_ids(made), pictures)])
+        return made
+
+    def _made(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
         made = dict(self._processor(text=[text], images=list(pictures), return_tensors="mlx"))
         # As mlx-vlm does.
         return {_PIXELS if name == "images" else name: value for name, value in made.items()}
+
+    def marked(self, tokens: Sequence[int]) -> list[int]:
+        """Returns tokens of `read` as the model's encoder wants them."""
+        if not self._mark:
+            return [*tokens]
+        marked: list[int] = []
+        for is_picture, run in groupby(tokens, key=lambda token: token == self.token):
+            own = [self._mark if is_picture else token for token in run]
+            marked += own[:1] if is_picture and self._widens else own
+        return marked
+
+    def _with_tokens(self, ids: list[int], pictures: Sequence[Image.Image]) -> list[int]:
+        """Returns ids with `token` for every embedding of a picture that is marked."""
+        if not self._widens:
+            return [self.token if number < 0 else number for number in ids]
+        widths = iter([self._width(*picture.size) for picture in pictures])
+        return [token for number in ids for token in ([self.token] * next(widths) if number < 0 else [number])]
+
+    def _width(self, width: int, height: int) -> int:
+        """Returns how many embeddings the model makes of a picture of this size."""
+        if (known := self._widths.get((width, height))) is None:
+            made = self._made(self.placeholder, [Image.new("RGB", (width, height))])
+            given = {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
+            known = self._skeleton().embeddings(_ids(made), given) - len(_ids(made)) + 1
+            self._widths[width, height] = known
+        return known
 
     def _alone(self, picture: Image.Image) -> dict[str, Any]:
         return self.read(f"{self.placeholder}{self._behind}", [picture])
@@ -237,14 +281,34 @@ class PictureProcessor:
         return text.partition(_MARK)[2].partition(_MARK)[0]
 
     def _read_token(self, named: frozenset[int]) -> int:
-        made = self.read(self.placeholder, [Image.new("RGB", _TRIED)])
-        if min(_ids(made)) < 0:
-            raise Unfit("its processor marks pictures with a number that is no token")
-        candidates = named | {made[name] for name in _TOKEN_NAMES if isinstance(made.get(name), int)}
-        present = {token for token in _ids(made) if token in candidates}
-        if len(present) != 1:
-            raise Unfit("neither its config nor its processor says which token stands for a picture")
-        return present.pop()
+        made = self._made(self.placeholder, [Image.new("RGB", _TRIED)])
+        if marks := [number for number in _ids(made) if number < 0]:
+            self._mark, self._widens = marks[0], len(marks) == 1
+            return self._unused()
+        of_processor = _numbers(
+            value for name in _TOKEN_NAMES for value in (made.get(name), getattr(self._processor, name, None))
+        )
+        # Models look at their configs.
+        for candidates in (named, of_processor):
+            if len(present := candidates.intersection(_ids(made))) == 1:
+                return min(present)
+        (token, most), (_, next_most), *_ = [*Counter(_ids(made)).most_common(), (0, 0)]
+        if token in self._added and most > max(next_most, len(_ids(made)) // 2):
+            return token
+        raise Unfit("neither its config nor its processor says which token stands for a picture")
+
+    def _unused(self) -> int:
+        """Returns an added token that prompts do without.
+
+        Raises:
+            Unfit: there is none.
+        """
+        own = {token for name in _ROLES if (token := getattr(self._tokenizer, name, None)) is not None}
+        template = str(self._tokenizer.chat_template)
+        for number, token in sorted(self._tokenizer.added_tokens_decoder.items(), reverse=True):
+            if number not in own and token.content not in template:
+                return number
+        raise Unfit("its processor marks pictures with a number that is no token, and all its tokens have a use")
 
     def _wanted_behind(self) -> str:
         """Returns what has to follow a placeholder: some processors leave out the last token of a text."""
@@ -357,6 +421,10 @@ class PictureProcessor:
 
 def _video_grid(made: dict[str, Any]) -> list[int]:
     return np.array(made["video_grid_thw"]).reshape(-1).tolist()
+
+
+def _numbers(values: Iterable[Any]) -> frozenset[int]:
+    return frozenset(value for value in values if isinstance(value, int))
 
 
 def _ids(made: dict[str, Any]) -> list[int]:

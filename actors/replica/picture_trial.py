@@ -23,7 +23,7 @@ from ..model_files.processors import SpanLayout
 from ..model_files.source import first_sentence
 from ..protocol.block_ids import BLOCK_TOKENS
 from .execution.models import LoadedModel
-from .execution.vision import ImageEmbeddings, RowPart, RowPictures, Vision
+from .execution.vision import ImageEmbeddings, RowPart, RowPictures, Vision, levels_of
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown, difference, rounding
 from .kv.device import multiplies_exactly
 
@@ -201,8 +201,9 @@ class _Trial:
         model, ids = self._vision.model, mx.array([prompt.tokens])
         try:
             given = {name: _as_arrays(value) for name, value in prompt.given.items() if name != "attention_mask"}
-            pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, dtype=mx.int32)
-            made = model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
+            marked = mx.array([self._processor.marked(prompt.tokens)])
+            pixels, mask = given.pop("pixel_values", None), mx.ones(marked.shape, dtype=mx.int32)
+            made = model.get_input_embeddings(marked, pixels, mask=mask, **given).to_dict()
             self._compare(made, row)
         except Exception:
             if len(prompt.pictures) == 1:
@@ -222,7 +223,7 @@ class _Trial:
             raise _Unseen(f"mlx-vlm makes {whole.shape[0]} embeddings of a prompt of {len(tokens)} tokens")
         beside = self._vision.inputs([RowPart(tokens, 0, self._known(row))], len(tokens))
         pairs = [(whole, beside["inputs_embeds"][0])]
-        ours, theirs = (each.get("deepstack_visual_embeds") or [] for each in (beside, made))
+        ours, theirs = levels_of(beside), levels_of(made)
         if len(ours) != len(theirs):
             raise _Unseen("the picture reaches other layers inside a prompt than alone")
         for one, other in zip(ours, theirs, strict=True):

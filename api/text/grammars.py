@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...cluster.errors import InvalidRequest
 from . import harmony
 from .call_format import ID, CallFormat, TaggedFormat
+from .template_calls import IN_JSON
 
 if TYPE_CHECKING:
     from .model import TextModel
@@ -237,10 +238,12 @@ class _Writer:
     def calls(self, calls: BoundCalls, *, lead: bool) -> str:
         """Returns the symbol of calls. With `lead` free text may stand before them, or instead of them."""
         known = self._writing.calls
+        if known is None and calls.forced:
+            known = IN_JSON.format
         if known is None:
             raise InvalidRequest(
-                f"tool_choice: how the model {self._text.name!r} writes tool calls is not known here, so none can be "
-                "forced or bound to a schema",
+                f"tool_choice: how the model {self._text.name!r} writes tool calls is not known here, so they can be "
+                "forced, but not bound where it may also answer",
                 param="tool_choice",
             )
         if isinstance(known, CallFormat):

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from itertools import takewhile
 from typing import Any
 
 from .pipeline import CallArguments, CallBegun, Piece, ReasoningDelta, Skipped, ToolCall, longest_held, new_call_id
@@ -51,28 +52,34 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages as templates of the format take them: reasoning is `thinking`, and a message has one call, with
     its result after it."""
     told: list[dict[str, Any]] = []
-    results = {message["tool_call_id"]: message for message in messages if message.get("tool_call_id")}
-    moved: set[str] = set()
-    for message in messages:
-        if message.get("tool_call_id") in moved:
+    moved: set[int] = set()
+    for place, message in enumerate(messages):
+        if place in moved:
             continue
         said = dict(message)
         if reasoning := said.pop("reasoning_content", None):
             said["thinking"] = reasoning
-        if not (calls := said.get("tool_calls")):
-            told.append(said)
-            continue
-        if said.get("thinking") and said.get("content"):
+        calls = said.get("tool_calls") or ()
+        if calls and said.get("thinking") and said.get("content"):
             # Templates refuse both beside a call.
             said["thinking"], said["content"] = f"{said['thinking']}\n\n{said['content']}", ""
+        if len(calls) < 2:
+            told.append(said)
+            continue
+        results = _results(messages, place)
         for index, call in enumerate(calls):
-            rest = {} if index else said
-            told.append({"role": said["role"], "content": "", **rest, "tool_calls": [call]})
-            result = results.get(call.get("id"))
-            if len(calls) > 1 and result is not None:
-                moved.add(call["id"])
-                told.append(dict(result))
+            rest = {"role": said["role"], "content": ""} if index else said
+            told.append({**rest, "tool_calls": [call]})
+            if (at := results.get(call.get("id"))) is not None:
+                moved.add(at)
+                told.append(dict(messages[at]))
     return told
+
+
+def _results(messages: Sequence[Mapping[str, Any]], place: int) -> dict[str | None, int]:
+    """Returns the places of the tools' messages that follow a message, by their calls' ids."""
+    following = takewhile(lambda at: messages[at]["role"] == "tool", range(place + 1, len(messages)))
+    return {messages[at].get("tool_call_id"): at for at in following}
 
 
 class _Kind(Enum):

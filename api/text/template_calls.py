@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _JSON_BEGINS = re.compile(r"[\[{]")
 _FIRST_KEY = re.compile(r'[\[{\s]*"\w+"', re.ASCII)
 _BETWEEN = re.compile(r"[\s,;]*")
+_NAME_KEY = re.compile(r'"(\w+)"\s*:\s*"$', re.ASCII)
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -41,7 +42,7 @@ class TemplateCalls:
         Raises:
             ValueError: there is none, or one of a tool that is not among the `tools`.
         """
-        found = list(self._written(body) if self.lead is None else _in_json(self.lead + body))
+        found = list(self._written(body) if self.lead is None else self._in_json(self.lead + body))
         names = {tool["function"]["name"] for tool in tools or ()}
         for call in found:
             if names and call["name"] not in names:
@@ -61,18 +62,22 @@ class TemplateCalls:
                 return
             at += len(known.between)
 
+    def _in_json(self, text: str) -> Iterator[dict[str, Any]]:
+        key, at = _NAME_KEY.search(self.format.head), 0
+        named = "name" if key is None else key[1]
+        while at < len(text) and text[at] in "[{":
+            value, at = json.JSONDecoder().raw_decode(text, at)
+            for call in value if isinstance(value, list) else [value]:
+                given = next((key for key in _ARGUMENTS if key in call), None) if isinstance(call, dict) else None
+                if given is None or not isinstance(call.get(named), str):
+                    raise ValueError("no call")
+                yield {"name": call[named], "arguments": call[given]}
+            separated = _BETWEEN.match(text, at)
+            at = at if separated is None else separated.end()
 
-def _in_json(text: str) -> Iterator[dict[str, Any]]:
-    at = 0
-    while at < len(text) and text[at] in "[{":
-        value, at = json.JSONDecoder().raw_decode(text, at)
-        for call in value if isinstance(value, list) else [value]:
-            key = next((key for key in _ARGUMENTS if key in call), None) if isinstance(call, dict) else None
-            if key is None or not isinstance(call.get("name"), str):
-                raise ValueError("no call")
-            yield {"name": call["name"], "arguments": call[key]}
-        separated = _BETWEEN.match(text, at)
-        at = at if separated is None else separated.end()
+
+IN_JSON = TemplateCalls(CallFormat('{"name": "', '", "arguments": ', "", "}"), '{"name"', '{"name"')
+"""How a model writes a call that it must make, if nothing is known of how it writes calls."""
 
 
 def find_calls(text: TextModel) -> TemplateCalls | None:
@@ -94,7 +99,7 @@ def _found(known: CallFormat, written: str) -> TemplateCalls | None:
         marker, rest = known.head[: begins.start()], written[begins.start() :]
         first = _FIRST_KEY.match(rest)
         lead = "" if marker.strip() else first[0] if first is not None else ""
-        found = TemplateCalls(known, marker.strip() or lead, lead)
+        found = TemplateCalls(known, marker.lstrip() or lead, lead)
     else:
         found = TemplateCalls(known, known.head, None)
     if not found.start.strip() or found.start.strip().isalnum():

@@ -51,12 +51,13 @@ from ..generation.streams import TextStream, Usage, abort_all
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
-from ..text.call_reader import CallReader, reader_of
+from ..text.call_reader import reader_of
 from ..text.grammars import AnswerForm, BoundCalls, Thought
 from ..text.harmony import HarmonySplitter
 from ..text.model import TextModel, load_text_model
 from ..text.reasoning import ReasoningSplitter
 from ..text.row_text import RowText
+from ..text.template_calls import IN_JSON
 from ..text.tool_calls import ToolCallSplitter, call_parser
 
 _log = logging.getLogger(__name__)
@@ -319,9 +320,8 @@ class Generator:
             grammar = await asyncio.to_thread(scripted_grammar, text, text.script, chat, request, bound)
         if not grammar:
             grammar = await self._grammar(text, chat.thought, request.form, bound)
-        parse = call_parser(text.tool_parser, chat.tools) if chat.tools and text.tool_parser else None
         calls_max = None if request.tool_use.parallel else 1
-        reader = await self._call_reader(text, chat.tools) if parse else None
+        calls = await self._call_splitter(text, chat.tools, bound, calls_max)
         _check_limits(request, grammar)
         names = {tool["function"]["name"] for tool in chat.tools}
 
@@ -332,9 +332,7 @@ class Generator:
                 text.detokenizer(),
                 reasoning=ReasoningSplitter(start, end, inside=chat.thinking) if text.has_thinking else None,
                 stops=request.options.stop,
-                calls=ToolCallSplitter(text.tool_call_start, text.tool_call_end, parse, calls_max, reader)
-                if parse
-                else None,
+                calls=calls() if calls is not None else None,
                 harmony=HarmonySplitter(names, answering=bool(chat.prefill), calls_max=calls_max)
                 if text.is_harmony
                 else None,
@@ -362,12 +360,21 @@ class Generator:
             self._grammars[text] = grammars
         return grammars
 
-    async def _call_reader(self, text: TextModel, tools: list[dict[str, Any]]) -> Callable[[], CallReader] | None:
-        """Returns what reads calls while they are written; None if they are read as a whole."""
+    async def _call_splitter(
+        self, text: TextModel, tools: list[dict[str, Any]], bound: BoundCalls | None, calls_max: int | None
+    ) -> Callable[[], ToolCallSplitter] | None:
+        """Returns what makes the stage that finds an answer's calls; None if there are none to find."""
+        if not tools or text.tool_parser is None:
+            return None
         grammars = self._grammars_of(text)
         known = await asyncio.to_thread(lambda: grammars.call_format)
-        names = frozenset(tool["function"]["name"] for tool in tools)
-        return reader_of(known, text.tool_call_start, text.tool_call_end, names)
+        start, end, parser = text.tool_call_start, text.tool_call_end, text.tool_parser
+        if known is None and bound is not None and bound.forced:
+            start, end, parser = IN_JSON.start, "", IN_JSON.parse
+        parse = call_parser(parser, tools)
+        # Calls are read while they are written, or as a whole.
+        reader = reader_of(known, start, end, frozenset(tool["function"]["name"] for tool in tools))
+        return lambda: ToolCallSplitter(start, end, parse, calls_max, reader)
 
     async def _media(self, request: ChatRequest, model: ServedModel, text: TextModel) -> list[Medium]:
         """Returns the pictures and videos of a request, in order; none for a model that takes none."""

@@ -122,13 +122,25 @@ class _Session:
     def reaches(self) -> bool:
         return self.world.reaches(self._source, self.store.name)
 
-    async def connect(self, address: int) -> _Line:
+    async def connect(self, address: int) -> None:
         source = self.world.kv_store(self._source)
         if source is None or not self.reaches():
             await self.pause(self.delay() if self.world.rng.random() < 0.5 else LIMITS.connect_s)
             raise LinkError("nobody there")
         await self.pause(self.delay())
-        return _Line(self, source)
+        self._line = _Line(self, source)
+
+    async def find(self) -> tuple[list[Offer | None], list[Offer]]:
+        return await self._line.find()
+
+    async def ask(self, ids: Sequence[bytes]) -> None:
+        await self._line.ask()
+
+    async def receive(self, offer: Offer) -> Content:
+        return await self._line.receive(offer)
+
+    def close(self) -> None:
+        self._line.close()
 
     # The disk.
 
@@ -219,7 +231,7 @@ class _Line:
             return Offer(entry, ENTRY_BYTES, held=True)
         return Offer(entry, ENTRY_BYTES) if entry in self._source.kv else None
 
-    async def ask(self, ids: Sequence[bytes]) -> None:
+    async def ask(self) -> None:
         await self._carry(self._session.delay())
         self._pin()
 

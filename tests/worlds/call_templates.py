@@ -61,6 +61,11 @@ LISTED = """
 {%- if message.tool_calls %}{{- '<|tool_call|>' }}
 {{- message.tool_calls | map(attribute='function') | list | tojson }}{%- endif %}"""
 
+ACTION = """
+{%- if message.tool_calls %}{{- 'Action: ```json\n[' }}{%- for tool_call in message.tool_calls %}
+{{- '\n    {"tool_name": "' + tool_call.function.name + '", "parameters": ' }}
+{{- (tool_call.function.arguments | tojson) + '}' + (',' if not loop.last else '\n]```') }}{%- endfor %}{%- endif %}"""
+
 FENCED = """
 {%- if message.tool_calls %}{{- '<|calls|>' }}{%- for tool_call in message.tool_calls %}
 {{- '<|call|>function<|sep|>' + tool_call.function.name + '\n```json\n' }}
@@ -89,6 +94,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
 UNKNOWN: dict[str, tuple[str, tuple[str, ...], str]] = {
     "llama": (LLAMA, (), "{#- tools -#}"),
     "listed": (LISTED, ("<|tool_call|>",), "{#- tools -#}"),
+    "action": (ACTION, (), "{#- tools -#}"),
     "fenced": (FENCED, ("<|calls|>", "<|call|>", "<|sep|>", "<|/call|>", "<|/calls|>"), "{#- tools -#}"),
 }
 """Those for which mlx-lm has no parser."""

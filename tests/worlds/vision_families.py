@@ -6,6 +6,7 @@ The weights are random but seeded; the tokenizer is the embedded model's with ea
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class Family:
         names: what the tokenizer's config calls some of its tokens.
         video: what its template writes for a video.
         sizes: further names of the vocabulary's size.
+        ids: of tokens whose ids mlx-vlm has in its code.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class Family:
         names: dict[str, str] | None = None,
         video: str = "",
         sizes: tuple[str, ...] = (),
+        ids: dict[str, int] | None = None,
     ) -> None:
         self.tokens, self.placeholder, self.config, self.files = tokens, placeholder, config, files
-        self.names, self.video, self.sizes = names or {}, video, sizes
+        self.names, self.video, self.sizes, self.ids = names or {}, video, sizes, ids or {}
 
 
 _VISION_FOR_QWEN: dict[str, Any] = {
@@ -289,14 +292,14 @@ def _with_ids(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
 def _write_tokenizer(folder: Path, kind: Family) -> dict[str, int]:
     """The tokenizer with the family's tokens, and a template that writes pictures where they stand. Ids by token."""
     tokenizer = json.loads((BASE / "tokenizer.json").read_text())
-    known = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
-    first = max([*tokenizer["model"]["vocab"].values(), *known.values()]) + 1
-    for token in kind.tokens:
-        if token not in known:
-            known[token] = first
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            tokenizer["added_tokens"].append({"id": first, "content": token, "special": True, **flags})
-            first += 1
+    vocabulary, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+    vocabulary |= kind.ids
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added += [{"content": token, "special": True, **flags} for token in kind.tokens if token not in _known(added)]
+    # Those that the vocabulary lacks are numbered from its size on, whatever the file says.
+    numbers = count(len(vocabulary))
+    for entry in added:
+        entry["id"] = kind.ids.get(entry["content"]) or next(numbers)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = json.loads((BASE / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(
@@ -305,7 +308,11 @@ def _write_tokenizer(folder: Path, kind: Family) -> dict[str, int]:
     (folder / "chat_template.jinja").write_text(
         TEMPLATE.replace("PLACEHOLDER", kind.placeholder).replace("VIDEO", kind.video)
     )
-    return known
+    return _known(added)
+
+
+def _known(added: list[dict[str, Any]]) -> dict[str, int]:
+    return {entry["content"]: entry.get("id", -1) for entry in added}
 
 
 TEMPLATE = (

@@ -61,9 +61,13 @@ class Outcome:
     error: float = 0.0
 
 
-def check(kind: str, name: str, root: Path) -> Outcome:
+def check(kind: str, name: str, root: Path, *, brief: bool = False) -> Outcome:
     """Writes a type into a folder under `root`, loads and tries it as it is served if nothing else is asked for, and
-    compares."""
+    compares.
+
+    Args:
+        brief: with fewer and shorter rows, and only as it is served.
+    """
     folder, (write, rows_of) = root / name, _KINDS[kind]
     try:
         write(folder, name)
@@ -84,10 +88,10 @@ def check(kind: str, name: str, root: Path) -> Outcome:
         )
     print(SERVED, file=sys.stderr, flush=True)
     try:
-        rows = rows_of(proven.loaded, folder)
+        rows = rows_of(proven.loaded, folder, brief=brief)
     except Exception as error:
         return Outcome(UNCHECKED, [*proven.notes, f"the library fails by itself: {type(error).__name__}: {error}"])
-    outcome = run(proven, rows)
+    outcome = run(proven, rows, brief=brief)
     outcome.notes = [*proven.notes, *rows.notes, *outcome.notes]
     if outcome.state == RIGHT and outcome.notes:
         outcome.state = LIMITED
@@ -101,7 +105,7 @@ def _leave_empty(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), {"nothing": mx.zeros((1,))})
 
 
-def run(proven: Proven, rows: Rows) -> Outcome:
+def run(proven: Proven, rows: Rows, *, brief: bool = False) -> Outcome:
     """Compares rows with the bare model, and with each other where their KV is sealed."""
     outcome, policy = Outcome(RIGHT), proven.loaded.spec.policy
     sealed = policy is not None and policy.quantizes
@@ -109,7 +113,8 @@ def run(proven: Proven, rows: Rows) -> Outcome:
     plain = replace(proven, loaded=models.resealed(proven.loaded, models.POLICIES["fp16"])) if sealed else proven
     alone = _alone(plain, rows, outcome)
     _settle(rows, alone)
-    _compare(outcome, "with KV as computed" if sealed else "", plain, rows, (rows.own, alone), ROUNDING, GROSS)
+    how = "with KV as computed" if sealed else ""
+    _compare(outcome, how, plain, rows, (rows.own, alone), ROUNDING, GROSS, only_alone=sealed and brief)
     if sealed:
         alone = _alone(proven, rows, outcome)
         _compare(outcome, "", proven, rows, (alone, alone), SEALED_ROUNDING, SEALED_GROSS)
@@ -140,6 +145,8 @@ def _compare(
     known: tuple[Logits, Logits],
     rounding: float,
     gross: float,
+    *,
+    only_alone: bool = False,
 ) -> None:
     """Compares rows with what is expected, the first of what is `known`. The second is what they have alone."""
     noted: Logits = {}
@@ -160,6 +167,8 @@ def _compare(
     later = [(row, drawn) for row, drawn in every if drawn > SAID]
     noted |= alone
     note("alone", every)
+    if only_alone:
+        return
     bench = _bench(proven, rows, noted)
     for row in reversed(rows.scripts):
         rows.submit(bench, row, f"cold{row}")

@@ -25,6 +25,7 @@ ANSWER, SAID = 6, 2
 """How many tokens a row says, and how many of them in the first of two turns."""
 
 PROMPTS = (30, 300, 520)
+BRIEF = (30, 300)
 SIZES = ((200, 150), (120, 130))
 """Pictures, in pixels."""
 
@@ -74,9 +75,9 @@ class Rows:
         return float(np.abs(logits - expected).max() / np.abs(expected).max())
 
 
-def text_rows(loaded: LoadedModel, folder: Path) -> Rows:
+def text_rows(loaded: LoadedModel, folder: Path, *, brief: bool = False) -> Rows:
     """Rows of random tokens, one of them longer than the windows of the models."""
-    rows = _random_rows(loaded)
+    rows = _random_rows(loaded, BRIEF if brief else PROMPTS)
     model, _ = load_model(folder)
     model.set_dtype(mx.float32)
     for row, script in rows.scripts.items():
@@ -90,19 +91,19 @@ def text_rows(loaded: LoadedModel, folder: Path) -> Rows:
     return rows
 
 
-def _random_rows(loaded: LoadedModel) -> Rows:
+def _random_rows(loaded: LoadedModel, lengths: Sequence[int]) -> Rows:
     draw, longest = random.Random(3).randrange, loaded.context_tokens - ANSWER - 1
-    scripts = [[draw(20, loaded.vocabulary_size) for _ in range(min(prompt, longest) + ANSWER)] for prompt in PROMPTS]
+    scripts = [[draw(20, loaded.vocabulary_size) for _ in range(min(length, longest) + ANSWER)] for length in lengths]
     prompts = [script[:-ANSWER] for script in scripts]
     return Rows(prompts, [[] for _ in prompts], dict(enumerate(scripts)), {})
 
 
-def seeing_rows(loaded: LoadedModel, folder: Path) -> Rows:
+def seeing_rows(loaded: LoadedModel, folder: Path, *, brief: bool = False) -> Rows:
     """Rows of text, and, if the model takes pictures, rows with them. What mlx-vlm computes of each is what its own
     programs would say."""
     from mlx_vlm.utils import load_model as load_seeing_model
 
-    rows = _random_rows(loaded)
+    rows = _random_rows(loaded, BRIEF[: 1 if loaded.vision else None] if brief else PROMPTS)
     rows.normalized = True
     model: Any = load_seeing_model(folder)
     model.set_dtype(mx.float32)
@@ -110,20 +111,20 @@ def seeing_rows(loaded: LoadedModel, folder: Path) -> Rows:
         _note_own(rows, row, model, script, {"mask": mx.ones((1, len(script) - ANSWER), dtype=mx.int32)})
     if loaded.vision is None:
         return rows
-    _add_pictures(rows, model, folder)
+    _add_pictures(rows, model, folder, _PLANS[1:2] if brief else _PLANS)
     return rows
 
 
-def _add_pictures(rows: Rows, model: Any, folder: Path) -> None:
+def _add_pictures(rows: Rows, model: Any, folder: Path, plans: Sequence[Sequence[int | str]]) -> None:
     from mlx_vlm.utils import load_image_processor, load_processor
 
-    own: Any = load_processor(folder, True, eos_token_ids=[1])
+    own: Any = load_processor(folder, False)
     if (images := load_image_processor(folder)) is not None:
         own.image_processor = images
     tokenizer = getattr(own, "tokenizer", own)
     ours, draw, noise = PictureProcessor.load(folder), random.Random(3), np.random.default_rng(5)
     pictures = [_noisy(noise, *size) for size in SIZES]
-    for plan in _PLANS:
+    for plan in plans:
         parts: list[dict[str, str]] = []
         for part in plan:
             words = " ".join(draw.choice(_WORDS) for _ in range(part)) if isinstance(part, int) else ""
@@ -132,27 +133,28 @@ def _add_pictures(rows: Rows, model: Any, folder: Path) -> None:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
         )
+        answer = [draw.randrange(20, 3000) for _ in range(ANSWER)]
+        placed = place(ours, text, [Medium([one]) for one in shown])
+        tokens = ours._tokenizer.encode(placed.text, add_special_tokens=False)
+        prompt, media = with_media_tokens(ours, tokens, placed)
+        row, script = len(rows.prompts), [*_filled(prompt, media), *answer]
         try:
             inputs = _inputs_of(own, model, text, [_image(one) for one in shown])
+            given = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
+            marked = ours.marked(script)
+            inputs["mask"] = inputs.pop("attention_mask", None)
+            if marked[:-ANSWER] != given:
+                rows.notes += [DIFFERS] if DIFFERS not in rows.notes else []
+                inputs["mask"] = mx.ones((1, len(marked) - ANSWER), dtype=mx.int32)
+            _note_own(rows, row, model, marked, inputs)
         except Exception:
             if len(shown) == 1:
                 raise
             rows.notes.append("the library does not take two pictures in a prompt; here it does")
             continue
-        answer = [draw.randrange(20, 3000) for _ in range(ANSWER)]
-        given = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
-        inputs["mask"] = inputs.pop("attention_mask", None)
-        placed = place(ours, text, [Medium([one]) for one in shown])
-        tokens = ours._tokenizer.encode(placed.text, add_special_tokens=False)
-        prompt, media = with_media_tokens(ours, tokens, placed)
-        row = len(rows.prompts)
         rows.prompts.append(prompt)
         rows.media.append(media)
-        rows.scripts[row] = script = [*_filled(prompt, media), *answer]
-        if script[:-ANSWER] != given and DIFFERS not in rows.notes:
-            rows.notes.append(DIFFERS)
-        inputs["mask"] = mx.ones((1, len(prompt)), dtype=mx.int32) if script[:-ANSWER] != given else inputs["mask"]
-        _note_own(rows, row, model, script, inputs)
+        rows.scripts[row] = script
 
 
 def _inputs_of(processor: Any, model: Any, text: str, images: list[Any]) -> dict[str, Any]:

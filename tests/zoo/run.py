@@ -24,6 +24,7 @@ from .check import CRASHED, LIMITED, REFUSED, RIGHT, SERVED, UNCHECKED, WRONG
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 TIMEOUT_S = 900
 KINDS = {"text": text_types.TYPES, "vision": vision_types.TYPES}
+BLIND = "it takes no pictures"
 _SAID = {
     RIGHT: "right",
     LIMITED: "right, but",
@@ -103,6 +104,9 @@ def table(result: dict[str, Any]) -> str:
             "",
             ", ".join(f"{counts[state]} {said}" for state, said in _SAID.items()),
         ]
+        if kind == "vision":
+            seeing = Counter(outcome["state"] for outcome in types.values() if BLIND not in " ".join(outcome["notes"]))
+            lines[-1] += f"; with pictures {seeing[RIGHT] + seeing[LIMITED]} of {len(types)}"
         lines += ["", "| type | served | why | error |", "|---|---|---|---|"]
         for name, outcome in sorted(types.items()):
             why = "; ".join(outcome["notes"]).replace("|", "\\|")

@@ -75,16 +75,22 @@ _QWEN_TYPES: dict[str, Family] = {
         video=_QWEN_VIDEO,
     ),
     "cohere_compass": Family(
-        QWEN_TOKENS,
-        _QWEN,
+        ("<|VISION_START|>", "<|VISION_END|>", "<|IMAGE_PAD|>", "<|VIDEO_PAD|>"),
+        "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
         {
-            **QWEN_IDS,
+            "image_token_id": "<|IMAGE_PAD|>",
+            "video_token_id": "<|VIDEO_PAD|>",
+            "vision_start_token_id": "<|VISION_START|>",
+            "vision_end_token_id": "<|VISION_END|>",
             "text_config": {
                 **TEXT,
                 "model_type": "cohere_compass_text",
                 "sliding_window": WINDOW,
                 "layer_types": ALTERNATING,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
+                    "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
+                },
             },
             "vision_config": {**_LEVELS, "model_type": "cohere_compass_vision"},
         },
@@ -195,12 +201,13 @@ _GEMMA_TYPES: dict[str, Family] = {
         _GEMMA_PLAIN | {"model_type": "gemma4_unified_text", "use_bidirectional_attention": "vision"},
         vision_config={
             "model_type": "gemma4_unified_vision",
-            "patch_size": 4,
-            "pooling_kernel_size": 2,
-            "model_patch_size": 8,
+            # Those that mlx-vlm's processor has, whatever the files say.
+            "patch_size": 16,
+            "pooling_kernel_size": 3,
+            "model_patch_size": 48,
             "mm_embed_dim": HIDDEN,
-            "mm_posemb_size": 64,
-            "num_soft_tokens": 70,
+            "mm_posemb_size": 1120,
+            "num_soft_tokens": 280,
             "output_proj_dims": HIDDEN,
         },
         audio_config={"model_type": "gemma4_unified_audio"},
@@ -347,13 +354,21 @@ _KIMI_TYPES: dict[str, Family] = {
     ),
     "locateanything": Family(
         ("<IMG_CONTEXT>", "<img>", "</img>"),
-        "<img><IMG_CONTEXT></img>",
+        "<image-1>",
         {
             "image_token_index": "<IMG_CONTEXT>",
-            "text_config": {**TEXT, "model_type": "qwen2"},
+            "text_config": {**TEXT, "model_type": "qwen2", "tie_word_embeddings": True},
             "vision_config": _MOON_TOWER,
         },
-        {},
+        {
+            "preprocessor_config.json": {
+                "image_processor_type": "LocateAnythingImageProcessor",
+                "patch_size": 14,
+                "in_token_limit": 64,
+                "merge_kernel_size": [2, 2],
+            },
+            "processor_config.json": {"processor_class": "LocateAnythingProcessor"},
+        },
     ),
 }
 
@@ -410,7 +425,7 @@ _OWN_TYPES: dict[str, Family] = {
         "<|img|><|imgpad|><|endofimg|>",
         {
             "image_token_id": "<|imgpad|>",
-            "text_config": {**TEXT, "model_type": "dots_ocr"},
+            "text_config": {**TEXT, "model_type": "dots_ocr", "tie_word_embeddings": True},
             "vision_config": {**MERGING, "model_type": "dots_vit", "hidden_size": HIDDEN, "temporal_patch_size": 1},
         },
         {
@@ -422,18 +437,22 @@ _OWN_TYPES: dict[str, Family] = {
             "processor_config.json": {"processor_class": "DotsVLProcessor"},
         },
         {"image_token": "<|imgpad|>"},
+        ids={"<|imgpad|>": 151665},
     ),
     "hunyuan_vl": Family(
-        ("<im_start>", "<im_end>", "<image>", "<im_newline>", "<pad>"),
+        ("<im_start>", "<im_end>", "<image>", "<im_newline>", "<pad>", "<placeholder>"),
         "<im_start><image><im_end>",
         {
             "image_start_token_id": "<im_start>",
             "image_end_token_id": "<im_end>",
             "image_token_id": "<image>",
             "image_newline_token_id": "<im_newline>",
+            "min_pixels": 64 * 64,
+            "max_pixels": 192 * 192,
             "text_config": {
                 **TEXT,
                 "model_type": "hunyuan_vl",
+                "tie_word_embeddings": True,
                 "attention_head_dim": HEAD,
                 "rope_scaling": {
                     "type": "xdrope",
@@ -461,6 +480,15 @@ _OWN_TYPES: dict[str, Family] = {
                 "min_pixels": 64 * 64,
                 "max_pixels": 192 * 192,
             }
+        },
+        ids={
+            "<im_start>": 120118,
+            "<im_end>": 120119,
+            "<image>": 120120,
+            "<im_newline>": 120121,
+            "<pad>": 120002,
+            # The processor takes the token that is numbered as the last one of a vocabulary without gaps.
+            "<placeholder>": 3070,
         },
     ),
     "paddleocr_vl": Family(

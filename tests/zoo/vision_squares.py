@@ -321,7 +321,7 @@ _LLAMA_TYPES: dict[str, Family] = {
         ),
         "<|image|>",
         {
-            "image_token_id": "<|patch|>",
+            "image_token_index": "<|patch|>",
             "text_config": {
                 **TEXT,
                 **EXPERTS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,10 @@ _PHI_TYPES: dict[str, Family] = {
     ),
     "phi4mm": Family(
         ("<|endoftext10|>", "<|endoftext11|>"),
-        "<|endoftext10|>",
+        "<|image_1|>",
         {
             **TEXT,
             "mm_hidden_size": 32,
-            "image_token_index": "<|endoftext10|>",
             "audio_token_index": "<|endoftext11|>",
             "vision_config": {**TOWER, "model_type": "siglip2_vision_model"},
         },
@@ -80,7 +80,7 @@ _PHI_TYPES: dict[str, Family] = {
             **TEXT,
             "model_type": "llava_qwen2",
             "image_token_index": -200,
-            "mm_hidden_size": 3072,
+            "mm_hidden_size": 128,
             "vision_config": {"model_type": "llava_qwen2", "image_size": 1024},
         },
         {
@@ -106,8 +106,11 @@ _MOON_TOWER: dict[str, Any] = {
 }
 _OWN_TYPES: dict[str, Family] = {
     "minicpmv4_6": Family(
-        ("<image>", "</image>", "<slice>", "</slice>", "<unk>"),
-        "(<image>./</image>)",
+        (
+            *("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<unk>"),
+            *("<|image_pad|>", "<|video_pad|>"),
+        ),
+        "<|image_pad|>",
         {
             "query_num": 16,
             "image_size": 112,
@@ -115,7 +118,19 @@ _OWN_TYPES: dict[str, Family] = {
             "text_config": {**TEXT, **LINEAR, "model_type": "qwen3_5_text"},
             "vision_config": {**TOWER, "model_type": "minicpmv4_6_vision"},
         },
-        {},
+        {
+            "preprocessor_config.json": {
+                "image_processor_type": "MiniCPMVImageProcessor",
+                "max_slice_nums": 4,
+                "scale_resolution": 112,
+                "patch_size": 14,
+                "image_feature_size": 16,
+                "use_image_id": False,
+                "slice_mode": True,
+                "norm_mean": [0.5] * 3,
+                "norm_std": [0.5] * 3,
+            }
+        },
     ),
     "florence2": Family(
         ("<image>",),
@@ -145,7 +160,7 @@ _OWN_TYPES: dict[str, Family] = {
     ),
     "got": Family(
         ("<img>", "</img>", "<imgpad>"),
-        "<img><imgpad></img>",
+        "<image>",
         {
             **TEXT,
             "im_patch_token": "<imgpad>",
@@ -154,7 +169,7 @@ _OWN_TYPES: dict[str, Family] = {
             "text_config": {**TEXT, "model_type": "qwen2"},
             "vision_config": {
                 "model_type": "got",
-                "img_size": 256,
+                "img_size": 1024,
                 "embed_dim": 32,
                 "depth": 2,
                 "num_heads": 2,
@@ -163,7 +178,7 @@ _OWN_TYPES: dict[str, Family] = {
                 "global_attn_indexes": [1],
             },
         },
-        {},
+        {"preprocessor_config.json": {"image_processor_type": "GotOcrImageProcessor"}},
     ),
     "moondream2": Family(
         (),
@@ -273,7 +288,7 @@ _OWN_TYPES: dict[str, Family] = {
         {},
     ),
     "step3p7": Family(
-        ("<im_patch>",),
+        ("<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"),
         "<im_patch>",
         {
             "image_token_id": "<im_patch>",
@@ -294,12 +309,12 @@ _OWN_TYPES: dict[str, Family] = {
                 "width": 32,
                 "layers": 2,
                 "heads": 2,
-                "image_size": 112,
+                "image_size": 728,
                 "patch_size": 14,
                 "mlp_ratio": 2.0,
             },
         },
-        {},
+        {"processor_config.json": {"processor_class": "Step3VLProcessor"}},
     ),
 }
 _MOLMO_TOKENS = ("<im_start>", "<im_end>", "<im_patch>", "<im_col>", "<|image|>")
@@ -365,7 +380,19 @@ _MOLMO_TYPES: dict[str, Family] = {
                 },
             },
         },
-        {},
+        {
+            "preprocessor_config.json": {
+                "image_processor_type": "Molmo2ImageProcessor",
+                "size": {"height": 378, "width": 378},
+                "max_crops": 8,
+                "overlap_margins": [4, 4],
+                "patch_size": 14,
+                "pooling_size": [2, 2],
+                "image_mean": [0.5] * 3,
+                "image_std": [0.5] * 3,
+            },
+            "processor_config.json": {"processor_class": "Molmo2Processor"},
+        },
         sizes=("embedding_size",),
     ),
     "jina_vlm": Family(
@@ -378,25 +405,60 @@ _MOLMO_TYPES: dict[str, Family] = {
             "image_end_token_id": "<im_end>",
             "image_patch_token_id": "<im_patch>",
             "image_column_token_id": "<im_col>",
-            "text_config": {**TEXT, "model_type": "jina_vlm", "additional_vocab_size": 16},
+            "text_config": {
+                "hidden_size": HIDDEN,
+                "n_layers": 2,
+                "additional_vocab_size": 128,
+                "max_sequence_length": 4096,
+                "rope_theta": 10000.0,
+                "block_config": {
+                    "attn_config": {"n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "q_lnorm": True},
+                    "ffn_config": {"size": 160},
+                },
+            },
             "vision_config": {
-                **TOWER,
-                "model_type": "jina_vlm",
-                "head_dim": 16,
-                "num_hidden_layers": 4,
+                "hidden_size": 32,
+                "n_layers": 2,
+                "patch_size": 14,
+                "input_size": [378, 378],
                 "vit_layers": [-1, -2],
                 "output_size": HIDDEN,
-                "connector_hidden_size": 64,
+                "block_config": {
+                    "attn_config": {"n_heads": 2, "head_dim": 16},
+                    "ffn_config": {"size": 64},
+                },
+                "vl_connector_config": {"mlp_projector_config": {"size": 64}},
             },
         },
-        {},
+        {"processor_config.json": {"processor_class": "JinaVLMProcessor"}},
+        ids={"<im_patch>": 151665, "<im_start>": 151666, "<im_end>": 151667, "<im_col>": 151668},
     ),
 }
+
+IN_CODE: dict[str, dict[str, Any]] = {
+    "phi3_v": {
+        "vision:VisionModel.CLIP_VIT_LARGE_PATCH14_336_CONFIG.num_hidden_layers": 2,
+        "vision:VisionModel.CLIP_VIT_LARGE_PATCH14_336_CONFIG.intermediate_size": 64,
+    },
+    "fastvlm": {
+        "config:VisionConfig.layers": [1] * 5,
+        "config:VisionConfig.embed_dims": [16, 32, 32, 32, 64],
+        "config:VisionConfig.mlp_ratios": [2] * 5,
+    },
+}
+"""Sizes that mlx-vlm has in its code, and smaller ones in their place."""
 
 TYPES: dict[str, Family] = {**FAMILIES, **PATCHES, **SQUARES, **_PHI_TYPES, **_MOLMO_TYPES, **_OWN_TYPES}
 """By name; behind a plus sign is what makes one another variant of its type."""
 
 
 def write(folder: Path, name: str) -> Path:
-    """Write a checkpoint of one type into `folder`."""
+    """Write a checkpoint of one type into `folder`. The sizes that mlx-vlm has in its code are smaller from now on."""
+    for place, size in IN_CODE.get(name, {}).items():
+        module, _, path = place.partition(":")
+        *owners, attribute = path.split(".")
+        owner: Any = import_module(f"mlx_vlm.models.{name}.{module}")
+        for each in owners:
+            owner = getattr(owner, each)
+        setattr(owner, attribute, size)
     return vision_families.write(folder, name, TYPES[name])

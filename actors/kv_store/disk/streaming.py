@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ....cluster.errors import CorruptSegment, InvalidRecord
@@ -18,6 +19,9 @@ from .segments import FINISHED, UNFINISHED, checked_session, model_folder
 
 _RECORD_BYTES = 512
 """What an entry takes of a header, but for its tokens, with room to spare."""
+
+_MOVED_BYTES_MAX = 2**20
+"""Data of up to so many bytes is moved to its header, whose place would be much of the file."""
 
 
 class SegmentWriter:
@@ -89,14 +93,18 @@ class SegmentWriter:
 
     def finish(self) -> SegmentRecord:
         """Makes the file durable and gives it its name. It does not count until the store commits the record."""
-        old, end = self._record, self._start + self._size * len(self.records)
-        record = SegmentRecord(old.name, end, old.model, old.epoch, old.written_s, old.meta, tuple(self.records))
-        header = build(record, self._parts, self._key, size=self._start)
+        old, size = self._record, self._size * len(self.records)
+        record = SegmentRecord(old.name, 0, old.model, old.epoch, old.written_s, old.meta, tuple(self.records))
+        header, data = build(record, self._parts, self._key), b""
         with typed(f"writing a segment under {self._folder}"):
             try:
-                os.ftruncate(self._descriptor, end)
+                if size <= _MOVED_BYTES_MAX:
+                    data = self._path.read_bytes()[self._start : self._start + size]
+                else:
+                    header = build(record, self._parts, self._key, size=self._start)
+                os.ftruncate(self._descriptor, len(header) + size)
                 os.lseek(self._descriptor, 0, os.SEEK_SET)
-                self._io.write(self._descriptor, self._path, [header])
+                self._io.write(self._descriptor, self._path, [header, data])
                 self._io.sync(self._descriptor, self._path)
                 self._io.rename(self._path, self._folder / record.name)
                 self._io.sync_folder(self._folder)
@@ -104,7 +112,7 @@ class SegmentWriter:
                 self.abandon()
                 raise
         os.close(self._descriptor)
-        return record
+        return replace(record, nbytes=len(header) + size)
 
     def abandon(self) -> None:
         """Removes the file. The store sweeps what cannot be removed."""

@@ -61,6 +61,9 @@ _HEAD_BYTES = 9
 _Id = Annotated[bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)]
 _Text = Annotated[str, Field(max_length=1024)]
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
+_Time = Annotated[float, Field(ge=0, lt=2**36)]
+"""Seconds since 1970."""
+
 _KNOWN = ConfigDict(extra="forbid")
 
 
@@ -82,8 +85,8 @@ class CarriedBranch:
     injected: bool
     messages: _Count
     use: _Count
-    created: float
-    used: float
+    created: _Time
+    used: _Time
     program: _Text
     parent: _Text
 
@@ -103,7 +106,7 @@ class Manifest:
     many entries and bytes, as damaged ones are left out."""
 
     agent: _Text
-    packed_s: float
+    packed_s: _Time
     branches: Annotated[list[CarriedBranch], Field(min_length=1, max_length=BRANCHES_MAX)]
     chains: Annotated[list[Chain], Field(max_length=64 * BRANCHES_MAX)]
     entries: _Count

@@ -99,12 +99,13 @@ def _write_entries(writer: SatchelWriter, store: DiskStore, locations: Sequence[
     reader = EntryReader(store.root, store.key, locations)
     lease, taken_at = store.pin(locations, lease_s).lease, time.monotonic()
     try:
-        for run in reader.runs(reuse=True):
+        for run in reader.runs():
             for row, index in enumerate(run.indexes):
                 at = locations[index]
                 facts = at.tail, at.tokens, at.digest, at.window_from, at.snapshot, at.nbytes
                 layout = EntryLayout(at.model, run.signature, run.meta)
                 writer.entry(EntryRecord(at.id, at.parent, *facts), layout, run.data[row].data)
+            reader.give_back(run)
             if time.monotonic() - taken_at > lease_s / 3:
                 old, lease, taken_at = lease, store.pin(locations, lease_s).lease, time.monotonic()
                 store.unpin(old)

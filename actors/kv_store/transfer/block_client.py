@@ -193,14 +193,18 @@ class BlockPuller:
             # Otherwise the writer calls `_end`, perhaps later.
             self._end(running)
             raise
-        sockets = _Sockets(self._store, wanted, addresses, limits, left_s, writer)
-        sockets.initiator = lambda: Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
-        loop = PullLoop(wanted.chain, len(addresses), limits, sockets, writer)
-        running.cancel.attach(sockets.wake)
+
+        def initiator() -> Initiator:
+            return Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
+
+        sock = _Socket(self._store, wanted, addresses, limits, left_s, initiator, writer)
+        loop = PullLoop(wanted.chain, len(addresses), limits, sock, writer)
+        running.cancel.attach(sock.wake)
         try:
             stop, reason = _run(loop.run())
         finally:
             running.cancel.attach(None)
+            sock.close()
             writer.close()
         installed, retracted = set(writer.installed), list(writer.retracted)
         here, blocks = loop.here(installed, retracted)
@@ -260,17 +264,13 @@ def _run(loop: Coroutine[Any, Any, tuple[Stop, str]]) -> tuple[Stop, str]:
     raise AssertionError("a pull does not suspend")
 
 
-class _Sockets:
-    """The `Source` of a pull: connections to the addresses of a node.
+class _Socket:
+    """The `Source` of a pull: a connection to one of a node's addresses.
 
     Args:
         left_s: returns the seconds that are left, or raises `PullEnded`.
-
-    Attributes:
         initiator: creates the state of a handshake.
     """
-
-    initiator: Callable[[], Initiator]
 
     def __init__(
         self,
@@ -279,60 +279,50 @@ class _Sockets:
         addresses: Sequence[Address],
         limits: PullLimits,
         left_s: Callable[[], float],
+        initiator: Callable[[], Initiator],
         writer: PullWriter,
     ) -> None:
-        self.store, self.wanted, self.left_s, self.writer = store, wanted, left_s, writer
-        self._addresses, self._limits = addresses, limits
+        self._store, self._wanted, self._addresses, self._limits = store, wanted, addresses, limits
+        self._left_s, self._initiator, self._writer = left_s, initiator, writer
         self._woken = threading.Event()
-        self._sock: socket.socket | None = None
+        self._sock = socket.socket()
+        self._chain = set(wanted.chain)
+        self._known: dict[bytes, Described] = {}
 
     def wake(self) -> None:
         """Ends every wait. Safe from any thread."""
         self._woken.set()
-        self.writer.wake()
-        with contextlib.suppress(OSError, AttributeError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # pyright: ignore[reportOptionalMemberAccess]
+        self._writer.wake()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     async def pause(self, seconds: float) -> None:
-        self._woken.wait(min(seconds, self.left_s()))
+        self._woken.wait(min(seconds, self._left_s()))
 
-    async def connect(self, address: int) -> _Line:
-        left_s = self.left_s()
+    async def connect(self, address: int) -> None:
+        left_s = self._left_s()
+        self.close()
         try:
             host, port = self._addresses[address]
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-            sock = self._sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+            self._sock = socket.socket(found[0][0], socket.SOCK_STREAM)
         except (OSError, OverflowError, ValueError) as error:
             raise LinkRefused(f"not an address: {error}") from None
         try:
-            sock.settimeout(min(self._limits.connect_s, left_s))
-            sock.connect(found[0][4])
-            sock.settimeout(None)
-            link = Link(sock, self._limits.stall_s)
-            link.until = time.monotonic() + self.left_s()
-            initiator = self.initiator()
-            link.send(initiator.hello())
-            link.send(initiator.answer(link.receive_handshake()))
-            link.sealed_by(initiator.seals())
+            self._sock.settimeout(min(self._limits.connect_s, left_s))
+            self._sock.connect(found[0][4])
+            self._sock.settimeout(None)
         except (OSError, OverflowError) as error:
-            sock.close()
             raise LinkError(f"no connection: {error}") from None
-        except BaseException:
-            sock.close()
-            raise
-        return _Line(self, link)
-
-
-class _Line:
-    """The `Line` of a pull, over a socket."""
-
-    def __init__(self, sockets: _Sockets, link: Link) -> None:
-        self._sockets, self._link, self._wanted = sockets, link, sockets.wanted
-        self._known: dict[bytes, Described] = {}
-        self._chain = set(self._wanted.chain)
+        self._link = link = Link(self._sock, self._limits.stall_s)
+        link.until = time.monotonic() + self._left_s()
+        initiator = self._initiator()
+        link.send(initiator.hello())
+        link.send(initiator.answer(link.receive_handshake()))
+        link.sealed_by(initiator.seals())
 
     def close(self) -> None:
-        self._link.sock.close()
+        self._sock.close()
 
     async def find(self) -> tuple[list[Offer | None], list[Offer]]:
         wanted = self._wanted
@@ -345,9 +335,9 @@ class _Line:
         ends = [tail for _, tail in tails[: wanted.tails_max]]
         self._known = {entry.id: entry for entry in (*blocks, *ends) if entry is not None}
         ids = [*wanted.chain, *(tail.id for tail in ends)]
-        local = self._sockets.store.locate(wanted.model, ids)
+        local = self._store.locate(wanted.model, ids)
         # Marked as used, so that commits of this pull do not evict them.
-        self._sockets.store.touch([entry for entry, location in zip(ids, local, strict=True) if location])
+        self._store.touch([entry for entry, location in zip(ids, local, strict=True) if location])
         offers = [_offer(*row) for row in zip(ids, [*blocks, *ends], local, strict=True)]
         return offers[: len(wanted.chain)], [offer for offer in offers[len(wanted.chain) :] if offer is not None]
 
@@ -359,7 +349,7 @@ class _Line:
         tokens, layout = messages.read_entry(self._heard("entry"))
         if layout.nbytes != what.nbytes:
             raise LinkGarbage("an entry has another size than was announced")
-        writer, digesting = self._sockets.writer, Digesting(layout)
+        writer, digesting = self._writer, Digesting(layout)
         writer.begin(layout, len(tokens))
 
         def take(piece: memoryview) -> None:

@@ -37,6 +37,7 @@ from ...protocol.entries import (
     Location,
     Part,
     checked_meta,
+    part_digest,
 )
 
 CHAIN_MAX = 8192
@@ -103,28 +104,29 @@ class Digesting:
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._hash = layout, xxhash.xxh3_128()
-        self._sizes = iter(layout.sizes)
-        self._missing = next(self._sizes)
         self._digests: list[bytes] = []
+        self._done = 0  # bytes of the next part
 
     def update(self, data: memoryview) -> None:
-        while len(data) > self._missing:
-            self._hash.update(data[: self._missing])
-            data = data[self._missing :]
-            self._next()
-        self._hash.update(data)
-        self._missing -= len(data)
+        start, sizes, digests = 0, self._layout.sizes, self._digests
+        while len(digests) < len(sizes) and len(data) - start >= (missing := sizes[len(digests)] - self._done):
+            part = data[start : start + missing]
+            start += missing
+            if self._done:
+                self._hash.update(part)
+                digests.append(self._hash.digest())
+                self._hash.reset()
+                self._done = 0
+            else:
+                digests.append(part_digest(part))
+        if start < len(data):
+            self._hash.update(data[start:])
+            self._done += len(data) - start
 
     def digest(self) -> bytes:
         """Returns the digest (16 bytes), after all bytes."""
-        while len(self._digests) < len(self._layout.parts):
-            self._next()
+        self.update(memoryview(b""))
         return self._layout.digest_of(self._digests)
-
-    def _next(self) -> None:
-        self._digests.append(self._hash.digest())
-        self._hash.reset()
-        self._missing = next(self._sizes, 0)
 
 
 def pack(*fields: Any) -> bytes:

@@ -4,7 +4,7 @@ Entries are asked for, received and installed in the order of the chain, its tai
 not come ends the pull. So the blocks here are always a beginning of the chain, however the pull ends: at its deadline,
 cancelled, with a full disk or without a connection; the others are computed. A connection that breaks is replaced once.
 
-The loop is a coroutine, and what it waits for is behind `Source`, `Line` and `Disk`. `block_client` has sockets and
+The loop is a coroutine, and what it waits for is behind `Source` and `Disk`. `block_client` has sockets and
 files there and never suspends; simulations have virtual time.
 """
 
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from ....cluster.errors import InvalidRecord, LinkError, LinkRefused, LinkVersion
 from ...protocol.block_ids import BLOCK_TOKENS
@@ -127,13 +127,13 @@ class EntryDamaged(LinkError):
     """An entry does not match its digest."""
 
 
-E = TypeVar("E")
-E_co = TypeVar("E_co", covariant=True)
-E_contra = TypeVar("E_contra", contravariant=True)
+class Source(Protocol):
+    """The node that has the entries, over one connection at a time. All methods raise `LinkError` if that breaks, and
+    `PullEnded` if the pull must end."""
 
-
-class Line(Protocol[E_co]):
-    """A connection to the source. All methods raise `LinkError` if it breaks, `PullEnded` if the pull must end."""
+    async def connect(self, address: int) -> None:
+        """Connects to a peer that proves the key."""
+        ...
 
     async def find(self) -> tuple[list[Offer | None], list[Offer]]:
         """Returns what there is of the chain, None for a block that neither side has; and the tails."""
@@ -143,23 +143,19 @@ class Line(Protocol[E_co]):
         """Asks for entries."""
         ...
 
-    async def receive(self, offer: Offer) -> E_co:
+    async def receive(self, offer: Offer) -> Any:
         """Returns the next entry that was asked for, verified. Raises `EntryGone`, `EntryDamaged`."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Source(Protocol[E_co]):
-    async def connect(self, address: int) -> Line[E_co]:
-        """Returns a connection of a peer that has proven the key; raises as `Line`."""
         ...
 
     async def pause(self, seconds: float) -> None: ...
 
+    def close(self) -> None:
+        """Ends the connection."""
+        ...
 
-class Disk(Protocol[E_contra]):
-    async def install(self, entry: E_contra, nbytes: int) -> None:
+
+class Disk(Protocol):
+    async def install(self, entry: Any, nbytes: int) -> None:
         """Takes a received entry to be committed; waits while too much is not. Raises `PullEnded`."""
         ...
 
@@ -169,7 +165,7 @@ class Disk(Protocol[E_contra]):
 
 
 @dataclass
-class PullLoop(Generic[E]):
+class PullLoop:
     """One pull, for one call of `run`.
 
     Attributes:
@@ -184,8 +180,8 @@ class PullLoop(Generic[E]):
     chain: Sequence[bytes]
     addresses: int
     limits: PullLimits
-    source: Source[E]
-    disk: Disk[E]
+    source: Source
+    disk: Disk
     tails: list[bytes] = field(default_factory=list)
     held: set[bytes] = field(default_factory=set)
     received: dict[bytes, int] = field(default_factory=dict)
@@ -220,36 +216,36 @@ class PullLoop(Generic[E]):
                 continue
             self.connections += 1
             try:
-                line = await self.source.connect(address)
+                await self.source.connect(address)
             except LinkError as error:
                 strange = isinstance(error, LinkRefused | LinkVersion)
                 refused |= {address} if strange else set()
                 ended = Stop.REFUSED if strange else Stop.UNREACHABLE, error.message
                 continue
             try:
-                await self._follow(line)
+                await self._follow()
                 return self._missing or (Stop.COMPLETE, "")
             except (LinkError, InvalidRecord) as error:
                 broken += 1
                 ended = Stop.DAMAGED if isinstance(error, EntryDamaged) else Stop.UNREACHABLE, error.message
             finally:
-                line.close()
+                self.source.close()
         return ended
 
-    async def _follow(self, line: Line[E]) -> None:
+    async def _follow(self) -> None:
         """Receives what is missing over one connection."""
-        todo = self._consider(*await line.find())
+        todo = self._consider(*await self.source.find())
         asked: deque[Offer] = deque()
         while True:
             while todo and len(asked) <= self.limits.batch_entries:
                 batch = [todo.popleft() for _ in range(min(len(todo), self.limits.batch_entries))]
-                await line.ask([offer.id for offer in batch])
+                await self.source.ask([offer.id for offer in batch])
                 asked += batch
             if not asked:
                 return
             offer = asked.popleft()
             try:
-                entry = await line.receive(offer)
+                entry = await self.source.receive(offer)
             except EntryGone as gone:
                 self._miss(offer.id, str(gone))
                 if offer.id not in self.tails:

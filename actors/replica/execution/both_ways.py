@@ -57,13 +57,13 @@ def find_both_ways(model: Any, processor: PictureProcessor, language: Any) -> Bo
 
 
 def _find(model: Any, processor: PictureProcessor, language: Any) -> BothWays:
-    text = _Prompt(model, language, [*_BEHIND], {})
+    text = _Prompt(model, language, [*_BEHIND], [*_BEHIND], {})
     if text.sees(0, len(_BEHIND) - 1):
         return BothWays.TEXTS
     made = processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
     own = np.array(made.pop("input_ids")).reshape(-1).tolist()
     given = {name: _as_long(value, len(own)) for name, value in made.items() if name != "attention_mask"}
-    prompt = _Prompt(model, language, [*own, *_BEHIND], given)
+    prompt = _Prompt(model, language, [*own, *_BEHIND], [*processor.marked(own), *_BEHIND], given)
     first, stop = runs_of(own, [processor.token])[0]
     others = [(0, len(own) + len(_BEHIND) - 1), (stop - 1, stop), (max(0, first - 1), stop - 1)]
     if any(prompt.sees(place, later) for place, later in others[: 3 if first else 2]):
@@ -72,13 +72,19 @@ def _find(model: Any, processor: PictureProcessor, language: Any) -> BothWays:
 
 
 class _Prompt:
-    """A prompt that a model computes as in mlx-vlm's own loop, but for one embedding."""
+    """A prompt that a model computes as in mlx-vlm's own loop, but for one embedding.
 
-    def __init__(self, model: Any, language: Any, tokens: Sequence[int], given: dict[str, Any]) -> None:
+    Args:
+        marked: the tokens as its encoder wants them.
+    """
+
+    def __init__(
+        self, model: Any, language: Any, tokens: Sequence[int], marked: Sequence[int], given: dict[str, Any]
+    ) -> None:
         self._model, self._language = model, language
-        self._ids = mx.array([[*tokens]])
-        pixels, mask = given.pop("pixel_values", None), mx.ones(self._ids.shape, mx.int32)
-        features = model.get_input_embeddings(self._ids, pixels, mask=mask, **given).to_dict()
+        self._ids, ids = mx.array([[*tokens]]), mx.array([[*marked]])
+        pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, mx.int32)
+        features = model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
         self._embeds = features.pop("inputs_embeds")
         self._given = given | {name: value for name, value in features.items() if value is not None}
         self._plain = self._logits(self._embeds)

@@ -91,8 +91,8 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads) -> str:
     """Why blocks are not read so; empty if they may be: all sealed layers go through `attention.py` in decode steps and
     agree there with dequantized blocks, and a kernel is no slower."""
     kernels = reads is Reads.KERNEL
-    logits: list[list[mx.array]] = []
     tried: list[list[Any]] = []
+    logits: list[list[mx.array]] = []
     try:
         for way in (Reads.DEQUANTIZED, reads):
             caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
@@ -104,9 +104,10 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads) -> str:
             return "the model computes attention by itself"
         if kernels and not all(cache.writes() for cache in sealed):
             return "a kernel does not write blocks where they are read"
-        if not agree(*logits):
+        expected, got = logits
+        if not agree(expected, got):
             return f"reading {reads.value} differs from the reference"
-        return "the kernel is slower" if kernels and _is_slower(model, *tried) else ""
+        return "the kernel is slower" if kernels and _is_slower(model, tried[0], tried[1]) else ""
     except MODEL_ERRORS as error:
         return f"reading {reads.value} fails: {first_sentence(error)}"
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs"}
 """Outputs of `get_input_embeddings` that are used. Positions are computed for the whole prompt instead."""
 
-_IGNORED = {"position_ids", "rope_deltas", "attention_mask_4d"}
+_IGNORED = {"position_ids", "rope_deltas", "attention_mask", "attention_mask_4d"}
 """Outputs that are not needed: masks are made by the caches."""
 
 _BESIDE_THE_PROMPT = {
@@ -274,8 +274,10 @@ class Vision:
 
     def __init__(self, model: Any, processor: PictureProcessor, *, together: bool = True) -> None:
         # What encoding notes for the language part's next call must not reach it: that may be of another row.
-        self._model, self._language = copy.copy(model), copy.copy(model.language_model)
-        self._model.language_model = self._language
+        self._model = copy.copy(model)
+        if not isinstance(getattr(type(model), "language_model", None), property):
+            self._model.language_model = copy.copy(model.language_model)
+        self._language = self._model.language_model
         self._processor = processor
         self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
         self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
@@ -359,10 +361,11 @@ class Vision:
     def _encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], video: bool) -> list[ImageEmbeddings]:
         spare = mx.get_cache_memory()
         ids = mx.array([list(span.tokens) * len(shown)])
+        marked = mx.array([self._processor.marked(span.tokens) * len(shown)])
         made_of = [self._processor.inputs(frames, video=video) for frames in shown]
         given = {name: _merged_inputs([each[name] for each in made_of]) for name in made_of[0]}
-        pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, dtype=mx.int32)
-        made = self._model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
+        pixels, mask = given.pop("pixel_values", None), mx.ones(marked.shape, dtype=mx.int32)
+        made = self._model.get_input_embeddings(marked, pixels, mask=mask, **given).to_dict()
         unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
         if unknown:
             raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
@@ -373,7 +376,7 @@ class Vision:
         places = mx.array(sorted(span.places))
         self._check_seen(ids, made, places)
         every = mx.split(made["inputs_embeds"][0], len(shown))
-        seen = [mx.split(level, len(shown)) for level in made["deepstack_visual_embeds"] or ()]
+        seen = [mx.split(level, len(shown)) for level in levels_of(made)]
         embeddings: list[ImageEmbeddings] = []
         for index, inputs in enumerate(every):
             levels = []
@@ -462,10 +465,10 @@ class Vision:
             tokens: token ids as native 32-bit integers.
         """
         ids = mx.array(np.frombuffer(tokens, np.int32)[None])
-        stills, videos = ([list(grid) for grid, video in grids if video == kind] for kind in (False, True))
-        positions, shift = self._language.get_rope_index(
-            ids, mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
-        )
+        stills, videos = ([list(grid) for grid, video in grids if grid and video == kind] for kind in (False, True))
+        given = {"image_grid_thw": stills, "video_grid_thw": videos}
+        given = {name: mx.array(sizes) for name, sizes in given.items() if sizes}
+        positions, shift = self._language.get_rope_index(ids, **given)
         of_row = np.array(positions)[0].T if self._axes_last else np.array(positions)[:, 0]
         return of_row, int(shift.reshape(-1)[0].item())
 
@@ -527,8 +530,7 @@ class Vision:
 
     def _plain(self, part: RowPart, width: int) -> Any:
         """Returns mlx-vlm's features of a row's tokens, and padding, as if they were text."""
-        tokens = [*part.tokens, *[0] * (width - len(part.tokens))]
-        return self._model.get_input_embeddings(mx.array([tokens]), None)
+        return self._model.get_input_embeddings(mx.array([[*part.tokens, *[0] * (width - len(part.tokens))]]), None)
 
     def _with_own_positions(
         self, part: RowPart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int
@@ -550,6 +552,13 @@ class Vision:
         known = pictures.positions[:, part.start : part.start + len(part.tokens)].astype(np.int32)
         rest = np.tile(places[known.shape[1] :] + pictures.shift, (self._axes, 1))
         return np.concatenate([known, rest], axis=1)
+
+
+def levels_of(made: dict[str, Any]) -> list[mx.array]:
+    """Returns the arrays that are added after the first layers, each `(masked tokens, dim)`, from the outputs of
+    `get_input_embeddings`. Some models keep them with their mask."""
+    levels = made.get("deepstack_visual_embeds")
+    return list(getattr(levels, "embeddings", levels) or ())
 
 
 def _with_pictures(plain: mx.array, spans: list[tuple[int, int, ImageEmbeddings, int]]) -> mx.array:

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ import numpy as np
 
 from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from ....cluster.timing import USUAL, Timing
-from ...kv_store.disk.segment_reader import EntryReader, read_entries
+from ...kv_store.disk.segment_reader import EntryReader, Run, read_entries
 from ...kv_store.disk.segments import grouped, read_key, write_segment
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import TOKEN_BYTES, Entry, Failure, Location, pack_tokens, tail_id, unpack_tokens
@@ -59,6 +59,9 @@ RATE_WEIGHT = 0.3
 
 ADOPT_S = 10.0
 """How long blocks that were read back wait for the pool, which takes them between two steps."""
+
+ADOPTS_AHEAD = 3
+"""How many runs of blocks wait for the pool at the same time: steps may take longer than reading one."""
 
 Adopt = Callable[[Records], Future[list[PooledBlock]]]
 """Puts blocks into the pool, on the thread that may."""
@@ -157,7 +160,7 @@ def read_slabs(
     """
     reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
     slabs: list[Slab | None] = [None] * len(where)
-    for run in reader.runs(reuse=True):
+    for run in reader.runs():
         for row, index in enumerate(run.indexes):
             location = where[index]
             try:
@@ -165,6 +168,7 @@ def read_slabs(
                 slabs[index] = layout.slab(run.data[row], len(location.tokens) // TOKEN_BYTES, location.window_from)
             except ValueError as error:
                 failures.append(Failure(location, str(error), False))
+        reader.give_back(run)
     failures += reader.failures.values()
     return slabs
 
@@ -183,17 +187,29 @@ def read_blocks(
     """
     reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
     blocks: list[PooledBlock] = []
+    coming: deque[tuple[Run, Future[list[PooledBlock]]]] = deque()
+    read = 0
+
+    def take() -> None:
+        run, adopted = coming.popleft()
+        blocks.extend(adopted.result(ADOPT_S))
+        reader.give_back(run)
+
     try:
-        for run in reader.runs(reuse=True):
+        for run in reader.runs():
             # Those that follow the blocks before without a gap.
-            count = sum(index == len(blocks) + row for row, index in enumerate(run.indexes))
+            count = sum(index == read + row for row, index in enumerate(run.indexes))
             windows = [where[index].window_from for index in run.indexes[:count]]
             if count:
-                coming = len(where) - len(blocks)
-                records = layout_of(run.signature).records(run.data[:count], windows, coming)
-                blocks += adopt(records).result(ADOPT_S)
+                records = layout_of(run.signature).records(run.data[:count], windows, len(where) - read)
+                coming.append((run, adopt(records)))
+                read += count
             if count < len(run.indexes):
                 break
+            if len(coming) > ADOPTS_AHEAD:
+                take()
+        while coming:
+            take()
     except ValueError as error:
         failures.append(Failure(where[len(blocks)], str(error), False))
     except TimeoutError:

@@ -153,13 +153,15 @@ def test_a_template_opens_or_closes_reasoning(thinker: TextModel):
     assert not thinker.may_think("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_a_family_whose_calls_are_not_understood_is_refused_by_name(tmp_path: Path):
+def test_a_family_whose_calls_are_not_understood_is_forced_in_json_or_refused_by_name(tmp_path: Path):
     text = load_text_model(write_family(tmp_path, "pythonic"), name="odd")
     assert text.has_tool_calls
-    for calls in (BoundCalls(TOOLS, forced=True), BoundCalls(TOOLS, forced=False, chosen=True)):
-        with pytest.raises(InvalidRequest, match="how the model 'odd' writes tool calls is not known"):
-            grammar_of(text, calls)
+    with pytest.raises(InvalidRequest, match="how the model 'odd' writes tool calls is not known"):
+        grammar_of(text, BoundCalls(TOOLS, forced=False, chosen=True))
     assert grammar_of(text, BoundCalls(TOOLS, forced=False)) == ""
+    forced = grammar_of(text, BoundCalls(TOOLS, forced=True))
+    assert takes(text, forced, '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}')
+    assert not takes(text, forced, '{"name": "weather", "arguments": {"city": "Oslo"}}')
 
 
 def test_a_name_is_written_as_it_is(family: TextModel):

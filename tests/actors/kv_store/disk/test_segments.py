@@ -96,16 +96,22 @@ def test_neighbours_are_read_together_up_to_a_limit_and_their_memory_is_used_aga
     monkeypatch.setattr(segment_reader, "RUN_BYTES_MAX", 5 * size + 1)
     locations = [*places(write_file(tmp_path, entries))[1:], *places(write_file(tmp_path, others))]
     wanted = [*locations[:13], locations[14], locations[16], locations[15]]
-    reader, seen, memory = EntryReader(tmp_path, KEY, wanted), [], set()
-    for run in reader.runs(reuse=True):
+    reader, seen = EntryReader(tmp_path, KEY, wanted), []
+    for run in reader.runs():
         seen.append(run.indexes)
-        memory.add(run.data.ctypes.data)
         for index, data in zip(run.indexes, run.data, strict=True):
             (entry,) = [entry for entry in (*entries, *others) if entry.id == wanted[index].id]
             assert same(parts_of(data, run.signature), entry.parts)
+        reader.give_back(run)
     assert seen == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12], [13], [14], [15]] and not reader.failures
+    monkeypatch.setattr(segment_reader, "RUN_BYTES_MAX", 1)
     kept = [run.data for run in EntryReader(tmp_path, KEY, wanted).runs()]
-    assert len({data.ctypes.data for data in kept}) == len(kept)
+    assert len({data.ctypes.data for data in kept}) == len(kept) == 16
+    reader, memory = EntryReader(tmp_path, KEY, wanted), set()
+    for run in reader.runs():
+        memory.add(run.data.ctypes.data)
+        reader.give_back(run)
+    assert len(memory) <= segment_reader.READS_AHEAD + 1
 
 
 def test_a_reader_that_is_left_early_leaves_nothing_open(tmp_path):

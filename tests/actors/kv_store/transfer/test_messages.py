@@ -16,7 +16,7 @@ from satchel.actors.kv_store.transfer.messages import (
     FindRequest,
     pack,
 )
-from satchel.actors.protocol.entries import TAIL_TOKENS_MAX, Part
+from satchel.actors.protocol.entries import TAIL_TOKENS_MAX, EntryDigest, Part, part_digest
 from satchel.cluster.errors import InvalidRecord
 
 ONE, TWO, MODEL = (bytes([number]) * 32 for number in (1, 2, 3))
@@ -144,3 +144,19 @@ def test_reasons_are_one_short_line():
     for wrong in ([], [1], ["a", "b"]):
         with pytest.raises(InvalidRecord):
             messages.read_reason(wrong)
+
+
+def test_a_digest_is_that_of_the_parts_however_their_bytes_are_cut():
+    """Also of empty parts, at the beginning, in between and at the end."""
+    sizes = (0, 5, 0, 0, 7, 1, 0)
+    parts = [Part(str(number), "U8", (size,)) for number, size in enumerate(sizes)]
+    data, layout = memoryview(bytes(range(13))), messages.Layout(parts, {})
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    whole = EntryDigest(parts)([part_digest(data[end - size : end]) for end, size in zip(ends, sizes, strict=True)])
+    for length in range(1, 14):
+        digesting = messages.Digesting(layout)
+        for start in range(0, 13, length):
+            digesting.update(data[start : start + length])
+        assert digesting.digest() == whole
+    empty = messages.Layout(parts[:1], {})
+    assert messages.Digesting(empty).digest() == EntryDigest(parts[:1])([part_digest(data[:0])])

@@ -79,7 +79,8 @@ class World:
 class Life:
     """The source and the disk of one pull, with what must hold."""
 
-    loop: PullLoop[bytes]
+    loop: PullLoop
+    line: FakeLine
 
     def __init__(self, world: World, crash: bool) -> None:
         self.world, self.rng = world, world.rng
@@ -118,7 +119,7 @@ class Life:
             return self.rng.choice([1.0, 4.0, 40.0])
         return self.rng.random() * self.rng.choice([0.001, 0.1])
 
-    async def connect(self, address: int) -> FakeLine:
+    async def connect(self, address: int) -> None:
         self.connects[address] = self.connects.get(address, 0) + 1
         assert self.lines < LINES_MAX, "retries are bounded"
         await self.pause(self.delay())
@@ -127,7 +128,19 @@ class Life:
             raise self.rng.choice([LinkRefused, LinkVersion])("another key")
         if address in self.world.dead:
             raise LinkError("nobody there")
-        return FakeLine(self)
+        self.line = FakeLine(self)
+
+    async def find(self) -> tuple[list[Offer | None], list[Offer]]:
+        return await self.line.find()
+
+    async def ask(self, ids: Sequence[bytes]) -> None:
+        await self.line.ask(ids)
+
+    async def receive(self, offer: Offer) -> bytes:
+        return await self.line.receive(offer)
+
+    def close(self) -> None:
+        self.line.close()
 
     async def install(self, entry: bytes, nbytes: int) -> None:
         world = self.world
