@@ -14,8 +14,11 @@ from satchel.actors.kv_store.satchels.layout import MAGIC, VERSION
 from satchel.actors.protocol.block_ids import root_id, scope_of
 from satchel.actors.protocol.entries import Entry
 from satchel.actors.protocol.media_ids import embeddings_parent, media_tokens, names_in
+from satchel.actors.protocol.messages import AgentPlace
 from satchel.actors.protocol.store_messages import AskUnpack, Unpacked
+from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import AgentExists, AgentNotFound, DiskFull, InvalidRequest, InvalidSatchel
+from tests.worlds.direct import model_info
 from tests.worlds.kv_files import MODEL, OTHER_MODEL, chain, tail
 from tests.worlds.kv_node import spoken
 from tests.worlds.store_nodes import Cluster, cluster
@@ -187,3 +190,54 @@ async def test_a_satchel_of_words_alone(tmp_path):
         data = await carried(home)
         assert (await brought(home, data, BOB)).entries_of == 0
         assert json.loads(await home.at("a").transcript(BOB)) == [{"content": "hello"}]
+
+
+class Places:
+    """As `AgentLocator`, of a cluster whose endpoint is on node a."""
+
+    head = "a"
+
+    def __init__(self, home: Cluster) -> None:
+        self._cluster = home
+        self.note = self.forget = lambda *of: None
+
+    async def alive(self) -> list[str]:
+        return [*self._cluster.stores]
+
+    async def nodes(self) -> dict[str, bool]:
+        return dict.fromkeys(self._cluster.stores, True)
+
+    async def locate(self, agent: str) -> str:
+        return (self._cluster.homes(agent) or ["a"])[0]
+
+    async def where(self, agent: str) -> AgentPlace | None:
+        return AgentPlace(agent, home[0], True, 1) if (home := self._cluster.homes(agent)) else None
+
+    async def moved(self, *of: Any) -> None: ...
+
+    async def ask(self, node: str, question: Any) -> Any:
+        return await question(self._cluster.at(node))
+
+
+class Store(RayStore):
+    async def _infos(self) -> list[Any]:
+        return [(None, model_info(model_id=MODEL, files_id=MODEL))]
+
+
+async def test_an_agent_of_another_node_is_packed_and_replaced_at_the_endpoints(tmp_path):
+    async with cluster(tmp_path, ["a", "b"], replication=0) as home:
+        await home.speak("b", ALICE, "hello", said())
+        for entry in kv():
+            await home.put("b", [entry])
+        places: Any = Places(home)
+        store = Store(places, home.config.timing)
+        packed = await store.pack(ALICE)
+        assert packed.entries == 4 and Path(packed.path).is_relative_to(tmp_path / "a")
+        with pytest.raises(AgentExists):
+            await store.unpack(ALICE, packed.path, replace=False, trusted=False)
+        await home.speak("b", ALICE, "later")
+        came = await store.unpack(ALICE, packed.path, replace=True, trusted=False)
+        assert (came.entries, came.why_not, came.replaced) == (4, "", True)
+        assert home.homes(ALICE) == ["a"] and home.said("a", ALICE) == {"hello"} and home.has("a", *kv())
+        await home.tend()
+        assert "later" not in home.said("b", ALICE), "the other node hears that what it has was replaced"
