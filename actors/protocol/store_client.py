@@ -200,7 +200,7 @@ class StoreClient:
         """Returns the path of a file that does not exist yet, for a satchel that is to be unpacked. Remove it later.
 
         Raises:
-            DiskFull, InvalidRequest: it is too large.
+            DiskFull, RequestTooLarge, QuotaExceeded: it is too large.
             Unavailable: the node keeps nothing on disk.
         """
         message = AskRoom(agent, nbytes, dict(limits or {}))
@@ -215,7 +215,7 @@ class StoreClient:
 
         Raises:
             AgentNotFound: it has nothing.
-            DiskFull, InvalidRequest: the satchel would be too large.
+            DiskFull, RequestTooLarge: the satchel would be too large.
         """
         message, read = AskKV(agent, list(replicas)), partial(decode, Packed)
         return self.actor.call(lambda store: store.pack.remote(encode(message)), read, self._patient_s)

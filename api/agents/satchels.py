@@ -40,7 +40,7 @@ async def packed(memory: AgentMemory, key: str) -> PackedFile:
 
     Raises:
         AgentNotFound: the agent is unknown.
-        DiskFull, InvalidRequest, Unavailable: it cannot be packed now.
+        DiskFull, RequestTooLarge, Unavailable: it cannot be packed now.
     """
 
     async def pack() -> PackedFile:
@@ -92,7 +92,7 @@ async def unpacked(
     Raises:
         InvalidSatchel: it is none, or not whole.
         AgentExists: there is such an agent.
-        DiskFull, InvalidRequest, QuotaExceeded, MemoryFull, Unavailable: it cannot be taken in now.
+        DiskFull, RequestTooLarge, QuotaExceeded, MemoryFull, Unavailable: it cannot be taken in now.
     """
     if not replace:
         await _check_new(memory.store, key)

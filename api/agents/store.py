@@ -64,7 +64,7 @@ class Store(Protocol):
 
         Raises:
             AgentNotFound: the agent is unknown.
-            DiskFull, InvalidRequest: the satchel would be too large.
+            DiskFull, RequestTooLarge: the satchel would be too large.
         """
         ...
 

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ....cluster.config import Config
-from ....cluster.errors import AgentExists, AgentNotFound, DiskFull, InvalidRequest, SatchelError, Unavailable
+from ....cluster.errors import (
+    AgentExists,
+    AgentNotFound,
+    DiskFull,
+    InvalidRequest,
+    QuotaExceeded,
+    RequestTooLarge,
+    SatchelError,
+    Unavailable,
+)
 from ...protocol.store_messages import AskUnpack, Content, Head, Limits, Packed, Unpacked
 from ..agents.claims import Branch
 from ..disk.folder import typed
@@ -70,17 +79,17 @@ class Satchels:
 
         Raises:
             DiskFull: it does not fit.
-            InvalidRequest: no satchel may be so large, or the agent's tenant may not have so much.
+            RequestTooLarge, QuotaExceeded: no satchel may be so large, or none of the agent's tenant.
             Unavailable: this node keeps nothing on disk.
         """
         folder, most = self._folder, self._config.satchel_bytes_max
         if folder is None:
             raise Unavailable("this node keeps nothing on disk", retry_after_s=None)
         if nbytes > most:
-            raise InvalidRequest(f"a satchel of {nbytes:,} bytes is over {most:,} (satchel_bytes_max)")
+            raise RequestTooLarge(f"a satchel of {nbytes:,} bytes is over {most:,} (satchel_bytes_max)")
         quota = (limits or {}).get(tenant_of(agent))
         if quota is not None and nbytes > quota:
-            raise InvalidRequest(f"a satchel of {nbytes:,} bytes is more than the {quota:,} that the key may keep here")
+            raise QuotaExceeded(f"a satchel of {nbytes:,} bytes is more than the {quota:,} that the key may keep here")
         with typed(f"making room for a satchel in {folder}"):
             self._io.folder(folder.parent)
             self._io.folder(folder)
@@ -109,7 +118,7 @@ class Satchels:
 
         Raises:
             AgentNotFound: nothing of it is here.
-            DiskFull, InvalidRequest: as `room`.
+            DiskFull, RequestTooLarge: as `room`.
         """
 
         def work() -> list[tuple[Head, Content]]:

@@ -17,7 +17,7 @@ from satchel.actors.protocol.media_ids import embeddings_parent, media_tokens, n
 from satchel.actors.protocol.messages import AgentPlace
 from satchel.actors.protocol.store_messages import AskUnpack, Unpacked
 from satchel.api.ray_backend.store import RayStore
-from satchel.cluster.errors import AgentExists, AgentNotFound, DiskFull, InvalidRequest, InvalidSatchel
+from satchel.cluster.errors import AgentExists, AgentNotFound, DiskFull, InvalidSatchel, QuotaExceeded, RequestTooLarge
 from tests.worlds.direct import model_info
 from tests.worlds.kv_files import MODEL, OTHER_MODEL, chain, tail
 from tests.worlds.kv_node import spoken
@@ -173,14 +173,14 @@ async def test_no_room_is_said(home, tmp_path):
     with pytest.raises(AgentNotFound):
         await home.at("a").pack("default/nobody")
     async with cluster(tmp_path / "small", ["a"], satchel_bytes_max=100) as small:
-        with pytest.raises(InvalidRequest, match="satchel_bytes_max"):
+        with pytest.raises(RequestTooLarge, match="satchel_bytes_max"):
             await brought(small, data)
     async with cluster(tmp_path / "full", ["a"]) as full:
         service = full.stores["a"].services.satchels
         service._io.space = lambda folder: (_ for _ in ()).throw(OSError(28, "no space"))  # type: ignore[method-assign]
         with pytest.raises(DiskFull):
             await brought(full, data)
-        with pytest.raises(InvalidRequest, match="may keep"):
+        with pytest.raises(QuotaExceeded, match="may keep"):
             await full.at("a").room("t/x", 10**9, {"t": 10**6})
 
 

@@ -159,7 +159,7 @@ async def test_an_agent_is_carried_from_tenant_to_tenant_by_its_file_alone(endpo
     endpoint.key("small", disk_bytes_max=1000)
     refused = await endpoint.call("small", "GET", "/v1/agents")
     refused = await endpoint.client.put(path, content=bytes(2000))
-    assert refused.status_code == 400 and "2,000 bytes is more than the 1,000" in refused.text
+    assert refused.status_code == 429 and "2,000 bytes is more than the 1,000" in refused.text
     assert not [*(endpoint.home.root / "kv" / "satchels").iterdir()]
 
 
