@@ -251,6 +251,8 @@ class Config:
     """Agents' KV on each node's disk; the least recently used is evicted first."""
     disk_reserve_bytes: Bytes = 2**30
     """Space on each node's disk that KV leaves free for agents' transcripts; at most an eighth of the disk."""
+    satchel_bytes_max: Bytes = 32 * 2**30
+    """Of one agent's satchel, packed or taken in. It is on the disk of the first node meanwhile."""
     share: Literal["tenant", "agent", "none"] = "tenant"
     """Who may reuse equal prefixes: all of a tenant, only the same agent, or nobody."""
 

@@ -9,6 +9,7 @@
     │   ├── KeyRefused              401  no key, or one that is not known
     │   ├── NotAllowed              403  another host, a page of another origin, or not for this key
     │   ├── ModelNotFound           404
+    │   ├── InvalidSatchel          400  a file that is no satchel, or not whole
     │   ├── AgentNotFound           404
     │   ├── ResponseNotFound        404
     │   ├── PreviousResponseNotFound 400
@@ -151,6 +152,12 @@ class ModelNotFound(RequestError):
 class AgentNotFound(RequestError):
     status = 404
     code = "agent_not_found"
+
+
+class InvalidSatchel(RequestError):
+    """A file that is no satchel, or not whole."""
+
+    code = "invalid_satchel"
 
 
 class ResponseNotFound(RequestError):

@@ -26,6 +26,8 @@ from ..protocol.store_messages import (
     AgentPage,
     AgentTo,
     AskKV,
+    AskRoom,
+    AskUnpack,
     Begin,
     Begun,
     BranchIds,
@@ -36,12 +38,14 @@ from ..protocol.store_messages import (
     EntryIds,
     Fetched,
     FetchKV,
+    FilePath,
     FindKV,
     Flag,
     Fork,
     FoundKV,
     ListAgents,
     Moved,
+    Packed,
     PrimaryEpoch,
     Promote,
     PullKV,
@@ -57,6 +61,7 @@ from ..protocol.store_messages import (
     TouchChain,
     Transcript,
     TurnName,
+    Unpacked,
 )
 from ..supervision.watchdog import Watchdog
 from .disk.probe import DiskProbe
@@ -164,6 +169,19 @@ class KVStoreActor:
     @answers(Fork)
     async def fork(self, asked: Fork) -> Count:
         return Count(await self.services.conversations.fork(asked.source, asked.target, asked.limits))
+
+    @answers(AskRoom)
+    async def room(self, asked: AskRoom) -> FilePath:
+        return FilePath(str(self.services.satchels.room(asked.nbytes, asked.agent, asked.limits)))
+
+    @answers(AskKV)
+    async def pack(self, which: AskKV) -> Packed:
+        return await self.services.satchels.pack(which.agent, which.replicas)
+
+    @answers(AskUnpack)
+    async def unpack(self, asked: AskUnpack) -> Unpacked:
+        await self.services.tending.ready()
+        return await self.services.satchels.unpack(asked)
 
     @answers(AgentKey)
     async def forget(self, which: AgentKey) -> Flag:

@@ -23,6 +23,8 @@ from .store_messages import (
     AgentPage,
     AgentTo,
     AskKV,
+    AskRoom,
+    AskUnpack,
     Begin,
     Begun,
     BranchIds,
@@ -35,6 +37,7 @@ from .store_messages import (
     EntryIds,
     Fetched,
     FetchKV,
+    FilePath,
     FindKV,
     Flag,
     Fork,
@@ -42,6 +45,7 @@ from .store_messages import (
     Limits,
     ListAgents,
     Moved,
+    Packed,
     PrimaryEpoch,
     Promote,
     PullKV,
@@ -58,6 +62,7 @@ from .store_messages import (
     TouchChain,
     Transcript,
     TurnName,
+    Unpacked,
 )
 
 T = TypeVar("T")
@@ -188,6 +193,44 @@ class StoreClient:
         """
         message = Fork(source, target, dict(limits or {}))
         return self.actor.call(lambda store: store.fork.remote(encode(message)), _count, self._patient_s)
+
+    # Satchels: files on the node's disk.
+
+    def room(self, agent: str, nbytes: int, limits: Limits | None = None) -> Call[str]:
+        """Returns the path of a file that does not exist yet, for a satchel that is to be unpacked. Remove it later.
+
+        Raises:
+            DiskFull, RequestTooLarge, QuotaExceeded: it is too large.
+            Unavailable: the node keeps nothing on disk.
+        """
+        message = AskRoom(agent, nbytes, dict(limits or {}))
+        return self.actor.call(
+            lambda store: store.room.remote(encode(message)),
+            lambda answer: decode(FilePath, answer).path,
+            self._answer_s,
+        )
+
+    def pack(self, agent: str, replicas: Sequence[tuple[bytes, bytes]] = ()) -> Call[Packed]:
+        """Packs what the node has of an agent into a file, which the caller removes. `replicas` are as for `blocks`.
+
+        Raises:
+            AgentNotFound: it has nothing.
+            DiskFull, RequestTooLarge: the satchel would be too large.
+        """
+        message, read = AskKV(agent, list(replicas)), partial(decode, Packed)
+        return self.actor.call(lambda store: store.pack.remote(encode(message)), read, self._patient_s)
+
+    def unpack(self, asked: AskUnpack) -> Call[Unpacked]:
+        """Takes in an agent from a satchel.
+
+        Raises:
+            InvalidSatchel: it is none, or not whole.
+            AgentExists: there is such an agent.
+            InvalidRequest, QuotaExceeded, MemoryFull: it does not fit.
+        """
+        return self.actor.call(
+            lambda store: store.unpack.remote(encode(asked)), partial(decode, Unpacked), self._patient_s
+        )
 
     def forget(self, agent: str) -> Call[bool]:
         """Erases the agent's memory; running turns cannot commit. Returns whether there was any.

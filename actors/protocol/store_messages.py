@@ -242,6 +242,58 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
+class AskRoom:
+    """Asks for the path of a new file, for a satchel of `nbytes` with the agent. `limits` are its tenant's."""
+
+    agent: str
+    nbytes: int
+    limits: Limits = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePath:
+    """A file on the store's machine."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A satchel: the file, its bytes, and how many branches and entries of KV it has."""
+
+    path: str
+    nbytes: int
+    branches: int
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskUnpack:
+    """Asks to take in the satchel `path` as the agent; an agent of that name is replaced or else an error. `models` are
+    those whose KV is taken; that of another cluster's satchel only if its sender is `trusted`."""
+
+    agent: str
+    path: str
+    models: list[bytes]
+    replace: bool = False
+    trusted: bool = False
+    limits: Limits = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """How many branches came, and of how many entries of KV how many, with their bytes; `why_not` says why not all, ""
+    if they did. `replaced` is whether there was such an agent before."""
+
+    branches: int
+    entries: int
+    entries_of: int
+    nbytes: int
+    why_not: str
+    replaced: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """A store's counts since it was started, and its present sizes; `disk` has the figures of its KV by name."""
 

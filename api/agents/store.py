@@ -14,7 +14,9 @@ from ...actors.protocol.store_messages import (
     CommitOutcome,
     Limits,
     Moved,
+    Packed,
     Recalled,
+    Unpacked,
 )
 
 
@@ -52,6 +54,25 @@ class Store(Protocol):
     async def fork(self, source: str, target: str, limits: Limits | None = None) -> int: ...
 
     async def forget(self, agent: str) -> bool: ...
+
+    async def room(self, agent: str, nbytes: int, limits: Limits | None = None) -> str:
+        """As `StoreClient.room`, at this machine's store."""
+        ...
+
+    async def pack(self, agent: str) -> Packed:
+        """Packs an agent, wherever it is, into a file of this machine, which the caller removes.
+
+        Raises:
+            AgentNotFound: the agent is unknown.
+            DiskFull, RequestTooLarge: the satchel would be too large.
+        """
+        ...
+
+    async def unpack(
+        self, agent: str, path: str, *, replace: bool, trusted: bool, limits: Limits | None = None
+    ) -> Unpacked:
+        """Takes in an agent from a file of this machine; as `StoreClient.unpack`."""
+        ...
 
     async def where(self, agent: str) -> AgentPlace:
         """Where an agent's memory is.

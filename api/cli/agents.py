@@ -1,4 +1,5 @@
-"""`satchel agents`: list, show, move, fork and forget agents, over the running endpoint's HTTP interface."""
+"""`satchel agents`: list, show, move, fork and forget agents, over the running endpoint's HTTP interface. `satchels.py`
+packs them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import httpx
 
 app = typer.Typer(
-    help="List the agents that the running server remembers, or show, move, fork or forget one.",
+    help="List the agents that the running server remembers, or show, move, carry, fork or forget one.",
     invoke_without_command=True,
 )
 
@@ -34,7 +35,7 @@ AfterOption = Annotated[str, typer.Option("--after", metavar="AGENT", help="Go o
 
 @app.callback()
 def agents(context: typer.Context, json: JsonOption = False, home: HomeOption = None) -> None:
-    """List the agents that the running server remembers, or show, move, fork or forget one."""
+    """List the agents that the running server remembers, or show, move, carry, fork or forget one."""
     context.obj = home
     if context.invoked_subcommand is None:
         _list(home, 20, "", json)
@@ -55,14 +56,14 @@ def list_agents(
 @app.command()
 def show(context: typer.Context, agent: AgentArgument, json: JsonOption = False, home: HomeOption = None) -> None:
     """Show what is known of an agent, and where it lives."""
-    with _endpoint(home or context.obj, _ANSWER_S) as session:
+    with endpoint(home or context.obj, _ANSWER_S) as session:
         found = _ask(session, "GET", agent)
         place = session.get(f"/v1/cluster/agents/{_name(agent)}")
         # Without its place the rest is still worth showing.
-        found |= _json(place) if place.is_success else {}
+        found |= json_of(place) if place.is_success else {}
         found["object"] = "agent"
     if json:
-        _print_json(found)
+        print_json(found)
         return
     from rich.console import Console
     from rich.text import Text
@@ -96,10 +97,10 @@ def move(
     home: HomeOption = None,
 ) -> None:
     """Make another node an agent's home: its memory goes there, and its next turns with it."""
-    with _endpoint(home or context.obj, _MOVE_S) as session:
+    with endpoint(home or context.obj, _MOVE_S) as session:
         done = _ask(session, "POST", agent, "/move", {"to": node})
     if json:
-        _print_json(done)
+        print_json(done)
     elif not done["moved"]:
         print(f"{agent} lives on {node} already")
     else:
@@ -118,10 +119,10 @@ def fork(
     home: HomeOption = None,
 ) -> None:
     """Copy an agent's memory to a new id."""
-    with _endpoint(home or context.obj, _ANSWER_S) as session:
+    with endpoint(home or context.obj, _ANSWER_S) as session:
         done = _ask(session, "POST", agent, "/fork", {"as": new})
     if json:
-        _print_json(done)
+        print_json(done)
     else:
         print(f"{new} remembers what {agent} does ({done['branches']} branches)")
 
@@ -129,22 +130,22 @@ def fork(
 @app.command()
 def forget(context: typer.Context, agent: AgentArgument, json: JsonOption = False, home: HomeOption = None) -> None:
     """Erase all that is known of an agent, on disk too."""
-    with _endpoint(home or context.obj, _ANSWER_S) as session:
+    with endpoint(home or context.obj, _ANSWER_S) as session:
         done = _ask(session, "DELETE", agent)
     if json:
-        _print_json(done)
+        print_json(done)
     else:
         print(f"{agent} is forgotten")
 
 
 def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
-    with _endpoint(given, _ANSWER_S) as session:
-        page = _json(session.get("/v1/agents", params={"limit": str(limit), **({"after": after} if after else {})}))
+    with endpoint(given, _ANSWER_S) as session:
+        page = json_of(session.get("/v1/agents", params={"limit": str(limit), **({"after": after} if after else {})}))
         primaries = _primaries(session)
     for agent in page["data"]:
         agent.update(primaries.get(agent["id"], {}))
     if as_json:
-        _print_json(page["data"])
+        print_json(page["data"])
         return
     from rich.console import Console
     from rich.text import Text
@@ -177,11 +178,11 @@ def _primaries(session: httpx.Client) -> dict[str, dict[str, Any]]:
     answer = session.get("/v1/cluster")
     if not answer.is_success:
         return {}
-    return {each["id"]: {"home": each["home"], "copies": each["copies"]} for each in _json(answer)["agents"]}
+    return {each["id"]: {"home": each["home"], "copies": each["copies"]} for each in json_of(answer)["agents"]}
 
 
 @contextmanager
-def _endpoint(given: Path | None, timeout_s: float) -> Iterator[httpx.Client]:
+def endpoint(given: Path | None, timeout_s: float) -> Iterator[httpx.Client]:
     from .views import client
 
     with client(chosen_home(given), timeout_s=timeout_s) as session:
@@ -189,7 +190,12 @@ def _endpoint(given: Path | None, timeout_s: float) -> Iterator[httpx.Client]:
 
 
 def _ask(session: httpx.Client, method: str, agent: str, action: str = "", body: dict[str, Any] | None = None) -> Any:
-    return _json(session.request(method, f"/v1/agents/{_name(agent)}{action}", json=body))
+    return json_of(session.request(method, path_of(agent, action), json=body))
+
+
+def path_of(agent: str, action: str = "") -> str:
+    """Returns the path of an agent's route."""
+    return f"/v1/agents/{_name(agent)}{action}"
 
 
 def _name(agent: str) -> str:
@@ -197,7 +203,8 @@ def _name(agent: str) -> str:
     return quote(agent, safe="").replace(".", "%2E")
 
 
-def _json(answer: httpx.Response) -> Any:
+def json_of(answer: httpx.Response) -> Any:
+    """Returns the JSON of an answer. Raises `SatchelError` for a failed one."""
     if not answer.is_success:
         from .views import error_of
 
@@ -208,7 +215,7 @@ def _json(answer: httpx.Response) -> Any:
         raise SatchelError(f"the endpoint's answer to {answer.request.url.path} is not JSON") from None
 
 
-def _print_json(data: Any) -> None:
+def print_json(data: Any) -> None:
     print(json_text.dumps(data, indent=2))
 
 

@@ -15,7 +15,6 @@ import typer
 
 from ...cluster.config import Config, default_config, load_config
 from ...cluster.errors import SatchelError
-from .agents import app as agents
 from .cert import cert
 from .cluster import ListenOption, PortOption, down, install_service, invite, join, leave, up, with_endpoint
 from .convert import convert
@@ -23,6 +22,7 @@ from .keys import app as keys
 from .models import HomeOption, JsonOption, NoTrialOption, chosen_home
 from .models import app as models
 from .probe import probe
+from .satchels import app as agents
 
 app = typer.Typer(
     name="satchel",

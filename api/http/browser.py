@@ -67,7 +67,8 @@ class Hosts:
 
 
 class BrowserGuard:
-    """Middleware: refuses requests of pages of other origins, requests to other hosts, and bodies that are not JSON.
+    """Middleware: refuses requests of pages of other origins, requests to other hosts, and bodies that are not JSON,
+    except bytes that are PUT.
 
     Args:
         origins: other origins whose pages may use the endpoint, as `http://localhost:3000`, lowercase; `*` for all.
@@ -101,6 +102,9 @@ class BrowserGuard:
             return NotAllowed("pages of other sites may not use this endpoint (endpoint.origins)")
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").lower()
+        # A browser asks before any PUT.
+        if method == "PUT" and kind == "application/octet-stream":
+            return None
         if has_body and not _JSON.fullmatch(kind) and (kind or any(name in headers for name in _OF_BROWSERS)):
             return UnsupportedMediaType("the body's Content-Type must be application/json")
         return None

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from types import TracebackType
 
@@ -43,6 +43,9 @@ Refused = Callable[[str], None]
 
 _LARGE_BYTES = 256 * 2**10
 """A larger body takes more than a few milliseconds to parse."""
+
+_SAVED_BYTES = 2**20
+"""Of a body that is written to the disk, so many at a time."""
 
 _CLIENT_GONE = 499
 """nginx's status for a disconnected client, used only in metrics."""
@@ -196,6 +199,44 @@ class BodyReader:
         """
         async with self._reading(request) as data, self._large if len(data) > _LARGE_BYTES else nullcontext():
             return await asyncio.to_thread(parse_body, kind, data, self._limits)
+
+    async def save(self, request: Request, take: Callable[[bytes], Awaitable[object]]) -> None:
+        """Gives a body that is not held in memory to `take`, piece by piece. While that waits, nothing more is read.
+
+        Raises:
+            SlowBody: it comes too slowly.
+            ClientDisconnect: the client disconnected first.
+        """
+        loop, waited_s, count = asyncio.get_running_loop(), 0.0, 0
+        stream, pieces = aiter(request.stream()), bytearray()
+        while True:
+            began = loop.time()
+            try:
+                async with asyncio.timeout(BODY_GRACE_S):
+                    chunk = await anext(stream, None)
+            except TimeoutError:
+                raise SlowBody(f"nothing of the body came for {BODY_GRACE_S:g} s") from None
+            waited_s += loop.time() - began
+            if waited_s > BODY_GRACE_S + count / BODY_RATE:
+                raise SlowBody(f"the body came slower than {BODY_RATE} bytes a second")
+            pieces += chunk or b""
+            if pieces and (chunk is None or len(pieces) >= _SAVED_BYTES):
+                count += len(pieces)
+                await take(bytes(pieces))
+                pieces.clear()
+            if chunk is None:
+                return
+
+    def announced(self, request: Request) -> int:
+        """Returns how many bytes a request's body has by its headers, 0 if they do not say.
+
+        Raises:
+            InvalidRequest: Content-Length is not a number.
+        """
+        announced = request.headers.get("content-length", "0")
+        if not (announced.isascii() and announced.isdigit() and len(announced) <= 18):
+            raise InvalidRequest("Content-Length is not a number")
+        return int(announced)
 
     @asynccontextmanager
     async def _reading(self, request: Request) -> AsyncIterator[bytearray]:

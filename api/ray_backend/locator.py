@@ -64,6 +64,11 @@ class AgentLocator:
         # A turn may wait so long for the one before it, and a move for KV.
         self._answer_s = config.timeouts.turn_wait_s + timing.store_answer_s
 
+    @property
+    def head(self) -> str:
+        """The node that has the endpoint."""
+        return self._head
+
     def known(self, agent: str) -> str:
         """Returns the node where the agent's memory was last found, "" if unknown."""
         return self._known.get(agent, "")

@@ -14,13 +14,16 @@ from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.messages import AgentPlace, ModelInfo
 from ...actors.protocol.store_messages import (
     AgentBranches,
+    AskUnpack,
     Begun,
     BranchKV,
     Commit,
     CommitOutcome,
     Limits,
     Moved,
+    Packed,
     Recalled,
+    Unpacked,
 )
 from ...actors.start import find_replicas
 from ...cluster.errors import (
@@ -93,6 +96,40 @@ class RayStore:
 
     async def forget(self, agent: str) -> bool:
         return await self._at_primary(agent, lambda store: store.forget(agent))
+
+    async def room(self, agent: str, nbytes: int, limits: Limits | None = None) -> str:
+        return await self._locator.ask(self._locator.head, lambda store: store.room(agent, nbytes, limits))
+
+    async def pack(self, agent: str) -> Packed:
+        head = self._locator.head
+        _, primary = await self._locate_and_ask(agent, lambda store: store.info(agent))
+        if primary != head:
+            await self._at_primary(agent, lambda store: store.send_secondary(agent, head))
+        # A replica of any node may have computed for it.
+        fetch_s = self._timing.fetch_s
+        for node in [node for node in await self._locator.alive() if node != head]:
+            try:
+                await self._locator.ask(head, lambda store, node=node: store.fetch(agent, node, fetch_s))
+            except SatchelError as error:
+                logger.warning("of agent %s no KV is packed that only %s has: %s", agent, node, error.message)
+        replicas = [(info.files_id, info.model_id) for _, info in await self._infos()]
+        return await self._locator.ask(head, lambda store: store.pack(agent, replicas))
+
+    async def unpack(
+        self, agent: str, path: str, *, replace: bool, trusted: bool, limits: Limits | None = None
+    ) -> Unpacked:
+        head = self._locator.head
+        if (place := await self._locator.where(agent)) is not None:
+            if not replace:
+                raise AgentExists(f"there is an agent {agent.partition('/')[2]!r} already", param="replace")
+            if place.home != head:
+                # What is replaced must be where it is replaced.
+                await self.move(agent, head)
+        models = list({info.model_id for _, info in await self._infos()})
+        asked = AskUnpack(agent, path, models, replace, trusted, dict(limits or {}))
+        came = await self._locator.ask(head, lambda store: store.unpack(asked))
+        self._locator.note(agent, head)
+        return came
 
     async def _at_primary(self, agent: str, question: Question[T]) -> T:
         return (await self._locate_and_ask(agent, question))[0]

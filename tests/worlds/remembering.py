@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from satchel.actors.protocol.messages import AgentPlace, RowUpdate
-from satchel.actors.protocol.store_messages import BranchKV, Moved
+from satchel.actors.protocol.store_messages import AskUnpack, BranchKV, Moved, Unpacked
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.http.app import create_app
 from satchel.api.views.generation import Generator
@@ -38,6 +38,7 @@ class LocalStore:
         self.calls: list[str] = []
         self.released: list[tuple[bytes, bytes, list[bytes], bytes, list[bytes]]] = []
         self.in_memory = 0
+        self.models: list[bytes] = []
         self.cleared = 0
 
     def __getattr__(self, method: str) -> Any:
@@ -65,6 +66,9 @@ class LocalStore:
 
     async def move(self, agent: str, node: str) -> Moved:
         raise InvalidRequest(f"there is no node {node!r}", param="to")
+
+    async def unpack(self, agent: str, path: str, **how: Any) -> Unpacked:
+        return await self.ask("unpack", AskUnpack(agent, path, self.models, **how))
 
     async def release(self, branch: BranchKV) -> int:
         kept = branch.kept

@@ -191,27 +191,40 @@ class Agents:
             AgentExists: `target` exists, or is in its first turn.
             InvalidRequest: both do not fit into the memory.
         """
-        heads = sorted(self._storage.heads(source), key=lambda head: head.epoch)
+        heads = self._storage.heads(source)
         copies = [(head, content) for head in heads if (content := self._storage.content(head)) is not None]
         if not copies:
             raise AgentNotFound(f"there is no agent {_id(source)!r}", param="id")
         if self._storage.heads(target) or self.busy(target, "", now):
             raise AgentExists(f"there is an agent {_id(target)!r} already", param="as")
-        # Ids first, in the order of the old ones: the oldest branch stays the oldest.
-        ids = {head.branch: self._next() for head in sorted(heads, key=lambda head: head.branch)}
         try:
-            with self._storage.transaction():
-                for head, content in copies:
-                    root = self.root_of(target, head.model)
-                    epoch = self._next()
-                    copy = replace(
-                        head, agent=target, branch=ids[head.branch], epoch=epoch, root=root, created=unix_now
-                    )
-                    self._storage.put(copy, content)
-                self._make_room({source, target}, now, trim=None)
+            self._bring(target, [(replace(head, created=unix_now), content) for head, content in copies], {source}, now)
         except _NoRoom:
             raise InvalidRequest("a copy of the agent does not fit into transcripts_bytes_max", param="as") from None
         return len(copies)
+
+    def bring(self, agent: str, branches: Sequence[tuple[Head, Content]], now: float) -> None:
+        """Stores branches of an agent of another cluster, which is unknown here. They get numbers of their own, in the
+        order of those that they have.
+
+        Raises:
+            InvalidRequest: they do not fit into the memory.
+        """
+        try:
+            self._bring(agent, branches, set(), now)
+        except _NoRoom:
+            raise InvalidRequest("the agent does not fit into transcripts_bytes_max") from None
+        self._seen.pop(agent, None)
+
+    def _bring(self, agent: str, branches: Sequence[tuple[Head, Content]], keep: set[str], now: float) -> None:
+        # Ids first, in the order of the old ones: the oldest branch stays the oldest.
+        ids = {number: self._next() for number in sorted(head.branch for head, _ in branches)}
+        with self._storage.transaction():
+            for head, content in sorted(branches, key=lambda branch: branch[0].epoch):
+                self._make_place(self._storage.heads(agent))
+                root, epoch = self.root_of(agent, head.model), self._next()
+                self._storage.put(replace(head, agent=agent, branch=ids[head.branch], epoch=epoch, root=root), content)
+            self._make_room({*keep, agent}, now, trim=None)
 
     def forget(self, agent: str, unix_now: float) -> bool:
         """Erases the agent and bars its running turns from committing. Returns whether the agent was known."""

@@ -17,6 +17,7 @@ from .fetching import Fetching
 from .memory import NodeMemory
 from .moving import Moving
 from .reports import StoreReports
+from .satchels import Satchels
 from .tending import Tending
 from .tombstones import Tombstones
 from .turns import Turns
@@ -71,6 +72,7 @@ class StoreServices:
         self.copying = SecondaryKeeper(memory, self.copies, self.succession, self.tombstones, changed=changed)
         self.conversations = Conversations(memory, kept=self.copying.kept, forgotten=self.tombstones.spread)
         self.moving = Moving(node.name, memory, self.turns, self.copies, self.succession, peers, changed=changed)
+        self.satchels = Satchels(config, memory, cluster_key, kept=self.copying.kept, forgotten=self.tombstones.spread)
         self.tending = Tending(self.succession, self.copies, self.tombstones, memory.timing)
         memory.disk.on_touched = self.copies.blocks_later
 

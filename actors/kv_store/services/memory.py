@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What one node has: agents' words in a database, KV on the disk, and who may use how much of both."""
+    """What one node has: agents' words in a database, KV on the disk, and who may use how much of both. `folder` has
+    all of it; None if it is in memory."""
 
     database: AgentDatabase
     agents: Agents
@@ -34,6 +35,7 @@ class NodeMemory:
     disk: NodeDisk
     work: Work
     timing: Timing
+    folder: Path | None = None
 
 
 def open_memory(config: Config, folder: Path | None) -> NodeMemory:
@@ -68,7 +70,8 @@ def open_memory(config: Config, folder: Path | None) -> NodeMemory:
         on_let_go=_say_let_go,
     )
     work = Work(database, ready=disk.ready, make_room=disk.make_room)
-    return NodeMemory(database, agents, RoleTable(database, agents.end_turn), quotas, disk, work, config.timing)
+    roles = RoleTable(database, agents.end_turn)
+    return NodeMemory(database, agents, roles, quotas, disk, work, config.timing, folder)
 
 
 def _say_let_go(agent: str) -> None:

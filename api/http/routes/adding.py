@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from ..error_shapes import shape_of
 
 JSON, EVENTS, NDJSON, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
+BYTES = "application/octet-stream"
 _COMPONENTS = "#/components/schemas/{model}"
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
 from ....cluster.audit import Audit
 from ....cluster.errors import AgentNotFound, DeadlineExceeded, Unavailable
 from ...agents.memory import AgentMemory
+from ...agents.satchels import packed, unpacked
 from ...generation.callers import Caller
 from ...generation.remembered import HEADER
 from ...generation.requests import ChatRequest, agent_key
@@ -22,7 +24,7 @@ from ...views.agents import PAGE_MAX, agent_info, agent_page, forget_agent, fork
 from ...views.generation import Generator
 from ..exchange import BodyReader, CancelOnDisconnect
 from ..guard import require_admin
-from .adding import add_route
+from .adding import BYTES, add_route
 
 
 class MoveBody(BaseModel):
@@ -50,6 +52,8 @@ class AgentRoutes:
         add_route(app, "POST", "/v1/agents/{agent_id}/fork", self.fork, ForkBody)
         add_route(app, "POST", "/v1/agents/{agent_id}/release", self.release)
         add_route(app, "POST", "/v1/agents/{agent_id}/move", self.move, MoveBody)
+        add_route(app, "GET", "/v1/agents/{agent_id}/satchel", self.pack, answers=(BYTES,))
+        add_route(app, "PUT", "/v1/agents/{agent_id}/satchel", self.unpack)
         add_route(app, "DELETE", "/v1/cache", self.clear_cache)
         add_route(app, "GET", "/v1/cache/stats", self.cache_stats)
 
@@ -118,6 +122,30 @@ class AgentRoutes:
             raise DeadlineExceeded(f"the agent was not moved within {limit_s:g} s (timeouts.request_s)") from None
         self._note(request, "agent moved", agent=agent_id, to=body.to)
         return JSONResponse(done)
+
+    async def pack(self, request: Request, agent_id: str) -> Response:
+        """Sends an agent as a file: words, KV and image embeddings."""
+        found = await packed(self._memory, _key(request, agent_id))
+        name = f'attachment; filename="{agent_id}.satchel"'
+        headers = {"Content-Length": str(found.nbytes), "Content-Disposition": name, "Cache-Control": "no-store"}
+        if request.method == "HEAD":
+            found.file.close()
+            return Response(headers=headers, media_type=BYTES)
+        return StreamingResponse(found.pieces(), headers=headers, media_type=BYTES)
+
+    async def unpack(self, request: Request, agent_id: str, replace: bool = False) -> Response:
+        """Takes in an agent from such a file. Nothing of it counts before all of it was verified."""
+        caller: Caller = request.state.caller
+        answer = await unpacked(
+            self._memory,
+            _key(request, agent_id),
+            partial(self._bodies.save, request),
+            self._bodies.announced(request),
+            replace=replace,
+            trusted=caller.admin,
+            limits=caller.disk_limits,
+        )
+        return JSONResponse(answer)
 
     async def forget(self, request: Request, agent_id: str) -> Response:
         """Erases an agent's memory."""

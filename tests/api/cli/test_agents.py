@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -60,7 +61,7 @@ async def served(backend, config, tmp_path: Path) -> AsyncIterator[Served]:
     ]
     backend.replicas = [ReplicaStats("m-0", "m", True, node="mac0")]
     backend.processes = {"m-0": 4711}
-    store = HomesStore(config)
+    store = HomesStore(config, tmp_path / "kv")
     endpoint = Remembering(backend, config, store)
     for agent in ("ann", "bob"):
         await endpoint.say("Hi", agent=agent)
@@ -77,6 +78,7 @@ async def served(backend, config, tmp_path: Path) -> AsyncIterator[Served]:
     yield Served(home, endpoint, store)
     await server.close(5)
     await endpoint.client.aclose()
+    store.actor.close()
 
 
 async def test_agents_are_listed_with_their_homes(served: Served) -> None:
@@ -128,6 +130,38 @@ async def test_an_agent_is_copied_and_forgotten(served: Served) -> None:
     assert await served.says("agents", "fork", "ann", "carl") == "carl remembers what ann does (1 branches)\n"
     assert await served.says("agents", "forget", "ann") == "ann is forgotten\n"
     assert [each["id"] for each in json.loads(await served.says("agents", "--json"))] == ["bob", "carl"]
+
+
+async def test_an_agent_is_carried_in_a_file(served: Served, tmp_path: Path) -> None:
+    satchel, transcript = tmp_path / "ann.satchel", await served.store.transcript("default/ann")
+    text = await served.says("agents", "pack", "ann", str(satchel))
+    first, last = text.splitlines()
+    assert re.fullmatch(r"ann: [\d.]+ k?B", first), "its size, before anything comes"
+    assert last.startswith(f"ann is packed into {satchel} (") and satchel.stat().st_mode & 0o777 == 0o600
+    assert await served.refuses("agents", "pack", "ann", str(satchel)) == f"{satchel} is there already"
+    there = await served.run("agents", "unpack", str(satchel))
+    assert "409: there is an agent 'ann' already" in str(there.exception)
+    assert "eve is here: 1 branches, 0 of 0 entries" in await served.says(
+        "agents", "unpack", str(satchel), "--as", "eve"
+    )
+    assert json.loads(await served.says("agents", "unpack", str(satchel), "--replace", "--json"))["replaced"]
+    assert await served.store.transcript("default/eve") == await served.store.transcript("default/ann") == transcript
+    assert not [*(tmp_path / "kv" / "satchels").iterdir()], "nothing stays on the way"
+
+
+async def test_a_passphrase_locks_a_satchel(served: Served, tmp_path: Path) -> None:
+    satchel, right, wrong = tmp_path / "ann.satchel", tmp_path / "right", tmp_path / "wrong"
+    right.write_text("correct horse\n")
+    wrong.write_text("battery staple\n")
+    await served.says("agents", "pack", "ann", str(satchel), "--passphrase-file", str(right))
+    assert b"Hi" not in satchel.read_bytes()
+    unpack = ["agents", "unpack", str(satchel), "--as", "eve", "--passphrase-file"]
+    assert "passphrase is another one" in await served.refuses(*unpack, str(wrong))
+    assert "no terminal" in await served.refuses(*unpack[:-1])
+    locked = await served.endpoint.client.put("/v1/agents/eve/satchel", content=satchel.read_bytes())
+    assert (locked.status_code, locked.json()["error"]["code"]) == (400, "invalid_satchel")
+    assert await served.refuses("agents", "show", "eve") == "the endpoint answered 404: there is no agent 'eve'"
+    assert "eve is here" in await served.says(*unpack, str(right))
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,15 @@ from satchel.cluster.audit import Audit
 from satchel.cluster.config import Home
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key, owner_key, revoke_key, write_owner_key
-from tests.worlds.remembering import Remembering
+from tests.worlds.remembering import LocalStore, Remembering
 
 
 class Tenants(Remembering):
     """An endpoint with keys; `as_` says whose the next requests are."""
 
     def __init__(self, backend: Any, config: Any, home: Home) -> None:
-        super().__init__(backend, config, keys=KeyRing(home, required=False), audit=Audit(home))
+        store = LocalStore(config, home.root / "kv")
+        super().__init__(backend, config, store, keys=KeyRing(home, required=False), audit=Audit(home))
         self.home = home
         self.secrets: dict[str, str] = {}
 
@@ -129,6 +130,39 @@ async def test_what_is_everybodys_is_for_administrators(endpoint: Tenants, metho
     assert (await endpoint.call("root", method, path, body)).status_code != 403
 
 
+async def test_an_agent_is_carried_from_tenant_to_tenant_by_its_file_alone(endpoint: Tenants):
+    endpoint.as_("ann")
+    await endpoint.say("Hi", agent="coder")
+    packed = await endpoint.client.get("/v1/agents/coder/satchel")
+    assert packed.status_code == 200 and len(packed.content) == int(packed.headers["content-length"])
+    assert "coder.satchel" in packed.headers["content-disposition"]
+
+    async def slowly():
+        for start in range(0, len(packed.content), 100):
+            yield packed.content[start : start + 100]
+
+    endpoint.as_("bob")
+    path = "/v1/agents/coder/satchel"
+    cut = await endpoint.client.put(path, content=packed.content[:-9])
+    assert (cut.status_code, cut.json()["error"]["code"]) == (400, "invalid_satchel")
+    assert (await endpoint.client.get("/v1/agents/coder")).status_code == 404
+    came = (await endpoint.client.put(path, content=slowly())).json()
+    assert (came["object"], came["branches"], came["replaced"], came["kv"]["of"]) == ("agent.satchel", 1, False, 0)
+    again = await endpoint.client.put(path, content=packed.content)
+    assert (again.status_code, again.json()["error"]["code"], again.json()["error"]["param"]) == (
+        409,
+        "agent_exists",
+        "replace",
+    )
+    assert (await endpoint.client.put(f"{path}?replace=true", content=packed.content)).json()["replaced"]
+    assert await endpoint.store.transcript("bob/coder") == await endpoint.store.transcript("ann/coder")
+    endpoint.key("small", disk_bytes_max=1000)
+    refused = await endpoint.call("small", "GET", "/v1/agents")
+    refused = await endpoint.client.put(path, content=bytes(2000))
+    assert refused.status_code == 429 and "2,000 bytes is more than the 1,000" in refused.text
+    assert not [*(endpoint.home.root / "kv" / "satchels").iterdir()]
+
+
 async def test_two_tenants_have_agents_of_one_name_and_see_only_their_own(endpoint: Tenants):
     endpoint.as_("ann")
     await endpoint.say("Hi", agent="coder")
@@ -143,6 +177,7 @@ async def test_two_tenants_have_agents_of_one_name_and_see_only_their_own(endpoi
         ("DELETE", "/v1/agents/mine", None),
         ("POST", "/v1/agents/mine/release", None),
         ("POST", "/v1/agents/mine/fork", {"as": "stolen"}),
+        ("GET", "/v1/agents/mine/satchel", None),
     ):
         answer = await endpoint.call("bob", method, path, body)
         never = await endpoint.call("bob", method, path.replace("mine", "none"), body)

@@ -1,0 +1,1 @@
+"""Agents as files that can be carried to another cluster: the format, what is packed, and what is taken in."""

@@ -1,0 +1,136 @@
+"""Satchels at the endpoint: agents' files, which lie on its machine while they come or go."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from ...actors.protocol.store_messages import Limits
+from ...cluster.errors import AgentExists, AgentNotFound, DiskError, DiskFull
+from .memory import AgentMemory
+from .store import Store
+
+PIECE_BYTES = 2**20
+_ROOM_BYTES = 64 * 2**20
+"""For so much more there must be room whenever a satchel of unknown length has filled what there was."""
+
+
+class PackedFile(NamedTuple):
+    """An open file without a name, so that nothing of it stays. `nbytes` are its bytes."""
+
+    file: BinaryIO
+    nbytes: int
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yields it and closes it."""
+        try:
+            while piece := await asyncio.to_thread(self.file.read, PIECE_BYTES):
+                yield piece
+        finally:
+            self.file.close()
+
+
+async def packed(memory: AgentMemory, key: str) -> PackedFile:
+    """Packs an agent. Whoever gives up while it is packed leaves nothing.
+
+    Raises:
+        AgentNotFound: the agent is unknown.
+        DiskFull, RequestTooLarge, Unavailable: it cannot be packed now.
+    """
+
+    async def pack() -> PackedFile:
+        done = await memory.store.pack(key)
+        return await asyncio.to_thread(_opened, Path(done.path), done.nbytes)
+
+    task = memory.background(pack())
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_close)
+        raise
+
+
+def _opened(path: Path, nbytes: int) -> PackedFile:
+    file = path.open("rb", buffering=0)
+    path.unlink()
+    return PackedFile(file, nbytes)
+
+
+def _close(task: asyncio.Task[PackedFile]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().file.close()
+
+
+Save = Callable[[Callable[[bytes], Awaitable[object]]], Awaitable[object]]
+"""Gives what comes, piece by piece, to its argument."""
+
+
+async def unpacked(
+    memory: AgentMemory,
+    key: str,
+    save: Save,
+    nbytes: int,
+    *,
+    replace: bool,
+    trusted: bool,
+    limits: Limits,
+) -> dict[str, Any]:
+    """Takes in an agent from a satchel that comes.
+
+    Args:
+        save: reads it.
+        nbytes: how much is announced, 0 if nothing is.
+        replace: whether an agent of that name is replaced.
+        trusted: whether KV of another cluster's satchel is taken.
+        limits: the tenant's.
+
+    Raises:
+        InvalidSatchel: it is none, or not whole.
+        AgentExists: there is such an agent.
+        DiskFull, RequestTooLarge, QuotaExceeded, MemoryFull, Unavailable: it cannot be taken in now.
+    """
+    if not replace:
+        await _check_new(memory.store, key)
+    path = Path(await memory.store.room(key, nbytes, limits))
+    try:
+        await _received(memory.store, key, path, save, nbytes, limits)
+        came = await memory.store.unpack(key, str(path), replace=replace, trusted=trusted, limits=limits)
+    finally:
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+    memory.lines.forget(key)
+    kv = {"entries": came.entries, "of": came.entries_of, "bytes": came.nbytes, "why_not": came.why_not or None}
+    identity = {"id": key.partition("/")[2], "object": "agent.satchel", "branches": came.branches}
+    return {**identity, "replaced": came.replaced, "kv": kv}
+
+
+async def _check_new(store: Store, key: str) -> None:
+    """Raises `AgentExists` before a large file comes for nothing."""
+    with suppress(AgentNotFound):
+        await store.info(key)
+        raise AgentExists(f"there is an agent {key.partition('/')[2]!r} already", param="replace")
+
+
+async def _received(store: Store, key: str, path: Path, save: Save, nbytes: int, limits: Limits) -> None:
+    room, count = nbytes, 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb", buffering=PIECE_BYTES) as file:
+
+        async def take(piece: bytes) -> None:
+            nonlocal room, count
+            count += len(piece)
+            if count > room:
+                room = count + _ROOM_BYTES
+                await store.room(key, count, limits)
+            await asyncio.to_thread(file.write, piece)
+
+        try:
+            await save(take)
+            await asyncio.to_thread(file.flush)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise (DiskFull if full else DiskError)(f"the satchel cannot be kept: {error.strerror or error}") from None
