@@ -42,7 +42,6 @@ from ...protocol.entries import (
     EntryRecord,
     Part,
     checked_meta,
-    part_digest,
 )
 from ...protocol.store_messages import Content
 
@@ -236,7 +235,7 @@ class SatchelReader:
             if len(buffer) != record.nbytes:
                 buffer = np.empty(self._bounded(record.nbytes, ENTRY_BYTES_MAX), np.uint8)
             self._fill(buffer.data)
-            if digest_of(_part_digests(buffer.data, layout.parts)) != record.digest:
+            if digest_of(buffer.data) != record.digest:
                 raise InvalidSatchel("the satchel is damaged: an entry's bytes are not as they were written")
             count += 1
             yield CarriedEntry(record, layout, buffer)
@@ -372,11 +371,3 @@ def _record_of(facts: bytes) -> EntryRecord:
         return EntryRecord.from_facts(facts, (bytes(OWNER_BYTES),)).checked()
     except (InvalidRecord, TypeError) as error:
         raise InvalidSatchel(f"the satchel is damaged: an entry: {error}") from None
-
-
-def _part_digests(data: memoryview, parts: Sequence[Part]) -> list[bytes]:
-    digests, start = [], 0
-    for part in parts:
-        digests.append(part_digest(data[start : start + part.nbytes]))
-        start += part.nbytes
-    return digests

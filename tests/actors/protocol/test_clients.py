@@ -55,6 +55,8 @@ from satchel.actors.protocol.store_messages import (
     AgentPage,
     AgentTo,
     AskKV,
+    AskRoom,
+    AskUnpack,
     Begin,
     Begun,
     BranchIds,
@@ -69,6 +71,7 @@ from satchel.actors.protocol.store_messages import (
     EntryIds,
     Fetched,
     FetchKV,
+    FilePath,
     FindKV,
     Flag,
     Fork,
@@ -77,6 +80,7 @@ from satchel.actors.protocol.store_messages import (
     Head,
     ListAgents,
     Moved,
+    Packed,
     PrimaryEpoch,
     Promote,
     PullKV,
@@ -93,6 +97,7 @@ from satchel.actors.protocol.store_messages import (
     TouchChain,
     Transcript,
     TurnName,
+    Unpacked,
 )
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.router.actor import RouterActor
@@ -122,6 +127,8 @@ ENTRY = EntryRecord(b"x" * 32, b"p" * 32, False, bytes(4 * BLOCK_TOKENS), b"d" *
 SEGMENT = SegmentRecord("s-1.safetensors", 200, b"m" * 32, 3, 1.0, {"a": "b"}, (ENTRY,))
 PLACE = Location(b"x", b"p", b"m", "s-1", 0, False, b"", b"d", 0, False, 100)
 PULL = PullKV("mac1", b"m", b"r", [b"x"], [1, 2], "t/a", 20.0, {"t": None})
+PACKED, UNPACK = Packed("/kv/x", 5, 1, 2), AskUnpack("t/a", "/kv/x", [b"m"])
+UNPACKED = Unpacked(1, 2, 2, 5, "", False)
 COPY = TakeSecondary("t/a", 2, 9, [HEAD], {3: CONTENT}, {"t": 5})
 HANDED = TakeIn("t/a", 2, [BranchMemory(HEAD, CONTENT)])
 STANDS = Standing("t/a", 2, 1, 7, -1, 4)
@@ -233,6 +240,9 @@ OF_STORE: list[Case] = [
     (store_of.bury(BURIAL), "bury", BURIAL, Flag(True), True),
     (store_of.fetch("t/a", "mac1", 5.0), "fetch", FetchKV("t/a", "mac1", 5.0), Fetched(), Fetched()),
     (store_of.block_addresses(), "block_addresses", Nothing(), Addresses([("h", 1)]), [("h", 1)]),
+    (store_of.room("t/a", 5), "room", AskRoom("t/a", 5), FilePath("/kv/x"), "/kv/x"),
+    (store_of.pack("t/a", [(b"f", b"m")]), "pack", AskKV("t/a", [(b"f", b"m")]), PACKED, PACKED),
+    (store_of.unpack(UNPACK), "unpack", UNPACK, UNPACKED, UNPACKED),
 ]
 OF = {ROUTER: OF_ROUTER, REPLICA: OF_REPLICA, STORE: OF_STORE}
 ACTORS = {ROUTER: RouterActor, REPLICA: ReplicaActor, STORE: KVStoreActor}
