@@ -241,7 +241,7 @@ OF_STORE: list[Case] = [
     (store_of.fetch("t/a", "mac1", 5.0), "fetch", FetchKV("t/a", "mac1", 5.0), Fetched(), Fetched()),
     (store_of.block_addresses(), "block_addresses", Nothing(), Addresses([("h", 1)]), [("h", 1)]),
     (store_of.room("t/a", 5), "room", AskRoom("t/a", 5), FilePath("/kv/x"), "/kv/x"),
-    (store_of.pack("t/a", [(b"f", b"m")]), "pack", AskKV("t/a", [(b"f", b"m")]), PACKED, PACKED),
+    (store_of.pack("t/a"), "pack", AskKV("t/a"), PACKED, PACKED),
     (store_of.unpack(UNPACK), "unpack", UNPACK, UNPACKED, UNPACKED),
 ]
 OF = {ROUTER: OF_ROUTER, REPLICA: OF_REPLICA, STORE: OF_STORE}
@@ -277,7 +277,20 @@ def test_every_method_of_an_actor_is_called_by_its_client():
         assert methods_of(ACTORS[name]) == {case[1] for case in cases} | ({"config"} if name == ROUTER else set())
 
 
-PATIENT = ("recall", "begin", "renew", "commit", "abandon", "transcript", "info", "agents", "blocks", "disk_kept")
+PATIENT = (
+    "recall",
+    "begin",
+    "renew",
+    "commit",
+    "abandon",
+    "transcript",
+    "info",
+    "agents",
+    "blocks",
+    "disk_kept",
+    "pack",
+    "unpack",
+)
 PATIENT += ("fork", "forget", "move")
 
 
