@@ -100,7 +100,7 @@ def unpack(
         print_json(done)
         return
     kv = done["kv"]
-    print(f"{agent} is here: {done['branches']} branches, {kv['entries']} of {kv['of']} entries of KV")
+    print(f"{agent} is here: branches: {done['branches']}, entries of KV: {kv['entries']} of {kv['of']}")
     if kv["why_not"]:
         print(f"The rest is computed again when it is needed: {kv['why_not']}")
 

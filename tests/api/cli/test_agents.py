@@ -141,7 +141,7 @@ async def test_an_agent_is_carried_in_a_file(served: Served, tmp_path: Path) -> 
     assert await served.refuses("agents", "pack", "ann", str(satchel)) == f"{satchel} is there already"
     there = await served.run("agents", "unpack", str(satchel))
     assert "409: there is an agent 'ann' already" in str(there.exception)
-    assert "eve is here: 1 branches, 0 of 0 entries" in await served.says(
+    assert "eve is here: branches: 1, entries of KV: 0 of 0" in await served.says(
         "agents", "unpack", str(satchel), "--as", "eve"
     )
     assert json.loads(await served.says("agents", "unpack", str(satchel), "--replace", "--json"))["replaced"]
