@@ -445,6 +445,10 @@ IN_CODE: dict[str, dict[str, Any]] = {
         "config:VisionConfig.embed_dims": [16, 32, 32, 32, 64],
         "config:VisionConfig.mlp_ratios": [2] * 5,
     },
+    # Width 24, 2 layers and 2 heads in the place of 768, 12 and 12.
+    "deepseekocr": {
+        "config:SAMViTConfig.__init__.__defaults__": (1024, 24, 2, 2, 16, 14, 256, (1,), (512, 1024)),
+    },
 }
 """Sizes that mlx-vlm has in its code, and smaller ones in their place."""
 
