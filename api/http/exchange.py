@@ -47,6 +47,9 @@ _LARGE_BYTES = 256 * 2**10
 _SAVED_BYTES = 2**20
 """Of a body that is written to the disk, so many at a time."""
 
+_LENGTH_DIGITS_MAX = 18
+_NO_NUMBER = "Content-Length is not a number"
+
 _CLIENT_GONE = 499
 """nginx's status for a disconnected client, used only in metrics."""
 
@@ -233,9 +236,9 @@ class BodyReader:
         Raises:
             InvalidRequest: Content-Length is not a number.
         """
-        announced = request.headers.get("content-length", "0")
-        if not (announced.isascii() and announced.isdigit() and len(announced) <= 18):
-            raise InvalidRequest("Content-Length is not a number")
+        announced = _announced(request)
+        if len(announced) > _LENGTH_DIGITS_MAX:
+            raise InvalidRequest(_NO_NUMBER)
         return int(announced)
 
     @asynccontextmanager
@@ -251,12 +254,9 @@ class BodyReader:
         """
         bytes_max = self._limits.body_bytes_max
         too_large = RequestTooLarge(f"the body is larger than {bytes_max} bytes (endpoint.body_bytes_max)")
-        announced = request.headers.get("content-length")
-        if announced is not None:
-            if not (announced.isascii() and announced.isdigit()):
-                raise InvalidRequest("Content-Length is not a number")
-            if len(announced) > 18 or int(announced) > bytes_max:
-                raise too_large
+        announced = _announced(request)
+        if len(announced) > _LENGTH_DIGITS_MAX or int(announced) > bytes_max:
+            raise too_large
         arriving = _Arriving(self._timeout_s)
         self._arriving.add(arriving)
         try:
@@ -292,6 +292,14 @@ class BodyReader:
         why = "the requests that are being read are too large together (endpoint.bodies_bytes_max)"
         self._refused(why)
         return Unavailable(why, retry_after_s=1.0)
+
+
+def _announced(request: Request) -> str:
+    """Returns the digits of Content-Length, "0" if there is none."""
+    announced = request.headers.get("content-length", "0")
+    if not (announced.isascii() and announced.isdigit()):
+        raise InvalidRequest(_NO_NUMBER)
+    return announced
 
 
 class _Arriving:

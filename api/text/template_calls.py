@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...cluster.errors import InvalidRequest
 from .call_format import ID, CallFormat, format_of, rendered_calls
 
 if TYPE_CHECKING:
@@ -106,6 +105,6 @@ def _found(known: CallFormat, written: str) -> TemplateCalls | None:
         return None
     try:
         calls = found.parse(written[written.index(found.start) + len(found.start) :])
-    except (ValueError, InvalidRequest):
+    except ValueError:
         return None
     return found if calls else None
