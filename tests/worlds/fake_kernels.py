@@ -6,7 +6,7 @@ evaluate their inputs, which nothing that is recorded can: compiling is switched
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from satchel.actors.replica.kv import attention, block_kernels, decode_kernel, g
 from satchel.actors.replica.kv.paged_cache import DecodeView, KernelView, heads_of
 from satchel.actors.replica.kv.pool import SlotGroup
 from satchel.actors.replica.kv.sealing import Sealed, SealPolicy
+from satchel.actors.replica.tiers.slab_codec import to_numpy
 
 
 @contextmanager
@@ -30,6 +31,7 @@ def kernels() -> Iterator[None]:
         patch.setattr(decode_ways, "is_slower", lambda *_: False)
         patch.setattr(decode_kernel, "attend", attend)
         patch.setattr(block_kernels, "write", write)
+        patch.setattr(block_kernels, "write_records", write_records)
         patch.setattr(block_kernels, "unseal", unseal)
         mx.disable_compile()
         try:
@@ -81,8 +83,17 @@ def attend(
 def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.array:
     mx.eval(list(pool), list(blocks), slots, order)
     for array, new in zip(pool, blocks, strict=True):
-        np.array(array, copy=False)[np.array(slots)] = np.array(new)
+        to_numpy(array)[np.array(slots)] = to_numpy(new)
     return mx.zeros((1,), mx.uint32)
+
+
+def write_records(pool: Sealed, slots: mx.array, records: mx.array, starts: Sequence[int], order: mx.array) -> mx.array:
+    assert all(start % 4 == 0 for start in starts) and records.shape[1] % 4 == 0
+    fields = [
+        records[:, start : start + array[0].nbytes].view(array.dtype).reshape(-1, *array.shape[1:])
+        for start, array in zip(starts, pool, strict=True)
+    ]
+    return write(pool, slots, pool._make(fields), order)
 
 
 def unseal(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,10 +27,8 @@ from .segments import FINISHED, model_folder, session_of
 RUN_BYTES_MAX = 16 * 2**20
 """Bytes of a run, unless one entry has more: small enough that its memory is soon used again."""
 
-READS_AHEAD = 3
-"""Runs that are being read or wait for the caller."""
-
 THREADS = 2
+"""One run more is being read or waits for the caller."""
 
 READ_BYTES_MAX = 2**30
 """Bytes of one system call; macOS refuses 2 GiB."""
@@ -110,6 +108,10 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
+def _host_buffer(count: int, size: int) -> np.ndarray:
+    return np.empty((count, size), np.uint8)
+
+
 def _fill(descriptor: int, target: memoryview, offset: int) -> None:
     """Reads exactly `len(target)` bytes. Raises `CorruptSegment` at the end of the file."""
     done = 0
@@ -134,6 +136,9 @@ class EntryReader:
         root: the KV folder.
         key: `read_key`.
         locations: from the store's `locate`, pinned.
+        threads: how many runs are read at a time; 0 for `THREADS`.
+        run_bytes_max: of a run; 0 for `RUN_BYTES_MAX`.
+        make_buffer: makes the memory that a run is read into, `(entries, nbytes) uint8`. Called on the reading threads.
 
     Attributes:
         failures: by index into `locations`.
@@ -142,8 +147,20 @@ class EntryReader:
         InvalidRecord: a location names no segment file.
     """
 
-    def __init__(self, root: Path, key: bytes, locations: Sequence[Location]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        key: bytes,
+        locations: Sequence[Location],
+        *,
+        threads: int = 0,
+        run_bytes_max: int = 0,
+        make_buffer: Callable[[int, int], np.ndarray] | None = None,
+    ) -> None:
         self._key, self._locations = key, list(locations)
+        self._threads = threads or THREADS
+        self._run_bytes_max = run_bytes_max or RUN_BYTES_MAX
+        self._make_buffer = make_buffer or _host_buffer
         self._paths: list[Path] = []
         self._free: dict[tuple[int, ...], list[np.ndarray]] = {}
         self.failures: dict[int, Failure] = {}
@@ -163,11 +180,11 @@ class EntryReader:
             DiskError: nothing can be read now, for example because too many files are open. No entry is at fault.
         """
         coming: deque = deque()
-        with ThreadPoolExecutor(THREADS, "read") as threads:
+        with ThreadPoolExecutor(self._threads, "read") as threads:
             try:
                 for piece in self._pieces():
                     coming.append(threads.submit(self._read, piece))
-                    if len(coming) >= READS_AHEAD:
+                    if len(coming) > self._threads:
                         yield from self._some(coming.popleft().result())
                 while coming:
                     yield from self._some(coming.popleft().result())
@@ -180,7 +197,7 @@ class EntryReader:
             yield run
 
     def _pieces(self) -> Iterator[_Piece]:
-        """Yields what is to be read: neighbours of one file together, up to `RUN_BYTES_MAX`."""
+        """Yields what is to be read: neighbours of one file together, up to `run_bytes_max`."""
         headers: dict[Path, Header | None] = {}
         piece: _Piece | None = None
         for index, (path, location) in enumerate(zip(self._paths, self._locations, strict=True)):
@@ -193,7 +210,7 @@ class EntryReader:
                 piece is not None
                 and piece.path == path
                 and piece.slot + len(piece.indexes) == location.slot
-                and (len(piece.indexes) + 1) * header.size <= RUN_BYTES_MAX
+                and (len(piece.indexes) + 1) * header.size <= self._run_bytes_max
             ):
                 piece.indexes.append(index)
                 continue
@@ -252,7 +269,7 @@ class EntryReader:
         try:
             return self._free[count, size].pop()
         except (KeyError, IndexError):
-            return np.empty((count, size), np.uint8)
+            return self._make_buffer(count, size)
 
     def _fail(self, path: Path, indexes: Sequence[int], error: OSError | CorruptSegment) -> None:
         if isinstance(error, CorruptSegment):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import mlx.core as mx
@@ -14,6 +15,16 @@ _WRITE = """
   const int n = GROUP / PARTS, from = (GROUP % PARTS) * 256 + THREAD; const long to = slots[n];
   #define COPY(T, pool, fresh, size) \\
     for (int i = from; i < size; i += PARTS * 256) ((DEVICE T*)pool)[to * size + i] = fresh[(long)n * size + i];
+  COPIES
+  if (GROUP == 0 && THREAD == 0) done[0] = 0;
+"""
+
+# Fields of blocks lie `starts` bytes after the beginning of each block's record of RECORD bytes.
+_WRITE_RECORDS = """
+  const int n = GROUP / PARTS, from = (GROUP % PARTS) * 256 + THREAD; const long to = slots[n];
+  #define COPY(T, pool, at, size) { \\
+    const DEVICE T* fresh = (const DEVICE T*)(records + (long)n * RECORD + starts[at]); \\
+    for (int i = from; i < size; i += PARTS * 256) ((DEVICE T*)pool)[to * size + i] = fresh[i]; }
   COPIES
   if (GROUP == 0 && THREAD == 0) done[0] = 0;
 """
@@ -105,6 +116,37 @@ def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.
         output_shapes=[(1,)],
         output_dtypes=[mx.uint32],
     )[0]
+
+
+def write_records(pool: Sealed, slots: mx.array, records: mx.array, starts: Sequence[int], order: mx.array) -> mx.array:
+    """Does as `write` for blocks that lie in their records.
+
+    Args:
+        records: `(n, nbytes) uint8`.
+        starts: where each array begins in a record, in bytes; multiples of four, as `nbytes`.
+    """
+    sizes = [array.size // array.shape[0] for array in pool]
+    parts = max(1, min(64, max(sizes) // 2048))
+    copies = "".join(f"COPY(T{at}, {name}, {at}, N{at})\n  " for at, name in enumerate(pool._fields))
+    read = (*pool._fields, "slots", "records", "starts", "order")
+    return kernel(f"write_records_{len(sizes)}", read, ("done",), _WRITE_RECORDS.replace("COPIES", copies))(
+        inputs=[*pool, slots, records, _starts(tuple(starts)), order],
+        template=[
+            ("PARTS", parts),
+            ("RECORD", records.shape[1]),
+            *((f"T{at}", array.dtype) for at, array in enumerate(pool)),
+            *((f"N{at}", size) for at, size in enumerate(sizes)),
+        ],
+        grid=(slots.size * parts * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.uint32],
+    )[0]
+
+
+@lru_cache(1024)
+def _starts(starts: tuple[int, ...]) -> mx.array:
+    return mx.array(starts, mx.int32)
 
 
 @lru_cache(256)

@@ -73,6 +73,7 @@ _TYPE_NAMES = {
     mx.float32: "float",
     mx.uint32: "unsigned int",
     mx.int32: "int",
+    mx.uint8: "unsigned char",
 }
 
 Template = Sequence[tuple[str, Any]]

@@ -18,6 +18,7 @@ or, as computed,
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections import Counter, deque
@@ -164,15 +165,21 @@ class SlotGroup:
         if len(layers) != len(self.layers):
             raise ValueError("layers that are alike have not all been kept")
         numbers = [slot.number for slot in slots]
-        if isinstance(records, mx.array):
-            for place, (kind, fields) in enumerate(layers):
-                blocks = kind._make(field.of(records) for field in fields)
-                self.write(place, mx.array(numbers, mx.uint32), blocks)
-            return
         begun = [
             self._begun(place, kind, [(field.shape, field.dtype) for field in fields])
             for place, (kind, fields) in enumerate(layers)
         ]
+        if isinstance(records, mx.array):
+            target = mx.array(numbers, mx.uint32)
+            starts = [[field.start for field in fields] for _, fields in layers]
+            aligned = all(start % 4 == 0 for start in [*itertools.chain(*starts), records.shape[1]])
+            for place, (kind, fields) in enumerate(layers):
+                if self.kernels and aligned:
+                    pool, order = kind._make(begun[place]), self._written[place]
+                    self._written[place] = block_kernels.write_records(pool, target, records, starts[place], order)
+                else:
+                    self.write(place, target, kind._make(field.of(records) for field in fields))
+            return
         # A run of slots is copied to faster.
         first, last = numbers[0], numbers[-1]
         target = slice(first, last + 1) if numbers == list(range(first, last + 1)) else numbers

@@ -32,9 +32,10 @@ from ...protocol.messages import GenerateRequest
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, Limits, PullKV
 from ..kv.caches import ModelCacheSpec, PooledBlock, Records, Slab
+from ..kv.device import on_gpu
 from . import slab_codec
 from .memory import Found, Piece, Restored, Unsaved, kept_of
-from .slab_codec import Layout
+from .slab_codec import DeviceBuffers, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,11 @@ ADOPT_S = 10.0
 
 ADOPTS_AHEAD = 3
 """How many runs of blocks wait for the pool at the same time: steps may take longer than reading one."""
+
+GPU_RUN_BYTES_MAX = 32 * 2**20
+GPU_THREADS = 4
+"""A GPU takes a run with one kernel a layer, so runs are larger. CUDA moves the pages of memory that both use, which
+slows down whoever writes there, so that more threads read."""
 
 Adopt = Callable[[Records], Future[list[PooledBlock]]]
 """Puts blocks into the pool, on the thread that may."""
@@ -185,7 +191,14 @@ def read_blocks(
     Raises:
         Unavailable: that takes longer than `ADOPT_S`.
     """
-    reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
+    buffers = DeviceBuffers() if on_gpu() else None
+    if buffers is None:
+        reader = EntryReader(root, key, where)
+    else:
+        reader = EntryReader(
+            root, key, where, threads=GPU_THREADS, run_bytes_max=GPU_RUN_BYTES_MAX, make_buffer=buffers.make
+        )
+    layout_of = cache(partial(Layout, spec))
     blocks: list[PooledBlock] = []
     coming: deque[tuple[Run, Future[list[PooledBlock]]]] = deque()
     read = 0
@@ -193,7 +206,8 @@ def read_blocks(
     def take() -> None:
         run, adopted = coming.popleft()
         blocks.extend(adopted.result(ADOPT_S))
-        reader.give_back(run)
+        if buffers is None:
+            reader.give_back(run)
 
     try:
         for run in reader.runs():
@@ -201,7 +215,9 @@ def read_blocks(
             count = sum(index == read + row for row, index in enumerate(run.indexes))
             windows = [where[index].window_from for index in run.indexes[:count]]
             if count:
-                records = layout_of(run.signature).records(run.data[:count], windows, len(where) - read)
+                records = layout_of(run.signature).records(run.data[:count], windows, len(where) - read, buffers)
+                if buffers is not None:
+                    reader.give_back(run)
                 coming.append((run, adopt(records)))
                 read += count
             if count < len(run.indexes):

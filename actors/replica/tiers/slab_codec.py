@@ -14,7 +14,6 @@ import numpy as np
 
 from ...protocol.entries import DTYPES, Part
 from ..kv.caches import LayerKind, LayerKV, ModelCacheSpec, Records, Slab
-from ..kv.device import on_cuda, on_gpu
 from ..kv.pool import Field, LayerFields
 from ..kv.sealing import Plain, Quantized, Sealed
 
@@ -113,12 +112,16 @@ class Layout:
         mx.eval(slab.arrays())
         return slab
 
-    def records(self, data: np.ndarray, windows: Sequence[int], coming: int = 0) -> Records:
+    def records(
+        self, data: np.ndarray, windows: Sequence[int], coming: int = 0, buffers: DeviceBuffers | None = None
+    ) -> Records:
         """Returns sealed blocks, `(blocks, nbytes) uint8`, as the pool takes them.
 
         Args:
+            data: may be overwritten afterwards if there are `buffers`.
             windows: each block's `window_from`.
             coming: as in `Records`.
+            buffers: those that were read into, for a GPU.
 
         Raises:
             ValueError: a layer is not sealed.
@@ -137,12 +140,32 @@ class Layout:
                 ]
                 for row in data
             ]
-        moved = mx.array(data) if on_gpu() else data
-        if on_cuda():
-            # Moves all pages to the card at once: fields that are read one by one move them in thousands of pieces.
-            moved = moved + mx.array(0, mx.uint8)
-        mx.eval(states, moved if isinstance(moved, mx.array) else [])
-        return Records(moved, layers, windows, states, coming)
+        mx.eval(states)
+        return Records(data if buffers is None else buffers.moved(data), layers, windows, states, coming)
+
+
+class DeviceBuffers:
+    """Memory of MLX's that files are read into, from where a GPU takes it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, mx.array] = {}
+
+    def make(self, count: int, nbytes: int) -> np.ndarray:
+        """Returns a buffer, `(count, nbytes) uint8`."""
+        array = mx.zeros((count, nbytes), mx.uint8, stream=mx.cpu)
+        mx.eval(array)
+        buffer = np.asarray(array)
+        self._arrays[buffer.ctypes.data] = array
+        return buffer
+
+    def moved(self, data: np.ndarray) -> mx.array:
+        """Returns a copy of a buffer's first rows in the GPU's own memory, evaluated."""
+        array = self._arrays.get(data.ctypes.data)
+        whole = mx.array(data) if array is None else array[: len(data)]
+        # All pages move to the card at once: fields that are read one by one move them in thousands of pieces.
+        moved = whole + mx.array(0, mx.uint8)
+        mx.eval(moved)
+        return moved
 
 
 def _kind_of(fields: dict[str, Field], prefix: str) -> tuple[type[Sealed] | None, list[Field]] | None:

@@ -111,7 +111,7 @@ def test_neighbours_are_read_together_up_to_a_limit_and_their_memory_is_used_aga
     for run in reader.runs():
         memory.add(run.data.ctypes.data)
         reader.give_back(run)
-    assert len(memory) <= segment_reader.READS_AHEAD + 1
+    assert len(memory) <= segment_reader.THREADS + 2
 
 
 def test_a_reader_that_is_left_early_leaves_nothing_open(tmp_path):

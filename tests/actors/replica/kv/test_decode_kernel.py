@@ -17,7 +17,7 @@ from satchel.actors.replica.kv import block_kernels, decode_kernel, gpu_kernels,
 from satchel.actors.replica.kv.decode_kernel import RowBlocks
 from satchel.actors.replica.kv.device import size_class
 from satchel.actors.replica.kv.paged_cache import KernelStep, KernelView
-from satchel.actors.replica.kv.pool import SlotGroup, slots_of
+from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES
 
 
@@ -93,6 +93,35 @@ def test_norms_and_rotations_in_the_kernel_agree_with_the_modules(dim: int, grou
         transform = kernel_check.all_transforms(dim, dtype)[number]
         off = kernel_check.error((dim, dim), grouped, "q4", 0, dtype, transform)
         assert off <= (kernel_check.BOUND if dtype == mx.float32 else kernel_check.BOUND_16)
+
+
+@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_blocks_are_written_from_their_records(policy: str, dtype: mx.Dtype):
+    """Both layers' arrays, after each other in each record, end in the slots to the last bit."""
+    mx.random.seed(4)
+    group, other = SlotGroup([0, 1], kernels=True), SlotGroup([0, 1], kernels=True)
+    shape = (1, 2, 3 * BLOCK_TOKENS, 128)
+    layers = [
+        slots_of(sealing.seal(mx.random.normal(shape).astype(dtype), mx.random.normal(shape).astype(dtype), seal), 3)
+        for seal in [POLICIES[policy]] * 2
+    ]
+    parts = [array.reshape(3, -1).view(mx.uint8) for layer in layers for array in layer]
+    records, fields, at = mx.concatenate(parts, axis=1), [], 0
+    for part, array in zip(parts, [array for layer in layers for array in layer], strict=True):
+        fields.append(Field(at, at + part.shape[1], array.dtype, array.shape))
+        at += part.shape[1]
+    half = len(fields) // 2
+    slots = group.take(5)[1:4]
+    numbers = mx.array([slot.number for slot in slots], mx.uint32)
+    told = [LayerFields(type(layer), part) for layer, part in zip(layers, (fields[:half], fields[half:]), strict=True)]
+    group.write_records(slots, told, records)
+    assert other.take(5)
+    for place, layer in enumerate(layers):
+        other.write(place, numbers, layer)
+        for one, wanted in zip(group.layer(place), layer, strict=True):
+            assert mx.array_equal(one[numbers + group.written(place)], wanted)
 
 
 @pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")

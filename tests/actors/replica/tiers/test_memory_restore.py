@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpe
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
 from satchel.actors.replica.kv.pool import BlockPool
 from satchel.actors.replica.kv.sealing import POLICIES
-from satchel.actors.replica.tiers import slab_codec
+from satchel.actors.replica.tiers import disk_tier, slab_codec
 from satchel.actors.replica.tiers.disk_tier import read_blocks, read_slabs
 from satchel.actors.replica.tiers.slab_codec import Layout
 
+from ....worlds import fake_kernels
 from .test_disk_tier import AGENT, Node, node, process, prompt_of, write_down
 
 __all__ = ["node"]
@@ -170,9 +172,9 @@ def row_arrays(cache: PagedKVCache) -> list[mx.array]:
     return arrays + (list(cache.tail(0, opened)) if opened else [])
 
 
-def opened(spec: ModelCacheSpec, files: Files) -> list[list[mx.array]]:
+def opened(spec: ModelCacheSpec, files: Files, *, kernels: bool = False) -> list[list[mx.array]]:
     """The arrays of caches that were opened with what is read back, into a pool that others have blocks in."""
-    pool = kv_cache.new_pool(spec)
+    pool = kv_cache.new_pool(spec, kernels=kernels)
     if pool is None:
         return filled(spec, files.read())
     others = in_pool(spec, pool, files.slabs[-1:])
@@ -191,16 +193,17 @@ def test_blocks_read_back_have_the_bytes_of_those_never_stored(
     tmp_path: Path, policy: str, dtype: mx.Dtype, count: int, monkeypatch: pytest.MonkeyPatch
 ):
     """18 blocks are two files. The early blocks lack the window layer, whose shapes so differ from file to file. A GPU
-    gets whole records, and cuts them itself."""
+    gets whole records, and its kernels cut them."""
     spec = spec_of(policy)
     slabs = [slab_of(spec, seed, dtype, BLOCK_TOKENS if seed < count - 3 else 0) for seed in range(count)]
     files, pool = Files(tmp_path / "kv", spec, slabs), kv_cache.new_pool(spec)
     assert all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, files.read(), strict=True))
     want = filled(spec, slabs if pool is None else in_pool(spec, pool, slabs), pool=pool)
-    for gpu in (False, True):
-        monkeypatch.setattr(slab_codec, "on_gpu", lambda gpu=gpu: gpu)
-        for left, right in zip(want, opened(spec, files), strict=True):
-            assert same(left, right)
+    for gpu, kernels in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(disk_tier, "on_gpu", lambda gpu=gpu: gpu)
+        with fake_kernels.kernels() if kernels else nullcontext():
+            for left, right in zip(want, opened(spec, files, kernels=kernels), strict=True):
+                assert same(left, right)
     assert not files.failures
 
 
