@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -42,6 +43,9 @@ from .locator import AgentLocator, Question
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+WRITTEN_S = 2.0
+"""How long an agent that is packed waits for KV that is being written."""
 
 MOVES_MAX = 4
 """How often an agent is located again if it is not where it was expected."""
@@ -105,6 +109,7 @@ class RayStore:
         _, primary = await self._locate_and_ask(agent, lambda store: store.info(agent))
         if primary != head:
             await self._at_primary(agent, lambda store: store.send_secondary(agent, head))
+        await self._written()
         # A replica of any node may have computed for it.
         fetch_s = self._timing.fetch_s
         for node in [node for node in await self._locator.alive() if node != head]:
@@ -130,6 +135,18 @@ class RayStore:
         came = await self._locator.ask(head, lambda store: store.unpack(asked))
         self._locator.note(agent, head)
         return came
+
+    async def _written(self) -> None:
+        """Waits until the replicas have written what they have computed, as long as that usually takes."""
+        replicas = list((await self._replicas()).values())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WRITTEN_S):
+                unwritten = True
+                while unwritten:
+                    # Rows that have just ended are handed to the writer with the next step.
+                    await asyncio.sleep(0.05)
+                    answers = await _answers([replica.stats() for replica in replicas])
+                    unwritten = any(stats.unwritten_bytes for stats in answers)
 
     async def _at_primary(self, agent: str, question: Question[T]) -> T:
         return (await self._locate_and_ask(agent, question))[0]

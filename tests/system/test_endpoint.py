@@ -215,3 +215,20 @@ def test_text_completions(client: OpenAI):
     answer = client.completions.create(model=MODEL, prompt=["one, two,", "The code"], max_tokens=4, temperature=0)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.usage is not None and answer.usage.completion_tokens == 8
+
+
+def test_an_agent_that_is_packed_right_after_its_turn_goes_on_elsewhere_with_nothing_computed_twice(http: httpx.Client):
+    def ask(agent: str, messages: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
+        body = {"model": MODEL, "messages": messages, "temperature": 0}
+        answer = http.post("/v1/chat/completions", json=body, headers={"X-Agent-ID": agent}).json()
+        return answer["choices"][0]["message"]["content"], answer["usage"]
+
+    messages = [user("Remember: the code of orrin is 5530. " + "The harbour is quiet today. " * 60)]
+    said, before = ask("packed", messages)
+    satchel = http.get("/v1/agents/packed/satchel").content
+    http.put("/v1/agents/unpacked/satchel", content=satchel).raise_for_status()
+    http.delete("/v1/cache").raise_for_status()
+    messages += [{"role": "assistant", "content": said}, user("What is the code of orrin?")]
+    answer, after = ask("unpacked", messages)
+    assert answer == "The code of orrin is 5530."
+    assert after["prompt_tokens_details"]["cached_tokens"] >= before["total_tokens"] - 2
