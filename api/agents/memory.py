@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from cachetools import LRUCache
 
 from ...actors.protocol.media_ids import media_tokens_in
-from ...actors.protocol.store_messages import BranchMemory, Commit, CommitOutcome, Content, Head, Limits, Moved
+from ...actors.protocol.store_messages import Begun, BranchMemory, Commit, CommitOutcome, Content, Head, Limits, Moved
 from ...cluster.errors import (
     AgentBusy,
     AgentNotFound,
@@ -207,7 +207,7 @@ class Turn:
         self._text = text
         self._limits = limits
         self._program, self._parent = program, parent
-        self._name = uuid.uuid4().hex if continues else ""
+        self._name = ""
         self._since = 0
         self._main: tuple[int, int, int] | None = None
         self._renewing: asyncio.Task[Any] | None = None
@@ -244,9 +244,13 @@ class Turn:
         known = self._known()
         epochs = {line.branch: line.epoch for line in known.values()}
         store = self._memory.store
-        begun = await self._insist(
-            lambda: store.begin(self.agent, self._name, self._files_id, epochs, self._limits),
-        )
+
+        async def begin() -> Begun:
+            # A try without an answer may be ended late, and must not take this one with it.
+            self._name = uuid.uuid4().hex
+            return await store.begin(self.agent, self._name, self._files_id, epochs, self._limits)
+
+        begun = await self._insist(begin)
         self._since = begun.since
         self.remembered = Remembered(let_go=begun.let_go)
         if begun.branch is None:

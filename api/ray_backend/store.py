@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -13,6 +13,7 @@ from ...actors.protocol import registry
 from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.messages import AgentPlace, ModelInfo
+from ...actors.protocol.store_client import StoreClient
 from ...actors.protocol.store_messages import (
     AgentBranches,
     AskUnpack,
@@ -39,6 +40,7 @@ from ...cluster.errors import (
 )
 from ...cluster.timing import Timing
 from .locator import AgentLocator, Question
+from .served import detached
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class RayStore:
 
     def __init__(self, locator: AgentLocator, timing: Timing) -> None:
         self._locator, self._timing = locator, timing
+        self._background: set[asyncio.Task[None]] = set()
 
     async def recall(
         self, agent: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
@@ -65,7 +68,15 @@ class RayStore:
     async def begin(
         self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Begun:
-        return await self._at_primary(agent, lambda store: store.begin(agent, turn, files_id, known, limits))
+        def end_late(node: str) -> None:
+            # The message may still be under way, and arrive after a cut: nobody would end the turn that it begins.
+            # This one follows it on the same connection.
+            self._in_background(node, lambda store: store.abandon(agent, turn))
+
+        def ask(store: StoreClient) -> Call[Begun]:
+            return store.begin(agent, turn, files_id, known, limits)
+
+        return (await self._locate_and_ask(agent, ask, unanswered=end_late))[0]
 
     async def renew(self, agent: str, turn: str) -> bool:
         return await self._at_primary(agent, lambda store: store.renew(agent, turn))
@@ -151,8 +162,21 @@ class RayStore:
     async def _at_primary(self, agent: str, question: Question[T]) -> T:
         return (await self._locate_and_ask(agent, question))[0]
 
-    async def _locate_and_ask(self, agent: str, question: Question[T]) -> tuple[T, str]:
-        """Returns the answer of the agent's primary, and its node."""
+    def _in_background(self, node: str, question: Question[T]) -> None:
+        """Tells a node's store something, whether it answers or not."""
+
+        async def tell() -> None:
+            with suppress(SatchelError):
+                await self._locator.ask(node, question, self._timing.answer_s)
+
+        task = detached(tell())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _locate_and_ask(
+        self, agent: str, question: Question[T], unanswered: Callable[[str], None] = lambda node: None
+    ) -> tuple[T, str]:
+        """Returns the answer of the agent's primary, and its node. Calls `unanswered` with each node that gave none."""
         refusal: SatchelError | None = None
         for _ in range(MOVES_MAX):
             node = await self._locator.locate(agent)
@@ -164,7 +188,9 @@ class RayStore:
                 if isinstance(error, AgentElsewhere):
                     # Until the router hears of the new primary.
                     await asyncio.sleep(self._timing.report_s)
-                elif node in await self._locator.alive():
+                    continue
+                unanswered(node)
+                if node in await self._locator.alive():
                     # The store restarts; a caller that can wait asks again.
                     break
         assert refusal is not None

@@ -27,6 +27,8 @@ from satchel.actors.protocol.store_messages import (
     AgentKey,
     AgentPage,
     AgentTo,
+    Begin,
+    Begun,
     BranchMemory,
     Commit,
     CommitOutcome,
@@ -40,6 +42,7 @@ from satchel.actors.protocol.store_messages import (
     Promote,
     Recall,
     Recalled,
+    TurnName,
 )
 from satchel.api.ray_backend import locator as agent_locator
 from satchel.api.ray_backend import store as ray_store
@@ -164,6 +167,8 @@ class StoreHandle:
             return PrimaryEpoch(asked.above + 1)
         if (node, agent) in actors.elsewhere:
             raise AgentElsewhere("it has moved")
+        if method == "begin":
+            return Begun(ord(node), None, False)
         if method == "move":
             return Moved(asked.to, actors.homes[agent][1] + 1)
         if method == "disk_kept":
@@ -178,6 +183,8 @@ class StoreHandle:
 
 
 ASKED = {
+    "abandon": TurnName,
+    "begin": Begin,
     "promote": Promote,
     "agents": ListAgents,
     "commit": CommitTurn,
@@ -382,6 +389,20 @@ async def test_a_home_that_dies_is_replaced_while_it_is_asked(actors):
     await recalled(store, X)
     actors.silent.add("a")
     assert await committed(store, X) == "c"
+
+
+async def test_a_turn_that_a_node_does_not_begin_in_time_is_ended_there(actors):
+    """The message may arrive after a cut, when the agent is back at that node; for a whole lease it would be busy with
+    a turn of nobody."""
+    actors.homes[X], actors.copies[X] = ("a", 1), ["c"]
+    store = RayStore(homes(), TIMING)
+    await recalled(store, X)
+    actors.silent.add("a")
+    assert (await store.begin(X, "turn", b"", {})).since == ord("c")
+    await asyncio.sleep(0.01)
+    began = [(node, method, asked.turn) for node, method, asked in actors.asked if method in ("begin", "abandon")]
+    assert sorted(began) == [("a", "abandon", "turn"), ("a", "begin", "turn"), ("c", "begin", "turn")]
+    assert began.index(("a", "begin", "turn")) < began.index(("a", "abandon", "turn"))
 
 
 @pytest.mark.parametrize("tells", [False, True])
