@@ -234,7 +234,7 @@ class RayStore:
         return max(await _answers([holder.held(kept) for holder in await self._holders(branch.model)]), default=0)
 
     async def clear(self) -> int:
-        replicas = await self._replicas()
+        replicas = {name: replica for name, (replica, _) in (await self._replicas()).items()}
         answers = await asyncio.gather(*(_answer(replica.clear_cache()) for replica in replicas.values()))
         if silent := [name for name, answer in zip(replicas, answers, strict=True) if answer is None]:
             raise Unavailable(f"these replicas did not clear their memory: {', '.join(silent)}")
@@ -245,13 +245,23 @@ class RayStore:
 
     async def _infos(self) -> list[tuple[ReplicaClient, ModelInfo]]:
         """Returns the replicas that answer and have loaded their model, with its description."""
-        replicas = await self._replicas()
-        infos = await asyncio.gather(*(_answer(replica.info()) for replica in replicas.values()))
-        return [(replica, info) for replica, info in zip(replicas.values(), infos, strict=True) if info is not None]
+        replicas, alive = await asyncio.gather(self._replicas(), self._locator.alive())
 
-    async def _replicas(self) -> dict[str, ReplicaClient]:
-        def find() -> dict[str, ReplicaClient]:
-            return find_replicas(registry.entries(), self._timing)
+        async def ask(replica: ReplicaClient, node: str) -> tuple[ReplicaClient, ModelInfo | None]:
+            info = replica.info()
+            # That node is probably lost, and a deletion asks more than once.
+            return replica, await _answer(info if node in alive else info.within(self._timing.ask_s))
+
+        answers = await asyncio.gather(*(ask(*each) for each in replicas.values()))
+        return [(replica, info) for replica, info in answers if info is not None]
+
+    async def _replicas(self) -> dict[str, tuple[ReplicaClient, str]]:
+        """Returns the replicas and their nodes, by the replicas' ids."""
+
+        def find() -> dict[str, tuple[ReplicaClient, str]]:
+            entries = registry.entries()
+            nodes = {name: node for entry in entries for name, node in entry.replicas.items()}
+            return {name: (found, nodes[name]) for name, found in find_replicas(entries, self._timing).items()}
 
         return await asyncio.to_thread(find)
 

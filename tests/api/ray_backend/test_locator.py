@@ -17,11 +17,13 @@ from satchel.actors.protocol.messages import (
     AgentMoved,
     AgentPlace,
     Count,
+    KVSelection,
     NodeName,
     NodeReport,
     NodeReports,
     Places,
 )
+from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.store_messages import (
     AgentBranches,
     AgentKey,
@@ -29,6 +31,7 @@ from satchel.actors.protocol.store_messages import (
     AgentTo,
     Begin,
     Begun,
+    BranchKV,
     BranchMemory,
     Commit,
     CommitOutcome,
@@ -216,6 +219,7 @@ async def committed(store: RayStore, agent: str = X) -> str:
     return (await store.commit(agent, Commit(b"", Content(b"", "", b"[]"), 0, 0))).kind
 
 
+CONFIG = parse_config({"models": [{"name": "x", "source": "x"}]})
 TIMING = Timing(nodes_s=0.01, answer_s=0.2, report_s=0.02)
 
 
@@ -229,7 +233,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Actors:
 
 
 def homes() -> AgentLocator:
-    return AgentLocator(replace(parse_config({"models": [{"name": "x", "source": "x"}]}), timing=TIMING))
+    return AgentLocator(replace(CONFIG, timing=TIMING))
 
 
 async def test_agents_that_nobody_knows_go_to_the_same_node_for_everybody(actors):
@@ -510,3 +514,34 @@ async def test_a_lone_store_that_reports_no_more_is_not_waited_for(actors, monke
     await asyncio.sleep(0.02)
     await found.nodes()
     assert not found._silent_reads
+
+
+class SilentReplica:
+    """It is asked, and never answers."""
+
+    def __init__(self) -> None:
+        self.asked_s: list[float] = []
+        self.actor = calls.ActorRef("replica", "it does not answer now", handle=self)
+
+    def info(self) -> calls.Call[Any]:
+        begun = time.monotonic()
+
+        async def answer() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.asked_s.append(time.monotonic() - begun)
+
+        return self.actor.call(lambda handle: answer(), lambda raw: raw, 0.4)
+
+
+async def test_a_replica_on_a_lost_node_is_not_waited_for_as_long_as_another(actors, monkeypatch: pytest.MonkeyPatch):
+    """An agent is deleted soon while a node is away. It is asked all the same: its store alone may be gone."""
+    replicas = {"x-0": SilentReplica(), "x-1": SilentReplica()}
+    entry = ServedEntry(0, CONFIG.models[0], dict(zip(replicas, "ab", strict=True)))
+    monkeypatch.setattr(ray_store.registry, "entries", lambda: (entry,))
+    monkeypatch.setattr(ray_store, "find_replicas", lambda entries, timing: replicas)
+    actors.unlisted.add("b")
+    assert await RayStore(homes(), replace(TIMING, ask_s=0.05)).held(BranchKV(b"", KVSelection(b"", [], b""))) == 0
+    (patient,), (brief,) = (replica.asked_s for replica in replicas.values())
+    assert brief < 0.3 < patient
