@@ -59,6 +59,10 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
         "RAY_prestart_worker_first_driver": "0",
         # Ray's 30 s are too short for a raylet's agent if several nodes start on a busy machine.
         "RAY_agent_register_timeout_ms": "90000",
+        # A connection ends if nothing that was sent on it is confirmed for this long (Linux; Ray's default: 120 s), and
+        # the next call opens another one. After a host was cut off for 10 to 25 s, calls to it took as long again with
+        # the old connection, which tries ever more rarely.
+        "RAY_grpc_client_keepalive_timeout_ms": "8000",
         # Ray's metrics exporter is not started.
         "RAY_enable_metrics_collection": "0",
         **mlx_settings(home),
