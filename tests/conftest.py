@@ -13,25 +13,39 @@ from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from satchel.cluster import environment
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Home
 from satchel.cluster.home import ensure_token, prepare_home
 
-LONGEST_FIRST = (
-    "system/test_hosts.py",
-    "system/test_endpoint.py",
-    "system/test_models.py",
-    "bring_up/test_server.py",
-    "benchmarks/test_scenarios.py",
-)
 SHARE_CLUSTER = (
+    # First, for it measures with nothing remembered there.
+    "system/test_scenarios.py",
     "system/test_endpoint.py",
     "system/test_failures.py",
     "system/test_handles.py",
     "bring_up/test_runtime.py",
 )
+START_SERVERS = (
+    "system/test_hosts.py",
+    "system/test_models.py",
+    "system/test_two_nodes.py",
+    "system/test_serve.py",
+    "bring_up/test_server.py",
+    "system/test_tls.py",
+)
+LONG = (
+    "execution/test_families.py",
+    "simulations/test_cluster_simulation.py",
+    "execution/test_compiled_step.py",
+    "routes/test_bound_answers.py",
+    "benchmarks/test_memory.py",
+    "media/test_video.py",
+    "zoo/test_zoo.py",
+)
+FIRST = (*SHARE_CLUSTER, *START_SERVERS, *LONG)
 
 _HOME = pytest.StashKey[Home]()
 
@@ -50,18 +64,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _place(item: pytest.Item) -> int:
-    """Those that start servers go first, so that none is left to one process at the end."""
+    """The longest files go first, so that none is left to one process at the end."""
     path = item.path.as_posix()
-    longest = (place for place, name in enumerate(LONGEST_FIRST) if path.endswith(name))
-    return next(longest, len(LONGEST_FIRST) + ("/system/" not in path))
+    return next((place for place, name in enumerate(FIRST) if path.endswith(name)), len(FIRST))
 
 
 class WholeFiles(LoadScopeScheduling):
-    """A file goes to one process as a whole, and all files that share the cluster go to the same one."""
+    """A file goes to one process as a whole, and all files that share the cluster go to the same one.
+
+    The first process begins with the tests that start servers, which wait half of the time, and the others with those
+    that only compute: so all processors are busy, and no two servers at the same time make each other late.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return "cluster" if file.endswith(SHARE_CLUSTER) else file
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        first = node is self.nodes[0]
+        wanted = (scope for scope in self.workqueue if scope.endswith(("cluster", *START_SERVERS)) == first)
+        if (scope := next(wanted, None)) is not None:
+            self.workqueue.move_to_end(scope, last=False)
+        super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -24,7 +24,6 @@ from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config
 from satchel.cluster.errors import NoAnswer
 from satchel.cluster.incidents import incidents
-from satchel.cluster.timing import USUAL
 
 from .test_endpoint import ENDLESS, running, user, wait_until
 
@@ -50,7 +49,7 @@ def test_streams_survive_the_death_of_their_replica(
     pid, went_on = process_id(handles, home), handles._backend.failovers
 
     def without_seed() -> Reply:
-        return handles.generate_sync(said, agent="survivor", max_tokens=600, **sampled)
+        return handles.generate_sync(said, agent="survivor", max_tokens=300, **sampled)
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(without_seed)
@@ -59,8 +58,8 @@ def test_streams_survive_the_death_of_their_replica(
         reply = other.result(timeout=60)
     assert text == expected and (not form or text.startswith("["))
     assert reply.replica == home and handles._backend.failovers == went_on + 1, "both were disturbed"
-    again = handles.generate_sync(said, max_tokens=600, seed=drawn[0], **sampled)
-    assert again.text == reply.text and again.completion_tokens == 600
+    again = handles.generate_sync(said, max_tokens=300, seed=drawn[0], **sampled)
+    assert again.text == reply.text and again.completion_tokens == 300
     wait_until(lambda: answering(http) == 2, timeout_s=60)
     assert process_id(handles, home) != pid
 
@@ -120,6 +119,7 @@ def test_a_request_that_ends_its_replica_is_tried_once_more_and_given_up(
     expected = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(streamed, http, {**body, "max_tokens": 600, "ignore_eos": True}, lambda pieces: None)
+        wait_until(lambda: running(http) == 1)
         answer = http.post("/v1/chat/completions", json=body, headers={"x-request-id": "poison"})
         assert other.result(timeout=60).startswith(expected)
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed"), answer.text
@@ -229,7 +229,7 @@ def test_a_reader_that_stands_still_holds_up_no_other(handles: Cluster, http: ht
     (endpoint,) = {psutil.Process(each.pid) for each in listening if each.laddr and each.laddr.port == port}
     endpoint.suspend()
     try:
-        ends = time.monotonic() + USUAL.consumer_lease_s + 3
+        ends = time.monotonic() + config.timing.consumer_lease_s + 2
         while time.monotonic() < ends:
             for replica in handles.replicas().values():
                 assert replica.stats().wait().answers
@@ -241,7 +241,7 @@ def test_a_reader_that_stands_still_holds_up_no_other(handles: Cluster, http: ht
     assert http.post("/v1/chat/completions", json={"messages": said}).status_code == 200
 
 
-async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, http: httpx.Client):
+async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, http: httpx.Client, config: Config):
     """A driver that dies cannot abort its rows; its lease at the replica ends instead."""
     wait_until(lambda: running(http) == 0)
     backend = RayBackend(handles.config)
@@ -252,5 +252,5 @@ async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, 
     for link in backend._links.values():
         link.close()
     started = time.monotonic()
-    wait_until(lambda: running(http) == 0, timeout_s=USUAL.consumer_lease_s * 3)
+    wait_until(lambda: running(http) == 0, timeout_s=config.timing.consumer_lease_s * 4)
     assert time.monotonic() - started > 1, "it was the lease that ended it"

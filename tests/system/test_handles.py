@@ -120,11 +120,13 @@ def test_handles_work_inside_ray_tasks_and_actors(handles: Cluster):
     """A pipeline: a task tells agents facts, an actor asks for them."""
 
     @ray.remote(num_cpus=0)
-    def teach(name: str, code: str) -> str:
+    def teach(facts: dict[str, str]) -> list[str]:
         from satchel.api import connect
 
         with connect() as cluster:
-            return cluster.agent(f"pipeline-{name}").ask_sync(f"Remember: the code of {name} is {code}.", temperature=0)
+            agents = {name: cluster.agent(f"pipeline-{name}") for name in facts}
+            told = (f"Remember: the code of {name} is {code}." for name, code in facts.items())
+            return [agent.ask_sync(text, temperature=0) for agent, text in zip(agents.values(), told, strict=True)]
 
     @ray.remote(num_cpus=0)
     class Examiner:
@@ -134,7 +136,7 @@ def test_handles_work_inside_ray_tasks_and_actors(handles: Cluster):
             return await connect().agent(f"pipeline-{name}").ask(f"What is the code of {name}?", temperature=0)
 
     facts = {"ivan": "1111", "jody": "2222"}
-    assert ray.get([teach.remote(name, code) for name, code in facts.items()], timeout=120) == ["Noted."] * 2
+    assert ray.get(teach.remote(facts), timeout=120) == ["Noted."] * 2
     examiner = Examiner.remote()
     answers = ray.get([examiner.ask.remote(name) for name in facts], timeout=120)
     assert answers == [f"The code of {name} is {code}." for name, code in facts.items()]

@@ -31,7 +31,7 @@ from .hosts_world import NODES, RETURN_S, START_S, World, ended, hear, succeeds
 from .secure_shell import IMPOSTOR, NOWHERE, STRANGER
 
 CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
-NUMBERS = "Say the numbers from one to sixty."
+NUMBERS = "Say the numbers from one to forty."
 ALL = [*NODES, "mac2"]
 
 ANSWER_S = 30.0
@@ -143,7 +143,7 @@ def test_an_agent_moves_and_outlives_its_host_in_the_middle_of_an_answer(world: 
 
     assert talk.http.post(f"/v1/agents/{alice}/fork", json={"as": "mirror"}).status_code == 200
     undisturbed = talk.ask("mirror", NUMBERS, max_tokens=400)
-    assert "fifty-nine, sixty" in undisturbed.text
+    assert "thirty-nine, forty" in undisturbed.text
     wait_until(lambda: talk.where(alice)["copies"] == ["mac0"], 20)
 
     def kill(pieces: int) -> None:

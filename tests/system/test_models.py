@@ -143,9 +143,8 @@ def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
     long = [{"role": "user", "content": "word " * 600}]
     refused = server.http.post("/v1/chat/completions", json={"model": "extra/one", "messages": long})
     assert refused.json()["error"]["code"] == "context_length_exceeded"
-    for taken in ("extra/one", "extra-one"):
-        again = server.command("models", "load", "embedded:recall", "--name", taken)
-        assert again.returncode == 1 and "'extra/one'" in again.stderr and "Traceback" not in again.stderr
+    again = server.command("models", "load", "embedded:recall", "--name", "extra-one")
+    assert again.returncode == 1 and "'extra/one'" in again.stderr and "Traceback" not in again.stderr
 
     body = {**STORY, "model": "extra/one", "stream": True, "ignore_eos": True, "max_tokens": 300}
     with server.http.stream("POST", "/v1/chat/completions", json=body) as response:

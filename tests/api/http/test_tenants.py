@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,22 @@ class Tenants(Remembering):
         return await self.client.request(method, path, json=body)
 
 
-@pytest.fixture
-async def endpoint(backend, config, tmp_path: Path) -> AsyncIterator[Tenants]:
-    home = Home(tmp_path / "home")
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, dict[str, str]]:
+    """A home with three keys, made once: deriving one is meant to be slow."""
+    home = Home(tmp_path_factory.mktemp("keyed"))
     prepare_home(home)
+    how: dict[str, dict[str, Any]] = {"ann": {}, "bob": {}, "root": {"admin": True}}
+    return home, {name: create_key(home, name, **more)[1] for name, more in how.items()}
+
+
+@pytest.fixture
+async def endpoint(backend, config, keyed: tuple[Home, dict[str, str]], tmp_path: Path) -> AsyncIterator[Tenants]:
+    template, secrets = keyed
+    home = Home(tmp_path / "home")
+    shutil.copytree(template.root, home.root)
     made = Tenants(backend, config, home)
-    for name in ("ann", "bob"):
-        made.key(name)
-    made.key("root", admin=True)
+    made.secrets |= secrets
     yield made
     await made.client.aclose()
 
