@@ -163,11 +163,7 @@ class BlockPuller:
         wanted = _checked(wanted)
         limits = replace(self._limits, total_bytes_max=self._store.stats()["bytes_max"])
         Initiator(self._key, self._node, source, bytes(NONCE_BYTES))
-        running = _Running(owner, cancel or PullCancel())
-        with self._changed:
-            if self._closed or len(self._running) >= self._pulls_max:
-                raise QueueFull("too many blocks are being fetched already")
-            self._running.add(running)
+        running = self._begin(owner, cancel or PullCancel())
 
         def left_s() -> float:
             if running.cancel.cancelled:
@@ -176,23 +172,7 @@ class BlockPuller:
                 raise PullEnded(Stop.DEADLINE, "the deadline is over")
             return left
 
-        try:
-            writer = PullWriter(
-                self._store,
-                self._session,
-                wanted,
-                owner,
-                limits,
-                left_s,
-                wall_clock=self._wall_clock,
-                ended=lambda: self._end(running),
-                io=self._io,
-                keeper=self._keeper,
-            )
-        except BaseException:
-            # Otherwise the writer calls `_end`, perhaps later.
-            self._end(running)
-            raise
+        writer = self._writer(running, wanted, limits, left_s)
 
         def initiator() -> Initiator:
             return Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
@@ -214,6 +194,33 @@ class BlockPuller:
         nbytes = sum(loop.received[entry] for entry in installed)
         counts = len(installed), nbytes, time.monotonic() - begun, loop.connections
         return PullResult(stop, reason, blocks, here, *counts, retracted)
+
+    def _begin(self, owner: str, cancel: PullCancel) -> _Running:
+        with self._changed:
+            if self._closed or len(self._running) >= self._pulls_max:
+                raise QueueFull("too many blocks are being fetched already")
+            running = _Running(owner, cancel)
+            self._running.add(running)
+            return running
+
+    def _writer(self, running: _Running, wanted: Wanted, limits: PullLimits, left_s: Callable[[], float]) -> PullWriter:
+        """Returns the pull's writer, which ends the pull when it has nothing more to write."""
+        try:
+            return PullWriter(
+                self._store,
+                self._session,
+                wanted,
+                running.owner,
+                limits,
+                left_s,
+                wall_clock=self._wall_clock,
+                ended=lambda: self._end(running),
+                io=self._io,
+                keeper=self._keeper,
+            )
+        except BaseException:
+            self._end(running)
+            raise
 
     def _touch(self, here: list[bytes], owner: str) -> None:
         """Marks the chain as used by its owner."""
