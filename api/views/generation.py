@@ -48,6 +48,7 @@ from ..generation.requests import (
     prompt_tokens,
 )
 from ..generation.streams import TextStream, Usage, abort_all
+from ..generation.truncation import truncated
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
@@ -311,7 +312,12 @@ class Generator:
                 [(known.history, known.created) for known in turn.lines],
                 self.config.date_days * 86_400.0,
             )
+        left_out = 0
+        if request.truncates and not request.agent_continue:
+            shorter = await asyncio.to_thread(truncated, text, model, request, media)
+            request, media, left_out = shorter.request, shorter.media, shorter.left_out
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
+        chat = replace(chat, left_out=left_out) if left_out else chat
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
         bound = bound_calls(request)
@@ -376,7 +382,7 @@ class Generator:
         reader = reader_of(known, start, end, frozenset(tool["function"]["name"] for tool in tools))
         return lambda: ToolCallSplitter(start, end, parse, calls_max, reader)
 
-    async def _media(self, request: ChatRequest, model: ServedModel, text: TextModel) -> list[Medium]:
+    async def _media(self, request: ChatRequest, model: ServedModel, text: TextModel) -> Sequence[Medium]:
         """Returns the pictures and videos of a request, in order; none for a model that takes none."""
         if text.pictures is None or model.blind:
             return []
@@ -521,6 +527,7 @@ class Generator:
             on_end=admission.end_row,
             keeper=keeper,
             prompt=job.text.plain(prompt) if request.return_token_ids else None,
+            left_out=0 if job.chat is None else job.chat.left_out,
         )
 
     def _max_tokens(self, request: Request, left: int) -> int:
