@@ -14,8 +14,8 @@ from typing import Any
 
 from ...actors.model_files.grammars import GrammarCompiler
 from ...cluster.errors import InvalidRequest, quoted
-from ..text.call_format import CallFormat, TaggedFormat, read_format
-from ..text.grammars import (
+from ..text.answers.call_format import CallFormat, TaggedFormat, read_format
+from ..text.answers.grammars import (
     AnswerForm,
     BoundCalls,
     BoundTool,
@@ -25,8 +25,8 @@ from ..text.grammars import (
     form_grammar,
     schema_of_arguments,
 )
+from ..text.answers.pipeline import ToolCall
 from ..text.model import TextModel
-from ..text.pipeline import ToolCall
 from ..text.script import Script, answer_tokens, token_grammar
 from .conversation import with_arguments
 from .history import answer_message

@@ -15,8 +15,8 @@ from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER
 from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
+from ..text.answers.grammars import AnswerForm, Thought
 from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
-from ..text.grammars import AnswerForm, Thought
 from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel

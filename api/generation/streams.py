@@ -11,9 +11,9 @@ from typing import Protocol
 
 from ...actors.protocol.messages import RowUpdate
 from ...cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
-from ..text.logprobs import ShownToken
-from ..text.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
-from ..text.row_text import RowText, TextDelta
+from ..text.answers.logprobs import ShownToken
+from ..text.answers.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
+from ..text.answers.row_text import RowText, TextDelta
 from .backend import Generation, ServedModel
 from .history import Message, answer_message
 from .remembered import Remembered

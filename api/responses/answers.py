@@ -9,7 +9,7 @@ from typing import Any
 from ...cluster.errors import ContextLengthExceeded, RateLimited, SatchelError
 from ..generation.remembered import Remembered
 from ..generation.streams import Usage
-from ..text.logprobs import ShownToken, chat_logprobs
+from ..text.answers.logprobs import ShownToken, chat_logprobs
 from .bodies import ENCRYPTED, ResponseBody
 from .thoughts import sealed
 

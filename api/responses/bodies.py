@@ -19,7 +19,7 @@ from ..generation.bodies import RequestBody, check_counts, check_nested
 from ..generation.history import Message
 from ..generation.options import MaxTokens, Options, Temperature, TopLogprobs, TopP, make_options
 from ..generation.requests import ChatRequest, ToolUse
-from ..text.grammars import AnswerForm
+from ..text.answers.grammars import AnswerForm
 from .items import Input, InputItems, messages_of
 from .tools import OfferedTools, Tools, read_choice
 

@@ -11,8 +11,8 @@ from ...cluster.errors import GenerationFailed, SatchelError
 from ..generation.history import Message, answer_message
 from ..generation.remembered import Remembered
 from ..generation.streams import Answer, Finished, TextStream, Usage
-from ..text.pipeline import CallArguments, CallBegun, ToolCall
-from ..text.row_text import TextDelta
+from ..text.answers.pipeline import CallArguments, CallBegun, ToolCall
+from ..text.answers.row_text import TextDelta
 from .answers import (
     CANCELLED,
     COMPLETED,

@@ -52,14 +52,14 @@ from ..generation.truncation import truncated
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
-from ..text.call_reader import reader_of
-from ..text.grammars import AnswerForm, BoundCalls, Thought
-from ..text.harmony import HarmonySplitter
+from ..text.answers.call_reader import reader_of
+from ..text.answers.grammars import AnswerForm, BoundCalls, Thought
+from ..text.answers.harmony import HarmonySplitter
+from ..text.answers.reasoning import ReasoningSplitter
+from ..text.answers.row_text import RowText
+from ..text.answers.template_calls import IN_JSON
+from ..text.answers.tool_calls import ToolCallSplitter, call_parser
 from ..text.model import TextModel, load_text_model
-from ..text.reasoning import ReasoningSplitter
-from ..text.row_text import RowText
-from ..text.template_calls import IN_JSON
-from ..text.tool_calls import ToolCallSplitter, call_parser
 
 _log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...cluster.errors import InvalidRequest
+from ....cluster.errors import InvalidRequest
 from .pipeline import ToolCall
 from .tool_calls import ToolCallSplitter, call_parser
 
 if TYPE_CHECKING:
-    from .model import TextModel
+    from ..model import TextModel
 
 ID = "\ue000"
 """Stands for a call's id in the pieces of a format."""

@@ -10,10 +10,10 @@ import pytest
 
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.bound_answers import ModelGrammars
-from satchel.api.text.grammars import AnswerForm, BoundCalls, BoundTool, Thought
+from satchel.api.text.answers.grammars import AnswerForm, BoundCalls, BoundTool, Thought
+from satchel.api.text.answers.pipeline import ToolCall
+from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.api.text.pipeline import ToolCall
-from satchel.api.text.tool_calls import ToolCallSplitter, call_parser
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.call_templates import FAMILIES, write_family
 

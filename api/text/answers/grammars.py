@@ -13,13 +13,13 @@ from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...cluster.errors import InvalidRequest
+from ....cluster.errors import InvalidRequest
 from . import harmony
 from .call_format import ID, CallFormat, TaggedFormat
 from .template_calls import IN_JSON
 
 if TYPE_CHECKING:
-    from .model import TextModel
+    from ..model import TextModel
 
 _SPACE = r"( |\n[ \t]{0,32})"
 """White space between JSON's tokens: enough for every usual layout, and no more, because small models repeat it for

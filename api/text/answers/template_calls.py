@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .call_format import ID, CallFormat, format_of, rendered_calls
 
 if TYPE_CHECKING:
-    from .model import TextModel
+    from ..model import TextModel
 
 _JSON_BEGINS = re.compile(r"[\[{]")
 _FIRST_KEY = re.compile(r'[\[{\s]*"\w+"', re.ASCII)
