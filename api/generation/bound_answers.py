@@ -14,7 +14,7 @@ from typing import Any
 
 from ...actors.model_files.grammars import GrammarCompiler
 from ...cluster.errors import InvalidRequest, quoted
-from ..text.answers.call_format import CallFormat, TaggedFormat, read_format
+from ..text.answers.call_format import Format, read_format
 from ..text.answers.grammars import (
     AnswerForm,
     BoundCalls,
@@ -103,7 +103,7 @@ class ModelGrammars:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._known: tuple[GrammarCompiler, Writing] | None = None
-        self._calls: list[CallFormat | TaggedFormat | None] = []
+        self._calls: list[Format | None] = []
 
     def grammar(self, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None) -> str:
         """Returns the grammar of an answer, "" if nothing binds it. Takes up to seconds.
@@ -131,7 +131,7 @@ class ModelGrammars:
         return written
 
     @property
-    def call_format(self) -> CallFormat | TaggedFormat | None:
+    def call_format(self) -> Format | None:
         """How the model writes calls. Takes milliseconds the first time."""
         if not self._calls:
             self._calls.append(read_format(self._text))

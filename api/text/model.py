@@ -11,6 +11,7 @@ import logging
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +25,9 @@ from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
 from .answers import harmony
+from .answers.call_format import KeyedFormat, unshown_format, with_calls
 from .answers.detokenizing import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from .answers.template_calls import TemplateCalls, find_calls
+from .answers.template_calls import KeyedCalls, TemplateCalls, find_calls
 from .recent import RecentTexts
 from .script import Script
 from .spelling import Spelling
@@ -114,12 +116,14 @@ class TextModel:
         if self.is_harmony:
             self.has_tool_calls = harmony.has_calls(template)
             self.harmony_tokens = frozenset(vocabulary[marker] for marker in harmony.MARKERS) - self.end_tokens
-        self.template_calls: TemplateCalls | None = None
+        self._unshown_calls: KeyedFormat | None = None
+        self._unshown_calls = unshown_format(self)
+        self.template_calls: TemplateCalls | KeyedCalls | None = None
         if not self.has_tool_calls and (calls := find_calls(self)) is not None:
             self.template_calls, self.has_tool_calls = calls, True
             self.tool_call_start, self.tool_parser = calls.start, calls.parse
-            written = (calls.format.head, calls.format.middle, calls.format.between, calls.format.tail)
-            self.tool_call_tokens = frozenset(self.encode("".join(written))) & self.hidden_tokens - self.end_tokens
+            written = "".join(astuple(calls.format))
+            self.tool_call_tokens = frozenset(self.encode(written)) & self.hidden_tokens - self.end_tokens
 
     def _special_added(self) -> frozenset[int]:
         return frozenset(token for token, entry in self.added_tokens.items() if entry.special)
@@ -148,6 +152,8 @@ class TextModel:
             raise InvalidRequest(f"the model {self.name!r} has no chat template; use /v1/completions", param="model")
         if self.is_harmony:
             messages = harmony.for_template(messages)
+        if self._unshown_calls is not None:
+            messages = with_calls(messages, self._unshown_calls)
         extra = dict(template_kwargs or {})
         if extra and (taken := _taken_names() & extra.keys()):
             raise InvalidRequest(

@@ -52,13 +52,15 @@ from ..generation.truncation import truncated
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
+from ..text.answers.call_format import KeyedFormat
 from ..text.answers.call_reader import reader_of
 from ..text.answers.grammars import AnswerForm, BoundCalls, Thought
 from ..text.answers.harmony import HarmonySplitter
+from ..text.answers.keyed_reader import keyed_parser
 from ..text.answers.reasoning import ReasoningSplitter
 from ..text.answers.row_text import RowText
 from ..text.answers.template_calls import IN_JSON
-from ..text.answers.tool_calls import ToolCallSplitter, call_parser
+from ..text.answers.tool_calls import ToolCallSplitter, call_parser, first_of
 from ..text.model import TextModel, load_text_model
 
 _log = logging.getLogger(__name__)
@@ -377,6 +379,8 @@ class Generator:
         start, end, parser = text.tool_call_start, text.tool_call_end, text.tool_parser
         if known is None and bound is not None and bound.forced:
             start, end, parser = IN_JSON.start, "", IN_JSON.parse
+        elif isinstance(known, KeyedFormat):
+            parser = first_of(keyed_parser(known, start), parser)
         parse = call_parser(parser, tools)
         # Calls are read while they are written, or as a whole.
         reader = reader_of(known, start, end, frozenset(tool["function"]["name"] for tool in tools))
