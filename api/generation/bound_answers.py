@@ -82,9 +82,12 @@ def scripted_grammar(
     said = with_arguments(chat.messages)
     reply = script.reply(said, chat.tools)
     forced = calls is not None and request.tool_use.forced
-    if (reply.otherwise and request.form is not None) or (reply.call is None and forced):
+    if (reply.otherwise and request.form is not None) or (not reply.calls and forced):
         return ""
-    made = [] if reply.call is None else [ToolCall(0, "call_0", reply.call[0], json.dumps(reply.call[1]))]
+    made = [
+        ToolCall(index, f"call_{index}", name, json.dumps(arguments))
+        for index, (name, arguments) in enumerate(reply.calls)
+    ]
     answer = with_arguments([answer_message(reply.text, "", made)])
     prompt = text.render(said, chat.tools, request.template_kwargs)
     whole = text.render([*said, *answer], chat.tools, request.template_kwargs, generation_prompt=False)
