@@ -78,7 +78,7 @@ class OtherBodies:
 
     def _with(self, body: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
         """The body with some fields of any value."""
-        for _ in range(self._chance.choice((0, 1, 1, 1, 2, 4))):
+        for _ in range(self._chance.choice((0, 0, 0, 1, 1, 3))):
             body[self._chance.choice(fields)] = self._odd(0)
         return body
 
@@ -141,9 +141,7 @@ class OtherBodies:
 
     def ollama(self) -> Drawn:
         chance = self._chance
-        path = chance.choice(
-            ("chat", "chat", "generate", "generate", "embed", "embeddings", "show", "tags", "ps", "pull")
-        )
+        path = chance.choice(("chat", "chat", "generate", "generate", "embed", "embeddings", "show", "tags", "ps"))
         if path in ("tags", "ps"):
             return Drawn("GET", f"/api/{path}")
         said = {"role": chance.choice(("user", "assistant", "tool", 5)), "content": chance.choice((*WORDS, None, 5))}
