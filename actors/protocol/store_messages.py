@@ -23,8 +23,8 @@ class Head:
     first KV block (empty if it may not be shared). `files` is the id of that model's files, the same however it
     computes; empty if unknown. `messages` and `tokens` are lengths. `turns` counts from the conversation's beginning,
     over all branches; `injected` is whether messages were added without a reply. `created` and `used` are Unix times.
-    `program` is what the agent is of, such as `codex`, and `parent` the id of the agent that it works for; "" if
-    unknown.
+    `program` is what the agent is of, such as `codex`, and `parent` the id of the agent that it works for, if known
+    with the branch on which that one was then (`parent_at`); "" if unknown.
     """
 
     agent: str
@@ -47,6 +47,17 @@ class Head:
     def files_id(self) -> bytes:
         """The id of the files that define its token ids, which mean the same for every model with this id."""
         return self.files or self.model
+
+
+def parent_at(parent: str, branch: int) -> str:
+    """Returns a `parent` for `Head`: an agent's id, and one of its branches. No id has the sign between them."""
+    return f"{parent}#{branch}"
+
+
+def read_parent(parent: str) -> tuple[str, int | None]:
+    """Returns the agent's id and the branch, None if that is not known."""
+    agent, _, branch = parent.partition("#")
+    return agent, int(branch) if branch.isascii() and branch.isdecimal() and len(branch) < 20 else None
 
 
 @dataclass(frozen=True, slots=True)

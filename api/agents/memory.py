@@ -25,7 +25,17 @@ from typing import Any, TypeVar
 from cachetools import LRUCache
 
 from ...actors.protocol.media_ids import media_tokens_in
-from ...actors.protocol.store_messages import Begun, BranchMemory, Commit, CommitOutcome, Content, Head, Limits, Moved
+from ...actors.protocol.store_messages import (
+    Begun,
+    BranchMemory,
+    Commit,
+    CommitOutcome,
+    Content,
+    Head,
+    Limits,
+    Moved,
+    parent_at,
+)
 from ...cluster.errors import (
     AgentBusy,
     AgentNotFound,
@@ -238,6 +248,18 @@ class Turn:
         self._since = recalled.since
         self.remembered = Remembered(let_go=recalled.let_go)
         await self._learn(recalled.branches, known)
+        if self._parent and not recalled.branches:
+            await self._find_parent()
+
+    async def _find_parent(self) -> None:
+        """Notes on which branch the agent is for which this one begins to work: the one that it used last."""
+        tenant, parent = self.agent.partition("/")[0], self._parent
+        # It is told to people, and nothing else depends on it.
+        with suppress(SatchelError, TimeoutError):
+            async with asyncio.timeout(self._memory.timing.brief_answer_s):
+                described = await self._memory.store.info(f"{tenant}/{parent}")
+            last = max(described.branches, key=lambda head: head.epoch)
+            self._parent = parent_at(parent, last.branch)
 
     async def _begin(self) -> None:
         self._renewing = self._memory.background(self._renew())

@@ -17,7 +17,7 @@ from ..generation.bodies import RequestBody, check_counts
 from ..generation.history import Message
 from ..generation.options import MaxTokens, Options, Stop, Temperature, TopK, TopP, make_options
 from ..generation.requests import ChatRequest, ToolUse
-from ..text.grammars import AnswerForm
+from ..text.answers.grammars import AnswerForm
 from .messages import Messages, SystemText, Tools, ToolSet
 
 Unchecked = Annotated[Any, WithJsonSchema({})]

@@ -77,7 +77,7 @@ def show(context: typer.Context, agent: AgentArgument, json: JsonOption = False,
     pictures = f", {count:,} picture{'s' if count > 1 else ''}" if count else ""
     words = f"{size(found['bytes'])} of words"
     program = f", {found['program']}" if found.get("program") else ""
-    parent = f", works for {found['parent']}" if found.get("parent") else ""
+    parent = f", works for {_parent(found)}" if found.get("parent") else ""
     console.print(
         f"{found['id']}{where}{copies}: {found['tier']}, {words}{pictures}, used {_used(found)}{program}{parent}"
     )
@@ -158,7 +158,7 @@ def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
     for agent in page["data"]:
         shown.add_row(
             Text(agent["id"]),
-            *(Text(agent[name] or "") for name in origins),
+            *(Text(_parent(agent) if name == "parent" else agent[name] or "") for name in origins),
             Text(agent.get("home") or ""),
             Text(", ".join(agent.get("copies", []))),
             Text(agent["model"]),
@@ -171,6 +171,12 @@ def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
     console.print(shown)
     if page["has_more"]:
         console.print(f"There are more: --after {page['last_id']}")
+
+
+def _parent(agent: dict[str, Any]) -> str:
+    """For whom an agent works, and on which of that one's branches it was then."""
+    branch = agent.get("parent_branch")
+    return f"{agent['parent'] or ''}{'' if branch is None else f' (branch {branch})'}"
 
 
 def _primaries(session: httpx.Client) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from ..generation.remembered import Remembered
 from ..generation.requests import ChatRequest, agent_key
 from ..generation.streams import Finished
 from ..openai.messages import read_messages
-from ..text.row_text import TextDelta
+from ..text.answers.row_text import TextDelta
 from ..views.agents import agent_info, forget_agent, fork_agent, release_agent
 from ..views.generation import Generator
 from .background import BackgroundLoop, Feed, blocking, on_loop

@@ -36,7 +36,7 @@ from ..openai.messages import read_messages
 from ..ray_backend.dispatch import RayBackend, cluster_config
 from ..ray_backend.locator import AgentLocator
 from ..ray_backend.store import RayStore
-from ..text.logprobs import ShownToken
+from ..text.answers.logprobs import ShownToken
 from ..views.agents import agent_page
 from ..views.cluster import node_views
 from ..views.embedding import Embedder, RankedDocument

@@ -14,8 +14,8 @@ from typing import Any
 
 from ...actors.model_files.grammars import GrammarCompiler
 from ...cluster.errors import InvalidRequest, quoted
-from ..text.call_format import CallFormat, TaggedFormat, read_format
-from ..text.grammars import (
+from ..text.answers.call_format import Format, read_format
+from ..text.answers.grammars import (
     AnswerForm,
     BoundCalls,
     BoundTool,
@@ -25,8 +25,8 @@ from ..text.grammars import (
     form_grammar,
     schema_of_arguments,
 )
+from ..text.answers.pipeline import ToolCall
 from ..text.model import TextModel
-from ..text.pipeline import ToolCall
 from ..text.script import Script, answer_tokens, token_grammar
 from .conversation import with_arguments
 from .history import answer_message
@@ -82,9 +82,12 @@ def scripted_grammar(
     said = with_arguments(chat.messages)
     reply = script.reply(said, chat.tools)
     forced = calls is not None and request.tool_use.forced
-    if (reply.otherwise and request.form is not None) or (reply.call is None and forced):
+    if (reply.otherwise and request.form is not None) or (not reply.calls and forced):
         return ""
-    made = [] if reply.call is None else [ToolCall(0, "call_0", reply.call[0], json.dumps(reply.call[1]))]
+    made = [
+        ToolCall(index, f"call_{index}", name, json.dumps(arguments))
+        for index, (name, arguments) in enumerate(reply.calls)
+    ]
     answer = with_arguments([answer_message(reply.text, "", made)])
     prompt = text.render(said, chat.tools, request.template_kwargs)
     whole = text.render([*said, *answer], chat.tools, request.template_kwargs, generation_prompt=False)
@@ -103,7 +106,7 @@ class ModelGrammars:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._known: tuple[GrammarCompiler, Writing] | None = None
-        self._calls: list[CallFormat | TaggedFormat | None] = []
+        self._calls: list[Format | None] = []
 
     def grammar(self, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None) -> str:
         """Returns the grammar of an answer, "" if nothing binds it. Takes up to seconds.
@@ -131,7 +134,7 @@ class ModelGrammars:
         return written
 
     @property
-    def call_format(self) -> CallFormat | TaggedFormat | None:
+    def call_format(self) -> Format | None:
         """How the model writes calls. Takes milliseconds the first time."""
         if not self._calls:
             self._calls.append(read_format(self._text))

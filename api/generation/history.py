@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal, NotRequired, TypedDict
 
+from ..text.answers.pipeline import ToolCall
 from ..text.json_slices import TooManyValues, check_values
-from ..text.pipeline import ToolCall
 
 _ARGUMENTS_VALUES_MAX = 25_000
 

@@ -29,6 +29,8 @@ _HASH = "sha256."
 # As Claude Code writes it: user_HASH_account_UUID_session_UUID, or JSON with the session's id.
 _CLAUDE_USER = re.compile(r"user_.*_session_([0-9A-Za-z-]{8,64})", re.ASCII)
 _USER_JSON_CHARACTERS_MAX = 4096
+_QWEN_CODE_BEGINS = "You are Qwen Code"
+_RULES_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
@@ -157,16 +159,34 @@ def _user(user_id: Any) -> Identity | None:
 
 
 def _qwen_code(headers: _Headers, messages: Sequence[Mapping[str, Any]]) -> Identity | None:
-    """Its first user message names the folder and the day: conversations that share both are one agent's branches."""
+    """Its first user message names the folder and the day: conversations that share both are one agent's branches. A
+    subagent's begin alike, under instructions of their own, and then have its task."""
     if not headers["user-agent"].lower().startswith("qwencode/"):
         return None
-    first = next((message.get("content") for message in messages if message.get("role") == "user"), None)
-    # Of a message with pictures its text.
-    said = [part for part in first if isinstance(part, Mapping)] if isinstance(first, list) else first
-    if not said:
+    said = [_spoken(message) for message in messages if message.get("role") == "user"]
+    if not said or not said[0]:
         return None
-    begins = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
-    return Identity(_name(QWEN_CODE, begins), QWEN_CODE)
+    main = _name(QWEN_CODE, _hashed(said[0]))
+    rules = _text(messages[0]) if messages[0].get("role") == "system" else ""
+    if len(said) < 2 or not rules or rules.startswith(_QWEN_CODE_BEGINS):
+        return Identity(main, QWEN_CODE)
+    return Identity(f"{main}:{_hashed([rules[:_RULES_CHARACTERS], said[1]])}", QWEN_CODE, main)
+
+
+def _spoken(message: Mapping[str, Any]) -> Any:
+    """Returns a message's content; of one with pictures its text."""
+    content = message.get("content")
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else content
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    said = _spoken(message)
+    parts = said if isinstance(said, list) else [{"text": said}]
+    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
+
+
+def _hashed(said: Any) -> str:
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 
 
 def _claude_session(user_id: str) -> str:

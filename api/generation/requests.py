@@ -15,8 +15,8 @@ from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER
 from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
+from ..text.answers.grammars import AnswerForm, Thought
 from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
-from ..text.grammars import AnswerForm, Thought
 from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel
@@ -106,6 +106,8 @@ class ChatRequest(Request):
     With `agent_continue` the messages are appended to the agent's stored transcript, or to `opening` if there is none.
 
     `prefill` is the beginning of the answer's content, which the model continues; it is not among the answer's events.
+
+    With `truncates` the oldest messages are left out of a conversation that does not fit, but not of a transcript.
     """
 
     messages: Sequence[Message]
@@ -115,6 +117,7 @@ class ChatRequest(Request):
     agent_continue: bool = False
     opening: Sequence[Message] = ()
     prefill: str = ""
+    truncates: bool = False
 
     def of(self, model: ServedModel) -> Self:
         """Returns the request with the model's own variables for its template, where it leaves them open."""
@@ -143,7 +146,7 @@ class Chat:
     says that the prompt ends inside a block of reasoning, `may_think` that the answer may begin with one. `text` is the
     text of `prompt`, `messages` the whole conversation as a transcript, and `continuation` how the prompt continues the
     agent's memory, None if there is nothing to continue. The prompt ends with the `prefill`. `lasting_tokens` and
-    `lasting_saved` are as in `GenerateRequest`.
+    `lasting_saved` are as in `GenerateRequest`. `left_out` is how many messages were, because they did not fit.
     """
 
     prompt: list[int]
@@ -158,6 +161,7 @@ class Chat:
     prefill: str = ""
     lasting_tokens: int = 0
     lasting_saved: bool = False
+    left_out: int = 0
 
     @property
     def thought(self) -> Thought:

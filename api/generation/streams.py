@@ -11,9 +11,9 @@ from typing import Protocol
 
 from ...actors.protocol.messages import RowUpdate
 from ...cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
-from ..text.logprobs import ShownToken
-from ..text.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
-from ..text.row_text import RowText, TextDelta
+from ..text.answers.logprobs import ShownToken
+from ..text.answers.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
+from ..text.answers.row_text import RowText, TextDelta
 from .backend import Generation, ServedModel
 from .history import Message, answer_message
 from .remembered import Remembered
@@ -101,11 +101,13 @@ class TextStream:
         on_end: called once with the number of answer tokens, when the row has ended or its abort has begun.
         keeper: of an agent's turn, which is given back if the stream is left early.
         prompt: the prompt's token ids if they and the answer's are asked for, else None.
+        left_out: how many messages the prompt is without, because they did not fit.
 
     Attributes:
         model: the served model.
         replica, node, why: where the row was placed and why.
         prompt_tokens: length of the prompt in tokens.
+        left_out: as given.
         first_event_at: when the first event was yielded, by `time.perf_counter`; None before.
     """
 
@@ -122,8 +124,10 @@ class TextStream:
         on_end: Callable[[int], None] = lambda tokens: None,
         keeper: AnswerKeeper | None = None,
         prompt: Sequence[int] | None = None,
+        left_out: int = 0,
     ) -> None:
         self.model = model
+        self.left_out = left_out
         self.replica = generation.replica
         self.node = generation.node
         self.why = generation.why

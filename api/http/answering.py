@@ -166,7 +166,12 @@ class Answering:
     def headers(self, work: ChatRequest | CompletionRequest, streams: Sequence[TextStream]) -> dict[str, str]:
         """Returns `placed`, and headers with the agent and what is missing in its memory, as far as known."""
         memory = [stream.remembered.header for stream in streams if stream.remembered and stream.remembered.header]
-        headers = {HEADER: memory, "x-satchel-agent": [work.agent] if work.agent else []}
+        truncated = [str(stream.left_out) for stream in streams[:1] if stream.left_out]
+        headers = {
+            HEADER: memory,
+            "x-satchel-agent": [work.agent] if work.agent else [],
+            "x-satchel-truncated": truncated,
+        }
         return self.placed(work, streams) | _joined(headers)
 
     @staticmethod

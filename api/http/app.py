@@ -78,7 +78,7 @@ def create_app(
     embedder = Embedder(generator)
     EmbeddingRoutes(answering, embedder).add_to(app)
     MessageRoutes(answering).add_to(app)
-    ResponseRoutes(answering, config.endpoint.responses_bytes_max).add_to(app)
+    ResponseRoutes(answering, config.endpoint).add_to(app)
     ConversationRoutes(answering).add_to(app)
     OllamaRoutes(answering, embedder).add_to(app)
     StatusRoutes(backend, answering, metrics).add_to(app)

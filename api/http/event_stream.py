@@ -16,8 +16,8 @@ from ...cluster.errors import SatchelError
 from ..generation.remembered import Remembered
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.streams import Event, Finished, TextStream, Usage, abort_all, interleave
-from ..text.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
-from ..text.row_text import TextDelta
+from ..text.answers.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
+from ..text.answers.row_text import TextDelta
 from .answering import Answering
 from .exchange import CancelOnDisconnect, log_failure
 
@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 HEADERS_WAIT_S = 5.0
 """How long a stream's headers wait for its first event, so that an early failure becomes an HTTP error."""
+
+_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 PING_S = 10.0
 """After so long without an event a protocol that has pings sends one: proxies and clients give up silent streams."""
@@ -88,8 +90,7 @@ class EventStream(Response):
         # Not Response's own initializer: that one sets a Content-Length.
         self.status_code = 200
         self.background = None
-        fixed = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        self.init_headers({**fixed, **(headers or {})})
+        self.init_headers({**_HEADERS, **(headers or {})})
         self._answering = answering
         self._work = work
         self._encoder = encoder
@@ -119,7 +120,7 @@ class EventStream(Response):
                 encoder = self._encoder(streams)
                 async with (
                     _pinging(send, encoder.idle) as send_chunk,
-                    aclosing(_chunks(encoder, streams, first, events, request_id)) as chunks,
+                    aclosing(encoded(encoder, streams, first, events, request_id)) as chunks,
                 ):
                     async for chunk in chunks:
                         await send_chunk(chunk)
@@ -131,14 +132,43 @@ class EventStream(Response):
                     await asyncio.wait({first})
 
 
-async def _chunks(
+class FollowedStream(Response):
+    """Server-sent events that are made whether or not somebody reads them.
+
+    Args:
+        chunks: whole events; closed when the client goes away.
+        ping: sent while nothing comes.
+        headers: further ones.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], ping: bytes, headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**_HEADERS, "X-Accel-Buffering": "no", **headers})
+        self._chunks = chunks
+        self._ping = ping
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with CancelOnDisconnect(receive), aclosing(self._chunks) as chunks:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async with _pinging(send, self._ping) as send_chunk:
+                    async for chunk in chunks:
+                        await send_chunk(chunk)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ClientDisconnect:
+            _log.debug("the reader of request %s went away", scope["state"]["request_id"])
+
+
+async def encoded(
     encoder: Encoder,
     streams: Sequence[TextStream],
-    first: asyncio.Task[tuple[int, Event]],
+    first: Awaitable[tuple[int, Event]],
     events: AsyncGenerator[tuple[int, Event], None],
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the body of a streamed answer: the last of its four generators, which encodes events as bytes."""
+    """Yields the body of a streamed answer: the last of its four generators, which encodes events as bytes. `first` is
+    the first of the `events`."""
     total = Usage(0, 0, 0)
     try:
         if start := encoder.start(streams):

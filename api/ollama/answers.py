@@ -13,8 +13,8 @@ from ..generation.history import called_with
 from ..generation.remembered import Remembered
 from ..generation.streams import Answer, TextStream, Usage
 from ..openai.embedding_answers import numbers_json
-from ..text.logprobs import ShownToken, chat_logprobs
-from ..text.pipeline import ToolCall
+from ..text.answers.logprobs import ShownToken, chat_logprobs
+from ..text.answers.pipeline import ToolCall
 from ..views.embedding import Embeddings
 
 Part = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]

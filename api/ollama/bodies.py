@@ -19,7 +19,7 @@ from ..generation.options import Options, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.vectors import EmbeddingRequest
 from ..openai.bodies import tools_for_templates
-from ..text.grammars import AnswerForm
+from ..text.answers.grammars import AnswerForm
 from .messages import OllamaImages, OllamaMessages, OllamaTools, content_of
 from .options import ModelOptions, whole
 

@@ -15,9 +15,9 @@ from ...cluster.errors import SatchelError
 from ..generation.backend import ServedModel
 from ..generation.remembered import Remembered
 from ..generation.streams import Answer, Finished, TextStream, Usage
-from ..text.logprobs import ShownToken, chat_logprobs, completion_logprobs
-from ..text.pipeline import CallArguments, CallBegun, ToolCall
-from ..text.row_text import TextDelta
+from ..text.answers.logprobs import ShownToken, chat_logprobs, completion_logprobs
+from ..text.answers.pipeline import CallArguments, CallBegun, ToolCall
+from ..text.answers.row_text import TextDelta
 from .functions import called_body, reason_of
 
 _FINGERPRINT_DIGITS = 12

@@ -40,7 +40,7 @@ from ..generation.options import (
     make_options,
 )
 from ..generation.requests import ChatRequest, CompletionRequest
-from ..text.grammars import AnswerForm
+from ..text.answers.grammars import AnswerForm
 from .forms import read_form, read_tool_choice
 from .functions import FunctionCall, tool_use_of, tools_of
 from .messages import Functions, Messages, Tools

@@ -9,7 +9,7 @@ from typing import Any
 from ...cluster.errors import InvalidRequest, quoted
 from ..generation.bodies import wrong
 from ..generation.requests import ToolUse
-from ..text.grammars import AnswerForm
+from ..text.answers.grammars import AnswerForm
 from ..text.json_slices import TooDeep, TooManyValues, parse
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from ..generation.requests import ToolUse
-from ..text.pipeline import ToolCall
+from ..text.answers.pipeline import ToolCall
 
 
 def _function_call(value: Any) -> Any:

@@ -9,11 +9,12 @@ from typing import Any
 from ...cluster.errors import ContextLengthExceeded, RateLimited, SatchelError
 from ..generation.remembered import Remembered
 from ..generation.streams import Usage
-from ..text.logprobs import ShownToken, chat_logprobs
+from ..text.answers.logprobs import ShownToken, chat_logprobs
 from .bodies import ENCRYPTED, ResponseBody
 from .thoughts import sealed
 
-IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
+QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
+INCOMPLETE, FAILED, CANCELLED = "incomplete", "failed", "cancelled"
 
 _DIGITS_BYTES = 24
 
@@ -61,17 +62,20 @@ class ResponseObject:
         id: of the response.
         body: what was asked.
         model: that answers.
+        created_s: when it was created, as Unix time; None for now.
 
     Attributes:
         output: its items so far.
+        left_out: how many messages were, because they did not fit.
     """
 
-    def __init__(self, id: str, body: ResponseBody, model: str) -> None:
+    def __init__(self, id: str, body: ResponseBody, model: str, *, created_s: int | None = None) -> None:
         self.id = id
         self.output: list[dict[str, Any]] = []
+        self.left_out = 0
         self._body = body
         self._model = model
-        self._created = int(time.time())
+        self._created = int(time.time()) if created_s is None else created_s
 
     @property
     def encrypts(self) -> bool:
@@ -89,7 +93,7 @@ class ResponseObject:
         error: SatchelError | None = None,
         remembered: Remembered | None = None,
     ) -> dict[str, Any]:
-        """Returns the whole object; `satchel` reports what is missing in its agent's memory."""
+        """Returns the whole object; `satchel` reports what is missing in its agent's memory, and in its prompt."""
         body = self._body
         reasoning, text = body.reasoning, body.text
         shown: dict[str, Any] = {
@@ -97,7 +101,7 @@ class ResponseObject:
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "background": False,
+            "background": bool(body.background),
             "completed_at": int(time.time()) if status == COMPLETED else None,
             "error": None if error is None else error_of(error),
             "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
@@ -119,12 +123,14 @@ class ResponseObject:
             "tools": body.tools.given,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None if usage is None else usage_body(usage),
             "user": body.user,
             "metadata": body.metadata or {},
         }
         if body.conversation is not None:
             shown["conversation"] = {"id": body.conversation}
-        noted = None if remembered is None else remembered.body
-        return shown if noted is None else {**shown, "satchel": noted}
+        noted = (remembered.body if remembered is not None else None) or {}
+        if self.left_out:
+            noted = {**noted, "truncated_messages": self.left_out}
+        return {**shown, "satchel": noted} if noted else shown

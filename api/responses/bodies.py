@@ -19,7 +19,7 @@ from ..generation.bodies import RequestBody, check_counts, check_nested
 from ..generation.history import Message
 from ..generation.options import MaxTokens, Options, Temperature, TopLogprobs, TopP, make_options
 from ..generation.requests import ChatRequest, ToolUse
-from ..text.grammars import AnswerForm
+from ..text.answers.grammars import AnswerForm
 from .items import Input, InputItems, messages_of
 from .tools import OfferedTools, Tools, read_choice
 
@@ -186,6 +186,7 @@ class AskedBody(RequestBody):
             model=self.model or "",
             max_tokens_field="max_output_tokens",
             agent_continue=agent_continue,
+            truncates=self.truncation == "auto",
             **fields,
         )
 
@@ -213,8 +214,9 @@ class ResponseBody(AskedBody):
 
     def check(self) -> None:
         super().check()
-        if self.background:
-            raise InvalidRequest("background: only false is possible; answers are not kept running", param="background")
+        if self.background and not self.kept:
+            message = "background: what is made in the background must be kept, so store cannot be false"
+            raise InvalidRequest(message, param="background")
         if self.agent_continue and self.previous_response_id is not None:
             message = "agent_continue: the response before is gone on with already (previous_response_id)"
             raise InvalidRequest(message, param="agent_continue")

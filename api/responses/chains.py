@@ -13,13 +13,17 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
 from ..generation.history import Message
 
+if TYPE_CHECKING:
+    from .background import EventLog
+
 _ID = re.compile(r"resp_([0-9a-f]{16})([0-9a-f]{6})([0-9a-f]{12})[0-9a-f]{14}", re.ASCII)
+_SIGN_DIGITS = 6
 _VALUE_BYTES = 64
 _MESSAGE_BYTES = 256
 _ITEMS_MAX = 100_000
@@ -63,15 +67,27 @@ def only_text(messages: Sequence[Message]) -> bool:
     return all(isinstance(message["content"], str) for message in messages)
 
 
-def new_response_id(messages: Sequence[Message], *, root: str = "") -> str:
+def new_response_id(messages: Sequence[Message], *, root: str = "", background_of: str = "") -> str:
     """Returns an id for the response to `messages`, which have no instructions among them. Takes milliseconds for
     megabytes.
 
     Args:
         root: of the chain that it goes on with, "" for a new one.
+        background_of: the tenant of a response that is made in the background, "" for others.
     """
     count = min(len(messages), _MESSAGES_MAX)
-    return f"resp_{root or secrets.token_hex(8)}{count:06x}{_digest(messages)}{secrets.token_hex(7)}"
+    id = f"resp_{root or secrets.token_hex(8)}{count:06x}{_digest(messages)}{secrets.token_hex(7)}"
+    return id[:-_SIGN_DIGITS] + _sign(id, background_of) if background_of else id
+
+
+def is_background_id(id: str, tenant: str) -> bool:
+    """Returns whether a response with this id was made in the background for the tenant. So its client can be told that
+    it was lost by a process that knows nothing else of it. (One of another 17 million ids looks the same.)"""
+    return _ID.fullmatch(id) is not None and id[-_SIGN_DIGITS:] == _sign(id, tenant)
+
+
+def _sign(id: str, tenant: str) -> str:
+    return hashlib.sha256(f"background {tenant} {id[:-_SIGN_DIGITS]}".encode()).hexdigest()[:_SIGN_DIGITS]
 
 
 def read_response_id(id: str) -> ResponseId | None:
@@ -101,18 +117,20 @@ class KeptResponse:
         messages: all that was said up to its answer, without instructions; None if it was appended to a transcript,
             and only that has the rest.
         agent: whose memory it is in, "" for nobody's.
+        log: its events, if it was made in the background.
     """
 
     shown: dict[str, Any]
     items: list[dict[str, Any]]
     messages: list[Message] | None
     agent: str
+    log: EventLog | None = None
 
     @property
     def nbytes(self) -> int:
         """About how much it holds. Responses of a chain share messages, which count for each of them."""
         said = sum(_MESSAGE_BYTES + _size(message["content"]) for message in self.messages or ())
-        return _weight(self.shown) + _weight(self.items) + said
+        return _weight(self.shown) + _weight(self.items) + said + (0 if self.log is None else self.log.nbytes)
 
 
 def _size(content: str | list[Any]) -> int:
@@ -173,11 +191,10 @@ class ResponseChains:
         return next((item for item in [*kept.shown["output"], *kept.items] if item.get("id") == id), None)
 
     def delete(self, tenant: str, id: str) -> KeptResponse | None:
-        """Drops a response, which is not to be found again in any way. Returns it."""
-        if (found := self._kept.pop((tenant, id), None)) is None:
-            return None
+        """Drops a response, which is not to be found again in any way. Returns it, None if it is not kept."""
         self._deleted[tenant, id] = True
-        return found[0]
+        found = self._kept.pop((tenant, id), None)
+        return None if found is None else found[0]
 
     def deleted(self, tenant: str, id: str) -> bool:
         return (tenant, id) in self._deleted

@@ -7,24 +7,35 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...cluster.errors import SatchelError
+from ...cluster.errors import GenerationFailed, SatchelError
 from ..generation.history import Message, answer_message
 from ..generation.remembered import Remembered
 from ..generation.streams import Answer, Finished, TextStream, Usage
-from ..text.pipeline import CallArguments, CallBegun, ToolCall
-from ..text.row_text import TextDelta
+from ..text.answers.pipeline import CallArguments, CallBegun, ToolCall
+from ..text.answers.row_text import TextDelta
 from .answers import (
+    CANCELLED,
     COMPLETED,
     FAILED,
     IN_PROGRESS,
     INCOMPLETE,
+    QUEUED,
     ResponseObject,
     logprobs_body,
     new_id,
     text_part,
     thought_part,
 )
+from .bodies import ResponseBody
 from .tools import INPUT, OfferedTools
+
+PING = b": waiting\n\n"
+"""A comment: proxies see life, and clients skip it."""
+
+_UNKNOWN = "unknown"
+_LOST = (
+    "the answer is not here: the endpoint was started anew before it was complete, or kept it nowhere but in its memory"
+)
 
 Ended = Callable[[dict[str, Any], Message], None]
 """Called with a response that has ended, and its answer as one message."""
@@ -37,13 +48,15 @@ class ResponseEvents:
         response: to fill.
         tools: as the client knows them.
         ended: called before the last event is sent; not called if the answer fails.
+        number: of the first event.
     """
 
-    def __init__(self, response: ResponseObject, tools: OfferedTools, ended: Ended) -> None:
+    def __init__(self, response: ResponseObject, tools: OfferedTools, ended: Ended, number: int = 0) -> None:
         self._response = response
         self._tools = tools
         self._ended = ended
-        self._number = 0
+        self._number = number
+        self._created = self._begun = False
         self._item: _OpenItem | None = None
         self._texts: list[str] = []
         self._thoughts: list[str] = []
@@ -53,14 +66,18 @@ class ResponseEvents:
 
     @property
     def idle(self) -> bytes:
-        # A comment: proxies see life, and clients skip it.
-        return b": waiting\n\n"
+        return PING
+
+    def queued(self) -> bytes:
+        """What comes first of a response that is made in the background."""
+        self._created, response = True, self._response.shown(QUEUED)
+        return self._event("response.created", response=response) + self._event("response.queued", response=response)
 
     def start(self, streams: Sequence[TextStream]) -> bytes:
-        response = self._response.shown(IN_PROGRESS)
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        self._response.left_out = streams[0].left_out if streams else 0
+        self._begun, response = True, self._response.shown(IN_PROGRESS)
+        created = b"" if self._created else self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         if not delta.text and not delta.logprobs:
@@ -117,7 +134,26 @@ class ResponseEvents:
         return b""
 
     def failed(self, error: SatchelError, request_id: str) -> bytes:
-        return self._event("response.failed", response=self._response.shown(FAILED, error=error))
+        self.last = self._response.shown(FAILED, error=error)
+        return self._event("response.failed", response=self.last)
+
+    def cancelled(self) -> bytes:
+        """The end of a response that its client cancelled. Of the events that clients know, it is most alike to one
+        that is incomplete."""
+        closed = self._close(INCOMPLETE)
+        self.last = self._response.shown(CANCELLED)
+        return closed + self._event("response.incomplete", response=self.last)
+
+    def completed(self, number: int) -> tuple[dict[str, Any], bytes]:
+        """Ends the response with what it has. Returns it, and its last event, with this number."""
+        self._close()
+        self._number, self.last = number, self._response.shown(COMPLETED)
+        return self.last, self._event("response.completed", response=self.last)
+
+    @property
+    def now(self) -> dict[str, Any]:
+        """The response as far as it has come."""
+        return self.last or self._response.shown(IN_PROGRESS if self._begun else QUEUED)
 
     def _open_message(self) -> bytes:
         """Opens a message, unless one is open."""
@@ -193,16 +229,41 @@ class _OpenItem:
         self.logprobs: list[dict[str, Any]] = []
 
 
-def whole(events: ResponseEvents, answer: Answer, remembered: Remembered | None) -> dict[str, Any]:
+def whole(events: ResponseEvents, answer: Answer, stream: TextStream) -> dict[str, Any]:
     """Returns the response of an answer that was not streamed, by way of the same events."""
+    events.start([stream])
     if answer.reasoning:
         events.reasoning(0, answer.reasoning)
     if answer.text or answer.logprobs:
         events.text(0, TextDelta(answer.text, answer.logprobs))
     for call in answer.tool_calls:
         events.tool_call(0, call)
-    events.finish(0, Finished(answer.reason, answer.usage, answer.stop_string), remembered)
+    events.finish(0, Finished(answer.reason, answer.usage, answer.stop_string), stream.remembered)
     return events.last
+
+
+def recovered(id: str, answer: Message | None, number: int) -> tuple[dict[str, Any], bytes]:
+    """Returns a response in the background that the process which made it did not outlive, and its last event. Of what
+    was asked nothing is known any more.
+
+    Args:
+        answer: as its agent's transcript has it; None if it is not there, so that the response failed.
+        number: of the event.
+    """
+    body = ResponseBody(background=True)
+    response = ResponseObject(id, body, _UNKNOWN, created_s=0)
+    events = ResponseEvents(response, body.tools, lambda shown, message: None, number)
+    if answer is None:
+        event = events.failed(GenerationFailed(_LOST), "")
+        return events.last, event
+    if thought := answer.get("reasoning_content"):
+        events.reasoning(0, thought)
+    if answer["content"]:
+        events.text(0, TextDelta(str(answer["content"])))
+    for index, call in enumerate(answer.get("tool_calls", ())):
+        function = call["function"]
+        events.tool_call(0, ToolCall(index, call.get("id", ""), function["name"], function["arguments"]))
+    return events.completed(number)
 
 
 def _is_json(text: str) -> bool:

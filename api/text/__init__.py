@@ -1,1 +1,2 @@
-"""Between text and token ids: tokenizer, continuation, stops, reasoning, tool calls, logprobs."""
+"""Between text and token ids: tokenizer, chat template, continuation, what templates forget. Answers are read in
+`answers`."""

@@ -1,22 +1,21 @@
-"""Between text and token ids: tokenizer, chat template, incremental detokenizing, stop strings.
+"""Between text and token ids: tokenizer and chat template.
 
-Only `load_text_model` does I/O. Rendering and encoding may take milliseconds to seconds and belong in a worker thread;
-a `Detokenizer` and a `StopMatcher` cost microseconds per token.
+Only `load_text_model` does I/O. Rendering and encoding may take milliseconds to seconds and belong in a worker thread.
 """
 
 from __future__ import annotations
 
-import codecs
 import inspect
 import json
 import logging
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...actors.model_files.end_tokens import read_end_tokens
 from ...actors.model_files.foreign_code import own_code_only
@@ -25,20 +24,17 @@ from ...actors.model_files.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
-from . import harmony
-from .pipeline import longest_held
+from .answers import harmony
+from .answers.call_format import KeyedFormat, unshown_format, with_calls
+from .answers.detokenizing import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .answers.template_calls import KeyedCalls, TemplateCalls, find_calls
 from .recent import RecentTexts
 from .script import Script
-from .spelling import REPLACEMENT, Spelling
-from .template_calls import TemplateCalls, find_calls
+from .spelling import Spelling
 from .template_dates import dated, shows_date
 from .template_habits import TemplateHabits, habits_of
 
 logger = logging.getLogger(__name__)
-
-# A character has at most four bytes, so if a window this long still ends in U+FFFD, its bytes are invalid.
-_HELD_TOKENS_MAX = 8
-_CONTEXT_TOKENS = 6
 
 _LONG_TOKEN_CHARACTERS = 8
 """Texts with more characters per token than this are rare."""
@@ -55,109 +51,6 @@ def _bytes_by_character() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-class Detokenizer(Protocol):
-    """Turns tokens into text one at a time. The pieces, `flush` included, concatenate to the whole text."""
-
-    def add(self, token: int) -> str:
-        """Returns the text completed by `token`; "" while a character is incomplete."""
-        ...
-
-    def flush(self) -> str:
-        """Returns the held text at the end of the answer; incomplete bytes become U+FFFD."""
-        ...
-
-
-class ByteDetokenizer:
-    """A detokenizer for byte-level BPE. Every token is a fixed byte string, so a UTF-8 decoder is the only state.
-
-    Replaces invalid bytes by maximal subparts, like the one-shot decoder of `tokenizers`.
-    """
-
-    def __init__(self, piece: Callable[[int], bytes]) -> None:
-        self._piece = piece
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, token: int) -> str:
-        return self._decoder.decode(self._piece(token))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", True)
-
-
-class WindowDetokenizer:
-    """A detokenizer for all other decoders: decodes a short window twice per token and emits the difference.
-
-    `tokenizers.decoders.DecodeStream` takes 1.4 µs per token instead of 2.3, but it holds invalid bytes for ever,
-    cannot be flushed, and does not work with tokenizers in Python.
-
-    Args:
-        decode: token ids to text.
-        context: tokens before the first one, so that decoders do not strip its leading space.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
-        self._decode = decode
-        self._window = list(context[-_CONTEXT_TOKENS:])
-        self._known = len(self._window)
-
-    def add(self, token: int) -> str:
-        self._window.append(token)
-        return self._emit(final=False)
-
-    def flush(self) -> str:
-        return self._emit(final=True)
-
-    def _emit(self, *, final: bool) -> str:
-        known, text = self._decode(self._window[: self._known]), self._decode(self._window)
-        new = text[len(known) :]
-        held = len(self._window) - self._known
-        if not final and held < _HELD_TOKENS_MAX and (not new or text.endswith(REPLACEMENT)):
-            return ""
-        self._window = self._window[self._known :]
-        self._known = len(self._window)
-        return new
-
-
-class StopMatcher:
-    """Cuts text that arrives in pieces at the first stop string; a stage of a `Pipeline`.
-
-    The match that ends first wins, and of those that end together the longest. So the result does not depend on the
-    pieces. Text that may be the beginning of a stop string is held back. After a match, `matched` is true, `found` the
-    stop string, and no more text comes out.
-
-    Args:
-        keeps: whether the stop string that is found stays in the text.
-    """
-
-    def __init__(self, stops: Iterable[str], *, keeps: bool = False) -> None:
-        self._stops = tuple(stops)
-        self._keeps = keeps
-        self._held = ""
-        self.matched = False
-        self.found: str | None = None
-
-    def add(self, text: str) -> list[str]:
-        """Returns the text that can go out."""
-        if self.matched:
-            return []
-        buffer = self._held + text
-        matches = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
-        if matches:
-            self.matched = True
-            end, cut = min(matches)
-            self._held, self.found = "", buffer[cut:end]
-            cut = end if self._keeps else cut
-        else:
-            cut = len(buffer) - longest_held(buffer, self._stops)
-            self._held = buffer[cut:]
-        return [buffer[:cut]] if cut else []
-
-    def flush(self) -> list[str]:
-        """Returns the text that was held back as a possible beginning of a stop string."""
-        held, self._held = self._held, ""
-        return [held] if held else []
 
 
 class TextModel:
@@ -223,12 +116,14 @@ class TextModel:
         if self.is_harmony:
             self.has_tool_calls = harmony.has_calls(template)
             self.harmony_tokens = frozenset(vocabulary[marker] for marker in harmony.MARKERS) - self.end_tokens
-        self.template_calls: TemplateCalls | None = None
+        self._unshown_calls: KeyedFormat | None = None
+        self._unshown_calls = unshown_format(self)
+        self.template_calls: TemplateCalls | KeyedCalls | None = None
         if not self.has_tool_calls and (calls := find_calls(self)) is not None:
             self.template_calls, self.has_tool_calls = calls, True
             self.tool_call_start, self.tool_parser = calls.start, calls.parse
-            written = (calls.format.head, calls.format.middle, calls.format.between, calls.format.tail)
-            self.tool_call_tokens = frozenset(self.encode("".join(written))) & self.hidden_tokens - self.end_tokens
+            written = "".join(astuple(calls.format))
+            self.tool_call_tokens = frozenset(self.encode(written)) & self.hidden_tokens - self.end_tokens
 
     def _special_added(self) -> frozenset[int]:
         return frozenset(token for token, entry in self.added_tokens.items() if entry.special)
@@ -257,6 +152,8 @@ class TextModel:
             raise InvalidRequest(f"the model {self.name!r} has no chat template; use /v1/completions", param="model")
         if self.is_harmony:
             messages = harmony.for_template(messages)
+        if self._unshown_calls is not None:
+            messages = with_calls(messages, self._unshown_calls)
         extra = dict(template_kwargs or {})
         if extra and (taken := _taken_names() & extra.keys()):
             raise InvalidRequest(

@@ -24,24 +24,24 @@ _GROUP = re.compile(r"\\(\d)")
 
 @dataclass(frozen=True)
 class ScriptedReply:
-    """What is said: a text, and a call of a tool, (name, arguments), if there is one. `otherwise` is whether no rule
-    fits."""
+    """What is said: a text, and calls of tools, (name, arguments) each. `otherwise` is whether no rule fits."""
 
     text: str
-    call: tuple[str, dict[str, Any]] | None = None
+    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
     otherwise: bool = False
 
 
 @dataclass(frozen=True)
 class _Rule:
     """`after` is whose turn is answered, `user` or `tool`; `pattern` is searched in what it says. `calls` are arguments
-    by the name of a tool: the first that the request has is called, with those arguments that it has.
-    `\\1` in a text is the pattern's first group."""
+    by the name of a tool: the first that the request has is called, or `together` all that it has, with those
+    arguments that it has. `\\1` in a text is the pattern's first group."""
 
     after: str
     pattern: re.Pattern[str]
     text: str
     calls: Mapping[str, Any]
+    together: bool = False
 
 
 class Script:
@@ -65,7 +65,13 @@ class Script:
             raise ModelLoadError(f"{folder / FILE} cannot be read: {error}") from error
         try:
             rules = [
-                _Rule(rule["after"], re.compile(rule["pattern"], re.S), rule.get("text", ""), rule.get("calls", {}))
+                _Rule(
+                    rule["after"],
+                    re.compile(rule["pattern"], re.S),
+                    rule.get("text", ""),
+                    rule.get("calls", {}),
+                    rule.get("together", False),
+                )
                 for rule in given["rules"]
             ]
             return cls(rules, str(given["otherwise"]))
@@ -84,15 +90,15 @@ class Script:
             found = rule.pattern.search(said) if rule.after == after else None
             if found is None:
                 continue
-            name = next((name for name in rule.calls if name in offered), None)
-            if name is None and rule.calls:
+            names = [name for name in rule.calls if name in offered]
+            if not names and rule.calls:
                 continue
-            call = None
-            if name is not None:
+            calls: list[tuple[str, dict[str, Any]]] = []
+            for name in names if rule.together else names[:1]:
                 has = offered[name].get("properties") or rule.calls[name]
                 arguments = {key: value for key, value in rule.calls[name].items() if key in has}
-                call = name, _filled(arguments, found)
-            return ScriptedReply(_filled(rule.text, found), call)
+                calls.append((name, _filled(arguments, found)))
+            return ScriptedReply(_filled(rule.text, found), tuple(calls))
         return ScriptedReply(self._otherwise, otherwise=True)
 
 

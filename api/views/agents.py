@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
-from ...actors.protocol.store_messages import AgentBranches, BranchKV, Head, Limits
+from ...actors.protocol.store_messages import AgentBranches, BranchKV, Head, Limits, read_parent
 from ...cluster.errors import AgentNotFound, InvalidRequest, SatchelError
 from ..agents.memory import AgentMemory
 from ..agents.store import Store
@@ -61,7 +61,8 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
     """Returns one agent.
 
     Returns:
-        `program` (such as `codex`) and `parent` (the id of the agent that it works for) where they are known, `tokens`,
+        `program` (such as `codex`), `parent` (the id of the agent that it works for) and `parent_branch` (on which of
+        its branches that one was when it began to) where they are known, `tokens`,
         `blocks` (of KV that the tokens fill), `messages`, `turns` and `model` of its main branch, `bytes` and
         `branches` of all, `created` and `last_used` in Unix time, and `tier`: `hot` if a replica has blocks of it in
         memory, `warm` if the disk has blocks or tails of it, else `cold`. `pictures` are the images in the main
@@ -145,11 +146,13 @@ async def _names(backend: Backend) -> dict[bytes, str]:
 def _view(described: AgentBranches, names: dict[bytes, str]) -> dict[str, Any]:
     branches = [_branch_view(head, names) for head in described.branches]
     shown = next((each for each in branches if each["branch"] == described.main), branches[0])
+    parent, branch = read_parent(_latest(described.branches, lambda head: head.parent) or "")
     return {
         "id": agent_id_of(described.agent),
         "object": "agent",
         "program": _latest(described.branches, lambda head: head.program),
-        "parent": _latest(described.branches, lambda head: head.parent),
+        "parent": parent or None,
+        "parent_branch": branch,
         "model": shown["model"],
         "tokens": shown["tokens"],
         "blocks": shown["blocks"],

@@ -48,17 +48,20 @@ from ..generation.requests import (
     prompt_tokens,
 )
 from ..generation.streams import TextStream, Usage, abort_all
+from ..generation.truncation import truncated
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
-from ..text.call_reader import reader_of
-from ..text.grammars import AnswerForm, BoundCalls, Thought
-from ..text.harmony import HarmonySplitter
+from ..text.answers.call_format import KeyedFormat
+from ..text.answers.call_reader import reader_of
+from ..text.answers.grammars import AnswerForm, BoundCalls, Thought
+from ..text.answers.harmony import HarmonySplitter
+from ..text.answers.keyed_reader import keyed_parser
+from ..text.answers.reasoning import ReasoningSplitter
+from ..text.answers.row_text import RowText
+from ..text.answers.template_calls import IN_JSON
+from ..text.answers.tool_calls import ToolCallSplitter, call_parser, first_of
 from ..text.model import TextModel, load_text_model
-from ..text.reasoning import ReasoningSplitter
-from ..text.row_text import RowText
-from ..text.template_calls import IN_JSON
-from ..text.tool_calls import ToolCallSplitter, call_parser
 
 _log = logging.getLogger(__name__)
 
@@ -311,7 +314,12 @@ class Generator:
                 [(known.history, known.created) for known in turn.lines],
                 self.config.date_days * 86_400.0,
             )
+        left_out = 0
+        if request.truncates and not request.agent_continue:
+            shorter = await asyncio.to_thread(truncated, text, model, request, media)
+            request, media, left_out = shorter.request, shorter.media, shorter.left_out
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
+        chat = replace(chat, left_out=left_out) if left_out else chat
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
         bound = bound_calls(request)
@@ -371,12 +379,14 @@ class Generator:
         start, end, parser = text.tool_call_start, text.tool_call_end, text.tool_parser
         if known is None and bound is not None and bound.forced:
             start, end, parser = IN_JSON.start, "", IN_JSON.parse
+        elif isinstance(known, KeyedFormat):
+            parser = first_of(keyed_parser(known, start), parser)
         parse = call_parser(parser, tools)
         # Calls are read while they are written, or as a whole.
         reader = reader_of(known, start, end, frozenset(tool["function"]["name"] for tool in tools))
         return lambda: ToolCallSplitter(start, end, parse, calls_max, reader)
 
-    async def _media(self, request: ChatRequest, model: ServedModel, text: TextModel) -> list[Medium]:
+    async def _media(self, request: ChatRequest, model: ServedModel, text: TextModel) -> Sequence[Medium]:
         """Returns the pictures and videos of a request, in order; none for a model that takes none."""
         if text.pictures is None or model.blind:
             return []
@@ -521,6 +531,7 @@ class Generator:
             on_end=admission.end_row,
             keeper=keeper,
             prompt=job.text.plain(prompt) if request.return_token_ids else None,
+            left_out=0 if job.chat is None else job.chat.left_out,
         )
 
     def _max_tokens(self, request: Request, left: int) -> int:

@@ -78,9 +78,14 @@ def _is_error(body: bytes) -> bool:
     if not body:
         return True
     try:
-        error = json.loads(body)["error"]
-        return isinstance(error["message"], str) and {"type", "param", "code"} <= set(error)
-    except (ValueError, KeyError, TypeError):
+        whole = json.loads(body)
+        error = whole["error"]
+        if isinstance(error, str):
+            # Ollama's.
+            return bool(error)
+        shape = {"type"} if whole.get("type") == "error" else {"type", "param", "code"}
+        return isinstance(error["message"], str) and shape <= set(error)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

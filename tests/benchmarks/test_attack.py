@@ -106,15 +106,14 @@ def test_what_breaks_is_named() -> None:
 
 def test_a_seed_draws_the_same() -> None:
     def drawn(seed: int) -> list[Any]:
-        return list(bodies.Bodies(seed, ("a", "b")).draw(300))
+        return list(bodies.Bodies(seed, ("a", "b")).draw(1000))
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
-    assert {each.path.split("/")[2] for each in drawn(1) if each.path.startswith("/v1/")} >= {
-        "chat",
-        "agents",
-        "models",
-    }
+    routes = {each.path.split("?")[0].split("/")[2] for each in drawn(1) if each.path.startswith("/v1/")}
+    assert routes >= {"chat", "agents", "models", "responses", "messages", "embeddings", "tokenize", "conversations"}
+    assert any(each.path.endswith("/satchel") for each in drawn(1))
+    assert any(each.path.startswith("/api/") for each in drawn(1))
 
 
 def test_every_attack_is_listed_once() -> None:

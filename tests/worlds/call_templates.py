@@ -47,9 +47,44 @@ KIMI = """
 {{- (tool_call.function.arguments | tojson) + '<|tool_call_end|>' }}
 {%- endfor %}{{- '<|tool_calls_section_end|>' }}{%- endif %}"""
 
-PYTHONIC = """
-{%- if message.tool_calls %}{{- '<|tool_call_start|>[' }}{%- for tool_call in message.tool_calls %}
-{{- tool_call.function.name + '()' }}{%- endfor %}{{- ']<|tool_call_end|>' }}{%- endif %}"""
+PYTHONIC = ""
+
+_VALUE = """{%%- macro value_of(value) -%%}
+{%%- if value is string -%%}{{- '%s' + value + '%s' -}}
+{%%- elif value is boolean -%%}{{- 'true' if value else 'false' -}}
+{%%- elif value is none -%%}null
+{%%- elif value is mapping -%%}{{- '{' -}}{%%- for key, each in value | dictsort -%%}
+{{- key + ':' + value_of(each) + ('' if loop.last else ',') -}}{%%- endfor -%%}{{- '}' -}}
+{%%- elif value is sequence -%%}{{- '[' -}}{%%- for each in value -%%}
+{{- value_of(each) + ('' if loop.last else ',') -}}{%%- endfor -%%}{{- ']' -}}
+{%%- else -%%}{{- value -}}{%%- endif -%%}{%%- endmacro -%%}"""
+
+_GEMMA = """
+{%%- for tool_call in message.tool_calls or [] %%}{%%- set tool_call = tool_call.function -%%}
+{{- '%s' + 'call:' + tool_call.name + '{' -}}{%%- for key, value in tool_call.arguments | dictsort -%%}
+{{- key + ':' + value_of(value) + ('' if loop.last else ',') -}}{%%- endfor -%%}{{- '}' + '%s' -}}{%%- endfor %%}"""
+
+GEMMA4 = (_VALUE % ('<|"|>', '<|"|>'), _GEMMA % ("<|tool_call>", "<tool_call|>"))
+FUNCTION_GEMMA = (_VALUE % ("<escape>", "<escape>"), _GEMMA % ("<start_function_call>", "<end_function_call>"))
+
+_PYTHON_VALUE = """{%- macro value_of(value) -%}
+{%- if value is boolean -%}{{- 'True' if value else 'False' -}}{%- elif value is none -%}None
+{%- else -%}{{- value | tojson -}}{%- endif -%}{%- endmacro -%}"""
+
+_LIST = """
+{%%- if message.tool_calls %%}{{- '%s[' }}{%%- for tool_call in message.tool_calls %%}
+{{- tool_call.function.name + '(' -}}{%%- for key, value in tool_call.function.arguments.items() -%%}
+{{- key + '=' + %s + ('' if loop.last else ', ') -}}{%%- endfor -%%}{{- ')' + ('' if loop.last else ', ') -}}
+{%%- endfor %%}{{- ']%s' }}{%%- endif %%}"""
+
+LFM = (_PYTHON_VALUE, _LIST % ("<|tool_call_start|>", "value_of(value)", "<|tool_call_end|>"))
+LLAMA_LIST = (_PYTHON_VALUE, _LIST % ("", "value_of(value)", ""))
+LLAMA_BARE = ("", _LIST % ("", "('%s' | format(value))", ""))
+"""As vLLM's template for Llama 3.2: texts are without quotation marks."""
+
+ODD = """
+{%- for tool_call in message.tool_calls or [] %}
+{{- '<tool_call>' + tool_call.function.name + '()</tool_call>' }}{%- endfor %}"""
 
 LLAMA = """
 {%- if message.tool_calls %}
@@ -74,7 +109,7 @@ FENCED = """
 _CALL = ("<tool_call>", "</tool_call>")
 _KIMI = ("section_begin", "section_end", "call_begin", "call_end", "call_argument_begin")
 
-FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
+FAMILIES: dict[str, tuple[str | tuple[str, str], tuple[str, ...], str]] = {
     "hermes": (HERMES, _CALL, "{#- tool_call.name -#}"),
     "hermes, markers as text": (HERMES, (), "{#- tool_call.name -#}"),
     "qwen3_coder": (QWEN_CODER, _CALL, "{#- <tool_call>\\n<function= -#}"),
@@ -87,12 +122,19 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
         tuple(f"<|tool_call{'s' if 'section' in name else ''}_{name.removeprefix('call_')}|>" for name in _KIMI),
         "",
     ),
-    "pythonic": (PYTHONIC, ("<|tool_call_start|>", "<|tool_call_end|>"), ""),
+    "pythonic": (LFM, ("<|tool_call_start|>", "<|tool_call_end|>"), ""),
+    "gemma4": (GEMMA4, ("<|tool_call>", "<tool_call|>", '<|"|>'), ""),
+    "function_gemma": (FUNCTION_GEMMA, ("<start_function_call>", "<end_function_call>", "<escape>"), ""),
+    # Its template shows no calls, and its markers tell all.
+    "pythonic, not shown": (PYTHONIC, ("<|tool_call_start|>", "<|tool_call_end|>"), ""),
+    "llama, bare": (LLAMA_BARE, (), "{#- tools -#}"),
+    "odd": (ODD, _CALL, "{#- tool_call.name -#}"),
 }
 """Template, markers that are tokens, and what mlx-lm looks for in the template."""
 
-UNKNOWN: dict[str, tuple[str, tuple[str, ...], str]] = {
+UNKNOWN: dict[str, tuple[str | tuple[str, str], tuple[str, ...], str]] = {
     "llama": (LLAMA, (), "{#- tools -#}"),
+    "llama, pythonic": (LLAMA_LIST, (), "{#- tools -#}"),
     "listed": (LISTED, ("<|tool_call|>",), "{#- tools -#}"),
     "action": (ACTION, (), "{#- tools -#}"),
     "fenced": (FENCED, ("<|calls|>", "<|call|>", "<|sep|>", "<|/call|>", "<|/calls|>"), "{#- tools -#}"),
@@ -111,8 +153,10 @@ def write_family(folder: Path, family: str, *, thinking: bool = False) -> Path:
         ["the quick brown fox"] * 4, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet)
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    special = family.startswith(("mistral", "kimi", "pythonic", "fenced"))
+    special = family.startswith(("mistral", "kimi", "pythonic", "fenced", "gemma", "function"))
+    macros, template = ("", template) if isinstance(template, str) else template
     if thinking:
         markers = (*markers, "<think>", "</think>")
     tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in markers])
-    return write_folder(folder, tokenizer, _HEAD + template + _TAIL + (_THINK if thinking else _ASK) + hint)
+    whole = macros + _HEAD + template + _TAIL + (_THINK if thinking else _ASK) + hint
+    return write_folder(folder, tokenizer, whole)

@@ -381,7 +381,7 @@ class Agents:
             used=unix_now,
             files=commit.files,
             program=commit.program or (old.program if old else ""),
-            parent=commit.parent or (old.parent if old else ""),
+            parent=_parent(commit.parent, old.parent if old else "", heads),
         )
         with self._storage.transaction():
             self._storage.put(head, commit.content)
@@ -437,3 +437,11 @@ class Agents:
 def _id(agent: str) -> str:
     """Returns the agent's id without its tenant."""
     return agent.partition("/")[2] or agent
+
+
+def _parent(said: str, before: str, heads: Sequence[Head]) -> str:
+    """Returns whom a branch works for: what was said of it, with the parent's branch as soon as that was known once."""
+    if "#" in said:
+        return said
+    known = (head.parent for head in heads if head.parent.startswith(f"{said or before}#"))
+    return next(known, said or before)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from ....cluster.config import Endpoint
 from ....cluster.errors import (
     AgentNotFound,
     ContextLengthExceeded,
@@ -26,15 +29,25 @@ from ...generation.callers import Caller
 from ...generation.history import Message
 from ...generation.identity import Identity
 from ...generation.requests import ChatRequest, agent_key
-from ...responses.answers import ResponseObject
+from ...generation.streams import abort_all, interleave
+from ...responses.answers import COMPLETED, INCOMPLETE, ResponseObject
+from ...responses.background import BackgroundResponse, BackgroundResponses, EventLog
 from ...responses.bodies import AskedBody, InputTokensBody, ResponseBody
-from ...responses.chains import KeptResponse, ResponseChains, new_response_id, only_text, read_response_id
-from ...responses.events import ResponseEvents, whole
+from ...responses.chains import (
+    KeptResponse,
+    ResponseChains,
+    ResponseId,
+    is_background_id,
+    new_response_id,
+    only_text,
+    read_response_id,
+)
+from ...responses.events import PING, ResponseEvents, recovered, whole
 from ...responses.listing import item_page
 from ...views.agents import agent_transcripts, forget_agent
 from ..answering import Answering
-from ..event_stream import EventStream
-from ..exchange import CancelOnDisconnect
+from ..event_stream import EventStream, FollowedStream, encoded
+from ..exchange import CancelOnDisconnect, log_failure
 from .adding import EVENTS, JSON, add_route
 
 _log = logging.getLogger(__name__)
@@ -58,9 +71,11 @@ class _Before:
 class ResponseRoutes:
     """Handlers for responses: made, gone on with, shown and deleted; and for counting the tokens of their input."""
 
-    def __init__(self, answering: Answering, bytes_max: int) -> None:
+    def __init__(self, answering: Answering, limits: Endpoint) -> None:
         self._answering = answering
-        self._chains = ResponseChains(bytes_max)
+        self._chains = ResponseChains(limits.responses_bytes_max)
+        most = limits.background_responses_max
+        self._background = BackgroundResponses(most, limits.responses_bytes_max // most)
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the routes to `app`."""
@@ -86,7 +101,8 @@ class ResponseRoutes:
 
         def said() -> tuple[list[Message], str]:
             messages = body.messages(before.messages, self._look_up(caller))
-            return messages, new_response_id(messages, root=before.root)
+            tenant = caller.tenant if body.background else ""
+            return messages, new_response_id(messages, root=before.root, background_of=tenant)
 
         messages, id = await asyncio.to_thread(said)
         agent = whose.agent or before.agent
@@ -99,6 +115,9 @@ class ResponseRoutes:
             options=body.options,
         )
         chat = self._answering.complete(request, chat, whose, any_model=False)
+        left_out = self._answering.left_out(body.left_out)
+        if body.background:
+            return await self._begin(request, body, chat, id, messages, left_out)
 
         def ended(shown: dict[str, Any], answer: Message) -> None:
             if body.kept:
@@ -108,15 +127,64 @@ class ResponseRoutes:
         def events(model: str) -> ResponseEvents:
             return ResponseEvents(ResponseObject(id, body, model), body.tools, ended)
 
-        left_out = self._answering.left_out(body.left_out)
         if body.stream:
             return _ResponseStream(self._answering, chat, body, events, left_out)
         try:
             (stream,), (answer,) = await self._answering.answer(request, chat)
         except ContextLengthExceeded as error:
             raise _too_long(error, body) from None
-        shown = whole(events(stream.model.name), answer, stream.remembered)
+        shown = whole(events(stream.model.name), answer, stream)
         return JSONResponse(shown, headers={**self._answering.headers(chat, [stream]), **left_out})
+
+    async def _begin(
+        self,
+        request: Request,
+        body: ResponseBody,
+        chat: ChatRequest,
+        id: str,
+        messages: list[Message],
+        headers: dict[str, str],
+    ) -> Response:
+        """Starts a response in the background, and shows it as it is now, or its events as they come."""
+        # That there is no such model is an error at once.
+        model = await self._answering.served(request, chat.model)
+        tenant, log = chat.caller.tenant, self._background.log()
+
+        def ended(shown: dict[str, Any], answer: Message) -> None:
+            made.answer = answer
+
+        events = ResponseEvents(ResponseObject(id, body, model.name), body.tools, ended)
+        made = BackgroundResponse(events, body.input.given, None if chat.agent_continue else messages, chat.agent, log)
+        make = self._make(made, chat, body, request.state.arrived)
+        self._background.begin(tenant, id, made, make, lambda kept: self._chains.keep(tenant, id, kept))
+        if body.stream:
+            return FollowedStream(log.follow(-1), events.idle, headers)
+        return JSONResponse(events.now, headers=headers)
+
+    async def _make(self, made: BackgroundResponse, chat: ChatRequest, body: ResponseBody, arrived: float) -> None:
+        """Makes a response in the background: its log gets all of its events, however it ends."""
+        add, events, request_id = made.log.add, made.events, chat.request_id
+        try:
+            streams = await self._answering.start(chat)
+            try:
+                async with (
+                    aclosing(interleave(streams)) as items,
+                    aclosing(encoded(events, streams, anext(items), items, request_id)) as chunks,
+                ):
+                    async for chunk in chunks:
+                        add(chunk)
+            finally:
+                self._answering.observe(streams, arrived)
+                await abort_all(streams)
+        except asyncio.CancelledError:
+            if not events.last:
+                add(events.cancelled())
+        except SatchelError as error:
+            log_failure(_log, f"request {request_id} in the background", error, told=False)
+            add(events.failed(_too_long(error, body) if isinstance(error, ContextLengthExceeded) else error, ""))
+        except Exception:
+            _log.exception("request %s failed in the background", request_id)
+            add(events.failed(SatchelError(f"internal error in request {request_id}"), request_id))
 
     async def input_tokens(self, request: Request) -> Response:
         """Counts the tokens of a prompt, of any length, without generating anything."""
@@ -136,27 +204,49 @@ class ResponseRoutes:
         shown = {"object": "response.input_tokens", "input_tokens": tokens}
         return JSONResponse(shown, headers=self._answering.left_out(body.left_out))
 
-    async def show(self, request: Request, response_id: str, stream: bool = False) -> Response:
-        """Shows a kept response."""
-        if stream:
-            raise InvalidRequest("stream: events are sent once, to who asked for them", param="stream")
-        return JSONResponse(self._kept(request, response_id).shown)
+    async def show(
+        self,
+        request: Request,
+        response_id: str,
+        stream: bool = False,
+        starting_after: int | None = Query(None, ge=0, le=2**31),
+    ) -> Response:
+        """Shows a response as far as it has come; of one in the background also its events, from any of them on."""
+        after = -1 if starting_after is None else starting_after
+        kept = await self._kept_or_lost(request, response_id, after)
+        if not stream and starting_after is not None:
+            raise InvalidRequest("starting_after: only events have numbers (stream)", param="starting_after")
+        if not stream:
+            return JSONResponse(kept.shown)
+        if kept.log is None:
+            message = "stream: the events of a response that is not in the background are sent once"
+            raise InvalidRequest(message, param="stream")
+        kept.log.check(after)
+        return FollowedStream(kept.log.follow(after), PING, {})
 
     async def delete(self, request: Request, response_id: str) -> Response:
         """Deletes a response. With the last one of a chain that nobody's name is on, its memory is forgotten."""
         caller: Caller = request.state.caller
-        self._kept(request, response_id)
-        kept, said = self._chains.delete(caller.tenant, response_id), read_response_id(response_id)
+        found, said = await self._kept_or_lost(request, response_id), read_response_id(response_id)
+        if (made := self._background.get(caller.tenant, response_id)) is not None:
+            await made.cancel()
+        self._chains.delete(caller.tenant, response_id)
         memory = self._answering.generator.memory
-        own = "" if kept is None or said is None or kept.agent != said.agent else said.agent
+        own = "" if said is None or found.agent != said.agent else said.agent
         if own and memory is not None and not self._chains.others(caller.tenant, own):
             await forget_agent(memory, agent_key(own, caller.tenant))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request, response_id: str) -> Response:
-        """Cancels a response in the background, of which there are none."""
-        self._kept(request, response_id)
-        raise InvalidRequest(_SYNCHRONOUS, param="response_id")
+        """Cancels a response in the background, and shows it as it is then. One that has ended stays as it is."""
+        caller: Caller = request.state.caller
+        kept = await self._kept_or_lost(request, response_id)
+        if kept.log is None:
+            raise InvalidRequest(_SYNCHRONOUS, param="response_id")
+        if (made := self._background.get(caller.tenant, response_id)) is not None:
+            await made.cancel()
+            kept = made.kept
+        return JSONResponse(kept.shown)
 
     async def input_items(
         self,
@@ -167,13 +257,35 @@ class ResponseRoutes:
         after: str = "",
     ) -> Response:
         """Lists the items of a response's own input, the newest first."""
-        return JSONResponse(item_page(self._kept(request, response_id).items, response_id, limit, order, after))
+        kept = await self._kept_or_lost(request, response_id)
+        return JSONResponse(item_page(kept.items, response_id, limit, order, after))
 
-    def _kept(self, request: Request, id: str) -> KeptResponse:
+    def _kept(self, tenant: str, id: str) -> KeptResponse | None:
+        """Returns a response that is kept, or is being made."""
+        made = self._background.get(tenant, id)
+        return self._chains.get(tenant, id) if made is None else made.kept
+
+    async def _kept_or_lost(self, request: Request, id: str, after: int = -1) -> KeptResponse:
+        """Returns a response. One that an earlier process made in the background is in its agent's transcript, or
+        failed; of its events there is one, numbered as if it came behind the event `after`.
+
+        Raises:
+            ResponseNotFound: there is none.
+            Unavailable: the transcript in which it may be cannot be had now.
+        """
         caller: Caller = request.state.caller
-        if (kept := self._chains.get(caller.tenant, id)) is None:
+        if (kept := self._kept(caller.tenant, id)) is not None:
+            return kept
+        said = read_response_id(id)
+        if said is None or not is_background_id(id, caller.tenant) or self._chains.deleted(caller.tenant, id):
             raise ResponseNotFound(f"there is no response {quoted(id)} here", param="response_id")
-        return kept
+        agent = self._answering.whose(request, agent_id=None).agent or said.agent
+        messages = await self._found(said, agent, caller)
+        log = EventLog(sys.maxsize, after + 1)
+        shown, event = recovered(id, None if messages is None else messages[-1], after + 1)
+        log.add(event)
+        log.end()
+        return KeptResponse(shown, [], messages, agent, log)
 
     def _look_up(self, caller: Caller) -> Callable[[str], dict[str, Any] | None]:
         return lambda id: self._chains.item(caller.tenant, id)
@@ -189,18 +301,28 @@ class ResponseRoutes:
         if (id := body.previous_response_id) is None:
             return _Before([])
         said = read_response_id(id)
-        if said is not None and (kept := self._chains.get(caller.tenant, id)) is not None:
+        if said is not None and (kept := self._kept(caller.tenant, id)) is not None:
+            if (status := kept.shown["status"]) not in (COMPLETED, INCOMPLETE):
+                message = f"previous_response_id: that response is {status}, so there is no answer to go on with"
+                raise InvalidRequest(message, param="previous_response_id")
             if kept.messages is None:
                 raise InvalidRequest(_APPENDED, param="previous_response_id")
             return _Before(kept.messages, kept.agent, said.root)
-        memory = self._answering.generator.memory
-        if said is not None and memory is not None and not self._chains.deleted(caller.tenant, id):
+        if said is not None and not self._chains.deleted(caller.tenant, id):
             agent = whose.agent or said.agent
-            for transcript in await agent_transcripts(memory.store, agent_key(agent, caller.tenant)):
-                found = await asyncio.to_thread(lambda line: said.found_in(json.loads(line)), transcript)
-                if found is not None:
-                    return _Before(found, agent, said.root)
+            if (found := await self._found(said, agent, caller)) is not None:
+                return _Before(found, agent, said.root)
         raise PreviousResponseNotFound(f"there is no response {quoted(id)} here", param="previous_response_id")
+
+    async def _found(self, said: ResponseId, agent: str, caller: Caller) -> list[Message] | None:
+        """Returns what was said up to the answer of a response, if an agent's transcripts have it."""
+        if (memory := self._answering.generator.memory) is None:
+            return None
+        for transcript in await agent_transcripts(memory.store, agent_key(agent, caller.tenant)):
+            found = await asyncio.to_thread(lambda line: said.found_in(json.loads(line)), transcript)
+            if found is not None:
+                return found
+        return None
 
     async def _transcript(self, whose: Identity, caller: Caller) -> _Before:
         """Returns what was said in a conversation, for counting.
@@ -255,5 +377,8 @@ def _too_long(error: ContextLengthExceeded, body: ResponseBody) -> ContextLength
     """Returns the error in the words of this protocol."""
     message = error.message.replace("messages", "input", 1)
     if body.truncation == "auto":
-        message += "; nothing was left out, because truncation 'auto' is not supported"
+        message += (
+            "; truncation 'auto' leaves out what is old, but neither instructions, nor the last message, nor what is "
+            "in a conversation's transcript"
+        )
     return ContextLengthExceeded(message, param="input", tokens=error.tokens, tokens_max=error.tokens_max)

@@ -104,11 +104,20 @@ async def test_a_subagents_program_and_parent_are_known_and_stay_in_copies(messa
         assert (await messages.client.post("/v1/messages", json=body, headers=headers)).is_success
     assert (await messages.client.post("/v1/agents/claude-code:1:a1/fork", json={"as": "copy"})).is_success
     listed = (await messages.client.get("/v1/agents")).json()["data"]
-    assert [(agent["id"], agent["program"], agent["parent"]) for agent in listed] == [
-        ("claude-code:1", "claude-code", None),
-        ("claude-code:1:a1", "claude-code", "claude-code:1"),
-        ("copy", "claude-code", "claude-code:1"),
+    (branch,) = [each["branch"] for each in listed[0]["branches"]]
+    assert [tuple(agent[name] for name in ("id", "program", "parent", "parent_branch")) for agent in listed] == [
+        ("claude-code:1", "claude-code", None, None),
+        ("claude-code:1:a1", "claude-code", "claude-code:1", branch),
+        ("copy", "claude-code", "claude-code:1", branch),
     ]
+    # Another line of the parent does not change on which it was.
+    other = {**body, "messages": [{"role": "user", "content": "Another matter"}]}
+    for headers in ({}, {"X-Claude-Code-Agent-Id": "a1"}):
+        headers = {"X-Claude-Code-Session-Id": "1", **headers}
+        assert (await messages.client.post("/v1/messages", json=other, headers=headers)).is_success
+    again = (await messages.client.get("/v1/agents/claude-code:1:a1")).json()
+    assert len(again["branches"]) == 2 and again["parent_branch"] == branch
+    assert len((await messages.client.get("/v1/agents/claude-code:1")).json()["branches"]) == 2
 
 
 async def test_counting_agrees_with_the_usage(messages: Messages):

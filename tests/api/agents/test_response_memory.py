@@ -3,6 +3,7 @@ the process that kept it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -163,6 +164,20 @@ async def test_a_chain_outlives_the_endpoint(engine: Engine):
     forged = first["id"][:place] + ("0" if first["id"][place] != "0" else "1") + first["id"][place + 1 :]
     error = await asking.refused("Hi", previous_response_id=forged)
     assert error["code"] == "previous_response_not_found"
+
+
+async def test_an_answer_in_the_background_outlives_the_endpoint(engine: Engine):
+    asking = engine.endpoint()
+    how: dict[str, Any] = {"max_output_tokens": 16, "temperature": 0, "background": True}
+    made = await asking.say("Remember: the code of ada is 1815.", **how)
+    while made["status"] in ("queued", "in_progress"):
+        await asyncio.sleep(0.02)
+        made = (await asking.client.get(f"/v1/responses/{made['id']}")).json()
+    later = engine.endpoint()
+    found = (await later.client.get(f"/v1/responses/{made['id']}")).json()
+    assert found["status"] == "completed"
+    assert found["output"][0]["content"] == made["output"][0]["content"]
+    assert share(await later.say("Go on.", previous_response_id=made["id"], max_output_tokens=8)) > 0.5
 
 
 async def test_deleting_the_last_response_of_a_chain_forgets_it(engine: Engine):

@@ -14,7 +14,7 @@ from satchel.api.media.sources import PictureSource
 from satchel.cluster.errors import InvalidRequest
 
 SESSION = "11111111-2222-3333-4444-555555555555"
-QWEN = [{"role": "system", "content": "You are."}, {"role": "user", "content": "In /a."}]
+QWEN = [{"role": "system", "content": "You are Qwen Code."}, {"role": "user", "content": "In /a."}]
 QWEN_HASH = hashlib.sha256(b'"In /a."').hexdigest()[:32]
 QWEN_TEXT = {"type": "text", "text": "In /a."}
 QWEN_SEES = [{"role": "user", "content": [PictureSource("messages[0]", "data:"), QWEN_TEXT]}]
@@ -140,6 +140,21 @@ def test_different_ids_have_different_names():
         of({"x-claude-code-session-id": "a:b"}).agent
         != of({"x-claude-code-session-id": "a", "x-claude-code-agent-id": "b"}).agent
     )
+
+
+def test_qwen_codes_subagents_work_for_who_begins_alike():
+    agent = {"user-agent": "QwenCode/1 (linux)"}
+    task, other = ({"role": "user", "content": [{"type": "text", "text": text}]} for text in ("Do it.", "Do that."))
+    rules = {"role": "system", "content": [{"type": "text", "text": "You are a general-purpose agent."}]}
+    main = of(agent, messages=[*QWEN, task])
+    assert main == of(agent, messages=QWEN) and not main.parent
+    first = of(agent, messages=[rules, QWEN[1], task])
+    assert first == of(agent, messages=[rules, QWEN[1], task, {"role": "assistant", "content": "Well."}])
+    assert first.agent.startswith(f"{main.agent}:") and (first.parent, first.program) == (main.agent, "qwen-code")
+    assert first.agent != of(agent, messages=[rules, QWEN[1], other]).agent
+    assert agent_key(first.agent)
+    for odd in (None, 5, [], [5], [{"type": "text", "text": 5}]):
+        assert of(agent, messages=[{"role": "system", "content": odd}, QWEN[1], task]) == main
 
 
 @pytest.mark.parametrize("value", [5, True, [], {}, {"id": 5}, None, "", 1.5])

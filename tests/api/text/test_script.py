@@ -37,12 +37,12 @@ def shipped() -> Script:
     ],
 )
 def test_the_first_tool_of_a_rule_that_is_offered_is_called(offered: list[str], call: object):
-    assert shipped().reply([ASKED], [tool(name) for name in offered]).call == call
+    assert shipped().reply([ASKED], [tool(name) for name in offered]).calls == (() if call is None else (call,))
 
 
 def test_a_call_has_those_arguments_that_its_tool_has():
     reader = {"function": {"name": "read_file", "parameters": {"properties": {"path": {"type": "string"}}}}}
-    assert shipped().reply([ASKED], [reader]).call == ("read_file", {"path": "/tmp/a.txt"})
+    assert shipped().reply([ASKED], [reader]).calls == (("read_file", {"path": "/tmp/a.txt"}),)
 
 
 def test_results_of_tools_are_answered_whatever_the_user_says_beside_them():

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer
 
-from satchel.api.text.model import StopMatcher, TextModel, load_text_model
+from satchel.api.text.answers.stops import StopMatcher
+from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.errors import InvalidRequest, ModelLoadError
 from tests.worlds.tiny_tokenizers import write_tokenizer
 

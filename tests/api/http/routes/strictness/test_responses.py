@@ -67,7 +67,7 @@ FIELDS: list[tuple[str, list[Any]]] = [
     ("include", ["x", [5], ["x"] * 65]),
     ("metadata", ["x", [], {str(i): "" for i in range(65)}]),
     ("store", ["x", 1]),
-    ("background", ["x", True]),
+    ("background", ["x", 1]),
     ("truncation", ["some", 5]),
     ("prompt", [{"id": "pmpt_1"}, "x"]),
     ("reasoning", ["x", [], {"effort": "much"}, {"effort": 5}, {"summary": "long"}]),

@@ -1,27 +1,38 @@
-"""Reads a tool call while it is being written: its name, then its arguments piece by piece. Computation only."""
+"""Reads tool calls while they are being written: a name, then its arguments piece by piece. Computation only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Protocol
 
-from .call_format import ID, CallFormat, TaggedFormat
+from .call_format import ID, CallFormat, Format, KeyedFormat
+from .keyed_reader import KeyedReader
+from .pipeline import Begun, Said
 
 _NAME_CHARACTERS_MAX = 128
 
 
-class CallReader:
-    """Follows the text of one call from its marker on.
+class Reader(Protocol):
+    """Follows the text of one or several calls, from their marker on.
 
-    A call that is not written exactly as the model's template writes calls is `lost`: it is parsed as a whole at its
-    end, as calls of other formats are.
+    Attributes:
+        lost: whether it is not written as the model's template writes calls. Then it is parsed as a whole at its end,
+            or no call at all.
+    """
+
+    lost: bool
+
+    def add(self, text: str) -> list[Said]:
+        """Takes more of the text, and returns what it says."""
+        ...
+
+
+class CallReader:
+    """A reader of one call whose arguments are JSON.
 
     Args:
         lead, middle: what stands before and after the name.
         names: of the tools that may be called.
-
-    Attributes:
-        name: of the tool, "" as long as it and the begin of its arguments are not known.
-        arguments: the arguments' text so far.
     """
 
     def __init__(self, lead: str, middle: str, names: Collection[str]) -> None:
@@ -32,38 +43,40 @@ class CallReader:
         self._depth = 0
         self._in_string = False
         self._escaped = False
+        self._begun = False
         self._over = False
         self.lost = False
-        self.name = ""
-        self.arguments = ""
 
-    def add(self, text: str) -> str:
-        """Takes more of the call's text, and returns what of it belongs to the arguments."""
+    def add(self, text: str) -> list[Said]:
+        said: list[Said] = []
         if self.lost or self._over:
-            return ""
-        if not self.name:
+            return said
+        if not self._begun:
             self._buffer += text
-            text = self._begin()
-        taken = text[: self._end(text)]
-        self.arguments += taken
-        return taken
+            name, text = self._begin()
+            if not name:
+                return said
+            said.append(Begun(name))
+        if taken := text[: self._end(text)]:
+            said.append(taken)
+        return said
 
-    def _begin(self) -> str:
-        """Finds the name in the buffer. Returns the text from the arguments on, "" if it is not there yet."""
+    def _begin(self) -> tuple[str, str]:
+        """Finds the name in the buffer. Returns it, and the text from the arguments on; "" if it is not there yet."""
         buffer, lead = self._buffer, self._lead
         if not buffer.startswith(lead):
             self.lost = not lead.startswith(buffer)
-            return ""
+            return "", ""
         at = buffer.find(self._middle, len(lead))
         begin = at + len(self._middle)
         if at < 0:
             self.lost = len(buffer) > len(lead) + _NAME_CHARACTERS_MAX + len(self._middle)
         elif begin < len(buffer):
             if buffer[len(lead) : at] in self._names and buffer[begin] == "{":
-                self.name = buffer[len(lead) : at]
-                return buffer[begin:]
+                self._begun = True
+                return buffer[len(lead) : at], buffer[begin:]
             self.lost = True
-        return ""
+        return "", ""
 
     def _end(self, text: str) -> int:
         """Returns how many of the characters belong to the arguments, which end with their last bracket."""
@@ -85,15 +98,15 @@ class CallReader:
         return len(text)
 
 
-def reader_of(
-    known: CallFormat | TaggedFormat | None, start: str, end: str, names: Collection[str]
-) -> Callable[[], CallReader] | None:
+def reader_of(known: Format | None, start: str, end: str, names: Collection[str]) -> Callable[[], Reader] | None:
     """Returns what makes a reader for each call of an answer; None for a format whose calls are read as a whole:
-    arguments that are no JSON, ids before them, or several calls between two markers.
+    arguments as text between tags, ids before them, or several calls of JSON between two markers.
 
     Args:
         start, end: the model's markers around a call.
     """
+    if isinstance(known, KeyedFormat):
+        return lambda: KeyedReader(known, start, names)
     if not isinstance(known, CallFormat) or not end:
         return None
     one_each = known.head.startswith(start) and start in known.between and end in known.between

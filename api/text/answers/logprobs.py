@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...actors.protocol.messages import TokenLogprobs
-from .model import TextModel
-from .spelling import REPLACEMENT
+from ....actors.protocol.messages import TokenLogprobs
+from ..spelling import REPLACEMENT
+
+if TYPE_CHECKING:
+    from ..model import TextModel
 
 LOGPROB_MIN = -9999.0
 """OpenAI's value for a practically impossible token; JSON has no infinity."""

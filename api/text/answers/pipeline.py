@@ -68,6 +68,22 @@ class ToolCall:
 Piece = str | Skipped | ReasoningDelta | CallBegun | CallArguments | ToolCall
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Where calls are read: one with this name begins."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Where calls are read: the one that began last is complete."""
+
+
+Said = Begun | Ended | str
+"""What is found in the text of calls; a string is more of the arguments, as JSON."""
+
+
 def text_of(piece: Piece) -> str:
     """Returns the answer's characters in a piece; those of a call are in the `Skipped` before it."""
     if isinstance(piece, str):

@@ -13,23 +13,17 @@ from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...cluster.errors import InvalidRequest
+from ....cluster.errors import InvalidRequest
 from . import harmony
-from .call_format import ID, CallFormat, TaggedFormat
+from .call_format import ID, CallFormat, Format, KeyedFormat, TaggedFormat
+from .schema_rules import TEXT, BoundTool, KeyedRules, json_body, named, quoted, schema_of_arguments
 from .template_calls import IN_JSON
 
 if TYPE_CHECKING:
-    from .model import TextModel
+    from ..model import TextModel
 
-_SPACE = r"( |\n[ \t]{0,32})"
-"""White space between JSON's tokens: enough for every usual layout, and no more, because small models repeat it for
-ever."""
-
-_TEXT = r"/(.|\n)*/"
 _ANY_ID = "/[A-Za-z0-9]{1,9}/"
-_REFERENCES_MAX = 8
 _GBNF_RULES_MAX = 1000
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 class Thought(Enum):
@@ -57,16 +51,6 @@ class AnswerForm:
 
 
 @dataclass(frozen=True)
-class BoundTool:
-    """A tool that may be called. `parameters` is the schema of its arguments; `strict` as in `AnswerForm`."""
-
-    name: str
-    parameters: Mapping[str, Any]
-    where: str
-    strict: bool = False
-
-
-@dataclass(frozen=True)
 class BoundCalls:
     """Which tools an answer may call: at least one if `forced`, else free text may stand before the calls or instead of
     them. With `parallel` there may be several calls. `chosen` says that the caller named these tools among others."""
@@ -84,7 +68,7 @@ class Writing:
 
     text: TextModel
     special: Callable[[int], bool]
-    calls: CallFormat | TaggedFormat | None
+    calls: Format | None
 
 
 def answer_grammar(writing: Writing, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None) -> str:
@@ -124,9 +108,9 @@ def form_grammar(form: AnswerForm) -> str:
 
 def _form_body(form: AnswerForm) -> str:
     if form.kind == "json":
-        return _json(form.value, strict=form.strict)
+        return json_body(form.value, strict=form.strict)
     if form.kind == "choice":
-        return " | ".join(_quoted(choice) for choice in form.value)
+        return " | ".join(quoted(choice) for choice in form.value)
     from llguidance import regex_to_lark
 
     # Python's \d, \w and \s know Unicode, and so do llguidance's.
@@ -146,21 +130,6 @@ def _lark(form: AnswerForm) -> str:
         # It is llguidance's parser in Python, and raises whatever a grammar brings about.
         reason = str(error) or type(error).__name__
         raise InvalidRequest(f"{form.where}: neither Lark nor GBNF: {reason[:300]}", param=form.where) from None
-
-
-def _json(schema: Any, *, strict: bool) -> str:
-    """Returns a schema as a rule's body. Without `strict`, unknown keywords and overlapping `oneOf` are not errors."""
-    options: dict[str, Any] = {"whitespace_pattern": _SPACE}
-    if not strict:
-        options |= {"lenient": True, "coerce_one_of": True}
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    written = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema
-    return f"%json {json.dumps(written, ensure_ascii=False)}"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 class _Writer:
@@ -199,25 +168,25 @@ class _Writer:
         parts: list[str] = []
         for special, run in groupby(tokens, self._writing.special):
             members = list(run)
-            parts += [f"<[{token}]>" for token in members] if special else [_quoted(self._text.decode(members))]
+            parts += [f"<[{token}]>" for token in members] if special else [quoted(self._text.decode(members))]
         if not any(part.startswith("<[") for part in parts):
             # Not decoded again: some decoders drop a space.
-            return [_quoted(text)] if text else []
+            return [quoted(text)] if text else []
         return parts
 
     def _until(self, name: str, marker: str) -> str:
         """Returns any text up to and with a marker."""
         first, *rest = self._parts(marker)
         if first.startswith("<["):
-            return f"{self._rule(f'{name}_text', _TEXT)} {' '.join([first, *rest])}"
+            return f"{self._rule(f'{name}_text', TEXT)} {' '.join([first, *rest])}"
         # Lazy: it ends with the first occurrence.
-        return " ".join([self._rule(f"{name}_text[lazy]", f"{_TEXT} {first}"), *rest])
+        return " ".join([self._rule(f"{name}_text[lazy]", f"{TEXT} {first}"), *rest])
 
     def _thought(self, thought: Thought) -> str:
         if thought is Thought.NONE:
             return ""
         if self._text.is_harmony:
-            parts = self._written(harmony.THOUGHT), self._rule("thought_text", _TEXT), self._written(harmony.NEXT)
+            parts = self._written(harmony.THOUGHT), self._rule("thought_text", TEXT), self._written(harmony.NEXT)
             return f"{self._rule('thought', ' '.join(parts))}?"
         inside = f"{self._until('thought', self._text.think_end)} /\\n{{0,2}}/"
         if thought is Thought.OPEN:
@@ -249,6 +218,10 @@ class _Writer:
         if isinstance(known, CallFormat):
             each = [self._call(index, tool, known) for index, tool in enumerate(calls.tools)]
             tail = self._written(known.tail)
+        elif isinstance(known, KeyedFormat):
+            rules = KeyedRules(known, self._rule, self._written, self._until)
+            each = [rules.call(index, tool) for index, tool in enumerate(calls.tools)]
+            tail = self._written(known.tail)
         else:
             each = [self._tagged(index, tool, known) for index, tool in enumerate(calls.tools)]
             tail = ""
@@ -258,13 +231,15 @@ class _Writer:
         if not lead:
             return self._rule("calls", f"{self._written(known.head)} {call} {more} {tail}")
         begun = self._rule("begun", f"{self._until('lead', known.head)} {call} {more} {tail}")
-        return self._rule("calls", f"{begun} | {self._rule('said', _TEXT)}")
+        return self._rule("calls", f"{begun} | {self._rule('said', TEXT)}")
 
     def _call(self, index: int, tool: BoundTool, known: CallFormat) -> str:
         # Before a quotation mark the name is in a JSON string.
-        name = _quoted(tool.name)[1:-1] if known.head.endswith('"') else tool.name
-        arguments = self._rule(f"arguments_{index}", _json(schema_of_arguments(tool.parameters), strict=tool.strict))
-        return self._rule(f"call_{index}", f"{_quoted(name)} {self._written(known.middle)} {arguments}")
+        name = quoted(tool.name)[1:-1] if known.head.endswith('"') else tool.name
+        arguments = self._rule(
+            f"arguments_{index}", json_body(schema_of_arguments(tool.parameters), strict=tool.strict)
+        )
+        return self._rule(f"call_{index}", f"{quoted(name)} {self._written(known.middle)} {arguments}")
 
     def final(self, symbol: str) -> str:
         """Returns a message to the user in the Harmony format."""
@@ -275,14 +250,14 @@ class _Writer:
         prompt has begun a message to the user."""
         each: list[str] = []
         for index, tool in enumerate(calls.tools):
-            schema = _json(schema_of_arguments(tool.parameters), strict=tool.strict)
+            schema = json_body(schema_of_arguments(tool.parameters), strict=tool.strict)
             arguments = self._rule(f"arguments_{index}", schema)
             each += [
-                f"{self._written(head)} {_quoted(tool.name)} {self._written(middle)} {arguments}"
+                f"{self._written(head)} {quoted(tool.name)} {self._written(middle)} {arguments}"
                 for head, middle in harmony.CALL_FORMS
             ]
         call = self._rule("call", " | ".join(each))
-        said = self._rule("said", _TEXT)
+        said = self._rule("said", TEXT)
         if not begins:
             call = f"{said} {self._written(harmony.NEXT)} {call}"
         return self._rule("calls", f"{call} | {self.final(said) if begins else said}" if lead else call)
@@ -293,11 +268,11 @@ class _Writer:
         if not isinstance(properties, Mapping):
             properties = {}
         before, after = self._written(known.before), self._written(known.after)
-        parts = [_quoted(tool.name), self._written(known.opening)]
+        parts = [quoted(tool.name), self._written(known.opening)]
         for place, (key, of_key) in enumerate(properties.items()):
             name = f"argument_{index}_{place}"
             value = self._value(name, of_key, schema, known.end, strict=tool.strict)
-            rule = self._rule(name, f"{before} {_quoted(key)} {after} {value}")
+            rule = self._rule(name, f"{before} {quoted(key)} {after} {value}")
             needed = isinstance(required, Sequence) and key in required
             parts.append(rule if needed else f"{rule}?")
         if not properties:
@@ -309,32 +284,13 @@ class _Writer:
 
     def _value(self, name: str, schema: Any, root: Mapping[str, Any], end: str, *, strict: bool) -> str:
         """Returns a tagged argument's value and end: strings as they are, other values as JSON."""
-        named = _named(schema, root)
-        kind, choices = named.get("type"), named.get("enum")
+        target = named(schema, root)
+        kind, choices = target.get("type"), target.get("enum")
         if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
-            return f"( {' | '.join(map(_quoted, choices))} ) {self._written(end)}"
+            return f"( {' | '.join(map(quoted, choices))} ) {self._written(end)}"
         if isinstance(kind, str) and kind != "string":
             shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            value = self._rule(f"{name}_json", _json({**shared, **schema}, strict=strict))
+            value = self._rule(f"{name}_json", json_body({**shared, **schema}, strict=strict))
             return f"{value} {self._written(end)}"
         # Text, or what may be text: it has no quotation marks here, so it cannot be told from other values.
         return self._until(name, end)
-
-
-def _named(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema that a `$ref` into `root` names, or the schema itself; {} if it is none."""
-    for _ in range(_REFERENCES_MAX):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            break
-        schema = root
-        for step in reference.removeprefix("#").split("/")[1:]:
-            schema = schema.get(step) if isinstance(schema, Mapping) else None
-    return schema if isinstance(schema, Mapping) else {}
-
-
-def schema_of_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema of arguments, which are always an object."""
-    if not schema:
-        return _ANY_OBJECT
-    return {**schema} if schema.get("type") == "object" else {**schema, "type": "object"}

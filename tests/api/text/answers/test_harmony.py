@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.bound_answers import ModelGrammars
-from satchel.api.text.grammars import AnswerForm, BoundCalls, BoundTool, Thought
-from satchel.api.text.harmony import HarmonySplitter
+from satchel.api.text.answers.grammars import AnswerForm, BoundCalls, BoundTool, Thought
+from satchel.api.text.answers.harmony import HarmonySplitter
+from satchel.api.text.answers.pipeline import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.api.text.pipeline import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from tests.worlds.fake_backend import Chat, FakeBackend
 from tests.worlds.harmony import write_harmony
 

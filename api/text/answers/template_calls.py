@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .call_format import ID, CallFormat, format_of, rendered_calls
+from .call_format import ID, CallFormat, KeyedFormat, format_of, keyed_format, rendered_calls
+from .keyed_reader import keyed_parser
 
 if TYPE_CHECKING:
-    from .model import TextModel
+    from ..model import TextModel
 
 _JSON_BEGINS = re.compile(r"[\[{]")
 _FIRST_KEY = re.compile(r'[\[{\s]*"\w+"', re.ASCII)
@@ -75,17 +76,35 @@ class TemplateCalls:
             at = at if separated is None else separated.end()
 
 
+@dataclass(frozen=True)
+class KeyedCalls:
+    """As `TemplateCalls`, for calls whose arguments have keys but are no JSON."""
+
+    format: KeyedFormat
+    start: str
+
+    def parse(self, body: str, tools: Any = None) -> list[dict[str, Any]]:
+        """Returns the calls in what follows `start`.
+
+        Raises:
+            ValueError: there is none, or one of a tool that is not among the `tools`.
+        """
+        return keyed_parser(self.format, self.start)(body, tools)
+
+
 IN_JSON = TemplateCalls(CallFormat('{"name": "', '", "arguments": ', "", "}"), '{"name"', '{"name"')
 """How a model writes a call that it must make, if nothing is known of how it writes calls."""
 
 
-def find_calls(text: TextModel) -> TemplateCalls | None:
+def find_calls(text: TextModel) -> TemplateCalls | KeyedCalls | None:
     """Returns how a model writes calls; None if its template shows no tools, or no calls that could be told from text.
     Takes milliseconds."""
     if "tools" not in text.template():
         return None
     for count in (2, 1):
         for written, ids in rendered_calls(text, count):
+            if (keyed := keyed_format(written)) is not None:
+                return KeyedCalls(keyed, keyed.head)
             known = format_of(written, ids)
             if known is not None and ID not in (known.head + known.middle) and (found := _found(known, written)):
                 return found

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from satchel.api.text.call_format import CallFormat, TaggedFormat
-from satchel.api.text.call_reader import CallReader, reader_of
-from satchel.api.text.pipeline import CallArguments, CallBegun, Piece, ToolCall, text_of
-from satchel.api.text.tool_calls import ToolCallSplitter, call_parser
+from satchel.api.text.answers.call_format import CallFormat, TaggedFormat
+from satchel.api.text.answers.call_reader import CallReader, reader_of
+from satchel.api.text.answers.pipeline import CallArguments, CallBegun, Piece, ToolCall, text_of
+from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 
 START, END = "<tool_call>", "</tool_call>"
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.messages import RowUpdate
-from satchel.api.text.model import StopMatcher
-from satchel.api.text.pipeline import Piece, Pipeline, ReasoningDelta, Skipped, text_of
-from satchel.api.text.reasoning import ReasoningSplitter
+from satchel.api.text.answers.pipeline import Piece, Pipeline, ReasoningDelta, Skipped, text_of
+from satchel.api.text.answers.reasoning import ReasoningSplitter
+from satchel.api.text.answers.stops import StopMatcher
 
 START, END = "<think>", "</think>"
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

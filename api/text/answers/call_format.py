@@ -8,16 +8,17 @@ these.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from ...cluster.errors import InvalidRequest
+from ....cluster.errors import InvalidRequest
 from .pipeline import ToolCall
 from .tool_calls import ToolCallSplitter, call_parser
 
 if TYPE_CHECKING:
-    from .model import TextModel
+    from ..model import TextModel
 
 ID = "\ue000"
 """Stands for a call's id in the pieces of a format."""
@@ -64,28 +65,105 @@ class TaggedFormat:
     between: str
 
 
-def read_format(text: TextModel) -> CallFormat | TaggedFormat | None:
+@dataclass(frozen=True)
+class KeyedFormat:
+    """Calls whose arguments have keys, but are no JSON, such as Python's and Gemma's::
+
+        head name opening [key assign value (comma key assign value)*] closing (between name …)* tail
+
+    Attributes:
+        quote: around a text, which nothing escapes if it is more than one character.
+    """
+
+    head: str
+    opening: str
+    assign: str
+    comma: str
+    quote: str
+    closing: str
+    between: str
+    tail: str
+
+    @property
+    def pythonic(self) -> bool:
+        """Whether values are Python's."""
+        return self.opening.endswith("(")
+
+    @property
+    def listed(self) -> bool:
+        """Whether several calls are in one list."""
+        return self.between.strip() == ","
+
+
+Format = CallFormat | TaggedFormat | KeyedFormat
+
+_PYTHONIC = KeyedFormat("[", "(", "=", ", ", '"', ")", ", ", "]")
+_KEYED = re.compile(r"(?P<assign>\s*[=:]\s*)(?P<quote>\S*)", re.DOTALL)
+_PAIRS = {"(": ")", "{": "}"}
+
+
+def read_format(text: TextModel) -> Format | None:
     """Returns how the model writes calls; None if its template does not tell, or its parser would not read them so.
     Takes milliseconds."""
     if not text.has_tool_calls or text.tool_parser is None:
         return None
     if text.template_calls is not None:
         return text.template_calls.format
+    start = text.tool_call_start
     for ids in _IDS:
         try:
             rendered = _rendered(text, ids)
         except InvalidRequest:
             continue
-        start = rendered.rfind(text.tool_call_start, 0, rendered.find(_NAMES[0]))
-        if start < 0:
+        begin = rendered.rfind(start, 0, rendered.find(_NAMES[0]))
+        if begin < 0:
             continue
-        written = _turn(text, rendered[start:])
+        written = _turn(text, rendered[begin:])
+        if (keyed := keyed_format(written)) is not None:
+            return keyed
         if not _is_read(text, written):
             continue
         found = format_of(written, ids) or _with_tags(written)
         if found is not None:
             return found
     return None
+
+
+def unshown_format(text: TextModel) -> KeyedFormat | None:
+    """Returns how a model writes calls whose template leaves those of earlier turns out, while its markers say what it
+    was trained to: lists of Python's calls (LFM2). None for all others."""
+    if text.tool_parser is None or not text.tool_parser.__module__.endswith(".pythonic"):
+        return None
+    try:
+        if _NAMES[0] in _rendered(text, _IDS[0]):
+            return None
+    except InvalidRequest:
+        return None
+    head, tail = f"{text.tool_call_start}{_PYTHONIC.head}", f"{_PYTHONIC.tail}{text.tool_call_end}"
+    return replace(_PYTHONIC, head=head, tail=tail)
+
+
+def with_calls(messages: Sequence[Mapping[str, Any]], known: KeyedFormat) -> list[dict[str, Any]]:
+    """Returns messages with their calls in their contents, as Python's."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        calls, content = message.get("tool_calls") or (), message.get("content") or ""
+        if calls and isinstance(content, str):
+            written = (_pythonic(call["function"], known) for call in calls)
+            message = {**message, "content": f"{content}{known.head}{known.between.join(written)}{known.tail}"}
+        shown.append(dict(message))
+    return shown
+
+
+def _pythonic(function: Mapping[str, Any], known: KeyedFormat) -> str:
+    given = function["arguments"]
+    pairs = given.items() if isinstance(given, Mapping) else ()
+    written = (f"{key}{known.assign}{_value(value)}" for key, value in pairs)
+    return f"{function['name']}{known.opening}{known.comma.join(written)}{known.closing}"
+
+
+def _value(value: Any) -> str:
+    return str(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
 
 
 def _rendered(text: TextModel, ids: tuple[str, ...]) -> str:
@@ -169,6 +247,47 @@ def _with_tags(written: str) -> TaggedFormat | None:
         return None
     opening = opened[: len(opened) - len(before)]
     return TaggedFormat(head, opening, before, after, end, tail[len(end) :], passage[len(tail) :])
+
+
+def keyed_format(written: str) -> KeyedFormat | None:
+    """Returns the format of the one or two known calls that are `written` with keys; None if they are not."""
+    count = 1 + (_NAMES[1] in written)
+    words = [word for name, given in zip(_NAMES[:count], _ARGUMENTS, strict=False) for word in (name, *_flat(given))]
+    pieces: list[str] = []
+    at = 0
+    for word in words:
+        found = written.find(word, at)
+        if found < 0:
+            return None
+        pieces.append(written[at:found])
+        at = found + len(word)
+    head, opening, assigned, comma, again = pieces[:5]
+    tail, keyed = written[at:], _KEYED.fullmatch(assigned)
+    if keyed is None or again != assigned or opening[-1:] not in _PAIRS or not head.strip():
+        return None
+    quote, passage = keyed["quote"], pieces[5] if count > 1 else tail
+    closing = f"{quote}{_PAIRS[opening[-1]]}"
+    alike = count == 1 or pieces[6:] == [opening, assigned]
+    comma_said = comma.removeprefix(quote)
+    if not (alike and comma.startswith(quote) and comma_said.strip() == ","):
+        return None
+    if not tail.startswith(closing) or not passage.startswith(closing):
+        return None
+    return KeyedFormat(
+        head,
+        opening,
+        keyed["assign"],
+        comma_said,
+        # Without quotation marks a text would be anything.
+        quote or '"',
+        closing.removeprefix(quote),
+        passage[len(closing) :] if count > 1 else "",
+        tail[len(closing) :],
+    )
+
+
+def _flat(pairs: dict[str, str]) -> list[str]:
+    return [word for pair in pairs.items() for word in pair]
 
 
 def _common_end(one: str, other: str) -> str:

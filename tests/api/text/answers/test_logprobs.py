@@ -12,12 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.messages import RowUpdate, TokenLogprobs
-from satchel.api.text.logprobs import ShownToken, completion_logprobs
-from satchel.api.text.model import ByteDetokenizer, StopMatcher, TextModel
-from satchel.api.text.pipeline import Pipeline, ReasoningDelta, ToolCall, text_of
-from satchel.api.text.reasoning import ReasoningSplitter
-from satchel.api.text.row_text import RowText, TextDelta, TextEvent
-from satchel.api.text.tool_calls import ToolCallSplitter, call_parser
+from satchel.api.text.answers.detokenizing import ByteDetokenizer
+from satchel.api.text.answers.logprobs import ShownToken, completion_logprobs
+from satchel.api.text.answers.pipeline import Pipeline, ReasoningDelta, ToolCall, text_of
+from satchel.api.text.answers.reasoning import ReasoningSplitter
+from satchel.api.text.answers.row_text import RowText, TextDelta, TextEvent
+from satchel.api.text.answers.stops import StopMatcher
+from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
+from satchel.api.text.model import TextModel
 
 thorough = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from ...actors.protocol.messages import TokenLogprobs
-from ...cluster.errors import GenerationFailed
+from ....actors.protocol.messages import TokenLogprobs
+from ....cluster.errors import GenerationFailed
+from .detokenizing import Detokenizer
 from .harmony import HarmonySplitter
 from .logprobs import ShownToken, TokenLedger
-from .model import Detokenizer, StopMatcher, TextModel
 from .pipeline import CallArguments, CallBegun, Piece, Pipeline, ReasoningDelta, ToolCall, text_of
 from .reasoning import ReasoningSplitter
+from .stops import StopMatcher
 from .tool_calls import ToolCallSplitter
+
+if TYPE_CHECKING:
+    from ..model import TextModel
 
 
 @dataclass(frozen=True)

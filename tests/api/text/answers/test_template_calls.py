@@ -11,10 +11,10 @@ import pytest
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.bound_answers import ModelGrammars
-from satchel.api.text.grammars import BoundCalls, BoundTool, Thought
+from satchel.api.text.answers.grammars import BoundCalls, BoundTool, Thought
+from satchel.api.text.answers.pipeline import ToolCall
+from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.api.text.pipeline import ToolCall
-from satchel.api.text.tool_calls import ToolCallSplitter, call_parser
 from tests.worlds.call_templates import UNKNOWN, write_family
 from tests.worlds.fake_backend import Chat, FakeBackend
 from tests.worlds.tiny_tokenizers import write_folder
@@ -97,11 +97,12 @@ async def test_a_chat_calls_a_tool(api: Chat, backend: FakeBackend, text: TextMo
 async def test_a_model_that_writes_calls_in_another_way_must_write_json(
     api: Chat, backend: FakeBackend, tmp_path: Path
 ):
-    folder = write_family(tmp_path / "family", "pythonic")
+    folder = write_family(tmp_path / "family", "odd")
     backend.text = load_text_model(folder)
     backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, str(folder), 1000, 512, 1_700_000_000)
-    for said, how in (('{"name": "one", "arguments": {"a": 1}}', "required"), ("[one(a=1)]", "auto")):
-        marked = said if how == "required" else f"<|tool_call_start|>{said}<|tool_call_end|>"
+    said = '{"name": "one", "arguments": {"a": 1}}'
+    for how in ("required", "auto"):
+        marked = said if how == "required" else f"<tool_call>{said}</tool_call>"
         backend.say(marked)
         (call,) = (await api.chat(tools=TOOLS, tool_choice=how)).json()["choices"][0]["message"]["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("one", {"a": 1})

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .pipeline import CallArguments, CallBegun, Piece, Skipped, ToolCall, longest_held, new_call_id
+from .pipeline import Begun, CallArguments, CallBegun, Ended, Piece, Skipped, ToolCall, longest_held, new_call_id
 
 if TYPE_CHECKING:
-    from .call_reader import CallReader
+    from .call_reader import Reader
 
 Parse = Callable[[str], list[tuple[str, str]]]
 """Turns the text between the markers into (name, arguments as JSON text) pairs. Raises ValueError if malformed."""
@@ -33,6 +33,18 @@ def call_parser(parse: Callable[[str, Any], Any], tools: list[dict[str, Any]]) -
     return parse_calls
 
 
+def first_of(one: Callable[[str, Any], Any], other: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Returns a parser that runs `other` where `one` finds no calls."""
+
+    def parse(text: str, tools: Any) -> Any:
+        try:
+            return one(text, tools)
+        except ValueError:
+            return other(text, tools)
+
+    return parse
+
+
 def _checked(call: Any) -> tuple[str, str]:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         raise ValueError("a tool call without a name")
@@ -52,7 +64,8 @@ class ToolCallSplitter:
 
     Text that is not a well-formed call passes unchanged, markers included. White space next to a call is dropped, so it
     is held back until the following text is known. With a `reader` a call comes out in pieces, from where its name is
-    known, and stays a call whatever follows.
+    known, and stays a call whatever follows; and what begins as a call that lasts until the answer ends, but is none,
+    is text at once.
 
     Args:
         start: the marker before a call.
@@ -68,15 +81,17 @@ class ToolCallSplitter:
         end: str,
         parse: Parse,
         calls_max: int | None = None,
-        reader: Callable[[], CallReader] | None = None,
+        reader: Callable[[], Reader] | None = None,
     ) -> None:
         self._start = start
         self._end = end
         self._parse = parse
         self._calls_max = calls_max
         self._make_reader = reader
-        self._reader: CallReader | None = None
+        self._reader: Reader | None = None
         self._begun: CallBegun | None = None
+        self._arguments: list[str] = []
+        self._is_call = False
         self._told = 0
         self._buffer = ""
         self._space = ""
@@ -89,7 +104,8 @@ class ToolCallSplitter:
     @property
     def full(self) -> bool:
         """Whether there were `calls_max` calls. No more text comes out then."""
-        return self._calls_max is not None and self._count >= self._calls_max and not self.inside
+        enough = self._calls_max is not None and self._count >= self._calls_max
+        return enough and self._begun is None and (self._is_call or not self.inside)
 
     def add(self, text: str) -> list[Piece]:
         self._buffer += text
@@ -105,7 +121,7 @@ class ToolCallSplitter:
             return out
         if self.inside and not self._end:
             self._close(self._buffer, "", out)
-        elif self.inside and self._begun is not None:
+        elif self.inside and self._is_call:
             self._skip_rest(self._buffer, out)
             self._end_begun(None, out)
         elif self.inside:
@@ -123,9 +139,13 @@ class ToolCallSplitter:
         marker = self._end if self.inside else self._start
         at = self._buffer.find(marker, self._searched) if marker else -1
         if self.inside and self._reader is not None:
-            held = longest_held(self._buffer, (marker,)) if at < 0 else 0
+            held = longest_held(self._buffer, (marker,)) if at < 0 and marker else 0
             self._read(at if at >= 0 else len(self._buffer) - held, self._reader, out)
         if at < 0:
+            if self.inside and not self._end and self._reader is not None and self._reader.lost and not self._is_call:
+                self.inside, self._reader = False, None
+                self._text(self._start, out)
+                return True
             if self.inside:
                 self._searched = max(0, len(self._buffer) - len(marker) + 1)
             else:
@@ -143,31 +163,40 @@ class ToolCallSplitter:
             self._reader = None if self._make_reader is None else self._make_reader()
         return True
 
-    def _read(self, end: int, reader: CallReader, out: list[Piece]) -> None:
-        """Emits what is known of a call that is still being written, of which the buffer has text up to `end`."""
+    def _read(self, end: int, reader: Reader, out: list[Piece]) -> None:
+        """Emits what is known of calls that are still being written, of which the buffer has text up to `end`."""
         new = self._buffer[self._told : end]
-        arguments = reader.add(new)
-        if reader.name and self._begun is None:
-            self._begun = CallBegun(self._count, new_call_id(), reader.name)
-            self._count += 1
-            out += [Skipped(self._space + self._start + self._buffer[:end]), self._begun]
+        said = reader.add(new)
+        if self._is_call:
+            if new:
+                out.append(Skipped(new))
+        elif said:
+            self._is_call = True
+            out.append(Skipped(self._space + self._start + self._buffer[:end]))
             self._space = ""
-        elif self._begun is not None and new:
-            out.append(Skipped(new))
         self._told = max(self._told, end)
-        if arguments and self._begun is not None:
-            out.append(CallArguments(self._begun.index, arguments))
+        for each in said:
+            if isinstance(each, Begun):
+                if self.full:
+                    return
+                self._begun, self._arguments = CallBegun(self._count, new_call_id(), each.name), []
+                self._count += 1
+                out.append(self._begun)
+            elif isinstance(each, Ended):
+                self._end_begun(None, out)
+            elif self._begun is not None:
+                self._arguments.append(each)
+                out.append(CallArguments(self._begun.index, each))
 
     def _skip_rest(self, text: str, out: list[Piece]) -> None:
         if len(text) > self._told:
             out.append(Skipped(text[self._told :]))
 
     def _end_begun(self, arguments: str | None, out: list[Piece]) -> None:
-        """Emits a call that came in pieces, with its arguments, None for what the model wrote."""
-        begun, reader = self._begun, self._reader
-        assert begun is not None and reader is not None
-        written = reader.arguments if arguments is None else arguments
-        out.append(ToolCall(begun.index, begun.id, begun.name, written, begun=True))
+        """Emits the call that came in pieces last, if it has not ended. None for its arguments are those that came."""
+        if (begun := self._begun) is not None:
+            written = "".join(self._arguments) if arguments is None else arguments
+            out.append(ToolCall(begun.index, begun.id, begun.name, written, begun=True))
         self._begun, self._after_call = None, True
 
     def _close(self, body: str, end: str, out: list[Piece]) -> None:
@@ -176,9 +205,10 @@ class ToolCallSplitter:
             calls = self._parse(body)
         except ValueError:
             calls = []
-        if self._begun is not None:
+        if self._is_call:
+            self._is_call = False
             self._skip_rest(body + end, out)
-            same = len(calls) == 1 and calls[0][0] == self._begun.name
+            same = len(calls) == 1 and self._begun is not None and calls[0][0] == self._begun.name
             self._end_begun(calls[0][1] if same else None, out)
             return
         if not calls:

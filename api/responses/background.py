@@ -1,0 +1,185 @@
+"""Responses that are made in the background: they go on whoever reads, and are read again from any of their events.
+
+They live in the endpoint's process, and end with it. Their ids say that they were made so (`chains.is_background_id`):
+a later process looks for the answer in the agent's transcript, and else says that the response failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from itertools import islice
+from typing import Any
+
+from ...cluster.errors import InvalidRequest, QueueFull
+from ..generation.history import Message
+from .chains import KeptResponse
+from .events import ResponseEvents
+
+_CANCEL_WAIT_S = 10.0
+_EVENT_END = b"\n\n"
+
+
+class EventLog:
+    """The server-sent events of one response, by their numbers. For one event loop.
+
+    Args:
+        bytes_max: of all together; beyond that the oldest are dropped.
+        first: number of the first one.
+    """
+
+    def __init__(self, bytes_max: int, first: int = 0) -> None:
+        self.nbytes = 0
+        self.ended = False
+        self._bytes_max = bytes_max
+        self._events: deque[bytes] = deque()
+        self._first = first
+        self._more = asyncio.Event()
+
+    def add(self, events: bytes) -> None:
+        """Adds whole events, any number of them."""
+        for event in events.split(_EVENT_END)[:-1]:
+            self._events.append(event + _EVENT_END)
+            self.nbytes += len(event) + len(_EVENT_END)
+        while self.nbytes > self._bytes_max and len(self._events) > 1:
+            self.nbytes -= len(self._events.popleft())
+            self._first += 1
+        self._wake()
+
+    def end(self) -> None:
+        self.ended = True
+        self._wake()
+
+    def check(self, after: int) -> None:
+        """Raises:
+        InvalidRequest: the events behind number `after` cannot be read, because they do not exist or no longer.
+        """
+        name, known = "starting_after", self._first + len(self._events)
+        if after >= known and after >= 0:
+            raise InvalidRequest(f"{name}: there are only {known} events so far, numbered from 0", param=name)
+        if after + 1 < self._first:
+            raise InvalidRequest(f"{name}: the events before number {self._first} are no longer kept", param=name)
+
+    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """Yields the events behind number `after` as they come, until the response ends, or its reader is so slow that
+        the next event is no longer kept."""
+        at = after + 1
+        while at >= self._first:
+            more = self._more
+            if news := list(islice(self._events, at - self._first, None)):
+                at += len(news)
+                yield b"".join(news)
+            elif self.ended:
+                return
+            else:
+                await more.wait()
+
+    def _wake(self) -> None:
+        self._more.set()
+        self._more = asyncio.Event()
+
+
+class BackgroundResponse:
+    """One response that is being made.
+
+    Args:
+        events: encodes it.
+        items: of its input, as in `KeptResponse`.
+        messages: all that was said before it; None if it is appended to a transcript.
+        agent: as in `KeptResponse`.
+
+    Attributes:
+        answer: as one message, once it is complete.
+    """
+
+    def __init__(
+        self,
+        events: ResponseEvents,
+        items: list[dict[str, Any]],
+        messages: list[Message] | None,
+        agent: str,
+        log: EventLog,
+    ) -> None:
+        self.events = events
+        self.log = log
+        self.answer: Message | None = None
+        self._items = items
+        self._messages = messages
+        self._agent = agent
+        self._task: asyncio.Task[None] | None = None
+        log.add(events.queued())
+
+    def begin(self, make: Coroutine[Any, Any, None], ended: Callable[[], None]) -> None:
+        """Starts making it; `ended` is called at last."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            self.log.end()
+            ended()
+
+        self._task = asyncio.create_task(make)
+        self._task.add_done_callback(done)
+
+    @property
+    def kept(self) -> KeptResponse:
+        """It as far as it has come."""
+        whole = None if self._messages is None or self.answer is None else [*self._messages, self.answer]
+        return KeptResponse(self.events.now, self._items, whole, self._agent, self.log)
+
+    async def cancel(self) -> None:
+        """Ends it, and waits at most 10 s for that."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=_CANCEL_WAIT_S)
+
+
+class BackgroundResponses:
+    """The responses of all tenants that are being made. For one event loop.
+
+    Args:
+        most: so many at a time.
+        bytes_max: of each one's events.
+    """
+
+    def __init__(self, most: int, bytes_max: int) -> None:
+        self._most = most
+        self._bytes_max = bytes_max
+        self._running: dict[tuple[str, str], BackgroundResponse] = {}
+
+    def get(self, tenant: str, id: str) -> BackgroundResponse | None:
+        return self._running.get((tenant, id))
+
+    def log(self) -> EventLog:
+        """Returns the log of a response that is about to begin.
+
+        Raises:
+            QueueFull: there are as many as there may be.
+        """
+        if len(self._running) >= self._most:
+            raise QueueFull(
+                f"{self._most} responses are being made in the background (endpoint.background_responses_max); try "
+                "again later, or without background"
+            )
+        return EventLog(self._bytes_max)
+
+    def begin(
+        self,
+        tenant: str,
+        id: str,
+        response: BackgroundResponse,
+        make: Coroutine[Any, Any, None],
+        ended: Callable[[KeptResponse], None],
+    ) -> None:
+        """Starts making a response, which is among these until it has ended.
+
+        Args:
+            make: adds its events to the log up to the last one, however it ends; when cancelled, it has to end soon.
+            ended: called with what is to be kept of it.
+        """
+
+        def gone() -> None:
+            del self._running[tenant, id]
+            ended(response.kept)
+
+        self._running[tenant, id] = response
+        response.begin(make, gone)
