@@ -399,6 +399,7 @@ class ReplicaActor:
                     kv=self._model.kv,
                     numerics=self._model.numerics,
                     digests=default_home().digests_file,
+                    trials=default_home().trials_file,
                     trust_remote_code=self._model.trust_remote_code,
                     context_tokens_max=self._model.context_tokens_max,
                     progress=self._note_progress,

@@ -22,8 +22,9 @@ from PIL import Image
 from ..model_files.processors import SpanLayout
 from ..model_files.source import first_sentence
 from ..protocol.block_ids import BLOCK_TOKENS
+from .execution.levels import levels_of
 from .execution.models import LoadedModel
-from .execution.vision import ImageEmbeddings, RowPart, RowPictures, Vision, levels_of
+from .execution.vision import ImageEmbeddings, RowPart, RowPictures, Vision
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown, difference, rounding
 from .kv.device import multiplies_exactly
 

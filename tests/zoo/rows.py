@@ -145,6 +145,7 @@ def _add_pictures(rows: Rows, model: Any, folder: Path, plans: Sequence[Sequence
             inputs["mask"] = inputs.pop("attention_mask", None)
             if marked[:-ANSWER] != given:
                 rows.notes += [DIFFERS] if DIFFERS not in rows.notes else []
+                inputs = _for_tokens(inputs, given, marked[:-ANSWER], int(np.argmax(np.array(script) == ours.token)))
                 inputs["mask"] = mx.ones((1, len(marked) - ANSWER), dtype=mx.int32)
             _note_own(rows, row, model, marked, inputs)
         except Exception:
@@ -155,6 +156,26 @@ def _add_pictures(rows: Rows, model: Any, folder: Path, plans: Sequence[Sequence
         rows.prompts.append(prompt)
         rows.media.append(media)
         rows.scripts[row] = script
+
+
+def _for_tokens(inputs: dict[str, Any], given: Sequence[int], wanted: Sequence[int], first: int) -> dict[str, Any]:
+    """Returns inputs of the `given` tokens for the `wanted` ones, which begin or end otherwise. What says something of
+    each token, such as which are a picture's, would else say it of others.
+
+    Args:
+        first: the place of the first picture's first token in the wanted ones.
+    """
+    before = first - list(given).index(wanted[first])
+
+    def moved(value: Any) -> Any:
+        if getattr(value, "shape", None) != (1, len(given)):
+            return value
+        array, places = np.zeros((1, len(wanted)), np.array(value).dtype), np.arange(len(wanted)) - before
+        inside = (places >= 0) & (places < len(given))
+        array[0, inside] = np.array(value)[0, places[inside]]
+        return mx.array(array)
+
+    return {name: moved(value) for name, value in inputs.items()}
 
 
 def _inputs_of(processor: Any, model: Any, text: str, images: list[Any]) -> dict[str, Any]:
