@@ -152,6 +152,7 @@ class ReplicaActor:
             pid=os.getpid(),
             pictures=loaded.vision is not None,
             blind=loaded.blind,
+            stills=loaded.stills,
             embedding=loaded.embedding,
             notes=list(self._proven.notes) if self._proven is not None else [],
         )

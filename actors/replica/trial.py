@@ -62,6 +62,7 @@ class Verdict:
         apart: whether steps compute row by row.
         reuses: whether KV may be used again.
         blind: why it takes no pictures, although it could; empty if it does, and of a model of text.
+        stills: why it is shown a video's frames as single pictures; empty if it is shown videos, or takes none.
         refusal: why it cannot be served at all; empty if it can.
         notes: what of it is not as it was asked for, and why, a sentence each.
     """
@@ -72,6 +73,7 @@ class Verdict:
     reuses: bool = True
     apart: bool = False
     blind: str = ""
+    stills: str = ""
     refusal: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -104,7 +106,10 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
     blind = proven.loaded.blind
     if blind and not loaded.blind:
         logger.warning("%s is served for text alone: %s", source, blind)
-    return replace(proven, notes=[*proven.notes, f"it takes no pictures: {blind}"]) if blind else proven
+    notes = [f"it takes no pictures: {blind}"] if blind else []
+    if stills := proven.loaded.stills:
+        notes = [f"videos are shown to it as single pictures: {stills}"]
+    return replace(proven, notes=[*proven.notes, *notes]) if notes else proven
 
 
 def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None) -> Proven:
@@ -137,6 +142,8 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
         loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
     if verdict.blind:
         loaded = replace(loaded, vision=None, blind=verdict.blind)
+    if verdict.stills:
+        loaded = replace(loaded, stills=verdict.stills)
     return Proven(loaded, verdict.together, verdict.notes)
 
 
@@ -165,11 +172,12 @@ def _try(loaded: LoadedModel) -> Verdict:
     notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
     if loaded.apart:
         notes = ["steps compute row by row: its caches cannot be those of a batch", *notes]
-    blind = ""
+    blind = stills = ""
     if loaded.vision is not None:
         variant, seen = _seen(variant, loaded, notes)
         blind = seen.alone
         if not blind:
+            stills = picture_trial.fault_of_videos(variant.of(loaded))
             faults.together, faults.again = faults.together or seen.together, faults.again or seen.again
     if faults.together:
         notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
@@ -187,6 +195,7 @@ def _try(loaded: LoadedModel) -> Verdict:
         reuses=not faults.again,
         apart=variant.apart,
         blind=blind,
+        stills=stills,
         notes=notes,
     )
 

@@ -18,7 +18,7 @@ from .agreement import MODEL_ERRORS
 def levels_of(made: dict[str, Any]) -> list[mx.array]:
     """Returns the arrays that are added after the first layers, each `(masked tokens, dim)`, from the outputs of
     `get_input_embeddings`. Some models keep them with their mask, others in one array for all tokens."""
-    levels = made.get("deepstack_visual_embeds")
+    levels: Any = made.get("deepstack_visual_embeds")
     if not _is_dense(levels):
         return list(getattr(levels, "embeddings", levels) or ())
     if (mask := made.get("visual_pos_masks")) is None:
@@ -44,5 +44,5 @@ def spread_levels(levels: Sequence[mx.array], seen: np.ndarray) -> mx.array:
     """Returns levels, each `(masked tokens, dim)`, as one array `(rows, tokens, levels, dim)`, zero for tokens outside
     the mask `(rows, tokens)`."""
     spread = mx.zeros((seen.size, len(levels), levels[0].shape[-1]), levels[0].dtype)
-    spread[mx.array(np.flatnonzero(seen))] = mx.stack(levels, axis=1)
+    spread[mx.array(np.flatnonzero(seen))] = mx.stack([*levels], axis=1)
     return spread.reshape(*seen.shape, *spread.shape[1:])

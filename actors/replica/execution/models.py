@@ -70,8 +70,8 @@ class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
     `pool` has the sealed blocks of all its rows, None if nothing is sealed; `way` says how decode steps read them, and
     `apart` whether they compute row by row; `vision` encodes pictures, None for a model of text; `blind` is why one
-    that could see does not, empty for others; `hidden` computes hidden states, or is why nothing does, and `sentences`
-    says what becomes of them."""
+    that could see does not, and `stills` why one is shown videos as single pictures that could take more, both empty
+    for others; `hidden` computes hidden states, or is why nothing does, and `sentences` says what becomes of them."""
 
     model: Any
     folder: Path
@@ -87,6 +87,7 @@ class LoadedModel:
     apart: bool = False
     vision: Vision | None = None
     blind: str = ""
+    stills: str = ""
     hidden: HiddenStates | str = "its hidden states were not looked for"
     sentences: SentenceModules = field(default_factory=SentenceModules)
 

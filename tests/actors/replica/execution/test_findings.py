@@ -54,7 +54,8 @@ def test_what_attends_both_ways_is_looked_for_once(tmp_path: Path, monkeypatch: 
         return BothWays.PICTURES
 
     monkeypatch.setattr(both_ways, "_find", find)
-    findings, processor = Findings(tmp_path / "trials.json", ONE), Any
+    findings = Findings(tmp_path / "trials.json", ONE)
+    processor: Any = None
     # Why a probe failed may be another one's business, so it is not kept.
     assert find_both_ways("short of memory", processor, None, findings) is BothWays.NONE
     assert [find_both_ways("model", processor, None, findings) for _ in range(3)] == [BothWays.PICTURES] * 3
