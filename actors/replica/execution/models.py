@@ -289,7 +289,16 @@ def _started(how: _How) -> tuple[_Running, str]:
         why = first_sentence(error)
         if missing := missing_files(how.folder):
             why = f"its index names {missing[0]}, which is not in {how.folder} ({why}); download it again"
+        elif method := _foreign_quantization(read_json(how.folder / "config.json")):
+            why = f"its weights are quantized by {method} ({why}); convert what they were made of (`satchel convert`)"
         raise ModelLoadError(f"{how.source} cannot be loaded: {why}") from error
+
+
+def _foreign_quantization(config: dict[str, Any]) -> str:
+    """Returns what quantized a model's weights if it was not MLX, else nothing."""
+    by = config.get("quantization_config")
+    method = by.get("quant_method") if isinstance(by, dict) and "quantization" not in config else None
+    return method if isinstance(method, str) else ""
 
 
 def _start(how: _How, *, seeing: bool) -> _Running:

@@ -222,6 +222,38 @@ def test_named_templates_are_chosen_by_whether_there_are_tools(tmp_path: Path):
     assert (text.template(), text.template(tools)) == (template, "tools " + template)
 
 
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
+def test_a_template_is_found_wherever_it_was_published(file: str, tmp_path: Path):
+    folder = write_tokenizer(tmp_path, markers="none")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    if file.endswith(".jinja"):
+        (folder / file).write_text(template)
+    else:
+        known = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps(known | {"chat_template": template}))
+    text = load_text_model(folder)
+    assert text.template() == template
+    assert text.render([{"role": "user", "content": "Hi"}]).startswith("<|im_start|>user\nHi<|im_end|>")
+
+
+def test_an_old_tokenizer_of_words_and_merges_is_enough(tmp_path: Path):
+    folder = write_tokenizer(tmp_path, markers="none")
+    fast, string = load_text_model(folder), "the lazy dog <|im_end|> héllo 😀"
+    kept = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(kept["vocab"]))
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in kept["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    added = {token: fast.encode(token)[0] for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")}
+    named = {str(number): {"content": token, "special": True} for token, number in added.items()}
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": named, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = load_text_model(folder)
+    assert list(text.encode(string)) == list(fast.encode(string))
+    assert "".join(pieces(text.detokenizer(), text.encode(string))) == string
+
+
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "Qwen2Tokenizer", "T5Tokenizer"])
 def test_a_tokenizer_without_its_vocabulary_is_refused(kind: str, tmp_path: Path):
     folder = write_tokenizer(tmp_path, markers="none")
