@@ -182,7 +182,7 @@ async def compare_models(replicas: Replicas, timing: Timing) -> list[str]:
     """
     sentences: list[str] = []
     for entry in await asyncio.to_thread(registry.entries):
-        found = await _infos(find_replicas([entry], timing), timing)
+        found = await infos_of(find_replicas([entry], timing), timing)
         # The older replicas come first, so the new ones are compared with them.
         sentences += differing({name: found[name] for name in sorted(found, key=lambda name: name in replicas)})
     return sentences
@@ -221,8 +221,8 @@ def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-async def _infos(replicas: Replicas, timing: Timing) -> dict[str, ModelInfo]:
-    """The models of those replicas that have loaded and answer in time."""
+async def infos_of(replicas: Replicas, timing: Timing) -> dict[str, ModelInfo]:
+    """Returns the models of those replicas that have loaded and answer in time."""
     answers = await _each(replica.info().within(timing.brief_answer_s) for replica in replicas.values())
     infos = zip(replicas, answers, strict=True)
     return {name: info for name, info in infos if info is not None and not isinstance(info, NoAnswer)}
@@ -264,7 +264,7 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
     replicas = await asyncio.to_thread(start_replicas, model, config, placed)
     try:
         await wait_until_ready(replicas, config.timeouts.model_load_s, report)
-        for sentence in differing(await _infos(replicas, config.timing)):
+        for sentence in differing(await infos_of(replicas, config.timing)):
             logger.warning("%s", sentence)
         # Not in a thread: a cancellation must not come between the entries and this coroutine.
         registry.add(model)

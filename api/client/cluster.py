@@ -20,7 +20,7 @@ import ray
 
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient, RouterClient
-from ...actors.start import Report, find_replicas, load_model, unload_model
+from ...actors.start import Report, find_replicas, infos_of, load_model, unload_model
 from ...cluster.config import Home, Model, parse_model
 from ...cluster.connection import connect_ray, connect_ray_address, find_cluster
 from ...cluster.environment import default_home
@@ -119,6 +119,16 @@ class Cluster:
         """The router. Each of its methods is a call: `await cluster.router.alive("qwen")`, or without an event loop
         `cluster.router.alive("qwen").wait()`."""
         return RouterClient(self.config.timing)
+
+    @on_loop
+    async def notes(self, name: str) -> list[str]:
+        """Returns what of a model is not served as it was asked for, and why, a sentence each; those of all replicas
+        that answer in time."""
+        entries = [entry for entry in await asyncio.to_thread(registry.entries) if entry.model.name == name]
+        infos = await infos_of(find_replicas(entries, self.config.timing), self.config.timing)
+        return list(dict.fromkeys(note for info in infos.values() for note in info.notes))
+
+    notes_sync = blocking(notes)
 
     def replicas(self) -> dict[str, ReplicaClient]:
         """The replicas by id; their methods are calls, as the router's are."""
