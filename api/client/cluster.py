@@ -20,6 +20,7 @@ import ray
 
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient, RouterClient
+from ...actors.protocol.messages import ModelInfo
 from ...actors.start import Report, find_replicas, infos_of, load_model, unload_model
 from ...cluster.config import Home, Model, parse_model
 from ...cluster.connection import connect_ray, connect_ray_address, find_cluster
@@ -37,6 +38,7 @@ from ..ray_backend.dispatch import RayBackend, cluster_config
 from ..ray_backend.locator import AgentLocator
 from ..ray_backend.store import RayStore
 from ..text.logprobs import ShownToken
+from ..text.model import load_text_model
 from ..views.agents import agent_page
 from ..views.cluster import node_views
 from ..views.embedding import Embedder, RankedDocument
@@ -170,7 +172,7 @@ class Cluster:
             dtype=dtype,
             trial=trial,
         )
-        await load_model(model, self.config, report or _say_nothing)
+        await load_model(model, self.config, report or _say_nothing, _check_text)
         return model.name
 
     load_sync = blocking(load)
@@ -311,6 +313,16 @@ def _default_name(source: str) -> str:
     """The Hub id without its revision, or the folder's name."""
     folder = Path(source).expanduser()
     return folder.resolve().name if folder.is_dir() else source.removeprefix("embedded:").partition("@")[0]
+
+
+def _check_text(info: ModelInfo) -> None:
+    """Checks that texts can be written for a model, where its files are on this machine.
+
+    Raises:
+        ModelLoadError: its tokenizer does not load.
+    """
+    if Path(info.folder).is_dir():
+        load_text_model(info.folder, name=info.name, trusted=info.trust_remote_code)
 
 
 def _say_nothing(what: str, fraction: float | None) -> None:

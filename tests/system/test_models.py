@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import session_members
 from tests.system.serving import COMMAND, serving
+from tests.worlds.families import write_model
 
 UNREAD_MAX = 64
 ADAPTED = "adapted-" + "x" * 190
@@ -166,10 +167,18 @@ def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
     assert unknown.stderr == f"satchel: the model 'extra/one' is not served; there are: plain, {ADAPTED}\n"
 
 
+def without_tokenizer(folder: Path) -> Path:
+    """A model that computes, but nobody could ask it anything."""
+    write_model(folder, "llama")
+    (folder / "tokenizer.json").unlink()
+    return folder
+
+
 def test_a_load_that_fails_leaves_nothing_behind(server: Server, tmp_path: Path):
     for arguments, says in [
         (["embedded:recall", "--name", "x", "--adapter", str(tmp_path)], f"satchel: {tmp_path} has no adapter_config"),
         (["embedded:recall", "--name", "two words"], "satchel: model: name: "),
+        ([str(without_tokenizer(tmp_path / "m")), "--name", "mute"], "satchel: the tokenizer of 'mute' "),
     ]:
         failed = server.command("models", "load", *arguments)
         assert failed.returncode == 1 and failed.stderr.startswith(says), failed.stderr

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -261,6 +262,29 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(kind: str, tmp_path: Path
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     with pytest.raises(ModelLoadError, match="has no vocabulary: its folder lacks"):
         load_text_model(folder, name="bare")
+
+
+def test_a_config_that_transformers_does_not_want_is_no_fault_of_a_tokenizer(tmp_path: Path):
+    """It is not transformers that computes; its checks of a model's settings are stricter than those who do."""
+    folder = write_tokenizer(tmp_path, markers="none")
+    plain = load_text_model(folder)
+    part = {"model_type": "gemma3n_text", "activation_sparsity_pattern": [1, 0]}
+    odd = {"model_type": "gemma3n", "text_config": part}
+    (folder / "config.json").write_text(json.dumps(odd | {"eos_token_id": plain.encode("<|im_end|>")[0]}))
+    text = load_text_model(folder)
+    assert list(text.encode("the quick brown fox")) == list(plain.encode("the quick brown fox"))
+    assert text.template() == plain.template()
+
+
+@pytest.mark.parametrize("error", [TypeError("no such thing"), SystemExit(1), RuntimeError("no such thing")])
+def test_whatever_a_library_raises_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException):
+    def load(*_: Any, **named: Any) -> Any:
+        raise error
+
+    folder = write_tokenizer(tmp_path, markers="none")
+    monkeypatch.setattr("mlx_lm.tokenizer_utils.load", load)
+    with pytest.raises(ModelLoadError, match="the tokenizer of 'odd' does not load"):
+        load_text_model(folder, name="odd")
 
 
 def test_an_old_tokenizer_of_one_file_is_enough(tmp_path: Path):
