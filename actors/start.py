@@ -182,7 +182,7 @@ async def compare_models(replicas: Replicas, timing: Timing) -> list[str]:
     """
     sentences: list[str] = []
     for entry in await asyncio.to_thread(registry.entries):
-        found = await _infos(find_replicas([entry], timing), timing)
+        found = await infos_of(find_replicas([entry], timing), timing)
         # The older replicas come first, so the new ones are compared with them.
         sentences += differing({name: found[name] for name in sorted(found, key=lambda name: name in replicas)})
     return sentences
@@ -221,8 +221,8 @@ def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-async def _infos(replicas: Replicas, timing: Timing) -> dict[str, ModelInfo]:
-    """The models of those replicas that have loaded and answer in time."""
+async def infos_of(replicas: Replicas, timing: Timing) -> dict[str, ModelInfo]:
+    """Returns the models of those replicas that have loaded and answer in time."""
     answers = await _each(replica.info().within(timing.brief_answer_s) for replica in replicas.values())
     infos = zip(replicas, answers, strict=True)
     return {name: info for name, info in infos if info is not None and not isinstance(info, NoAnswer)}
@@ -246,8 +246,11 @@ def leave_node(replicas: Replicas, node: Node, timing: Timing, drain_s: float, f
         ray.kill(actor_handle(store_actor_name(node.name)), no_restart=True)
 
 
-async def load_model(model: Model, config: Config, report: Report) -> None:
+async def load_model(model: Model, config: Config, report: Report, check: Callable[[ModelInfo], None]) -> None:
     """Serves one more model in the running cluster: starts its replicas, waits for them, then registers them.
+
+    Args:
+        check: raises if the model, as a replica has loaded it, could not be asked anything.
 
     On any error or cancellation the replicas are ended. If the caller is killed, they end by themselves after
     `timing.unwanted_s`.
@@ -264,8 +267,11 @@ async def load_model(model: Model, config: Config, report: Report) -> None:
     replicas = await asyncio.to_thread(start_replicas, model, config, placed)
     try:
         await wait_until_ready(replicas, config.timeouts.model_load_s, report)
-        for sentence in differing(await _infos(replicas, config.timing)):
+        infos = await infos_of(replicas, config.timing)
+        for sentence in differing(infos):
             logger.warning("%s", sentence)
+        for info in [*infos.values()][:1]:
+            await asyncio.to_thread(check, info)
         # Not in a thread: a cancellation must not come between the entries and this coroutine.
         registry.add(model)
         for replica, node in placed.items():

@@ -31,6 +31,7 @@ from .weights import has_picture_encoder, read_weight_file
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 LAYOUTS_KEPT = 256
+NO_PLACE_FOR_VIDEOS = "its chat template has no place for them, or its processor does not say which token they have"
 CLOCK_HZ = 1000.0
 """Ticks per second of the clock in which a processor gets the times of frames."""
 
@@ -79,6 +80,14 @@ class VideoLayout:
     height: int
 
 
+@dataclass(frozen=True)
+class Film:
+    """A video: its frames, `(frames, height, width, 3) uint8`, and the time of each in seconds."""
+
+    frames: np.ndarray
+    seconds: Sequence[float]
+
+
 def sight(folder: Path) -> tuple[bool, str]:
     """Returns whether the model in `folder` takes pictures, and if its config says so but it does not, why not."""
     config = json.loads((folder / "config.json").read_text())
@@ -120,7 +129,8 @@ class PictureProcessor:
     Attributes:
         placeholder: the text that the template writes for a picture.
         token: the token id of a picture's places.
-        video_placeholder, video_token: the same for a video; "" and -1 if videos are processed as pictures.
+        video_placeholder, video_token: the same for a video; "" and -1 if its frames are processed as pictures.
+        stills: why they are although the processor takes videos, as the end of a sentence; else empty.
 
     Args:
         processor: as mlx-vlm loads it.
@@ -148,6 +158,8 @@ class PictureProcessor:
         self._behind = self._wanted_behind()
         self._edges |= self._written_around()
         self.video_placeholder, self.video_token = self._read_video()
+        takes_videos = getattr(processor, "video_processor", None) is not None
+        self.stills = NO_PLACE_FOR_VIDEOS if takes_videos and not self.video_placeholder else ""
         self._group_processor = self._any_size(processor)
 
     @classmethod
@@ -174,6 +186,12 @@ class PictureProcessor:
         return cls(
             processor, _numbers(config.get(name) for name in _TOKEN_NAMES), lru_cache(1)(lambda: Skeleton(folder))
         )
+
+    def of_stills(self) -> PictureProcessor:
+        """Returns this processor for a model that is shown a video's frames as single pictures."""
+        other = copy.copy(self)
+        other.video_placeholder = ""
+        return other
 
     def token_of(self, media_token: int) -> int:
         """Returns the model's token in the place of a media token id."""
@@ -208,20 +226,21 @@ class PictureProcessor:
             )
         return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
 
-    def read(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
-        """Returns what the processor makes of a text with placeholders and their pictures, by name: the `input_ids`,
-        the encoder's inputs, and more. Shapes and dtypes are the processor's.
+    def read(self, text: str, pictures: Sequence[Image.Image], films: Sequence[Film] = ()) -> dict[str, Any]:
+        """Returns what the processor makes of a text with placeholders, their pictures and their videos, by name: the
+        `input_ids`, the encoder's inputs, and more. Shapes and dtypes are the processor's.
 
         A place that it marks with a number that is no token has `token`, as often as the model makes embeddings of the
         picture.
         """
-        made = self._made(text, pictures)
+        made = self._made(text, pictures, films)
         if self._mark:
             made["input_ids"] = np.array([self._with_tokens(_ids(made), pictures)])
         return made
 
-    def _made(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
-        made = dict(self._processor(text=[text], images=list(pictures), return_tensors="mlx"))
+    def _made(self, text: str, pictures: Sequence[Image.Image], films: Sequence[Film] = ()) -> dict[str, Any]:
+        given: dict[str, Any] = {} if films and not pictures else {"images": list(pictures)}
+        made = dict(self._processor(text=[text], **given, **_of_films(films), return_tensors="mlx"))
         # As mlx-vlm does.
         return {_PIXELS if name == "images" else name: value for name, value in made.items()}
 
@@ -356,14 +375,8 @@ class PictureProcessor:
         return added[0], added[-1] + 1
 
     def _video_layout(self, width: int, height: int, seconds: tuple[float, ...]) -> VideoLayout:
-        ticks = [round(second * CLOCK_HZ) for second in seconds]
-        metadata = {"frames_indices": ticks, "fps": CLOCK_HZ, "total_num_frames": ticks[-1] + 1}
-        blank = np.zeros((len(ticks), height, width, 3), np.uint8)
-        made = dict(
-            self._processor(
-                text=[self.video_placeholder], videos=[blank], fps=[_rate(seconds)], video_metadata=[metadata]
-            )
-        )
+        blank = np.zeros((len(seconds), height, width, 3), np.uint8)
+        made = dict(self._processor(text=[self.video_placeholder], **_of_films([Film(blank, seconds)])))
         ids, grid, own = _ids(made), _video_grid(made), self._processor.video_processor
         spans = self._video_spans(ids)
         width, height = grid[2] * own.patch_size, grid[1] * own.patch_size
@@ -374,7 +387,7 @@ class PictureProcessor:
         return VideoLayout(
             text=self._text(ids),
             spans=tuple(self._span(span, self.video_token, each) for span in spans),
-            frames=len(ticks) if count == 1 else own.temporal_patch_size,
+            frames=len(seconds) if count == 1 else own.temporal_patch_size,
             width=width,
             height=height,
         )
@@ -417,6 +430,20 @@ class PictureProcessor:
         while ids and ids[-1] in self._edges:
             ids = ids[:-1]
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _of_films(films: Sequence[Film]) -> dict[str, Any]:
+    """Returns a processor's inputs for videos; none for none."""
+    if not films:
+        return {}
+    ticks = [[round(second * CLOCK_HZ) for second in film.seconds] for film in films]
+    return {
+        "videos": [film.frames for film in films],
+        "fps": [_rate(film.seconds) for film in films],
+        "video_metadata": [
+            {"frames_indices": each, "fps": CLOCK_HZ, "total_num_frames": each[-1] + 1} for each in ticks
+        ],
+    }
 
 
 def _video_grid(made: dict[str, Any]) -> list[int]:

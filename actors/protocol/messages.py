@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 18
+VERSION = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,8 +470,9 @@ class EmbeddingInfo:
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
     alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
-    `pictures` says whether it takes pictures and videos, and `blind` why one that could see does not. `notes` say in
-    sentences what of it is not served as asked."""
+    `pictures` says whether it takes pictures and videos, `blind` why one that could see does not, and `stills` why one
+    that could takes a video's frames as single pictures. `notes` say in sentences what of it is not served as
+    asked."""
 
     replica: str
     node: str
@@ -492,6 +493,7 @@ class ModelInfo:
     pid: int
     pictures: bool = False
     blind: str = ""
+    stills: str = ""
     embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
     notes: list[str] = field(default_factory=list)
 

@@ -152,6 +152,7 @@ class ReplicaActor:
             pid=os.getpid(),
             pictures=loaded.vision is not None,
             blind=loaded.blind,
+            stills=loaded.stills,
             embedding=loaded.embedding,
             notes=list(self._proven.notes) if self._proven is not None else [],
         )
@@ -399,6 +400,7 @@ class ReplicaActor:
                     kv=self._model.kv,
                     numerics=self._model.numerics,
                     digests=default_home().digests_file,
+                    trials=default_home().trials_file,
                     trust_remote_code=self._model.trust_remote_code,
                     context_tokens_max=self._model.context_tokens_max,
                     progress=self._note_progress,

@@ -54,12 +54,22 @@ Logits = dict[tuple[int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture of a row: the first token of its span, the span, the picture, and its embeddings."""
+    """A picture of a row, or frames of a video in the size that its encoder takes: the first token of its span, the
+    span, the frames, their embeddings, and whether they are of a video."""
 
     start: int
     span: SpanLayout
-    picture: Image.Image
+    frames: Sequence[Image.Image]
     embeddings: ImageEmbeddings
+    video: bool = False
+
+    def in_request(self) -> MediaSpan:
+        """Returns it as requests have it."""
+        width, height = self.frames[0].size
+        pixels = [frame.tobytes() for frame in self.frames]
+        key = media_key([picture_hash(width, height, one) for one in pixels], b"frames" if self.video else b"")
+        grid, tokens = list(self.span.grid), list(self.span.tokens)
+        return MediaSpan(self.start, tokens, key, grid, width, height, pixels, self.video)
 
 
 @dataclass(frozen=True)
@@ -80,14 +90,10 @@ class ForcedRow:
         """
         prompt, media = list(self.tokens[: self.prompt + more]), []
         for shown in self.pictures:
-            picture, span = shown.picture, shown.span
-            pixels = picture.tobytes()
-            key = media_key([picture_hash(picture.width, picture.height, pixels)])
-            ids = iter(media_tokens(key, len(span.places)))
-            for place in sorted(span.places):
+            media.append(span := shown.in_request())
+            ids = iter(media_tokens(span.key, len(shown.span.places), video=shown.video))
+            for place in sorted(shown.span.places):
                 prompt[shown.start + place] = next(ids)
-            grid, tokens = list(span.grid), list(span.tokens)
-            media.append(MediaSpan(shown.start, tokens, key, grid, picture.width, picture.height, [pixels]))
         return GenerateRequest(
             request_id=name,
             consumer="trial",

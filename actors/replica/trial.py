@@ -9,7 +9,6 @@ model has with its own caches. What does not hold is not used, one thing after t
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import time
@@ -17,23 +16,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...cluster.config import Model, Scheduling
-from ...cluster.errors import ClusterError, ModelLoadError
-from ...cluster.home import write_private_json
+from ...cluster.errors import ModelLoadError
 from ..model_files.source import Progress, first_sentence
-from ..protocol.block_ids import digest
 from . import picture_trial
 from .execution.agreement import MODEL_ERRORS
 from .execution.decode_ways import DEQUANTIZED, DecodeWay
+from .execution.findings import Findings
 from .execution.models import LoadedModel, resealed
 from .execution.quirks import positions_leak
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, not_finite
-from .kv.device import device_name, on_gpu
+from .kv.device import on_gpu
 from .kv.paged_cache import Reads
 from .kv.sealing import FULL_PRECISION, POLICIES
 
@@ -48,7 +47,7 @@ WINDOW_MAX, PAST_WINDOW = 1100, 40
 OWN = "own"
 """KV in the model's own caches, which nothing else reads."""
 
-_VERSION = 4
+_WHAT, _VERSION = "trial", 5
 """Raised whenever the trial or what it tries changes."""
 
 
@@ -63,6 +62,7 @@ class Verdict:
         apart: whether steps compute row by row.
         reuses: whether KV may be used again.
         blind: why it takes no pictures, although it could; empty if it does, and of a model of text.
+        stills: why it is shown a video's frames as single pictures; empty if it is shown videos, or takes none.
         refusal: why it cannot be served at all; empty if it can.
         notes: what of it is not as it was asked for, and why, a sentence each.
     """
@@ -73,6 +73,7 @@ class Verdict:
     reuses: bool = True
     apart: bool = False
     blind: str = ""
+    stills: str = ""
     refusal: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -105,7 +106,10 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
     blind = proven.loaded.blind
     if blind and not loaded.blind:
         logger.warning("%s is served for text alone: %s", source, blind)
-    return replace(proven, notes=[*proven.notes, f"it takes no pictures: {blind}"]) if blind else proven
+    notes = [f"it takes no pictures: {blind}"] if blind else []
+    if stills := proven.loaded.stills:
+        notes = [f"videos are shown to it as single pictures: {stills}"]
+    return replace(proven, notes=[*proven.notes, *notes]) if notes else proven
 
 
 def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None) -> Proven:
@@ -116,15 +120,14 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
         return Proven(loaded, notes=[note])
     if source.startswith("embedded:") and not on_gpu():
         return Proven(loaded)
-    key = digest(b"satchel.trial", loaded.model_id, device_name().encode(), bytes([_VERSION])).hex()
-    verdict = _read(known).get(key)
+    findings = Findings(known, loaded.model_id)
+    verdict = _verdict(findings.read(_WHAT, _VERSION))
     if verdict is None:
         progress(f"trying {source}", None)
         began = time.perf_counter()
         verdict = _try(loaded)
         logger.info("%s was tried in %.1f s", source, time.perf_counter() - began)
-        if known is not None:
-            _write(known, key, verdict)
+        findings.note(_WHAT, _VERSION, asdict(verdict))
     if verdict.refusal:
         raise ModelLoadError(f"{source} cannot be served: {verdict.refusal}")
     for note in verdict.notes:
@@ -139,6 +142,8 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
         loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
     if verdict.blind:
         loaded = replace(loaded, vision=None, blind=verdict.blind)
+    if verdict.stills:
+        loaded = replace(loaded, stills=verdict.stills)
     return Proven(loaded, verdict.together, verdict.notes)
 
 
@@ -167,11 +172,12 @@ def _try(loaded: LoadedModel) -> Verdict:
     notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
     if loaded.apart:
         notes = ["steps compute row by row: its caches cannot be those of a batch", *notes]
-    blind = ""
+    blind = stills = ""
     if loaded.vision is not None:
         variant, seen = _seen(variant, loaded, notes)
         blind = seen.alone
         if not blind:
+            stills = picture_trial.fault_of_videos(variant.of(loaded))
             faults.together, faults.again = faults.together or seen.together, faults.again or seen.again
     if faults.together:
         notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
@@ -189,6 +195,7 @@ def _try(loaded: LoadedModel) -> Verdict:
         reuses=not faults.again,
         apart=variant.apart,
         blind=blind,
+        stills=stills,
         notes=notes,
     )
 
@@ -297,16 +304,7 @@ class _Trial:
         return found
 
 
-def _read(path: Path | None) -> dict[str, Verdict]:
-    with suppress(OSError, ValueError, TypeError):
-        if path is not None:
-            entries = json.loads(path.read_text(encoding="utf-8"))
-            return {key: Verdict(**entry) for key, entry in entries.items()}
-    return {}
-
-
-def _write(path: Path, key: str, verdict: Verdict) -> None:
-    entries = {known: asdict(one) for known, one in _read(path).items()} | {key: asdict(verdict)}
-    # Without it the model is tried again at the next start.
-    with suppress(ClusterError):
-        write_private_json(path, entries)
+def _verdict(found: Any) -> Verdict | None:
+    with suppress(TypeError):
+        return None if found is None else Verdict(**found)
+    return None

@@ -94,7 +94,8 @@ def load(
             trial=not no_trial,
             report=progress.report,
         )
-    progress.say(f"Loaded {loaded}")
+        notes = cluster.notes_sync(loaded)
+    progress.say(*(f"{loaded}: {note}" for note in notes), f"Loaded {loaded}")
 
 
 @app.command()

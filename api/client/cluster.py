@@ -20,7 +20,8 @@ import ray
 
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient, RouterClient
-from ...actors.start import Report, find_replicas, load_model, unload_model
+from ...actors.protocol.messages import ModelInfo
+from ...actors.start import Report, find_replicas, infos_of, load_model, unload_model
 from ...cluster.config import Home, Model, parse_model
 from ...cluster.connection import connect_ray, connect_ray_address, find_cluster
 from ...cluster.environment import default_home
@@ -37,6 +38,7 @@ from ..ray_backend.dispatch import RayBackend, cluster_config
 from ..ray_backend.locator import AgentLocator
 from ..ray_backend.store import RayStore
 from ..text.answers.logprobs import ShownToken
+from ..text.model import load_text_model
 from ..views.agents import agent_page
 from ..views.cluster import node_views
 from ..views.embedding import Embedder, RankedDocument
@@ -120,6 +122,16 @@ class Cluster:
         `cluster.router.alive("qwen").wait()`."""
         return RouterClient(self.config.timing)
 
+    @on_loop
+    async def notes(self, name: str) -> list[str]:
+        """Returns what of a model is not served as it was asked for, and why, a sentence each; those of all replicas
+        that answer in time."""
+        entries = [entry for entry in await asyncio.to_thread(registry.entries) if entry.model.name == name]
+        infos = await infos_of(find_replicas(entries, self.config.timing), self.config.timing)
+        return list(dict.fromkeys(note for info in infos.values() for note in info.notes))
+
+    notes_sync = blocking(notes)
+
     def replicas(self) -> dict[str, ReplicaClient]:
         """The replicas by id; their methods are calls, as the router's are."""
         return find_replicas(registry.entries(), self.config.timing)
@@ -160,7 +172,7 @@ class Cluster:
             dtype=dtype,
             trial=trial,
         )
-        await load_model(model, self.config, report or _say_nothing)
+        await load_model(model, self.config, report or _say_nothing, _check_text)
         return model.name
 
     load_sync = blocking(load)
@@ -301,6 +313,16 @@ def _default_name(source: str) -> str:
     """The Hub id without its revision, or the folder's name."""
     folder = Path(source).expanduser()
     return folder.resolve().name if folder.is_dir() else source.removeprefix("embedded:").partition("@")[0]
+
+
+def _check_text(info: ModelInfo) -> None:
+    """Checks that texts can be written for a model, where its files are on this machine.
+
+    Raises:
+        ModelLoadError: its tokenizer does not load.
+    """
+    if Path(info.folder).is_dir():
+        load_text_model(info.folder, name=info.name, trusted=info.trust_remote_code)
 
 
 def _say_nothing(what: str, fraction: float | None) -> None:

@@ -24,8 +24,8 @@ from ...actors.protocol.messages import (
 class ServedModel:
     """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
     `memory` tells a reader which layers keep what, and how; `pictures` says whether it takes pictures and videos,
-    `blind` why one that could see does not, and `embedding` how it embeds texts. `notes` say what of it is not served
-    as asked, a sentence each.
+    `blind` why one that could see does not, `stills` why one that could takes a video's frames as single pictures, and
+    `embedding` how it embeds texts. `notes` say what of it is not served as asked, a sentence each.
 
     `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
     that compute differently have others. `template_kwargs` are variables for its template that requests leave open.
@@ -42,6 +42,7 @@ class ServedModel:
     trust_remote_code: bool = False
     pictures: bool = False
     blind: str = ""
+    stills: str = ""
     notes: tuple[str, ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)

@@ -440,7 +440,9 @@ def _render(
 
 
 def _pictures(text: TextModel, model: ServedModel) -> PictureProcessor | None:
-    return None if model.blind else text.pictures
+    if model.blind or text.pictures is None:
+        return None
+    return text.pictures.of_stills() if model.stills else text.pictures
 
 
 def _with_shown(

@@ -148,6 +148,7 @@ def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
         trust_remote_code=info.trust_remote_code,
         pictures=info.pictures,
         blind=info.blind,
+        stills=info.stills,
         template_kwargs=entry.model.template_kwargs,
         embedding=info.embedding,
         notes=tuple(info.notes),

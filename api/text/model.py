@@ -405,16 +405,16 @@ def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False
     Raises:
         ModelLoadError: the tokenizer is absent or does not load.
     """
-    # Imported here because mlx_lm brings MLX with it, which only processes that serve text need.
-    from mlx_lm import tokenizer_utils
-
     path = Path(folder)
     name = name or path.name
     with own_code_only(name, path, trusted=trusted):
         try:
-            options = {"trust_remote_code": trusted} | _template_elsewhere(path)
-            wrapper: Any = tokenizer_utils.load(path, options, eos_token_ids=sorted(read_end_tokens(path)) or None)
-        except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+            wrapper = _tokenizer(path, {"trust_remote_code": trusted} | _template_elsewhere(path))
+        except ModelLoadError:
+            # It needs code that nobody trusts.
+            raise
+        except (Exception, SystemExit) as error:
+            # Libraries raise anything, and some end the process.
             raise ModelLoadError(f"the tokenizer of {name!r} does not load: {first_sentence(error)}") from error
     # transformers makes an empty one of a tokenizer_config.json alone.
     if len(wrapper.get_vocab().keys() - {entry.content for entry in wrapper.added_tokens_decoder.values()}) < 2:
@@ -423,6 +423,23 @@ def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False
         )
     pictures = _pictures(path, trusted=trusted)
     return TextModel(wrapper, name=name, sampling=_own_sampling(path), pictures=pictures, script=Script.read(path))
+
+
+def _tokenizer(path: Path, options: dict[str, Any]) -> Any:
+    # Imported here because mlx_lm brings MLX with it, which only processes that serve text need.
+    from huggingface_hub.errors import StrictDataclassError
+    from mlx_lm import tokenizer_utils
+    from transformers import PreTrainedConfig
+
+    ends = sorted(read_end_tokens(path)) or None
+    try:
+        return tokenizer_utils.load(path, options, eos_token_ids=ends)
+    except StrictDataclassError as error:
+        # The model's settings are not what transformers' own code for it wants. It is not that code which computes, and
+        # a tokenizer has settings of its own.
+        logger.info("the config of %s is not what transformers wants: %s", path.name, first_sentence(error))
+        options = options | {"config": PreTrainedConfig.from_pretrained(path)}
+        return tokenizer_utils.load(path, options, eos_token_ids=ends)
 
 
 def _template_elsewhere(path: Path) -> dict[str, str]:
@@ -442,7 +459,9 @@ def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:
         return None
     try:
         return PictureProcessor.load(path, trusted=trusted)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError) as error:
+    except ModelLoadError:
+        raise
+    except (Exception, SystemExit) as error:
         # The replica then serves the model for text only, and reports that.
         logger.warning("%s takes no pictures here: %s", path.name, in_words(error, path))
         return None

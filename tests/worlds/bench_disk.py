@@ -34,7 +34,7 @@ class _DiskActor(KVStoreActor):
 
     def __init__(self, store: DiskStore, session: str) -> None:  # pyright: ignore[reportMissingSuperCall]
         async def ask(work: Any) -> Any:
-            return work(SimpleNamespace(forgotten=list))
+            return work(SimpleNamespace(forgotten=list, list=lambda *_: []))
 
         # A replica keeps limits by itself.
         quotas: Any = SimpleNamespace(note=lambda limits: None, knows=lambda tenant: False)

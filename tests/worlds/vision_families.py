@@ -259,8 +259,9 @@ def write_files(folder: Path, name: str, kind: Family) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": name} | _with_ids(kind.config, ids) | {"eos_token_id": ids["<|im_end|>"]}
     sizes = {each: max(ids.values()) + 1 for each in ("vocab_size", *kind.sizes)}
     config["vocab_size"] = sizes["vocab_size"]
-    if "text_config" in config:
-        config["text_config"] |= sizes
+    for part in (config, config.get("thinker_config", {})):
+        if "text_config" in part:
+            part["text_config"] |= sizes
     (folder / "config.json").write_text(json.dumps(config))
     for each, content in kind.files.items():
         (folder / each).write_text(json.dumps(content))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ DIFFERS = "the library's processor gives its prompts other tokens"
 _WORDS = ("code", "of", "the", "ada", "story", "robot", "quiet", "remember", "numbers", "nine")
 _PLANS = ((3, "0", 8), (4, "0", 5, "1", 120), (160, "1", 9))
 """Prompts with pictures: numbers of words, and which picture is between them."""
+
+_FILM, _FILM_SIZE, _FILM_S = "video", (140, 112), (0.0, 0.5, 1.0, 1.5, 2.0, 2.5)
+_FILM_PLAN = (150, _FILM, 7)
+"""A prompt with a video, for models that are shown one."""
 
 
 @dataclass
@@ -111,40 +115,47 @@ def seeing_rows(loaded: LoadedModel, folder: Path, *, brief: bool = False) -> Ro
         _note_own(rows, row, model, script, {"mask": mx.ones((1, len(script) - ANSWER), dtype=mx.int32)})
     if loaded.vision is None:
         return rows
-    _add_pictures(rows, model, folder, _PLANS[1:2] if brief else _PLANS)
+    ours, films = PictureProcessor.load(folder), [] if loaded.stills else [_FILM_PLAN]
+    plans = [*(_PLANS[1:2] if brief else _PLANS), *(films if ours.video_placeholder else [])]
+    _add_pictures(rows, model, folder, ours, plans)
     return rows
 
 
-def _add_pictures(rows: Rows, model: Any, folder: Path, plans: Sequence[Sequence[int | str]]) -> None:
+def _add_pictures(
+    rows: Rows, model: Any, folder: Path, ours: PictureProcessor, plans: Sequence[Sequence[int | str]]
+) -> None:
     from mlx_vlm.utils import load_image_processor, load_processor
 
     own: Any = load_processor(folder, False)
     if (images := load_image_processor(folder)) is not None:
         own.image_processor = images
     tokenizer = getattr(own, "tokenizer", own)
-    ours, draw, noise = PictureProcessor.load(folder), random.Random(3), np.random.default_rng(5)
-    pictures = [_noisy(noise, *size) for size in SIZES]
+    draw, noise = random.Random(3), np.random.default_rng(5)
+    things = {str(index): Medium([_noisy(noise, *size)]) for index, size in enumerate(SIZES)}
+    frames = [replace(_noisy(noise, *_FILM_SIZE), seconds=second) for second in _FILM_S]
+    things[_FILM] = Medium(frames, video=True)
     for plan in plans:
         parts: list[dict[str, str]] = []
         for part in plan:
             words = " ".join(draw.choice(_WORDS) for _ in range(part)) if isinstance(part, int) else ""
-            parts.append({"type": "text", "text": words} if words else {"type": "image"})
-        shown = [pictures[int(part)] for part in plan if isinstance(part, str)]
+            parts.append({"type": "text", "text": words} if words else things[str(part)].part)
+        shown = [things[part] for part in plan if isinstance(part, str)]
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
         )
         answer = [draw.randrange(20, 3000) for _ in range(ANSWER)]
-        placed = place(ours, text, [Medium([one]) for one in shown])
+        placed = place(ours, text, shown)
         tokens = ours._tokenizer.encode(placed.text, add_special_tokens=False)
         prompt, media = with_media_tokens(ours, tokens, placed)
         row, script = len(rows.prompts), [*_filled(prompt, media), *answer]
         try:
-            inputs = _inputs_of(own, model, text, [_image(one) for one in shown])
+            inputs = _film_of(own, text, shown[0]) if shown[0].video else _inputs_of(own, model, text, _images(shown))
             given = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
             marked = ours.marked(script)
             inputs["mask"] = inputs.pop("attention_mask", None)
             if marked[:-ANSWER] != given:
                 rows.notes += [DIFFERS] if DIFFERS not in rows.notes else []
+                inputs = _for_tokens(inputs, given, marked[:-ANSWER], int(np.argmax(np.array(script) == ours.token)))
                 inputs["mask"] = mx.ones((1, len(marked) - ANSWER), dtype=mx.int32)
             _note_own(rows, row, model, marked, inputs)
         except Exception:
@@ -155,6 +166,35 @@ def _add_pictures(rows: Rows, model: Any, folder: Path, plans: Sequence[Sequence
         rows.prompts.append(prompt)
         rows.media.append(media)
         rows.scripts[row] = script
+
+
+def _for_tokens(inputs: dict[str, Any], given: Sequence[int], wanted: Sequence[int], first: int) -> dict[str, Any]:
+    """Returns inputs of the `given` tokens for the `wanted` ones, which begin or end otherwise. What says something of
+    each token, such as which are a picture's, would else say it of others.
+
+    Args:
+        first: the place of the first picture's first token in the wanted ones.
+    """
+    before = first - list(given).index(wanted[first])
+
+    def moved(value: Any) -> Any:
+        if getattr(value, "shape", None) != (1, len(given)):
+            return value
+        array, places = np.zeros((1, len(wanted)), np.array(value).dtype), np.arange(len(wanted)) - before
+        inside = (places >= 0) & (places < len(given))
+        array[0, inside] = np.array(value)[0, places[inside]]
+        return mx.array(array)
+
+    return {name: moved(value) for name, value in inputs.items()}
+
+
+def _film_of(processor: Any, text: str, film: Medium) -> dict[str, Any]:
+    """Returns what the processor makes of a text with one video."""
+    milliseconds = [round(1000 * frame.seconds) for frame in film.frames]
+    metadata = {"frames_indices": milliseconds, "fps": 1000.0, "total_num_frames": milliseconds[-1] + 1}
+    frames = np.stack([np.asarray(image) for image in _images([Medium([frame]) for frame in film.frames])])
+    made = dict(processor(text=[text], videos=[frames], fps=[2.0], video_metadata=[metadata]))
+    return {name: mx.array(each) if isinstance(each, np.ndarray) else each for name, each in made.items()}
 
 
 def _inputs_of(processor: Any, model: Any, text: str, images: list[Any]) -> dict[str, Any]:
@@ -204,10 +244,11 @@ def _noisy(noise: np.random.Generator, width: int, height: int) -> Picture:
     return Picture(width, height, pixels, picture_hash(width, height, pixels))
 
 
-def _image(picture: Picture) -> Any:
+def _images(shown: Sequence[Medium]) -> list[Any]:
     from PIL import Image
 
-    return Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
+    first = [medium.frames[0] for medium in shown]
+    return [Image.frombytes("RGB", (picture.width, picture.height), picture.pixels) for picture in first]
 
 
 def _normalized(logits: np.ndarray) -> np.ndarray:

@@ -62,27 +62,38 @@ def main(names: list[str]) -> int:
         print(f"there are no such types: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    machine, measured = facts("cpu"), versions(sys.executable)
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
         outcomes = pool.map(lambda one: outcome_of(*one), wanted)
         for (kind, name), outcome in zip(wanted, outcomes, strict=True):
             found[kind][name] = outcome
             print(f"{kind} {name}: {outcome['state']}  {'; '.join(outcome['notes'])}", flush=True)
-    result = {"machine": facts("cpu"), "versions": versions(sys.executable), "types": found}
-    if names and not _add_earlier(result):
+            # A run that is cut off has not been for nothing.
+            _keep({"machine": machine, "versions": measured, "types": found}, partial=True)
+    if not _keep({"machine": machine, "versions": measured, "types": found}, partial=bool(names)):
         print("the results are of other versions: they stay as they are", file=sys.stderr)
-    else:
-        (RESULTS / "zoo.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        (RESULTS / "zoo.md").write_text(table(result), encoding="utf-8")
     states = [outcome["state"] for types in found.values() for outcome in types.values()]
     return int(WRONG in states or CRASHED in states)
 
 
-def _add_earlier(result: dict[str, Any]) -> bool:
-    """Adds the earlier results of other types, in the same order. Returns whether they are of the same versions."""
-    earlier = json.loads((RESULTS / "zoo.json").read_text(encoding="utf-8"))
-    for kind, found in result["types"].items():
-        result["types"][kind] = {**earlier["types"].get(kind, {}), **found}
-    return earlier["versions"] == result["versions"]
+def _keep(result: dict[str, Any], *, partial: bool) -> bool:
+    """Writes the results, and the table of them.
+
+    Args:
+        partial: whether the earlier results of other types stay, in the same order.
+
+    Returns:
+        Whether it did: those may be of other versions.
+    """
+    if partial:
+        earlier = json.loads((RESULTS / "zoo.json").read_text(encoding="utf-8"))
+        if earlier["versions"] != result["versions"]:
+            return False
+        kinds = result["types"].items()
+        result = {**result, "types": {kind: {**earlier["types"].get(kind, {}), **found} for kind, found in kinds}}
+    (RESULTS / "zoo.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "zoo.md").write_text(table(result), encoding="utf-8")
+    return True
 
 
 def table(result: dict[str, Any]) -> str:

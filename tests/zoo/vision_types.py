@@ -10,6 +10,7 @@ from tests.worlds import vision_families
 from tests.worlds.vision_families import FAMILIES, Family
 from tests.worlds.vision_families import IMAGES as SCALED
 
+from .vision_omni import OMNI
 from .vision_parts import ALTERNATING, EXPERTS, HEAD, HIDDEN, LINEAR, TEXT, TOWER, WINDOW, only
 from .vision_patches import PATCHES
 from .vision_squares import SQUARES
@@ -452,7 +453,7 @@ IN_CODE: dict[str, dict[str, Any]] = {
 }
 """Sizes that mlx-vlm has in its code, and smaller ones in their place."""
 
-TYPES: dict[str, Family] = {**FAMILIES, **PATCHES, **SQUARES, **_PHI_TYPES, **_MOLMO_TYPES, **_OWN_TYPES}
+TYPES: dict[str, Family] = {**FAMILIES, **PATCHES, **SQUARES, **_PHI_TYPES, **_MOLMO_TYPES, **_OWN_TYPES, **OMNI}
 """By name; behind a plus sign is what makes one another variant of its type."""
 
 

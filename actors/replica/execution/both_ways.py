@@ -7,6 +7,7 @@ is depends on later tokens then, so it is known only if a picture's tokens are c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from itertools import pairwise
 from typing import Any
@@ -17,9 +18,13 @@ from PIL import Image
 
 from ...model_files.processors import PictureProcessor
 from .agreement import MODEL_ERRORS, agree
+from .findings import Findings
 
 SIDE = 224
 """Pixels of the pictures with which a model is tried."""
+
+_WHAT, _VERSION = "both_ways", 1
+"""Raised whenever it is found otherwise."""
 
 _BEHIND = (5, 6, 7)
 """Tokens of text behind the picture."""
@@ -42,18 +47,23 @@ def runs_of(tokens: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def find_both_ways(model: Any, processor: PictureProcessor, language: Any) -> BothWays:
-    """Looks for tokens whose logits change with a later token's embedding.
+def find_both_ways(model: Any, processor: PictureProcessor, language: Any, findings: Findings) -> BothWays:
+    """Looks for tokens whose logits change with a later token's embedding, or takes what an earlier load found.
 
     Args:
         model: as mlx-vlm loads it.
         language: makes the language part's caches.
+        findings: where it is kept.
     """
+    with suppress(ValueError):
+        return BothWays(findings.read(_WHAT, _VERSION))
     try:
-        return _find(model, processor, language)
+        found = _find(model, processor, language)
     except MODEL_ERRORS:
-        # It may want something that only its own loop gives it.
+        # It may want something that only its own loop gives it. Not kept: memory may have been short.
         return BothWays.NONE
+    findings.note(_WHAT, _VERSION, found.value)
+    return found
 
 
 def _find(model: Any, processor: PictureProcessor, language: Any) -> BothWays:

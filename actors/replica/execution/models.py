@@ -43,6 +43,7 @@ from ..kv.sealing import FULL_PRECISION, POLICIES, SealPolicy
 from . import decode_ways, few_rows_trial, joined, vision
 from .decode_ways import DEQUANTIZED, DecodeWay
 from .deferral import Deferral
+from .findings import Findings
 from .hidden_states import HiddenStates, find_hidden_states
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
@@ -69,8 +70,8 @@ class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
     `pool` has the sealed blocks of all its rows, None if nothing is sealed; `way` says how decode steps read them, and
     `apart` whether they compute row by row; `vision` encodes pictures, None for a model of text; `blind` is why one
-    that could see does not, empty for others; `hidden` computes hidden states, or is why nothing does, and `sentences`
-    says what becomes of them."""
+    that could see does not, and `stills` why one is shown videos as single pictures that could take more, both empty
+    for others; `hidden` computes hidden states, or is why nothing does, and `sentences` says what becomes of them."""
 
     model: Any
     folder: Path
@@ -86,6 +87,7 @@ class LoadedModel:
     apart: bool = False
     vision: Vision | None = None
     blind: str = ""
+    stills: str = ""
     hidden: HiddenStates | str = "its hidden states were not looked for"
     sentences: SentenceModules = field(default_factory=SentenceModules)
 
@@ -129,6 +131,7 @@ def load(
     kv: str = "q4",
     numerics: str = "fast",
     digests: Path | None = None,
+    trials: Path | None = None,
     trust_remote_code: bool = False,
     warm: bool | None = None,
     claim: Callable[[int], None] = lambda weights_bytes: None,
@@ -144,6 +147,7 @@ def load(
         numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
             `reproducible` lets it compute as prefill does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
+        trials: a file for what is found of the model by running it.
         trust_remote_code: whether code in the model's own folder may run.
         warm: whether to meet the usual shapes in advance; None where the device needs that.
         claim: called with the bytes of the weights before they are read.
@@ -181,12 +185,6 @@ def load(
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
     used = str(logits.dtype).removeprefix("mlx.core.")
-    seen = None
-    if seeing:
-        seen, blind = _vision(source, folder, whole, spec, numerics=numerics, trusted=trust_remote_code)
-    if blind:
-        logger.warning("%s is served for text alone: %s", source, blind)
-    check_unchanged(digested, paths)
     identity = Identity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files),
         computing=computing(
@@ -195,9 +193,16 @@ def load(
             kv=_format(spec),
             numerics=numerics,
             seeing=seeing,
-        )
-        | ({"attention": "both ways in pictures"} if seen is not None and seen.both_ways else {}),
+        ),
     )
+    seen = None
+    if seeing:
+        seen, blind = _vision(how, whole, spec, Findings(trials, identity.model_id))
+    if blind:
+        logger.warning("%s is served for text alone: %s", source, blind)
+    check_unchanged(digested, paths)
+    if seen is not None and seen.both_ways:
+        identity = replace(identity, computing={**identity.computing, "attention": "both ways in pictures"})
     loaded = LoadedModel(
         model=model,
         folder=folder,
@@ -284,7 +289,16 @@ def _started(how: _How) -> tuple[_Running, str]:
         why = first_sentence(error)
         if missing := missing_files(how.folder):
             why = f"its index names {missing[0]}, which is not in {how.folder} ({why}); download it again"
+        elif method := _foreign_quantization(read_json(how.folder / "config.json")):
+            why = f"its weights are quantized by {method} ({why}); convert what they were made of (`satchel convert`)"
         raise ModelLoadError(f"{how.source} cannot be loaded: {why}") from error
+
+
+def _foreign_quantization(config: dict[str, Any]) -> str:
+    """Returns what quantized a model's weights if it was not MLX, else nothing."""
+    by = config.get("quantization_config")
+    method = by.get("quant_method") if isinstance(by, dict) and "quantization" not in config else None
+    return method if isinstance(method, str) else ""
 
 
 def _start(how: _How, *, seeing: bool) -> _Running:
@@ -335,12 +349,12 @@ def _format(spec: ModelCacheSpec) -> str:
     return spec.policy.format if spec.policy else f"{FULL_PRECISION}.1"
 
 
-def _vision(
-    source: str, folder: Path, model: Any, spec: ModelCacheSpec, *, numerics: str, trusted: bool
-) -> tuple[Vision | None, str]:
+def _vision(how: _How, model: Any, spec: ModelCacheSpec, findings: Findings) -> tuple[Vision | None, str]:
     """Returns a model's encoder of pictures, or why there is none."""
+    source, folder = how.source, how.folder
     try:
-        seen = Vision(model, PictureProcessor.load(folder, trusted=trusted), together=numerics == "fast")
+        processor = PictureProcessor.load(folder, trusted=how.trusted)
+        seen = Vision(model, processor, together=how.numerics == "fast", findings=findings)
         return _seen_with(seen, spec)
     except NotLeftToRightError as error:
         raise ModelLoadError(f"{source} cannot be served: {error}") from error

@@ -30,6 +30,8 @@ from ..kv.device import on_gpu
 from ..kv.sealing import copied
 from .agreement import MODEL_ERRORS
 from .both_ways import SIDE, BothWays, find_both_ways, runs_of
+from .findings import Findings
+from .levels import has_dense_levels, levels_of, spread_levels
 
 logger = logging.getLogger(__name__)
 
@@ -261,6 +263,7 @@ class Vision:
     Args:
         model: as mlx-vlm loads it.
         together: whether small pictures may be encoded together.
+        findings: where it is kept what was found of the model.
 
     Attributes:
         together_tokens: how many tokens those may have; 0 on a CPU, which gains only 3% from it.
@@ -272,7 +275,7 @@ class Vision:
         NotLeftToRightError: no prompts can.
     """
 
-    def __init__(self, model: Any, processor: PictureProcessor, *, together: bool = True) -> None:
+    def __init__(self, model: Any, processor: PictureProcessor, *, together: bool, findings: Findings) -> None:
         # What encoding notes for the language part's next call must not reach it: that may be of another row.
         self._model = copy.copy(model)
         if not isinstance(getattr(type(model), "language_model", None), property):
@@ -285,7 +288,7 @@ class Vision:
         self._tried: set[bool] = set()
         # The next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
-        ahead = find_both_ways(self._model, processor, LanguagePart(self._model))
+        ahead = find_both_ways(self._model, processor, LanguagePart(self._model), findings)
         if ahead is BothWays.TEXTS:
             raise NotLeftToRightError("all tokens of its prompts attend to each other, here only to earlier ones")
         if ahead is BothWays.PROMPTS:
@@ -294,6 +297,7 @@ class Vision:
         # Of the prompt's first chunk alone: behind it such models count by themselves.
         example = {} if self._axes else processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
         self._own_positions = _axes_in(example)
+        self._dense_levels = has_dense_levels(self._model)
         self._evaluate_modules()
         modules = {id(module): module for root in (model, self._model) for module in root.modules()}
         self._modules = [(module, dict(module), dict(vars(module))) for module in modules.values()]
@@ -479,7 +483,8 @@ class Vision:
             Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, rows, width)`
             or, if they are the processor's, `(rows, axes, width) int32`, `inputs_embeds` `(rows, width, dim)` and
             `per_layer_inputs` `(rows, width, layers, dim)` in the model's dtype, `visual_pos_masks` `(rows, width)
-            bool`, and `deepstack_visual_embeds`, one array per level, `(masked tokens, dim)`.
+            bool`, and `deepstack_visual_embeds`, one array per level, `(masked tokens, dim)`, or one for all, `(rows,
+            width, levels, dim)`.
         """
         given: dict[str, Any] = {}
         if self._axes:
@@ -506,7 +511,8 @@ class Vision:
                     levels[level].append(array[first : first + end - begin])
         if levels:
             given["visual_pos_masks"] = mx.array(seen)
-            given["deepstack_visual_embeds"] = [mx.concatenate(level) for level in levels]
+            joined = [mx.concatenate(level) for level in levels]
+            given["deepstack_visual_embeds"] = spread_levels(joined, seen) if self._dense_levels else joined
         return given
 
     def steps(self, lengths: Sequence[int], rows: Sequence[RowPictures | None]) -> dict[str, Any]:
@@ -552,13 +558,6 @@ class Vision:
         known = pictures.positions[:, part.start : part.start + len(part.tokens)].astype(np.int32)
         rest = np.tile(places[known.shape[1] :] + pictures.shift, (self._axes, 1))
         return np.concatenate([known, rest], axis=1)
-
-
-def levels_of(made: dict[str, Any]) -> list[mx.array]:
-    """Returns the arrays that are added after the first layers, each `(masked tokens, dim)`, from the outputs of
-    `get_input_embeddings`. Some models keep them with their mask."""
-    levels = made.get("deepstack_visual_embeds")
-    return list(getattr(levels, "embeddings", levels) or ())
 
 
 def _with_pictures(plain: mx.array, spans: list[tuple[int, int, ImageEmbeddings, int]]) -> mx.array:

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.utils import _get_classes, save_model
 from PIL import Image
 
-from satchel.actors.model_files.processors import sees, sight
+from satchel.actors.model_files.processors import NO_PLACE_FOR_VIDEOS, sees, sight
 from satchel.actors.replica import picture_trial
 from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.models import LoadedModel
@@ -25,6 +25,12 @@ from satchel.cluster.errors import InvalidRequest
 from tests.worlds.families import random_weights
 from tests.worlds.vision_families import write_files, write_model
 from tests.zoo import vision_types
+
+PATCHES = 16 * 12
+"""Of a picture of the trial's usual size, whose tokens are a quarter of it."""
+
+TOKENS_ALONE = 60
+"""At most so many has a picture or a part of a video alone, and more every prompt."""
 
 
 def load(folder: Path) -> LoadedModel:
@@ -68,8 +74,23 @@ def as_long_as_the_prompt(ids: mx.array, pixels: mx.array, embeddings: mx.array)
     return embeddings * ids.shape[1]
 
 
+def a_place_off_inside_a_prompt(ids: mx.array, pixels: mx.array, embeddings: mx.array) -> mx.array:
+    return embeddings if ids.shape[1] <= TOKENS_ALONE else mx.roll(embeddings, 1, 1)
+
+
+def fails_if_wide(ids: mx.array, pixels: mx.array, embeddings: mx.array) -> mx.array:
+    if pixels.shape[0] % PATCHES:
+        raise IndexError("no such part")
+    return embeddings
+
+
+def wrong_if_wide_inside_a_prompt(ids: mx.array, pixels: mx.array, embeddings: mx.array) -> mx.array:
+    return embeddings * (2 if pixels.shape[0] % PATCHES and ids.shape[1] > TOKENS_ALONE else 1)
+
+
 def test_a_right_model_sees(loaded: LoadedModel):
     assert not picture_trial.faults(loaded)
+    assert not picture_trial.fault_of_videos(loaded)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +99,9 @@ def test_a_right_model_sees(loaded: LoadedModel):
         (one_short, r"mlx-vlm makes \d+ embeddings of a picture"),
         (always_one_picture, "two different ones are the same"),
         (as_long_as_the_prompt, "otherwise than alone"),
+        (a_place_off_inside_a_prompt, "otherwise than alone"),
+        (fails_if_wide, r"a picture of 728 x 364 pixels fails \(no such part\)"),
+        (wrong_if_wide_inside_a_prompt, "otherwise than alone"),
     ],
 )
 def test_embeddings_that_are_wrong_are_found(loaded: LoadedModel, shows: Callable[..., None], fault: Any, why: str):
@@ -89,6 +113,74 @@ def test_embeddings_that_are_wrong_are_found(loaded: LoadedModel, shows: Callabl
     assert note.startswith("it takes no pictures: ") and proven.loaded.blind in note
     with pytest.raises(ValueError, match=why):
         raise ValueError(proven.loaded.blind)
+
+
+@pytest.fixture
+def films(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets the model make something else of token ids and a video's pixels."""
+
+    def install(fault: Callable[[mx.array, mx.array], mx.array]) -> None:
+        assert loaded.vision is not None
+        kind = type(loaded.vision.model)
+        plain = kind.get_input_embeddings
+
+        def made(self: Any, ids: mx.array, pixels: Any = None, **given: Any) -> Any:
+            features = plain(self, ids, pixels, **given)
+            if given.get("pixel_values_videos") is not None:
+                features.inputs_embeds = fault(ids, features.inputs_embeds)
+            return features
+
+        monkeypatch.setattr(kind, "get_input_embeddings", made)
+
+    return install
+
+
+def fails(ids: mx.array, embeddings: mx.array) -> mx.array:
+    raise TypeError("no videos")
+
+
+def other_inside_a_prompt(ids: mx.array, embeddings: mx.array) -> mx.array:
+    return embeddings * (1 if ids.shape[1] <= TOKENS_ALONE else 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"), [(fails, "a video fails (no videos)"), (other_inside_a_prompt, "otherwise than alone")]
+)
+def test_a_model_whose_videos_are_wrong_is_shown_single_pictures(
+    loaded: LoadedModel, films: Callable[..., None], tmp_path: Path, fault: Any, why: str
+):
+    films(fault)
+    for _ in range(2):
+        # The second time from what the first one found.
+        proven = prove(loaded, Model(name="tiny", source="somewhere/tiny"), lambda *_: None, tmp_path / "trials.json")
+        assert proven.loaded.vision is not None and not proven.loaded.blind
+        assert why in proven.loaded.stills
+        assert proven.notes == [f"videos are shown to it as single pictures: {proven.loaded.stills}"]
+
+
+def test_logits_that_are_wrong_with_a_video_are_found(loaded: LoadedModel):
+    vision = loaded.vision
+    assert vision is not None
+    plain, swapped = vision.set_positions, 0
+
+    def place(pictures: Any, tokens: Any, grids: Any) -> None:
+        nonlocal swapped
+        plain(pictures, tokens, grids)
+        if any(video for _, video in grids) and pictures.positions is not None:
+            pictures.positions, swapped = pictures.positions[::-1], swapped + 1
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(vision, "set_positions", place)
+        assert not picture_trial.faults(loaded) and not swapped
+        assert "computes something else" in picture_trial.fault_of_videos(loaded)
+
+
+def test_a_processor_of_videos_without_a_place_for_them_is_said(loaded: LoadedModel):
+    assert loaded.vision is not None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loaded.vision.processor, "video_placeholder", "")
+        patched.setattr(loaded.vision.processor, "stills", NO_PLACE_FOR_VIDEOS)
+        assert picture_trial.fault_of_videos(loaded) == NO_PLACE_FOR_VIDEOS
 
 
 def test_a_picture_that_nobody_looks_at_is_an_error(loaded: LoadedModel, shows: Callable[..., None]):

@@ -284,6 +284,22 @@ async def test_frames_of_a_video_are_encoded_two_by_two(
         assert len(keys) == 2 and [key for key in keys if key in {one.key for one in media}] == known
 
 
+async def test_a_model_that_is_not_proven_with_videos_is_shown_their_frames(
+    client: httpx.AsyncClient, backend: FakeBackend, seeing: TextModel
+) -> None:
+    backend.served[0] = replace(backend.served[0], stills="a video fails")
+    frames = [picture(color, (84, 84)) for color in ("red", "green", "blue")]
+    part = {"type": "video", "video": [url_of(frame) for frame in frames], "fps": 2}
+    assert (await ask(client, [*shown(picture()), part])).status_code == 200
+    assert [(one.pixels, one.video) for one in sent(backend)[1]] == [
+        ([one.tobytes()], False) for one in (picture(), *frames)
+    ]
+    # Its token is still none that a text may have.
+    assert seeing.pictures is not None
+    answer = await ask(client, [*shown(picture()), {"type": "text", "text": seeing.pictures.video_placeholder}])
+    assert answer.status_code == 400
+
+
 def listed(image: Image.Image) -> dict[str, Any]:
     """What an agent that was shown it says of it."""
     return {"hash": picture_hash(*image.size, image.tobytes()).hex(), "width": image.width, "height": image.height}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -223,6 +224,38 @@ def test_named_templates_are_chosen_by_whether_there_are_tools(tmp_path: Path):
     assert (text.template(), text.template(tools)) == (template, "tools " + template)
 
 
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
+def test_a_template_is_found_wherever_it_was_published(file: str, tmp_path: Path):
+    folder = write_tokenizer(tmp_path, markers="none")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    if file.endswith(".jinja"):
+        (folder / file).write_text(template)
+    else:
+        known = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps(known | {"chat_template": template}))
+    text = load_text_model(folder)
+    assert text.template() == template
+    assert text.render([{"role": "user", "content": "Hi"}]).startswith("<|im_start|>user\nHi<|im_end|>")
+
+
+def test_an_old_tokenizer_of_words_and_merges_is_enough(tmp_path: Path):
+    folder = write_tokenizer(tmp_path, markers="none")
+    fast, string = load_text_model(folder), "the lazy dog <|im_end|> héllo 😀"
+    kept = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(kept["vocab"]))
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in kept["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    added = {token: fast.encode(token)[0] for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")}
+    named = {str(number): {"content": token, "special": True} for token, number in added.items()}
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": named, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = load_text_model(folder)
+    assert list(text.encode(string)) == list(fast.encode(string))
+    assert "".join(pieces(text.detokenizer(), text.encode(string))) == string
+
+
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "Qwen2Tokenizer", "T5Tokenizer"])
 def test_a_tokenizer_without_its_vocabulary_is_refused(kind: str, tmp_path: Path):
     folder = write_tokenizer(tmp_path, markers="none")
@@ -230,6 +263,29 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(kind: str, tmp_path: Path
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     with pytest.raises(ModelLoadError, match="has no vocabulary: its folder lacks"):
         load_text_model(folder, name="bare")
+
+
+def test_a_config_that_transformers_does_not_want_is_no_fault_of_a_tokenizer(tmp_path: Path):
+    """It is not transformers that computes; its checks of a model's settings are stricter than those who do."""
+    folder = write_tokenizer(tmp_path, markers="none")
+    plain = load_text_model(folder)
+    part = {"model_type": "gemma3n_text", "activation_sparsity_pattern": [1, 0]}
+    odd = {"model_type": "gemma3n", "text_config": part}
+    (folder / "config.json").write_text(json.dumps(odd | {"eos_token_id": plain.encode("<|im_end|>")[0]}))
+    text = load_text_model(folder)
+    assert list(text.encode("the quick brown fox")) == list(plain.encode("the quick brown fox"))
+    assert text.template() == plain.template()
+
+
+@pytest.mark.parametrize("error", [TypeError("no such thing"), SystemExit(1), RuntimeError("no such thing")])
+def test_whatever_a_library_raises_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException):
+    def load(*_: Any, **named: Any) -> Any:
+        raise error
+
+    folder = write_tokenizer(tmp_path, markers="none")
+    monkeypatch.setattr("mlx_lm.tokenizer_utils.load", load)
+    with pytest.raises(ModelLoadError, match="the tokenizer of 'odd' does not load"):
+        load_text_model(folder, name="odd")
 
 
 def test_an_old_tokenizer_of_one_file_is_enough(tmp_path: Path):

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from satchel.actors.replica.execution import models, prepare
 from satchel.actors.replica.execution.models import LoadedModel
 from satchel.cluster.errors import ModelLoadError
+from tests.worlds.bench import Bench
 from tests.worlds.families import config_of, write_model
 
 
@@ -144,6 +145,22 @@ def test_weights_that_do_not_fit_the_free_memory_are_refused_with_the_numbers(
     assert models.load(str(folder), dtype="bfloat16", context_tokens_max=None, progress=quiet)
     with pytest.raises(ModelLoadError, match=r"needs 0\.02 GiB .* 0\.01 GiB are free"):
         models.load(str(folder), dtype="float32", context_tokens_max=None, progress=quiet)
+
+
+@pytest.mark.parametrize("named", ["n_positions", "max_seq_len", "model_max_length"])
+def test_a_prompt_longer_than_the_context_is_refused_whatever_its_name(tmp_path: Path, named: str):
+    """Behind its table of positions a model would read whatever lies in memory there."""
+    folder = write_model(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config | {named: 256}))
+    bench = Bench(models.load(str(folder), context_tokens_max=None, progress=quiet))
+    bench.submit("long", [7] * 400)
+    bench.turn()
+    assert "256 tokens" in bench.refused["long"].message
+    bench.submit("short", [7] * 200, max_tokens=2)
+    bench.drain()
+    assert bench.rows["short"].finish == "length"
 
 
 RANK = 4

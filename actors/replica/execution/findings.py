@@ -1,0 +1,51 @@
+"""What was found of models at earlier loads, in a file of the home, so that later ones need not find it again."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ....cluster.errors import ClusterError
+from ....cluster.home import write_private_json
+from ...protocol.block_ids import digest
+from ..kv.device import device_name
+
+
+class Findings:
+    """What was found of one model on this device.
+
+    Args:
+        path: the file, JSON by key; None for nowhere.
+        model_id: 32 bytes that change whenever the model computes otherwise.
+    """
+
+    def __init__(self, path: Path | None, model_id: bytes) -> None:
+        self._path, self._model_id = path, model_id
+
+    def read(self, what: str, version: int) -> Any:
+        """Returns what was noted; None if nothing was.
+
+        Args:
+            what: its name.
+            version: raised whenever it is found otherwise.
+        """
+        return _entries(self._path).get(self._key(what, version))
+
+    def note(self, what: str, version: int, found: Any) -> None:
+        """Keeps what was found, a JSON value. A file that cannot be written is no error: it is found again then."""
+        if self._path is None:
+            return
+        with suppress(ClusterError):
+            write_private_json(self._path, _entries(self._path) | {self._key(what, version): found})
+
+    def _key(self, what: str, version: int) -> str:
+        return digest(f"satchel.{what}".encode(), self._model_id, device_name().encode(), bytes([version])).hex()
+
+
+def _entries(path: Path | None) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        if path is not None and isinstance(entries := json.loads(path.read_text(encoding="utf-8")), dict):
+            return entries
+    return {}
