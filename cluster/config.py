@@ -175,6 +175,13 @@ class Routing:
     """A replica that has not reported for this long is avoided."""
     sticky_penalty_s_max: Seconds = 2.0
     """An agent leaves its replica if another would answer sooner by this plus the time to recompute its KV."""
+    split: bool = True
+    """Whether a prompt of an agent may be prefilled on one node and its answer decoded on another."""
+    split_tokens_min: Count = 2048
+    """Prompts of which fewer tokens must be computed are never split."""
+    split_gain_min: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
+    """A prompt is split if that saves this share of the time that the best node alone would take, with 128 tokens of
+    the answer."""
 
 
 def _checked_host(value: str) -> str:

@@ -208,6 +208,12 @@ class ReplicaClient:
         message = RowIds(list(request_ids))
         return self.actor.call(lambda replica: replica.abort.remote(encode(message)), _nothing, self._answer_s)
 
+    def go_on(self, request_ids: Sequence[str]) -> Call[None]:
+        """Has rows that wait for another node's prefill wait no more: what has not come is computed. Ignores unknown
+        ids."""
+        message = RowIds(list(request_ids))
+        return self.actor.call(lambda replica: replica.go_on.remote(encode(message)), _nothing, self._answer_s)
+
     def release(self, kept: KVSelection) -> Call[int]:
         """Drops blocks, the tails after them, the tails that `first` begins with, and image embeddings from memory, but
         not from the disk. Returns the bytes freed."""

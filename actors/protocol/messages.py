@@ -94,6 +94,8 @@ class GenerateRequest:
         choices: how many requests with this prompt come together, as for a caller's `n`: it is computed once.
         pull_from, pull_tokens: the node from which KV of so many of the prompt's first tokens is pulled before prefill,
             as far as it is missing on the replica's node; "" for none.
+        pull_wait_s: 0 if that node has it; else it is made there now, and the row waits so long for it at the most.
+        hands_on: another node waits for this row's KV: whole blocks are written to disk as soon as they are sealed.
         remembered_tokens: how many of the prompt's first tokens the agent had in earlier turns; 0 if unknown.
         lasting_tokens: how many of the prompt's first tokens later prompts of the conversation begin with, whatever the
             answer is and the template drops of it: up to where the answer begins; 0 if unknown.
@@ -118,6 +120,8 @@ class GenerateRequest:
     choices: int = 1
     pull_from: str = ""
     pull_tokens: int = 0
+    pull_wait_s: float = 0.0
+    hands_on: bool = False
     media: list[MediaSpan] = field(default_factory=list)
     remembered_tokens: int = 0
     lasting_tokens: int = 0
@@ -182,7 +186,7 @@ class RouteRequest:
     prompt in tokens, its number of tokens, whether there are pixels to encode].
 
     These ids hold for replicas whose model has the id `model_id`; `others` has those for the ids of nodes that compute
-    differently.
+    differently. `splits` says whether one replica may prefill it and another decode it.
     """
 
     request_id: str
@@ -196,6 +200,7 @@ class RouteRequest:
     pictures: list[tuple[bytes, int, int, bool]] = field(default_factory=list)
     model_id: bytes = b""
     others: list[Chain] = field(default_factory=list)
+    splits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +214,11 @@ class Decision:
 
     `costs_s` has the estimated seconds to first token by term (`total` was compared), each a list along `candidates`;
     of very many candidates only the cheapest.
+
+    Of a request that is split `prefill_on` is the replica that prefills it, on the node `pull_from`, counted there as
+    `prefill_row` of its id; `replica` waits `wait_s` for its KV at the most, and decodes. Then `cached_tokens` is what
+    need not be computed there, and `split_costs_s` has the terms of the two together, and `alone`, the least that one
+    replica would cost.
 
     `model_id` is the replica's; `model_ids` are those of all replicas of the model that the router knows.
     """
@@ -224,6 +234,14 @@ class Decision:
     move_to: str = ""
     model_id: bytes = b""
     model_ids: list[bytes] = field(default_factory=list)
+    prefill_on: str = ""
+    wait_s: float = 0.0
+    split_costs_s: dict[str, float] = field(default_factory=dict)
+
+
+def prefill_row(request_id: str) -> str:
+    """Returns the id of the row that prefills a split request."""
+    return f"{request_id}/prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +256,7 @@ class ReplicaReport:
     `restore_bytes_per_s` (KV from the node's disk into memory), `kv_bytes_per_token` (as it is kept and moved) and
     `encode_token_s` (the time to encode a picture, for each of its tokens).
     `free_bytes` is the memory left for the KV of further rows, -1 if unknown.
-    `model_id` is the same for the whole incarnation.
+    `model_id` is the same for the whole incarnation. `moves_kv` says whether its KV can go by disks to other nodes.
     """
 
     replica: str
@@ -261,6 +279,7 @@ class ReplicaReport:
     free_bytes: int = -1
     encode_token_s: float = 0.0
     model_id: bytes = b""
+    moves_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +381,8 @@ class Explanation:
     pull_from: str = ""
     pull_tokens: int = 0
     costs_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    prefill_on: str = ""
+    split_costs_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +525,8 @@ class ReplicaStats:
 
     A block has a slot of the pool in each group of layers that are alike: `slots_running` are of rows and of what waits
     to be written, `slots_kept` of prefixes that nobody needs now. `memory_bytes` is all that the replica holds besides
-    its model, of `memory_bytes_max` that it may use now.
+    its model, of `memory_bytes_max` that it may use now. `split_requests_total` counts the rows that another node
+    prefilled, and `split_fallbacks_total` those of them for which not all came.
     """
 
     replica: str
@@ -526,6 +548,8 @@ class ReplicaStats:
     unwritten_turns_total: int = 0
     restored_tokens_total: int = 0
     blocks_corrupt_total: int = 0
+    split_requests_total: int = 0
+    split_fallbacks_total: int = 0
     failed_checks_total: int = 0
     embedded_tokens_total: int = 0
     vision_cache_hits_total: int = 0

@@ -506,7 +506,8 @@ class FetchKV:
 @dataclass(frozen=True, slots=True)
 class PullKV:
     """Asks to pull a chain for a request that is about to be computed: `block_ids` after `root`, then tails of the
-    tokens `rest`. `limits` are those of the tenant whose KV it is."""
+    tokens `rest`. `limits` are those of the tenant whose KV it is. With `wait_s` the source may still be making it:
+    after so long without anything new the pull ends with what has come."""
 
     source: str
     model: bytes
@@ -516,16 +517,20 @@ class PullKV:
     owner: str
     deadline_s: float
     limits: Limits = field(default_factory=dict)
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """How many `tokens` of the chains the node has now, and how much was pulled."""
+    """How many `tokens` of the chains the node has now, how much was pulled, and whether that is all that was wanted;
+    of a pull that waits, with a tail of all the tokens after the chain. `more` says whether the rest may still come."""
 
     tokens: int = 0
     blocks: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    complete: bool = False
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

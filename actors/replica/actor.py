@@ -106,6 +106,7 @@ class ReplicaActor:
         self._proven: Proven | None = None
         self._disk: DiskTier | None = None
         self._looking: set[str] = set()
+        self._following: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._consumers: Consumers | None = None
         self._asked = True
@@ -203,6 +204,8 @@ class ReplicaActor:
             "unwritten_turns_total": counters.unwritten_turns,
             "restored_tokens_total": counters.restored_tokens,
             "blocks_corrupt_total": counters.corrupt_blocks,
+            "split_requests_total": counters.followed_rows,
+            "split_fallbacks_total": counters.lost_prefills,
         }
 
     @answers(GenerateRequest)
@@ -223,6 +226,7 @@ class ReplicaActor:
             raise Unavailable(f"request {request.request_id} has not left yet")
         rows.add(request.request_id)
         grammar = await self._grammar_of(request)
+        await self._follow(request)
         known, embeddings = await self._look_up(request)
         if request.request_id not in rows:
             raise Unavailable(f"request {request.request_id} was taken out")
@@ -286,7 +290,7 @@ class ReplicaActor:
         """As `Engine.look_up`, without blocking the event loop."""
         if self._disk is None or self._engine is None or not (request.agent or request.block_ids):
             return 0, {}
-        if not request.pull_from and not request.media:
+        if not (request.pull_from and not request.pull_wait_s) and not request.media:
             # This does not touch the disk, so it needs no other thread.
             return self._engine.look_up(request)
         self._looking.add(request.request_id)
@@ -294,6 +298,26 @@ class ReplicaActor:
             return await asyncio.to_thread(self._engine.look_up, request)
         finally:
             self._looking.discard(request.request_id)
+
+    async def _follow(self, request: GenerateRequest) -> None:
+        """Waits for KV that another node makes for the row, until it is here or `go_on` says so."""
+        name = request.request_id
+        if self._disk is None or not request.pull_wait_s:
+            return
+        rows = self._known().rows(request.consumer)
+        self._looking.add(name)
+        self._following.add(name)
+        try:
+            await self._disk.follow(request, lambda: name in self._following and name in rows)
+        finally:
+            self._following.discard(name)
+            self._looking.discard(name)
+
+    @answers(RowIds)
+    async def go_on(self, rows: RowIds) -> None:
+        """Has rows wait no more for KV that another node was to make: they are computed from what has come. Unknown ids
+        are ignored."""
+        self._following.difference_update(rows.request_ids)
 
     @answers(RowIds)
     async def abort(self, rows: RowIds) -> None:
@@ -441,7 +465,8 @@ class ReplicaActor:
         def is_slow() -> bool:
             return self._watchdog.is_slow(ENGINE)
 
-        reports = EngineReports(self._name, self._model.name, self._node, engine, self._disk, self._timing, is_slow)
+        names = self._name, self._model.name, self._node
+        reports = EngineReports(*names, engine, self._disk, self._timing, is_slow, lambda: list(self._looking))
         threading.Thread(target=reports.reporter.run, name="reporter", daemon=True).start()
         served = threading.Timer(SERVED_S, self._note_served)
         served.daemon = True

@@ -133,7 +133,7 @@ class Engine:
         if self._disk is None:
             return 0, {}
         hot = self.prefixes.peek(request.root_id, request.block_ids, request.prompt)
-        if request.pull_from and request.pull_tokens > hot:
+        if request.pull_from and request.pull_tokens > hot and not request.pull_wait_s:
             self._disk.pull(request)
         if not request.media:
             # The KV itself is read back once the row is admitted.

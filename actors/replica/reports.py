@@ -20,6 +20,7 @@ class EngineReports:
         disk: None where nothing is read back.
         timing: how often, and how long the engine may take to say what came and went.
         is_slow: whether the engine stands still. Then nothing is told, and the router avoids the replica.
+        coming: the rows that the engine does not know yet, as they are looked up.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class EngineReports:
         disk: DiskTier | None,
         timing: Timing,
         is_slow: Callable[[], bool] = lambda: False,
+        coming: Callable[[], list[str]] = list,
     ) -> None:
-        self._is_slow, self._timing = is_slow, timing
+        self._is_slow, self._coming, self._timing = is_slow, coming, timing
         self.reporter = Reporter(self._make, timing, tell=self._tell)
         self._replica, self._model, self._node = replica, model, node
         self._engine, self._disk = engine, disk
@@ -65,7 +67,7 @@ class EngineReports:
             pending_tokens=engine.pending_tokens,
             rows_max=engine.scheduler.limits.rows_max,
             prefill_tokens_per_s=engine.pace.tokens_per_s,
-            active=engine.active,
+            active=[*engine.active, *self._coming()],
             announced=announced,
             retracted=retracted,
             full=full and self._events_taken,
@@ -76,6 +78,7 @@ class EngineReports:
             free_bytes=engine.scheduler.free_tokens * engine.loaded.spec.bytes_per_token,
             encode_token_s=engine.pictures.encode_token_s,
             model_id=engine.loaded.model_id,
+            moves_kv=self._disk is not None,
         )
 
     def _tell(self, report: ReplicaReport) -> bool:

@@ -41,6 +41,7 @@ from ..protocol.messages import (
 from ..supervision.watchdog import Watchdog
 from .places import Whereabouts
 from .policy import Policy
+from .splitting import Rules
 
 DECISIONS_KEPT = 1000
 WATCH_S = 1.0
@@ -68,6 +69,7 @@ class RouterActor:
             sticky_penalty_s_max=routing.sticky_penalty_s_max,
             rule=routing.policy,
             timing=config.timing,
+            split=Rules(routing.split_tokens_min, routing.split_gain_min) if routing.split else None,
         )
         # `explain` searches it from the latest on, which a library's cache does not offer.
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
@@ -170,6 +172,8 @@ class RouterActor:
                 name: {term: seconds[position] for term, seconds in decision.costs_s.items()}
                 for position, name in enumerate(decision.candidates)
             },
+            prefill_on=decision.prefill_on,
+            split_costs_s=decision.split_costs_s,
         )
 
     async def config(self) -> Config:

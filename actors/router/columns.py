@@ -13,8 +13,8 @@ from .nodes import NodeTable
 
 
 class Columns:
-    """The figures of a model's replicas as arrays `(replicas,)`, indices as `intp` and the rest as `float64`. Made anew
-    if a replica joins or leaves; `refresh` updates one.
+    """The figures of a model's replicas as arrays `(replicas,)`, indices as `intp`, `moves_kv` as `bool`, the rest as
+    `float64`. Made anew if a replica joins or leaves; `refresh` updates one.
 
     Args:
         states: the replicas, sorted by name.
@@ -35,7 +35,8 @@ class Columns:
         self.seen, self.queue_s, self.decode_s = np.empty(count), np.empty(count), np.empty(count)
         self.token_s, self.restore_token_s, self.kv_bytes = np.empty(count), np.empty(count), np.empty(count)
         self.free_bytes, self.last_assigned = np.empty(count), np.empty(count)
-        self.encode_token_s = np.empty(count)
+        self.encode_token_s, self.step_s = np.empty(count), np.empty(count)
+        self.moves_kv = np.empty(count, bool)
         for state in states:
             self.refresh(state)
 
@@ -44,7 +45,8 @@ class Columns:
         row = self.rows[state.name]
         self.token_s[row], self.restore_token_s[row] = state.token_s, state.restore_token_s
         self.kv_bytes[row], self.free_bytes[row] = state.kv_bytes, state.free_bytes
-        self.encode_token_s[row] = state.encode_token_s
+        self.encode_token_s[row], self.step_s[row] = state.encode_token_s, state.step_s
+        self.moves_kv[row] = state.moves_kv
         self.refresh_load(state)
 
     def refresh_load(self, state: ReplicaState) -> None:

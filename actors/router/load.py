@@ -63,6 +63,8 @@ class ReplicaState:
     """Seconds to prefill a token."""
     row_s: float = DECODE_ROW_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S
     """Seconds that a row costs the rows beside it."""
+    step_s: float = DECODE_ROW_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S / DECODE_ROW_STEPS
+    """Seconds of a decode step."""
     kv_bytes: float = DEFAULT_KV_BYTES_PER_TOKEN
     """Bytes of a token's KV."""
     restore_token_s: float = DEFAULT_KV_BYTES_PER_TOKEN / DEFAULT_RESTORE_BYTES_PER_S
@@ -71,6 +73,8 @@ class ReplicaState:
     """Free memory for rows' KV."""
     encode_token_s: float = DEFAULT_ENCODE_TOKEN_S
     """Seconds to encode a picture, per token."""
+    moves_kv: bool = False
+    """Whether its KV can go to other nodes."""
     requests: dict[str, Load] = field(default_factory=dict)
     last_assigned: int = 0
     queue_s: float = 0.0
@@ -87,12 +91,13 @@ class ReplicaState:
         self.node = report.node
         self.rows_max, self.pending_tokens = max(1, report.rows_max), max(0, report.pending_tokens)
         self.token_s = 1.0 / measured(report.prefill_tokens_per_s, DEFAULT_PREFILL_TOKENS_PER_S)
-        step_s = measured(report.decode_token_s, DECODE_ROW_TOKENS * self.token_s / DECODE_ROW_STEPS)
-        self.row_s = DECODE_ROW_STEPS * step_s
+        self.step_s = measured(report.decode_token_s, DECODE_ROW_TOKENS * self.token_s / DECODE_ROW_STEPS)
+        self.row_s = DECODE_ROW_STEPS * self.step_s
         self.kv_bytes = measured(report.kv_bytes_per_token, DEFAULT_KV_BYTES_PER_TOKEN)
         self.restore_token_s = self.kv_bytes / measured(report.restore_bytes_per_s, DEFAULT_RESTORE_BYTES_PER_S)
         self.free_bytes = report.free_bytes if report.free_bytes >= 0 else inf
         self.encode_token_s = measured(report.encode_token_s, DEFAULT_ENCODE_TOKEN_S)
+        self.moves_kv = report.moves_kv
 
     def add(self, request_id: str, load: Load) -> None:
         """Counts a request that is not counted yet."""

@@ -26,6 +26,9 @@ An agent's home is the replica of its last turn. If that is gone, or the agent's
 replicas on its primary node. A new agent that asks about a known picture has no home: it goes where that costs least.
 Nodes that are drained keep their agents and get no other requests.
 
+A long prompt may be prefilled on one node and the answer decoded on another, where that is clearly better
+(`splitting.py`). It then counts on both replicas.
+
 Replicas of one model may have several model ids if their nodes compute differently, and can use only KV of their own
 id. So a request has the block ids of every model id, and only those under a replica's own id count for it.
 """
@@ -40,13 +43,14 @@ import numpy as np
 
 from ...cluster.timing import USUAL, Timing
 from ..protocol.block_ids import BLOCK_TOKENS
-from ..protocol.messages import Chain, Decision, RouteRequest
+from ..protocol.messages import Chain, Decision, RouteRequest, prefill_row
 from .columns import Columns
 from .costs import Floats, Integers, Sources, Ways, best_ways, encoding_s, joined
 from .directory import Seat
 from .load import ROW_WAIT_S, Load
 from .members import Members
 from .places import Whereabouts
+from .splitting import Candidates, Rules, Split, best_split
 
 FIRST_PREFILL_S = 4.0
 """The extra cost of a new agent's first prefill that is not counted."""
@@ -109,6 +113,7 @@ class Policy:
         rule: one of `RULES`.
         agents_max: how many agents' last turns are remembered.
         timing: as for `Members`.
+        split: when requests are split; None for never.
 
     Raises:
         ValueError: no such rule.
@@ -122,12 +127,14 @@ class Policy:
         rule: str = "satchel",
         agents_max: int = 100_000,
         timing: Timing = USUAL,
+        split: Rules | None = None,
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"no routing rule {rule!r}; there are {', '.join(RULES)}")
         self.members = Members(timeout_s=timeout_s, agents_max=agents_max, timing=timing)
         self._sticky_s = sticky_penalty_s_max
         self._rule = rule
+        self._split = split
 
     def route(self, request: RouteRequest, now: float) -> Decision | None:
         """Chooses the replica for a request and reserves its load there; None if no replica of its model is alive.
@@ -144,6 +151,9 @@ class Policy:
         costs = self._costs(case, ways, new, now)
         total = costs["total"]
         chosen = _least_recent(case, total) if beside is None else beside
+        split = self._splits(case, ways, hot, costs, now) if beside is None else None
+        if split is not None:
+            return self._decided_split(case, ways, hot, costs, split, now)
         if beside is not None:
             why = "beside"
         elif self._rule != "satchel":
@@ -161,16 +171,73 @@ class Policy:
         if pulled:
             pull_from = self.members.nodes.named(source)
             self.members.nodes.reserve(source, float(ways.pull_s[chosen]), now)
-        rows = case.rows
-        if len(total) > CANDIDATES_SHOWN:
-            shown = _shown(total, chosen)
-            rows, costs = rows[shown], {term: seconds[shown] for term, seconds in costs.items()}
-        names = [case.columns.names[row] for row in rows.tolist()]
-        terms = {term: seconds.tolist() for term, seconds in costs.items()}
+        names, terms = _listed(case, costs, chosen)
         # The other rules ignore agents.
         move_to = move_to if self._rule == "satchel" else ""
         ids = state.model_id, list(case.columns.model_ids)
         return Decision(state.name, why, held, names, terms, state.node, pull_from, pulled, move_to, *ids)
+
+    # Prefill here, decode there.
+
+    def _splits(self, case: _Case, ways: Ways, hot: Integers, costs: dict[str, Floats], now: float) -> Split | None:
+        """Returns the pair of replicas that answers the request together, None if one answers it alone."""
+        request, columns, rows = case.request, case.columns, case.rows
+        rules, tokens = self._split, request.prompt_tokens
+        if rules is None or self._rule != "satchel" or not request.splits or len(rows) < 2:
+            return None
+        if tokens - int(ways.held.max()) < rules.tokens_min:
+            return None
+        nodes, away_s = self.members.nodes, np.full(len(rows), self._sticky_s if case.home else 0.0)
+        away_s[case.home] = 0.0
+        node = columns.node[rows]
+        stores = (now - nodes.seen <= self.members.timeout_s) & nodes.writes & ~nodes.draining
+        candidates = Candidates(
+            node=node,
+            model=columns.model[rows],
+            stores=stores[node] & columns.moves_kv[rows],
+            held=ways.held,
+            near=ways.held - ways.pulled,
+            hot=hot,
+            queue_s=costs["queue"],
+            prefill_s=ways.pull_s + ways.restore_s + ways.prefill_s,
+            other_s=costs["encode"] + costs["decode"] + costs["away"],
+            decode_s=costs["decode"],
+            step_s=columns.step_s[rows],
+            away_s=away_s,
+            restore_token_s=columns.restore_token_s[rows],
+            kv_bytes=columns.kv_bytes[rows],
+        )
+        return best_split(tokens, candidates, nodes.rates, np.maximum(0.0, nodes.busy_until - now), rules)
+
+    def _decided_split(
+        self, case: _Case, ways: Ways, hot: Integers, costs: dict[str, Floats], split: Split, now: float
+    ) -> Decision:
+        """Reserves the load of a pair on both replicas, and returns the decision."""
+        request, states, nodes = case.request, case.columns.states, self.members.nodes
+        first, second = (states[case.rows[position]] for position in (split.prefill, split.decode))
+        held, blocks = int(ways.held[split.prefill]), case.group_of(split.decode).blocks
+        coming = [blocks[int(hot[position]) // BLOCK_TOKENS :] for position in (split.prefill, split.decode)]
+        move_to = self.members.assign(second, request, Load(now, 0), coming[1])
+        rest = Load(now, max(0, request.prompt_tokens - held))
+        self.members.assign_prefill(first, prefill_row(request.request_id), rest, coming[0])
+        nodes.reserve(nodes.index(first.node), split.wire_s, now)
+        names, terms = _listed(case, costs, split.decode)
+        return Decision(
+            second.name,
+            f"prefill on {first.node}, decode on {second.node}",
+            held,
+            names,
+            terms,
+            second.node,
+            pull_from=first.node,
+            pull_tokens=max(0, request.prompt_tokens - 1),
+            move_to=move_to,
+            model_id=second.model_id,
+            model_ids=list(case.columns.model_ids),
+            prefill_on=first.name,
+            wait_s=split.wait_s,
+            split_costs_s=split.costs_s,
+        )
 
     # Candidates.
 
@@ -400,6 +467,16 @@ def _least_recent(case: _Case, total: Floats) -> int:
     that was given work least recently."""
     turns = np.where(total <= total.min() + EVEN_S, case.columns.last_assigned[case.rows], inf)
     return int(turns.argmin())
+
+
+def _listed(case: _Case, costs: dict[str, Floats], chosen: int) -> tuple[list[str], dict[str, list[float]]]:
+    """Returns the candidates that a decision lists, and their costs by term."""
+    rows = case.rows
+    if len(rows) > CANDIDATES_SHOWN:
+        shown = _shown(costs["total"], chosen)
+        rows, costs = rows[shown], {term: seconds[shown] for term, seconds in costs.items()}
+    names = [case.columns.names[row] for row in rows.tolist()]
+    return names, {term: seconds.tolist() for term, seconds in costs.items()}
 
 
 def _shown(total: Floats, chosen: int) -> Integers:

@@ -234,15 +234,21 @@ def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
         return
     console = Console(markup=False, highlight=False)
     console.print(f"{found['replica']} on {found['node'] or 'a node that is not known'}: {found['why']}")
-    pulled = f", {found['pull_tokens']} of them pulled from {found['pull_from']}" if found.get("pull_from") else ""
-    console.print(f"{found['cached_tokens']} tokens of the prompt need not be computed there{pulled}.")
+    cached, tokens, source = found["cached_tokens"], found.get("pull_tokens"), found.get("pull_from")
+    if found.get("prefill_on"):
+        console.print(f"{tokens} tokens of the prompt come from {found['prefill_on']}, which has {cached} already.")
+        terms = ", ".join(f"{term} {seconds:.4f}" for term, seconds in found["split_costs_s"].items())
+        console.print(f"Estimated seconds of the two together, and of the best one alone: {terms}")
+    else:
+        pulled = f", {tokens} of them pulled from {source}" if source else ""
+        console.print(f"{cached} tokens of the prompt need not be computed there{pulled}.")
     console.print("Estimated seconds to the first token:")
     costs: dict[str, dict[str, float]] = found.get("costs_s", {})
-    terms = list(dict.fromkeys(term for cost in costs.values() for term in cost))
-    shown = table("replica", numbers=tuple(terms))
+    columns = list(dict.fromkeys(term for cost in costs.values() for term in cost))
+    shown = table("replica", numbers=tuple(columns))
     for name, cost in sorted(costs.items(), key=lambda item: item[1].get("total", 0.0)):
         style = "bold" if name == found["replica"] else ""
-        shown.add_row(Text(name), *(f"{cost[term]:.4f}" if term in cost else "" for term in terms), style=style)
+        shown.add_row(Text(name), *(f"{cost[term]:.4f}" if term in cost else "" for term in columns), style=style)
     console.print(shown)
 
 

@@ -49,6 +49,9 @@ class _Replicas(Collector):
         yield self._counter("satchel_written_bytes", "Bytes of KV written to disk.", "written_bytes_total")
         yield self._counter("satchel_unwritten_turns", "Turns whose KV could not be written.", "unwritten_turns_total")
         yield self._counter("satchel_blocks_corrupt", "Entries on disk that were damaged.", "blocks_corrupt_total")
+        yield self._counter("satchel_split_requests", "Answers that another node prefilled.", "split_requests_total")
+        fell_back = "Answers of these whose prefill did not come entirely, so that the rest was computed."
+        yield self._counter("satchel_split_fallbacks", fell_back, "split_fallbacks_total")
         yield self._counter("satchel_failed_checks", "Times KV was dropped for wrong tables.", "failed_checks_total")
         hits = "Pictures that were not encoded, because their embeddings or KV were known."
         yield self._counter("satchel_vision_cache_hits", hits, "vision_cache_hits_total")

@@ -46,6 +46,7 @@ from .locator import AgentLocator
 from .pooling import RayPooling
 from .rows import RayGeneration, called
 from .served import ServedModels, detached
+from .split import Prefill, may_split
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class ReplicaConnection:
         self.client = ReplicaClient(replica, backend.config.timing)
         # A new id each time: the next link does not read what a broken one left at a living replica.
         self.consumer = f"consumer-{uuid.uuid4().hex}"
-        self.rows: dict[str, tuple[RayGeneration, int]] = {}
+        self.rows: dict[str, tuple[RayGeneration | Prefill, int]] = {}
         self.broken = asyncio.Event()
         self.heard = False
         """Whether it has answered."""
@@ -241,6 +242,7 @@ class RayBackend:
             pictures=_pictures_of(request),
             model_id=request.model_id,
             others=[Chain(other.model_id, other.block_ids, _pictures_of(other)) for other in others],
+            splits=may_split(request) and not exclude,
         )
         return await self.decide(message)
 

@@ -31,6 +31,7 @@ from ...cluster.errors import (
     from_wire,
 )
 from ...cluster.incidents import note_incident_aside
+from .split import Prefill
 
 if TYPE_CHECKING:
     from .dispatch import RayBackend, ReplicaConnection
@@ -79,6 +80,7 @@ class RayGeneration:
         self._probation: asyncio.Lock | None = None
         self._probation_s = 0.0
         self._link: ReplicaConnection | None = None
+        self._prefill: Prefill | None = None
         self._lacks_pixels = False
         self._over = False
 
@@ -143,7 +145,7 @@ class RayGeneration:
     async def _offer(self, decision: Decision) -> SatchelError | None:
         """Returns None if the replica accepted the row, else why not."""
         self.replica, self.node, self.why = decision.replica, decision.node, decision.why
-        self.move_to = decision.move_to
+        self.move_to, self._prefill = decision.move_to, None
         self._placement += 1
         try:
             self._request = await self._called(decision.model_id)
@@ -152,13 +154,12 @@ class RayGeneration:
                 await self._begin_probation(link)
             self._link = link
             link.rows[self.request_id] = (self, self._placement)
-            request = replace(
-                self._request,
-                consumer=link.consumer,
-                pull_from=decision.pull_from,
-                pull_tokens=decision.cached_tokens if decision.pull_from else 0,
-            )
-            refusal = await self._submit(link, request)
+            pulled = decision.cached_tokens if decision.pull_from else 0
+            request = replace(self._request, consumer=link.consumer, pull_from=decision.pull_from, pull_tokens=pulled)
+            if decision.prefill_on:
+                refusal = await self._submit_split(link, request, decision)
+            else:
+                refusal = await self._submit(link, request)
         except asyncio.CancelledError:
             await asyncio.shield(self.abort())
             raise
@@ -208,6 +209,19 @@ class RayGeneration:
         if refusal is None:
             link.sent.note(request)
         return refusal
+
+    async def _submit_split(
+        self, link: ReplicaConnection, request: GenerateRequest, decision: Decision
+    ) -> SatchelError | None:
+        """As `_submit`, and has the prompt prefilled on another node meanwhile."""
+        prefill = self._prefill = Prefill(self._backend, decision, request)
+        running = asyncio.ensure_future(prefill.run(link))
+        try:
+            made = replace(request, pull_tokens=len(request.prompt) - 1, pull_wait_s=decision.wait_s)
+            return await self._submit(link, made)
+        finally:
+            running.cancel()
+            prefill.leave()
 
     def _unlink(self) -> bool:
         """Detaches the row from its link. Returns whether it was running there."""
@@ -270,6 +284,10 @@ class RayGeneration:
                     await self._go_on(lost)
                     continue
                 self._tokens.extend(update.tokens)
+                prefill = self._prefill
+                if prefill is not None and update.cached_tokens is not None and prefill.cached_tokens is not None:
+                    # What another node computed for this row was computed.
+                    update = replace(update, cached_tokens=min(update.cached_tokens, prefill.cached_tokens))
                 if self._request.generated:
                     # Not the first replica: the client already has the first one's count.
                     update = replace(update, cached_tokens=None)

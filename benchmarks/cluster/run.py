@@ -1,4 +1,5 @@
-"""Measures several nodes: moving KV, first tokens after a move, recovery from a killed node, and (simulated) speed.
+"""Measures several nodes: moving KV, first tokens after a move and of split prompts, recovery from a killed node, and
+(simulated) speed.
 
     python -m benchmarks.cluster.run [--parts moving,recovering] [--rounds 3] [--budget-s 1800]
 
@@ -22,9 +23,10 @@ from ..programs import RESULTS
 from .arriving import arriving
 from .moving import moving
 from .recovering import recovering
+from .splitting import splitting
 from .together import together
 
-PARTS = ("moving", "recovering", "arriving", "together")
+PARTS = ("moving", "recovering", "arriving", "splitting", "together")
 
 
 def say(text: str) -> None:
@@ -53,7 +55,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument
     add("--parts", type=names, default=list(PARTS), help=", ".join(PARTS))
-    add("--rounds", type=count, default=3, help="of moving and arriving")
+    add("--rounds", type=count, default=3, help="of moving, arriving and splitting")
     add("--kills", type=count, default=5, help="of each kind, for recovering")
     add("--budget-s", type=float, default=1800.0, help="after this many seconds nothing is begun")
     add("--tokens", type=count, default=8192, help="that are moved; at the most 25,000 fit in Ray's object store")
@@ -72,6 +74,7 @@ def measures(options: argparse.Namespace, work: Path, budget: Any) -> dict[str, 
         "moving": lambda folder: moving(options.tokens, options.gbits, options.rounds, folder, budget, say),
         "recovering": lambda folder: recovering(options.kills, folder, budget, say),
         "arriving": lambda folder: arriving(options.agent_tokens, options.mbits, options.rounds, folder, budget, say),
+        "splitting": lambda folder: splitting(options.agent_tokens, options.rounds, folder, budget, say),
         "together": lambda folder: together(),
     }
 

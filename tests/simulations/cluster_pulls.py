@@ -83,7 +83,7 @@ class _Session:
         self._retracted: list[bytes] = []
 
     async def run(self, addresses: int) -> PullResult:
-        loop = PullLoop(self.wanted.chain, addresses, LIMITS, self, self)
+        loop = PullLoop(self.wanted.chain, addresses, LIMITS, self, self, self.wanted.wait_s, self.wanted.last)
         stop, reason = await loop.run()
         self.over = True
         here, blocks = loop.here(self._installed, self._retracted)
@@ -148,6 +148,10 @@ class _Session:
             await self._written()
         before = self._writing[-1] if self._writing else None
         self._writing.append(self.store.process.start(self._write(entry, before)))
+
+    async def flush(self) -> None:
+        # Every entry is committed as soon as it was written.
+        pass
 
     async def finish(self) -> None:
         while self._writing:

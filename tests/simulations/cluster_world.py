@@ -7,17 +7,20 @@ replica is as crude as `router_replicas` has it; what it reads from its node's d
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from array import array
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id, scope_of
 from satchel.actors.protocol.entries import EntryRecord, Failure, owner_tag
-from satchel.actors.protocol.messages import Decision, RouteRequest
+from satchel.actors.protocol.messages import Decision, RouteRequest, prefill_row
 from satchel.actors.protocol.store_messages import PullKV
+from satchel.actors.replica.tiers.following import follow
 from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import ReplicaLost, SatchelError, Unavailable
 
@@ -26,11 +29,13 @@ from ..worlds.store_world import CLIENT, MODEL, REPORT_S, Endpoint, Peers, Store
 from .cluster_disk import ENTRY_BYTES, KVDisk, digest, kv_of
 from .cluster_pulls import Puller
 from .cluster_time import Process
-from .router_replicas import DECODE_TOKENS_PER_S, PREFILL_TOKENS_PER_S, Ask, Consumer, Replica, Row
 from .router_replicas import MODEL as SERVED
+from .router_replicas import Ask, Consumer, Replica, Row
 
 TRIES_MAX = 4
 PULL_S = 6.0
+PREFILLS, DECODES = (4000.0, 0.05), (500.0, 0.01)
+"""Prompt tokens a second and seconds of a decode step, where nodes are uneven."""
 ANSWER_S = 60.0
 """How long a replica may take for an answer; its node's death is seen sooner."""
 
@@ -66,6 +71,7 @@ class Engine:
     def __init__(self, world: ClusterWorld, replica: Replica) -> None:
         self.world, self.replica, self.process = world, replica, world.process(replica.name)
         self._store = carried(replica.node, self._carry, timing=world.config.timing)
+        self.following: set[str] = set()
         replica.restart()
         self.process.start(self._report())
 
@@ -81,16 +87,42 @@ class Engine:
         replica, rng = self.replica, self.world.rng
         replica.rows[ask.request_id] = row = Row(ask, Consumer(), ask.prompt_tokens, ask.answer_tokens)
         try:
+            if decision.prefill_on:
+                await self._follow(ask, decision)
             held = await self._restore(ask, tokens, decision)
             row.prefill_left = max(1, ask.prompt_tokens - held * BLOCK_TOKENS)
-            await asyncio.sleep(row.prefill_left / PREFILL_TOKENS_PER_S)
+            await asyncio.sleep(row.prefill_left / replica.prefill_tokens_per_s)
             row.prefill_left = 0
             replica.keep(ask.blocks)
-            await asyncio.sleep(ask.answer_tokens / DECODE_TOKENS_PER_S)
+            await asyncio.sleep(ask.answer_tokens * replica.decode_token_s)
         finally:
             replica.abort(row)
         if ask.agent and rng.random() < 0.9:
             self.process.start(self._write_down(ask, tokens))
+
+    async def prefill(self, ask: Ask, tokens: array[int]) -> None:
+        """A prompt that another replica decodes. Its blocks are written down as they are sealed."""
+        replica = self.replica
+        mine = replace(ask, request_id=prefill_row(ask.request_id))
+        replica.rows[mine.request_id] = row = Row(mine, Consumer(), ask.prompt_tokens, 0)
+        try:
+            for number in range(len(ask.blocks)):
+                if ask.blocks[number] not in replica.cache:
+                    await asyncio.sleep(BLOCK_TOKENS / replica.prefill_tokens_per_s)
+                row.prefill_left -= BLOCK_TOKENS
+                replica.keep(ask.blocks[: number + 1])
+                with suppress(SatchelError):
+                    await self._write_block(ask, tokens, number)
+        finally:
+            replica.abort(row)
+
+    async def _follow(self, ask: Ask, decision: Decision) -> None:
+        blocks = ask.blocks[: decision.pull_tokens // BLOCK_TOKENS]
+        wanted = PullKV(decision.pull_from, MODEL, self.world.root_of(ask.agent, MODEL), blocks, [], ask.agent, PULL_S)
+        self.following.add(ask.request_id)
+        came = await follow(self._store.pull, wanted, decision.wait_s, lambda: ask.request_id in self.following)
+        self.following.discard(ask.request_id)
+        self.world.handed_on += came
 
     async def _restore(self, ask: Ask, tokens: array[int], decision: Decision) -> int:
         """How many blocks need not be computed: in memory, pulled, or on the disk, where each is compared."""
@@ -99,7 +131,7 @@ class Engine:
             hot += 1
         chain = ask.blocks[hot:]
         try:
-            if decision.pull_from:
+            if decision.pull_from and not decision.prefill_on:
                 root = self.world.root_of(ask.agent, MODEL)
                 wanted = PullKV(decision.pull_from, MODEL, root, ask.blocks, [], ask.agent, PULL_S)
                 await self._store.pull(wanted)
@@ -125,19 +157,22 @@ class Engine:
 
     async def _write_down(self, ask: Ask, tokens: array[int]) -> None:
         """The turn's KV goes to the disk behind it."""
-        disk = self.world.kv[self.replica.node]
-        root = self.world.root_of(ask.agent, MODEL)
         with suppress(SatchelError):
-            for number, (block, parent) in enumerate(zip(ask.blocks, [root, *ask.blocks], strict=False)):
-                if block in disk:
-                    continue
-                packed = tokens[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS].tobytes()
-                content = kv_of(block)
-                facts = (block, parent, False, packed, digest(content), 0, False, ENTRY_BYTES)
-                record = disk.write(MODEL, EntryRecord(*facts, owners=(owner_tag(disk.key, ask.agent),)), content)
-                await asyncio.sleep(0.005)
-                await self._store.disk_commit(record)
+            for number in range(len(ask.blocks)):
+                await self._write_block(ask, tokens, number)
             await self._store.disk_touch(MODEL, ask.blocks, ask.agent)
+
+    async def _write_block(self, ask: Ask, tokens: array[int], number: int) -> None:
+        disk, block = self.world.kv[self.replica.node], ask.blocks[number]
+        if block in disk:
+            return
+        parent = ask.blocks[number - 1] if number else self.world.root_of(ask.agent, MODEL)
+        packed = tokens[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS].tobytes()
+        content = kv_of(block)
+        facts = (block, parent, False, packed, digest(content), 0, False, ENTRY_BYTES)
+        record = disk.write(MODEL, EntryRecord(*facts, owners=(owner_tag(disk.key, ask.agent),)), content)
+        await asyncio.sleep(0.005)
+        await self._store.disk_commit(record)
 
     async def _carry(self, method: str, asked: bytes, timeout_s: float) -> bytes:
         """To the store of the same node."""
@@ -159,14 +194,20 @@ class ClusterWorld(World):
         engines: replicas that run, by name; one a node.
         bytes_per_s: of every link.
         answered, pulled: requests that got an answer, and those that were sent to a node that was to pull.
+        split, handed_on: those that one node was to prefill for another, and those for which that was done.
     """
 
-    def __init__(self, seed: object, names: list[str], *, entries_max: int = 40, **given: Any) -> None:
+    def __init__(
+        self, seed: object, names: list[str], *, entries_max: int = 40, uneven: bool = False, **given: Any
+    ) -> None:
         self.kv: dict[str, KVDisk] = {}
         self.replicas = {name: Replica(f"r-{name}", name, ENTRY_BYTES // BLOCK_TOKENS) for name in names}
         self.engines: dict[str, Engine] = {}
         self.bytes_per_s = 50_000.0
-        self.answered = self.pulled = self._requests = 0
+        self.answered = self.pulled = self._requests = self.split = self.handed_on = 0
+        for replica, speeds in zip(self.replicas.values(), itertools.cycle((PREFILLS, DECODES)), strict=False):
+            if uneven:
+                replica.prefill_tokens_per_s, replica.decode_token_s = speeds
         self._entries_max = entries_max
         super().__init__(seed, names, **given)
         for name in names:
@@ -179,6 +220,11 @@ class ClusterWorld(World):
         if disk is None:
             disk = self.kv[name] = KVDisk(self.loop.time, self._entries_max)
         return disk
+
+    def restart_router(self) -> None:
+        # Prompts are short here.
+        self.config = replace(self.config, routing=replace(self.config.routing, split_tokens_min=500))
+        super().restart_router()
 
     def root_of(self, agent: str, model: bytes) -> bytes:
         tenant, _, name = agent.partition("/")
@@ -242,6 +288,8 @@ class ClusterWorld(World):
             router = self.router_now()
             decision = await self._route(ask)
             self.pulled += bool(decision.pull_from)
+            self.split += bool(decision.prefill_on)
+            prefilling = self.client.start(self._prefill(ask, tokens, decision)) if decision.prefill_on else None
             try:
                 await self._submit(ask, tokens, decision)
                 self.answered += 1
@@ -250,15 +298,41 @@ class ClusterWorld(World):
                 ask.tried.append(decision.replica)
                 await router.lose(decision.replica)
             finally:
-                await router.release(decision.replica, ask.request_id)
-                await self.router_now().release(decision.replica, ask.request_id)
+                rows = [(decision.replica, ask.request_id)]
+                if prefilling is not None:
+                    prefilling.cancel()
+                    rows.append((decision.prefill_on, prefill_row(ask.request_id)))
+                for each in (router, self.router_now()):
+                    for row in rows:
+                        await each.release(*row)
         raise Unavailable("nobody answers")
 
     async def _route(self, ask: Ask) -> Decision:
-        request = RouteRequest(ask.request_id, SERVED, ask.agent, ask.blocks, ask.prompt_tokens, list(ask.tried))
+        values = (ask.request_id, SERVED, ask.agent, ask.blocks, ask.prompt_tokens, list(ask.tried))
+        request = RouteRequest(*values, splits=not ask.tried)
         decision = await self.router_now().route(request)
         assert decision.pull_from != decision.node and decision.pull_from in ("", *self.names)
         return decision
+
+    async def _prefill(self, ask: Ask, tokens: array[int], decision: Decision) -> None:
+        """What `api.ray_backend.split.Prefill` does."""
+        engine, row = self.engines.get(decision.pull_from), None
+        try:
+            await asyncio.sleep(self.rng.random() * 0.02)
+            if engine is not None and self.reaches(CLIENT, decision.pull_from):
+                row = engine.process.start(engine.prefill(ask, tokens))
+                while not row.done() and self.reaches(CLIENT, decision.pull_from):
+                    await asyncio.wait({row}, timeout=2.0)
+            if row is not None and row.done() and not row.cancelled():
+                await asyncio.sleep(PULL_S)
+            while True:
+                decoding = self.engines.get(decision.node)
+                if decoding is not None and self.reaches(CLIENT, decision.node):
+                    decoding.following.discard(ask.request_id)
+                await asyncio.sleep(0.25)
+        finally:
+            if row is not None:
+                row.cancel()
 
     async def _submit(self, ask: Ask, tokens: array[int], decision: Decision) -> None:
         await asyncio.sleep(self.rng.random() * 0.02)

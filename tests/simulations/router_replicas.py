@@ -56,6 +56,7 @@ class Replica:
 
     def __init__(self, name: str, node: str, kv_bytes_per_token: int = 36_864) -> None:
         self.name, self.node, self.kv_bytes_per_token = name, node, kv_bytes_per_token
+        self.prefill_tokens_per_s, self.decode_token_s = PREFILL_TOKENS_PER_S, 1 / DECODE_TOKENS_PER_S
         self.process = 0
         self.restart()
 
@@ -83,7 +84,7 @@ class Replica:
 
     def run(self, seconds: float) -> list[Row]:
         """Work for a while; rows that ended."""
-        budget, ended = PREFILL_TOKENS_PER_S * seconds, []
+        budget, ended = self.prefill_tokens_per_s * seconds, []
         for row in list(self.rows.values())[:ROWS_MAX]:
             if row.prefill_left > 0:
                 done = min(budget, row.prefill_left)
@@ -92,7 +93,7 @@ class Replica:
                 if row.prefill_left <= 0:
                     self.keep(row.ask.blocks)
             else:
-                row.answer_left -= DECODE_TOKENS_PER_S * seconds
+                row.answer_left -= seconds / self.decode_token_s
                 if row.answer_left <= 0:
                     ended.append(self.rows.pop(row.ask.request_id))
         return ended
@@ -110,13 +111,14 @@ class Replica:
             waiting=max(0, len(self.rows) - ROWS_MAX),
             pending_tokens=int(sum(row.prefill_left for row in self.rows.values())),
             rows_max=ROWS_MAX,
-            prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
             active=list(self.rows),
             announced=sorted(self.cache if self.full else came),
             retracted=sorted(went),
             full=self.full,
             node=self.node,
-            decode_token_s=1 / DECODE_TOKENS_PER_S,
+            decode_token_s=self.decode_token_s,
+            moves_kv=True,
             restore_bytes_per_s=1e9,
             kv_bytes_per_token=self.kv_bytes_per_token,
         )

@@ -71,7 +71,7 @@ class Fetching:
             Unavailable: this node keeps no KV on disk, or the other one gives none.
         """
         await self._disk.limit(wanted.limits)
-        chain = Wanted(wanted.model, wanted.root, tuple(wanted.block_ids), None, wanted.rest)
+        chain = Wanted(wanted.model, wanted.root, tuple(wanted.block_ids), None, wanted.rest, wait_s=wanted.wait_s)
         return await self._open().pull(chain, wanted.source, wanted.owner, wanted.deadline_s)
 
     def _open(self) -> NodeBlocks:

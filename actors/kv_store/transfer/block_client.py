@@ -178,7 +178,7 @@ class BlockPuller:
             return Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
 
         sock = _Socket(self._store, wanted, addresses, limits, left_s, initiator, writer)
-        loop = PullLoop(wanted.chain, len(addresses), limits, sock, writer)
+        loop = PullLoop(wanted.chain, len(addresses), limits, sock, writer, wanted.wait_s, wanted.last)
         running.cancel.attach(sock.wake)
         try:
             stop, reason = _run(loop.run())
@@ -294,6 +294,7 @@ class _Socket:
         self._woken = threading.Event()
         self._sock = socket.socket()
         self._chain = set(wanted.chain)
+        self._touched: set[bytes] = set()
         self._known: dict[bytes, Described] = {}
 
     def wake(self) -> None:
@@ -339,12 +340,14 @@ class _Socket:
         blocks, tails = messages.read_found(self._heard("found"), wanted.chain)
         if not all(wanted.is_tail(tail.id, packed) for packed, tail in tails):
             raise LinkGarbage("a tail does not match the request")
-        ends = [tail for _, tail in tails[: wanted.tails_max]]
+        ends = [tail for _, tail in tails[: wanted.tails_max] if tail.id == wanted.last or not wanted.wait_s]
         self._known = {entry.id: entry for entry in (*blocks, *ends) if entry is not None}
         ids = [*wanted.chain, *(tail.id for tail in ends)]
         local = self._store.locate(wanted.model, ids)
         # Marked as used, so that commits of this pull do not evict them.
-        self._store.touch([entry for entry, location in zip(ids, local, strict=True) if location])
+        here = {entry for entry, location in zip(ids, local, strict=True) if location} - self._touched
+        self._store.touch([entry for entry in ids if entry in here])
+        self._touched |= here
         offers = [_offer(*row) for row in zip(ids, [*blocks, *ends], local, strict=True)]
         return offers[: len(wanted.chain)], [offer for offer in offers[len(wanted.chain) :] if offer is not None]
 

@@ -146,9 +146,11 @@ class NodeBlocks:
             deadline_s=deadline_s,
             owner=owner,
         )
-        if (rate := link_rate(found)) is not None:
+        # A pull that waits measures the other node's prefill.
+        if not wanted.wait_s and (rate := link_rate(found)) is not None:
             with self._lock:
                 self._links[source] = rate
         if found.blocks < len(wanted.chain):
             logger.info("of %d blocks from %s %d came: %s", len(wanted.chain), source, found.blocks, found.reason)
-        return Fetched(found.blocks * BLOCK_TOKENS, found.installed, found.nbytes, found.seconds)
+        ends = found.stop is Stop.COMPLETE, found.stop in (Stop.MISSING, Stop.DEADLINE)
+        return Fetched(found.blocks * BLOCK_TOKENS, found.installed, found.nbytes, found.seconds, *ends)

@@ -3,6 +3,7 @@
 Entries are asked for, received and installed in the order of the chain, its tails last, and the first block that does
 not come ends the pull. So the blocks here are always a beginning of the chain, however the pull ends: at its deadline,
 cancelled, with a full disk or without a connection; the others are computed. A connection that breaks is replaced once.
+A pull may wait for what the source is still making: it asks again and again, and commits what has come meanwhile.
 
 The loop is a coroutine, and what it waits for is behind `Source` and `Disk`. `block_client` has sockets and
 files there and never suspends; simulations have virtual time.
@@ -22,6 +23,9 @@ from ...protocol.entries import pack_tokens, tail_id, unpack_tokens
 
 LINES_MAX = 2
 """Connections that may break."""
+
+ASK_AGAIN_S = 0.02
+"""How long a pull that waits lets the source go on before it asks again."""
 
 
 class Stop(StrEnum):
@@ -78,6 +82,8 @@ class Wanted:
         tokens: the tokens of the chain if they are known; blocks with other tokens are then refused.
         rest: the tokens after the chain. Tails whose tokens are a prefix of these are pulled too.
         tails_max: how many tails at most.
+        wait_s: the source is making it now. After so long without anything new the pull ends. The only tail that it
+            takes is that of all of `rest`.
     """
 
     model: bytes
@@ -86,6 +92,12 @@ class Wanted:
     tokens: Sequence[int] | None = None
     rest: Sequence[int] = ()
     tails_max: int = 2
+    wait_s: float = 0.0
+
+    @property
+    def last(self) -> bytes:
+        """The tail that a pull waits for, b"" for none."""
+        return tail_id(self.tail_parent, self.rest) if self.wait_s and len(self.rest) else b""
 
     @property
     def tail_parent(self) -> bytes:
@@ -155,6 +167,10 @@ class Disk(Protocol):
         """Takes a received entry to be committed; waits while too much is not. Raises `PullEnded`."""
         ...
 
+    async def flush(self) -> None:
+        """Has what was taken committed now, without waiting for it."""
+        ...
+
     async def finish(self) -> None:
         """Returns when everything is committed. Raises `PullEnded`."""
         ...
@@ -167,6 +183,7 @@ class PullLoop:
     Attributes:
         chain: ids of the wanted blocks, in order.
         addresses: how many addresses the source has, the best first.
+        wait_s, last: as in `Wanted`.
         tails: ids of the tails that were found, in order.
         held: ids that were here before.
         received: ids of received entries, in order, and their bytes.
@@ -178,6 +195,8 @@ class PullLoop:
     limits: PullLimits
     source: Source
     disk: Disk
+    wait_s: float = 0.0
+    last: bytes = b""
     tails: list[bytes] = field(default_factory=list)
     held: set[bytes] = field(default_factory=set)
     received: dict[bytes, int] = field(default_factory=dict)
@@ -229,8 +248,22 @@ class PullLoop:
         return ended
 
     async def _follow(self) -> None:
-        """Receives what is missing over one connection."""
-        todo = self._consider(*await self.source.find())
+        """Receives what is missing over one connection, and what the source makes meanwhile."""
+        idle_s, came = 0.0, len(self.received)
+        while True:
+            await self._fetch(self._consider(*await self.source.find()))
+            if self._missing is None or self._missing[0] is not Stop.MISSING:
+                return
+            if len(self.received) > came:
+                idle_s, came = 0.0, len(self.received)
+                await self.disk.flush()
+            if idle_s >= self.wait_s:
+                return
+            await self.source.pause(ASK_AGAIN_S)
+            idle_s += ASK_AGAIN_S
+
+    async def _fetch(self, todo: deque[Offer]) -> None:
+        """Receives what the source has now."""
         asked: deque[Offer] = deque()
         while True:
             while todo and len(asked) <= self.limits.batch_entries:
@@ -275,6 +308,8 @@ class PullLoop:
             if entry not in self.tails:
                 # Nothing behind a missing block can be used.
                 break
+        if self.last and self.last not in self.tails and self._missing is None:
+            self._missing = Stop.MISSING, "the source does not have the tail"
         return todo
 
     def _miss(self, entry: bytes, reason: str, stop: Stop = Stop.MISSING) -> None:

@@ -140,6 +140,10 @@ class PullWriter:
             self._hand_over()
         self._wait(lambda: self._open_bytes <= self._limits.window_bytes)
 
+    async def flush(self) -> None:
+        """See `pull_loop.Disk`."""
+        self._hand_over()
+
     async def finish(self) -> None:
         """See `pull_loop.Disk`."""
         self._hand_over()

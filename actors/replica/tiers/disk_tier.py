@@ -34,6 +34,7 @@ from ...protocol.store_messages import FoundKV, Limits, PullKV
 from ..kv.caches import ModelCacheSpec, PooledBlock, Records, Slab
 from ..kv.device import on_gpu
 from . import slab_codec
+from .following import follow
 from .memory import Found, Piece, Restored, Unsaved, kept_of
 from .slab_codec import DeviceBuffers, Layout
 
@@ -145,6 +146,8 @@ class DiskCounters:
     unwritten_turns: int = 0
     restored_tokens: int = 0
     corrupt_blocks: int = 0
+    followed_rows: int = 0
+    lost_prefills: int = 0
 
 
 def read_slabs(
@@ -348,20 +351,38 @@ class DiskTier:
         """Pulls KV from another node to this one's disk; whatever does not come is computed."""
         whole = request.pull_tokens // BLOCK_TOKENS
         rest = request.prompt[whole * BLOCK_TOKENS : (whole + 1) * BLOCK_TOKENS]
-        wanted = PullKV(
+        try:
+            self._store.pull(self._wanted(request, rest)).wait()
+        except SatchelError as error:
+            logger.warning("request %s: pulling KV failed: %s", request.request_id, error.message)
+
+    async def follow(self, request: GenerateRequest, waits: Callable[[], bool]) -> bool:
+        """Pulls KV from a node that makes it now, as it is made, for `pull_wait_s` at the most.
+
+        Args:
+            waits: whether the row still waits for it.
+
+        Returns:
+            Whether all of it came; what did not is computed.
+        """
+        whole = request.pull_tokens // BLOCK_TOKENS
+        wanted = self._wanted(request, request.prompt[whole * BLOCK_TOKENS : request.pull_tokens])
+        came = await follow(self._store.pull, wanted, request.pull_wait_s, waits)
+        self.counters.followed_rows += 1
+        self.counters.lost_prefills += not came
+        return came
+
+    def _wanted(self, request: GenerateRequest, rest: list[int]) -> PullKV:
+        return PullKV(
             request.pull_from,
             self._model,
             request.root_id,
-            request.block_ids[:whole],
+            request.block_ids[: request.pull_tokens // BLOCK_TOKENS],
             rest,
             request.agent,
             self._pull_s,
             request.disk_limits,
         )
-        try:
-            self._store.pull(wanted).wait()
-        except SatchelError as error:
-            logger.warning("request %s: pulling KV failed: %s", request.request_id, error.message)
 
     def _find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
         """What the store finds, with the tails that are of use."""

@@ -1,8 +1,9 @@
 """Keeps the KV of rows in memory, and writes the KV of agents' rows to disk.
 
-A row's whole blocks go to disk while it is still being prefilled, as soon as they fill a few files; the rest goes when
-the row ends, however it ends. The copies are computed with the next step and handed to the writer after it. They are
-pinned in memory until they are on disk, so that the next turn finds them in one place or the other.
+A row's whole blocks go to disk while it is still being prefilled, as soon as they fill a few files, or at once if
+another node waits for them; the rest goes when the row ends, however it ends. The copies are computed with the next
+step and handed to the writer after it. They are pinned in memory until they are on disk, so that the next turn finds
+them in one place or the other.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class Keeping:
         known = _SavedOrComing(disk.saved, self._coming)
         self._memory.drop_snapshots(sequence, known)
         nbytes = self._memory.unsaved_bytes(sequence, known)
-        if nbytes >= PIECE_BYTES and disk.has_room(nbytes):
+        least = 1 if sequence.request.hands_on else PIECE_BYTES
+        if nbytes >= least and disk.has_room(nbytes):
             self._offer(disk, sequence, [], self._memory.unsaved_blocks(sequence, known))
 
     def _write_all(self, sequence: Sequence, ended: bool) -> None:

@@ -170,6 +170,7 @@ OF_REPLICA: list[Case] = [
     (replica.next_frame("c", 7), "next_frame", NextFrame("c", 7), FRAME, FRAME),
     (replica.next_frame("c", 7), "next_frame", NextFrame("c", 7), None, None),
     (replica.abort(("r", "s")), "abort", RowIds(["r", "s"]), None, None),
+    (replica.go_on(("r", "s")), "go_on", RowIds(["r", "s"]), None, None),
     (replica.release(KEPT), "release", KEPT, Count(9), 9),
     (replica.held(KEPT), "held", KEPT, Count(2), 2),
     (replica.clear_cache(), "clear_cache", Nothing(), Count(0), 0),

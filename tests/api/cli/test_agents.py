@@ -197,6 +197,24 @@ async def test_a_decision_is_shown_the_cheapest_first(served: Served, backend) -
     assert json.loads(await served.says("explain", "r/1", "--json"))["pull_from"] == "mac1"
 
 
+async def test_a_split_request_says_what_both_do(served: Served, backend) -> None:
+    backend.decisions["r/2"] = {
+        "replica": "m-0",
+        "node": "air",
+        "why": "prefill on studio, decode on air",
+        "cached_tokens": 256,
+        "pull_from": "studio",
+        "pull_tokens": 3999,
+        "prefill_on": "m-1",
+        "split_costs_s": {"prefill": 1.5, "total": 2.25, "alone": 9.0},
+    }
+    text = " ".join((await served.says("explain", "r/2")).split())
+    assert text.startswith(
+        "m-0 on air: prefill on studio, decode on air 3999 tokens of the prompt come from m-1, which"
+    )
+    assert "has 256 already" in text and "prefill 1.5000, total 2.2500, alone 9.0000" in text
+
+
 async def test_status_shows_nodes(served: Served) -> None:
     text = await served.says("status")
     assert all(part in text for part in ("mac0", "mac1", "2.5 MB", "mac1 thunderbolt 1.5 GB/s"))

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,53 @@ def test_a_chain_moves_and_reads_back_byte_for_byte(pair):
     assert pair.source.located(entries)[0].digest == pair.target.located(entries)[0].digest
     assert len(pair.target.files()) == 5, "8 entries a file"
     assert set(pair.target.store.forget("default/alice")) == {entry.id for entry in entries}
+
+
+def test_a_pull_follows_what_the_source_makes(pair):
+    """Blocks come and count here as they are sealed there, and the tail of all the rest ends it; a shorter one, of
+    another turn, does not."""
+    entries = chain(6)
+    rest = [*range(100)]
+    shorter, last = (tail(rest[:count], count, parent=entries[-1].id) for count in (40, 100))
+    pair.source.put(entries[:1])
+    pair.serve()
+    seen: list[int] = []
+
+    def make() -> None:
+        for entry in entries[1:]:
+            time.sleep(0.06)
+            seen.append(sum(location is not None for location in pair.target.located(entries)))
+            pair.source.put([entry])
+        pair.source.put([shorter])
+        time.sleep(0.1)
+        pair.source.put([last])
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    result = pair.pull(replace(wanted(entries), rest=rest, wait_s=5.0), owner="default/alice")
+    maker.join()
+    assert (result.stop, result.blocks, result.installed, result.connections) == (Stop.COMPLETE, 6, 7, 1)
+    assert result.here == [*(entry.id for entry in entries), last.id]
+    assert pair.target.has(*entries, last) and not pair.target.has(shorter)
+    assert seen[-1] >= 2 and seen == sorted(seen), "the first ones count before the last ones are made"
+
+
+def test_a_pull_that_waits_ends_by_itself_with_a_dead_source_and_by_its_deadline(pair):
+    entries = chain(4)
+    pair.source.put(entries[:2])
+    server = pair.serve()
+    waiting = replace(wanted(entries), wait_s=0.3)
+    began = time.monotonic()
+    result = pair.pull(waiting)
+    assert (result.stop, result.blocks) == (Stop.MISSING, 2) and 0.3 <= time.monotonic() - began < 5.0
+    result = pair.pull(replace(waiting, wait_s=60.0), deadline_s=0.3)
+    assert (result.stop, result.blocks) == (Stop.DEADLINE, 2)
+    closing = threading.Timer(0.3, server.close)
+    closing.start()
+    began = time.monotonic()
+    result = pair.pull(replace(waiting, wait_s=60.0), deadline_s=60.0)
+    closing.join()
+    assert (result.stop, result.blocks) == (Stop.UNREACHABLE, 2) and time.monotonic() - began < 10.0
 
 
 def test_arrays_of_every_kind_move(pair):

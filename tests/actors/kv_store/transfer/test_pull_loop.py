@@ -61,11 +61,22 @@ class World:
         self.deadlines_s = [0.5, 5.0, 60.0]
         self.now = 0.0
         self.leases = 0
+        self.wait_s, self.last = 0.0, b""
+        self.made_at: dict[bytes, float] = {}
+        if rng.random() < 0.3:
+            self.make(rng.choice([0.01, 0.1, 1.0]), rng.choice([0.05, 0.5, 3.0]))
+
+    def make(self, each_s: float, wait_s: float) -> None:
+        """The source makes one entry after the other, the last tail at the end, and the pull waits for them."""
+        self.wait_s, self.last = wait_s, self.tails[-1] if self.tails else b""
+        self.made_at = {entry: number * each_s for number, entry in enumerate(self.order, 1)}
+        slower = each_s + 1.0 > wait_s
+        self.all_comes &= not slower
 
     def live(self, *, crash: bool) -> Life:
         """One life of the target; a crash ends it anywhere, and what was installed is here in the next one."""
         life = Life(self, crash)
-        loop = PullLoop(self.chain, self.addresses, self.limits, life, life)
+        loop = PullLoop(self.chain, self.addresses, self.limits, life, life, self.wait_s, self.last)
         life.loop = loop
         try:
             life.ended = run(loop.run())
@@ -93,6 +104,7 @@ class Life:
         self.connects: dict[int, int] = {}
         self.lines = self.refused = self.steps = self.written = 0
         self.full = self.crashed = False
+        self.flushed = 0
         self.ended: Ended = (Stop.COMPLETE, "")
 
     async def pause(self, seconds: float) -> None:
@@ -152,6 +164,9 @@ class Life:
         self.writing.append((free_at + self.delay(), entry, nbytes))
         await self.pause(0)
         self.fail()
+
+    async def flush(self) -> None:
+        self.flushed = len(self.given)
 
     async def finish(self) -> None:
         while self.writing:
@@ -221,7 +236,8 @@ class FakeLine:
         world = self.life.world
         if entry in world.here:
             return Offer(entry, 10, held=True)
-        return Offer(entry, world.there[entry]) if entry in world.there else None
+        made = world.made_at.get(entry, 0.0) <= world.now
+        return Offer(entry, world.there[entry]) if made and entry in world.there else None
 
     async def ask(self, ids: Sequence[bytes]) -> None:
         await self.carry()
@@ -262,7 +278,7 @@ def test_whatever_happens_a_proven_beginning_is_installed_in_order_and_the_pull_
 def quiet(blocks: int = 6, **limits: Any) -> World:
     """A world in which nothing goes wrong by itself."""
     world = next(world for seed in range(1000) if (world := World(seed)).trouble == 0)
-    world.all_comes = False
+    world.all_comes, world.wait_s, world.last, world.made_at = False, 0.0, b"", {}
     world.chain, world.tails = [bytes([1, number]) for number in range(blocks)], []
     world.order, world.there = list(world.chain), dict.fromkeys(world.chain, 10)
     world.here, world.limits, world.addresses, world.deadlines_s = set(), PullLimits(**limits), 2, [1000.0]
@@ -336,6 +352,37 @@ def test_what_was_evicted_for_later_blocks_is_not_said_to_be_here():
     loop = world.live(crash=False).loop
     assert loop.here(world.here, []) == (world.chain, 3)
     assert loop.here(world.here, [world.chain[1]]) == (world.chain[:1], 1)
+
+
+def test_a_pull_that_waits_brings_what_is_made_meanwhile_and_commits_it_at_once():
+    world = quiet(20)
+    world.tails = [b"t"]
+    world.order.append(b"t")
+    world.there[b"t"] = 10
+    world.make(0.3, wait_s=0.5)
+    life = world.live(crash=False)
+    assert life.ended == (Stop.COMPLETE, "") and life.given == world.order and life.connects == {0: 1}
+    assert 6.3 <= world.now < 7.5, "as soon as the last tail is there"
+    assert life.flushed >= 19, "what is here counts before the rest is made"
+
+
+def test_a_pull_that_waits_ends_once_nothing_comes_any_more():
+    world = quiet(20)
+    world.make(0.3, wait_s=0.5)
+    for entry in world.chain[5:]:
+        del world.there[entry]
+    life = world.live(crash=False)
+    assert life.ended == (Stop.MISSING, "entry 5: the source does not have it") and life.given == world.chain[:5]
+    assert 2.0 <= world.now < 3.0
+    # A tail that is not the wanted one does not end it.
+    world = quiet(2)
+    world.wait_s, world.last = 0.5, b"the whole tail"
+    life = world.live(crash=False)
+    assert life.ended == (Stop.MISSING, "the source does not have the tail") and len(world.here) == 2
+    # Without a wait it is not even asked for a second time.
+    world = quiet(20)
+    world.make(0.3, wait_s=0.0)
+    assert world.live(crash=False).ended[0] is Stop.MISSING and world.now < 1.0
 
 
 def test_a_seed_replays():

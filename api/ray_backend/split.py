@@ -1,0 +1,101 @@
+"""The part of a split request that another node does: it prefills the prompt, whose KV the decoding replica pulls.
+
+That one waits only as long as something may still come. What this side does is tell it so once nothing will: the other
+replica refused, failed or was lost, or has long finished. Whatever has not come is computed there, so nothing here can
+fail the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...actors.protocol.block_ids import BLOCK_TOKENS
+from ...actors.protocol.messages import Decision, GenerateRequest, RowUpdate, Sampling, prefill_row
+from ...cluster.errors import NoAnswer, SatchelError
+
+if TYPE_CHECKING:
+    from .dispatch import RayBackend, ReplicaConnection
+
+logger = logging.getLogger(__name__)
+
+
+def may_split(request: GenerateRequest) -> bool:
+    """Returns whether a request may be prefilled on one node and decoded on another.
+
+    KV goes from node to node by their disks, where only agents' KV may be. Image embeddings would have to travel too,
+    and rows that share a prefill, or have already generated something, stay together with what they have.
+    """
+    sampling = request.sampling
+    alone = request.choices == 1 and sampling.choice == 0 and not request.generated
+    return bool(request.agent) and request.reusable and not request.media and alone and sampling.max_tokens > 0
+
+
+class Prefill:
+    """A prompt that is prefilled for a row on another replica.
+
+    Args:
+        decision: names both replicas.
+        request: the row, as the decoding replica gets it.
+
+    Attributes:
+        cached_tokens: how many of the prompt's tokens need not be computed there; None before it begins.
+    """
+
+    def __init__(self, backend: RayBackend, decision: Decision, request: GenerateRequest) -> None:
+        self.cached_tokens: int | None = None
+        self._backend = backend
+        self._replica = decision.prefill_on
+        self._id, self._row = prefill_row(request.request_id), request.request_id
+        self._link = backend.link(replace(decision, replica=decision.prefill_on, node=decision.pull_from))
+        prompt = request.prompt[:-1]
+        self._request = replace(
+            request,
+            request_id=self._id,
+            consumer=self._link.consumer,
+            prompt=prompt,
+            block_ids=request.block_ids[: len(prompt) // BLOCK_TOKENS],
+            sampling=Sampling(max_tokens=0),
+            hands_on=True,
+        )
+        self._ended = asyncio.Event()
+        self._complete = False
+
+    def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
+        """Takes news of the prefill, as `RayGeneration.put`."""
+        if isinstance(update, RowUpdate):
+            if update.cached_tokens is not None:
+                self.cached_tokens = update.cached_tokens
+            self._complete = update.finish == "length"
+            if update.finish is None:
+                return
+        self._ended.set()
+
+    async def run(self, decoding: ReplicaConnection) -> None:
+        """Has the prompt prefilled. Tells the decoding replica to go on once nothing more comes, until cancelled."""
+        timing = self._backend.config.timing
+        self._link.rows[self._id] = (self, 0)
+        try:
+            await self._link.client.submit(self._request).within(timing.answer_s)
+            await self._ended.wait()
+        except SatchelError as error:
+            logger.warning("replica %s does not prefill for another: %s", self._replica, error.message)
+            if isinstance(error, NoAnswer):
+                self._backend.lose(self._replica)
+        if self._complete:
+            # What was sealed last is still on its way.
+            await asyncio.sleep(timing.pull_s)
+        while True:
+            # Again, as the row may not be there yet.
+            with suppress(NoAnswer):
+                await decoding.client.go_on([self._row])
+            await asyncio.sleep(timing.retry_s)
+
+    def leave(self) -> None:
+        """Ends the prefill, if it is not over."""
+        if self._link.rows.pop(self._id, None) is not None:
+            self._backend.release(self._replica, self._id)
+            self._backend.background(self._link.abort([self._id]))

@@ -1,0 +1,233 @@
+"""A row that one replica prefills and another decodes, with replicas made up here: whatever becomes of the prefill, the
+row is answered, and nothing of it is left anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from satchel.actors.protocol.block_ids import block_ids
+from satchel.actors.protocol.clients import ReplicaClient
+from satchel.actors.protocol.codec import decode, encode, encode_error
+from satchel.actors.protocol.messages import Decision, GenerateRequest, MediaSpan, RowIds, RowUpdate, Sampling
+from satchel.api.ray_backend.dispatch import SentPictures
+from satchel.api.ray_backend.rows import RayGeneration
+from satchel.api.ray_backend.split import may_split
+from satchel.cluster.config import parse_config
+from satchel.cluster.errors import QueueFull, ReplicaLost, SatchelError
+from satchel.cluster.timing import USUAL, Timing
+from tests.worlds.direct import Direct
+
+ROOT = b"r" * 32
+PROMPT = [*range(1, 601)]
+REQUEST = GenerateRequest("r", "c", "m", "t/alice", PROMPT, block_ids(ROOT, PROMPT), ROOT, Sampling(max_tokens=6))
+SOON = Timing(retry_s=0.01, pull_s=0.05)
+
+
+class Replica:
+    """One replica. `answer` is what it does with a submission: "take", "wait" (until `go_on`), "end", or a refusal."""
+
+    def __init__(self, backend: Backend, name: str, answer: Any) -> None:
+        self.backend, self.replica, self.answer = backend, name, answer
+        self.consumer = f"consumer of {name}"
+        self.broken, self.heard, self.died = asyncio.Event(), True, False
+        self.probation = asyncio.Lock()
+        self.rows: dict[str, tuple[Any, int]] = {}
+        self.sent = SentPictures()
+        self.taken: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.let_go: list[str] = []
+        self.went_on = asyncio.Event()
+        actor = SimpleNamespace(submit=self._submit, go_on=self._go_on)
+        self.client = ReplicaClient(name, USUAL, Direct(lambda: actor))
+
+    async def _submit(self, data: bytes) -> bytes:
+        if isinstance(self.answer, SatchelError):
+            return encode_error(self.answer)
+        if self.answer == "end":
+            raise RayActorError
+        request = decode(GenerateRequest, data)
+        self.taken.append(request)
+        if self.answer == "wait" and request.pull_wait_s:
+            await self.went_on.wait()
+        return encode(None)
+
+    async def _go_on(self, data: bytes) -> bytes:
+        self.let_go += decode(RowIds, data).request_ids
+        # The first may come before the row is there.
+        if len(self.let_go) > 1:
+            self.went_on.set()
+        return encode(None)
+
+    def say(self, row: str, *tokens: int, cached: int | None = None, finish: str | None = None) -> None:
+        taker, placement = self.rows[row]
+        if finish is not None:
+            del self.rows[row]
+            self.backend.release(self.replica, row)
+        taker.put(placement, RowUpdate(row, list(tokens), finish, cached))
+
+    def lose(self) -> None:
+        rows, self.rows = self.rows, {}
+        self.broken.set()
+        for row, placement in rows.values():
+            row.put(placement, ReplicaLost("lost"))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+class Backend:
+    """Has `studio` prefill for `air`, once; after that `air` alone."""
+
+    def __init__(self, studio: Any = "take", air: Any = "wait") -> None:
+        self.links = {"studio": Replica(self, "studio", studio), "air": Replica(self, "air", air)}
+        self.loads: set[tuple[str, str]] = set()
+        self.lost: list[str] = []
+        self.failovers = 0
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.decisions = [
+            Decision(
+                "air", "why", node="n1", pull_from="n0", pull_tokens=599, prefill_on="studio", wait_s=9.0,
+                cached_tokens=256,
+            )
+        ]  # fmt: skip
+        self.config = replace(parse_config({"models": [{"name": "m", "source": "s"}]}), timing=SOON)
+
+    def background(self, work: Any) -> None:
+        self.tasks.add(asyncio.ensure_future(work))
+
+    def model_ids(self, model: str) -> list[bytes]:
+        return []
+
+    async def route(self, request: GenerateRequest, exclude: Any, beside: str, others: Any = ()) -> Decision:
+        decision = self.decisions.pop(0) if self.decisions else Decision("air", "alone", node="n1")
+        self.loads |= {(decision.replica, "r"), *([("studio", "r/prefill")] if decision.prefill_on else [])}
+        return decision
+
+    def link(self, decision: Decision) -> Replica:
+        assert decision.node == {"studio": "n0", "air": "n1"}[decision.replica]
+        return self.links[decision.replica]
+
+    async def node_lives(self, node: str) -> bool:
+        return True
+
+    def release(self, name: str, request_id: str) -> None:
+        self.loads.remove((name, request_id))
+
+    def lose(self, name: str) -> None:
+        self.lost.append(name)
+
+
+@asynccontextmanager
+async def split_row(backend: Backend) -> AsyncIterator[tuple[RayGeneration, asyncio.Task[None], Replica, Replica]]:
+    """A row while it is being placed; afterwards nobody has it any more."""
+    row = RayGeneration(backend, REQUEST)  # type: ignore[arg-type]
+    starting = asyncio.create_task(row.start())
+    studio, air = backend.links.values()
+    async with asyncio.timeout(5):
+        while not (air.taken and (studio.taken or studio.answer != "take")) and not starting.done():
+            await asyncio.sleep(0)
+        yield row, starting, studio, air
+        await row.abort()
+        await asyncio.gather(*backend.tasks)
+    assert not studio.rows and not air.rows
+    assert backend.loads <= {(name, "r/prefill") for name in backend.lost}, "what is lost is uncounted by reports"
+
+
+async def answer(row: RayGeneration) -> tuple[list[int], list[int | None]]:
+    updates = [update async for update in row]
+    return [token for update in updates for token in update.tokens], [update.cached_tokens for update in updates]
+
+
+async def test_one_prefills_all_but_the_last_token_and_the_other_waits_for_it():
+    async with split_row(Backend()) as (row, starting, studio, air):
+        (made,), (waits,) = studio.taken, air.taken
+        assert made.prompt == PROMPT[:-1] and made.block_ids == REQUEST.block_ids[:2] and made.root_id == ROOT
+        assert (made.request_id, made.consumer, made.agent) == ("r/prefill", "consumer of studio", "t/alice")
+        assert (made.sampling, made.hands_on, made.pull_wait_s) == (Sampling(max_tokens=0), True, 0.0)
+        assert waits.prompt == PROMPT and (waits.request_id, waits.hands_on) == ("r", False)
+        assert (waits.pull_from, waits.pull_tokens, waits.pull_wait_s) == ("n0", 599, 9.0)
+        studio.say("r/prefill", cached=256)
+        studio.say("r/prefill", finish="length")
+        air.went_on.set()
+        await starting
+        air.say("r", 7, cached=599)
+        air.say("r", 8, finish="stop")
+        said = await answer(row)
+        assert said == ([7, 8], [256, None]), "what the other node computed does not count as cached"
+        assert not air.let_go and not studio.aborted and row.why == "why"
+
+
+async def test_what_was_sealed_last_has_some_time_to_come():
+    async with split_row(Backend()) as (_, starting, studio, air):
+        studio.say("r/prefill", finish="length")
+        await asyncio.sleep(SOON.pull_s / 2)
+        assert not air.let_go
+        await starting
+        assert set(air.let_go) == {"r"}
+
+
+@pytest.mark.parametrize("loss", ["error", "abort", "lost"])
+async def test_a_prefill_that_ends_badly_lets_the_other_go_on_alone(loss):
+    """It is told so until it is there."""
+    async with split_row(Backend()) as (row, starting, studio, air):
+        if loss == "lost":
+            studio.lose()
+            studio.backend.lose("studio")
+        else:
+            studio.say("r/prefill", finish=loss)
+        await starting
+        assert len(air.let_go) >= 2 and len(air.taken) == 1
+        air.say("r", 7, cached=256, finish="stop")
+        assert (await answer(row)) == ([7], [256])
+
+
+@pytest.mark.parametrize("refusal", [QueueFull("full"), "end"])
+async def test_without_a_prefill_the_row_is_computed_where_it_was_to_be_decoded(refusal):
+    async with split_row(Backend(studio=refusal)) as (row, starting, studio, air):
+        await starting
+        assert row.replica == "air" and studio.backend.lost == (["studio"] if refusal == "end" else [])
+        assert set(air.let_go) == {"r"} and not studio.taken
+        air.say("r", 7, cached=300, finish="stop")
+        assert (await answer(row)) == ([7], [300])
+
+
+async def test_who_leaves_meanwhile_leaves_both():
+    async with split_row(Backend()) as (_, starting, studio, air):
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await asyncio.sleep(0)
+        assert (studio.aborted, air.aborted) == (["r/prefill"], ["r"])
+
+
+async def test_a_refusal_where_it_was_to_be_decoded_ends_the_prefill():
+    async with split_row(Backend(air=QueueFull("full"))) as (_, starting, studio, _):
+        with pytest.raises(QueueFull):
+            await starting
+        await asyncio.sleep(0)
+        assert studio.aborted == ["r/prefill"]
+
+
+@pytest.mark.parametrize(
+    ("change", "may"),
+    [
+        ({}, True),
+        ({"agent": ""}, False),
+        ({"reusable": False}, False),
+        ({"choices": 2}, False),
+        ({"generated": 1}, False),
+        ({"sampling": Sampling(max_tokens=0)}, False),
+        ({"sampling": Sampling(choice=1)}, False),
+        ({"media": [MediaSpan(0, [1], b"k", [], 1, 1, [])]}, False),
+    ],
+)
+def test_what_may_be_split(change, may):
+    assert may_split(replace(REQUEST, **change)) is may
