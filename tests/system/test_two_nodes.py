@@ -77,7 +77,7 @@ def test_a_move_stops_nobodys_stream(world: World):
     talk, moving = world.talk, named("gus", "mac0", NODES)
     for number in range(6):
         talk.ask(moving, f"Repeat after me: {' '.join(f'word{number}{word}' for word in range(60))}")
-    # Where a machine is slow for a moment an agent is answered elsewhere; its memory follows, after this turn or another.
+    # Where a machine is slow for a moment an agent is answered elsewhere; its memory follows, maybe a turn later.
     wait_until(lambda: talk.ask(moving, "Hello.").node == talk.where(moving)["home"], 60)
     home = talk.where(moving)["home"]
     (other,) = {*NODES} - {home}
