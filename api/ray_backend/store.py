@@ -149,7 +149,7 @@ class RayStore:
 
     async def _written(self) -> None:
         """Waits until the replicas have written what they have computed, as long as that usually takes."""
-        replicas = [replica for replica, _ in (await self._replicas()).values()]
+        replicas = list((await self._replicas()).values())
         with suppress(TimeoutError):
             async with asyncio.timeout(WRITTEN_S):
                 unwritten = True
@@ -234,7 +234,7 @@ class RayStore:
         return max(await _answers([holder.held(kept) for holder in await self._holders(branch.model)]), default=0)
 
     async def clear(self) -> int:
-        replicas = {name: replica for name, (replica, _) in (await self._replicas()).items()}
+        replicas = await self._replicas()
         answers = await asyncio.gather(*(_answer(replica.clear_cache()) for replica in replicas.values()))
         if silent := [name for name, answer in zip(replicas, answers, strict=True) if answer is None]:
             raise Unavailable(f"these replicas did not clear their memory: {', '.join(silent)}")
@@ -245,7 +245,7 @@ class RayStore:
 
     async def _infos(self) -> list[tuple[ReplicaClient, ModelInfo]]:
         """Returns the replicas that answer and have loaded their model, with its description."""
-        replicas, alive = await asyncio.gather(self._replicas(), self._locator.alive())
+        replicas, alive = await asyncio.gather(self._placed(), self._locator.alive())
 
         async def ask(replica: ReplicaClient, node: str) -> tuple[ReplicaClient, ModelInfo | None]:
             info = replica.info()
@@ -255,7 +255,10 @@ class RayStore:
         answers = await asyncio.gather(*(ask(*each) for each in replicas.values()))
         return [(replica, info) for replica, info in answers if info is not None]
 
-    async def _replicas(self) -> dict[str, tuple[ReplicaClient, str]]:
+    async def _replicas(self) -> dict[str, ReplicaClient]:
+        return {name: replica for name, (replica, _) in (await self._placed()).items()}
+
+    async def _placed(self) -> dict[str, tuple[ReplicaClient, str]]:
         """Returns the replicas and their nodes, by the replicas' ids."""
 
         def find() -> dict[str, tuple[ReplicaClient, str]]:

@@ -15,11 +15,13 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.messages import ModelInfo
+from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.store_messages import AgentKV, AskKV, Commit, Content
 from satchel.actors.start import differing
 from satchel.api.generation.backend import ReplicaStats
 from satchel.api.ray_backend import store as ray_store
 from satchel.api.ray_backend.store import RayStore
+from satchel.cluster.config import Model
 from satchel.cluster.errors import ModelLoadError
 from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct, answer_of, carried, model_info
@@ -124,6 +126,9 @@ async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
         async def ask(self, node: str, question: Any) -> Any:
             return await question(carried(node, tell))
 
+        async def alive(self) -> list[str]:
+            return ["mac0"]
+
     async def tell(method: str, asked: bytes, timeout_s: float) -> bytes:
         told.append((method, decode(AskKV, asked)))
         return encode(AgentKV([]))
@@ -132,7 +137,8 @@ async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
 
     said = (model_info(files_id=FILES, model_id=CPU), model_info(files_id=FILES, model_id=GPU), None)
     infos = dict(zip(("m-0", "m-1", "m-2"), said, strict=True))
-    monkeypatch.setattr(ray_store.registry, "entries", lambda: ())
+    entry = ServedEntry(0, Model("m", "m"), dict.fromkeys(infos, "mac0"))
+    monkeypatch.setattr(ray_store.registry, "entries", lambda: (entry,))
     monkeypatch.setattr(
         ray_store, "find_replicas", lambda _, timing: {name: Replica(info) for name, info in infos.items()}
     )
