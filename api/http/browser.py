@@ -24,6 +24,7 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.
 _JSON = re.compile(r"application/([a-z0-9.-]+\+)?json *(;.*)?", re.ASCII)
 _OF_BROWSERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
 _OTHER_SITES = ("cross-site", "same-site")
+_METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
 
 
 class Hosts:
@@ -102,8 +103,8 @@ class BrowserGuard:
             return NotAllowed("pages of other sites may not use this endpoint (endpoint.origins)")
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").lower()
-        # A browser asks before any PUT.
-        if method == "PUT" and kind == "application/octet-stream":
+        # A browser asks before any PUT, and no route takes methods that are not known here.
+        if (method == "PUT" and kind == "application/octet-stream") or method not in _METHODS:
             return None
         if has_body and not _JSON.fullmatch(kind) and (kind or any(name in headers for name in _OF_BROWSERS)):
             return UnsupportedMediaType("the body's Content-Type must be application/json")
