@@ -88,7 +88,7 @@ async def test_a_page_of_another_origin_is_refused(local: httpx.AsyncClient, bac
 
 
 async def test_a_method_that_no_route_takes_is_said_to_be_wrong_whatever_comes_with_it(local: httpx.AsyncClient):
-    for method in ("TRACE", "PATCH", "QUERY"):
+    for method in ("TRACE", "PATCH", "QUERY", "POST"):
         bytes_of = {"Content-Type": "application/octet-stream"}
         answer = await local.request(method, "/v1/agents/a/satchel", content=b"x", headers=bytes_of)
         check_refused(answer, 405, "method_not_allowed", method)
