@@ -24,6 +24,8 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.
 _JSON = re.compile(r"application/([a-z0-9.-]+\+)?json *(;.*)?", re.ASCII)
 _OF_BROWSERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
 _OTHER_SITES = ("cross-site", "same-site")
+_SATCHEL = re.compile(r"/satchel/?$")
+_METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
 
 
 class Hosts:
@@ -68,7 +70,7 @@ class Hosts:
 
 class BrowserGuard:
     """Middleware: refuses requests of pages of other origins, requests to other hosts, and bodies that are not JSON,
-    except bytes that are PUT.
+    except the bytes of satchels.
 
     Args:
         origins: other origins whose pages may use the endpoint, as `http://localhost:3000`, lowercase; `*` for all.
@@ -80,12 +82,13 @@ class BrowserGuard:
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(scope["method"], Headers(scope=scope))) is not None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope, Headers(scope=scope))) is not None:
             await error_response(scope, refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, method: str, headers: Headers) -> SatchelError | None:
+    def _refusal(self, scope: Scope, headers: Headers) -> SatchelError | None:
+        method = scope["method"]
         # HTTP/1.0 has no Host, and no browser speaks it.
         for host in (given := headers.getlist("host")):
             authority = _AUTHORITY.fullmatch(host.lower())
@@ -102,8 +105,9 @@ class BrowserGuard:
             return NotAllowed("pages of other sites may not use this endpoint (endpoint.origins)")
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").lower()
-        # A browser asks before any PUT.
-        if method == "PUT" and kind == "application/octet-stream":
+        # A browser asks before it sends bytes, and satchels are nothing else; no route takes methods that are not known
+        # here.
+        if (kind == "application/octet-stream" and _SATCHEL.search(scope["path"])) or method not in _METHODS:
             return None
         if has_body and not _JSON.fullmatch(kind) and (kind or any(name in headers for name in _OF_BROWSERS)):
             return UnsupportedMediaType("the body's Content-Type must be application/json")

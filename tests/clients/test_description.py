@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from .conftest import PYTHON
@@ -23,6 +24,8 @@ CHECKS = (
 
 
 def test_every_route_answers_as_described(url: str, tmp_path: Path) -> None:
+    satchel = httpx.get(f"{url}/openapi.json").json()["paths"]["/v1/agents/{agent_id}/satchel"]
+    assert "application/octet-stream" in satchel["put"]["requestBody"]["content"] and "get" in satchel
     settings = Path(__file__).with_name("schemathesis.toml")
     run = subprocess.run(
         [

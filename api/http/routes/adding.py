@@ -22,6 +22,7 @@ def add_route(
     handler: Any,
     body: type[BaseModel] | None = None,
     *,
+    takes: str = "",
     answers: tuple[str, ...] = (JSON,),
     shown: bool = True,
 ) -> None:
@@ -30,12 +31,16 @@ def add_route(
     Args:
         handler: a coroutine function that FastAPI calls.
         body: the class of the request's body, which the description shows; the handler reads it.
+        takes: the media type of a body that is a file; "" for none.
         answers: the media types of its answers.
         shown: whether the route is in the description.
     """
     extra = None
     if body is not None:
         extra = {"requestBody": {"required": True, "content": {JSON: {"schema": _schema_of(body)}}}}
+    elif takes:
+        file = {"type": "string", "format": "binary"}
+        extra = {"requestBody": {"required": True, "content": {takes: {"schema": file}}}}
     app.add_api_route(
         path,
         handler,
@@ -62,8 +67,8 @@ def describe_bodies(app: FastAPI) -> None:
             classes = made.setdefault("components", {}).setdefault("schemas", {})
             for operations in made["paths"].values():
                 for operation in operations.values():
-                    if (body := operation.get("requestBody")) is not None:
-                        classes |= body["content"][JSON]["schema"].pop("$defs", {})
+                    for body in operation.get("requestBody", {}).get("content", {}).values():
+                        classes |= body["schema"].pop("$defs", {})
             app.openapi_schema = made
         return app.openapi_schema
 

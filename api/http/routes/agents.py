@@ -53,7 +53,7 @@ class AgentRoutes:
         add_route(app, "POST", "/v1/agents/{agent_id}/release", self.release)
         add_route(app, "POST", "/v1/agents/{agent_id}/move", self.move, MoveBody)
         add_route(app, "GET", "/v1/agents/{agent_id}/satchel", self.pack, answers=(BYTES,))
-        add_route(app, "PUT", "/v1/agents/{agent_id}/satchel", self.unpack)
+        add_route(app, "PUT", "/v1/agents/{agent_id}/satchel", self.unpack, takes=BYTES)
         add_route(app, "DELETE", "/v1/cache", self.clear_cache)
         add_route(app, "GET", "/v1/cache/stats", self.cache_stats)
 

@@ -143,7 +143,7 @@ class ToolCallSplitter:
             self._read(at if at >= 0 else len(self._buffer) - held, self._reader, out)
         if at < 0:
             if self.inside and not self._end and self._reader is not None and self._reader.lost and not self._is_call:
-                self.inside, self._reader = False, None
+                self.inside, self._reader, self._searched = False, None, 0
                 self._text(self._start, out)
                 return True
             if self.inside:

@@ -87,6 +87,13 @@ async def test_a_page_of_another_origin_is_refused(local: httpx.AsyncClient, bac
     assert not backend.requests
 
 
+async def test_a_method_that_no_route_takes_is_said_to_be_wrong_whatever_comes_with_it(local: httpx.AsyncClient):
+    for method in ("TRACE", "PATCH", "QUERY", "POST"):
+        bytes_of = {"Content-Type": "application/octet-stream"}
+        answer = await local.request(method, "/v1/agents/a/satchel", content=b"x", headers=bytes_of)
+        check_refused(answer, 405, "method_not_allowed", method)
+
+
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 async def test_what_a_page_loads_without_an_origin_is_refused(local: httpx.AsyncClient, site: str):
     """As a picture or a script; a link that the user follows is not."""

@@ -102,6 +102,12 @@ def test_what_is_no_call_is_text_at_once(text: TextModel, answer: str):
         assert early.startswith(answer[:20]) and shown
 
 
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_a_call_is_found_behind_what_only_begins_as_one(tmp_path: Path, size: int):
+    text = load_text_model(write_family(tmp_path, "llama, pythonic"))
+    assert found(split(text, "[o [on [one(a=1)]", size)) == ("[o [on", [("one", {"a": 1})])
+
+
 def test_a_call_that_is_cut_keeps_what_came(text: TextModel):
     answer = said(text, 'one(a="The quick", b=1)')
     (call,) = [piece for piece in split(text, answer[: answer.index("quick")], 2) if isinstance(piece, ToolCall)]
