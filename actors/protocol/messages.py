@@ -94,7 +94,8 @@ class GenerateRequest:
         choices: how many requests with this prompt come together, as for a caller's `n`: it is computed once.
         pull_from, pull_tokens: the node from which KV of so many of the prompt's first tokens is pulled before prefill,
             as far as it is missing on the replica's node; "" for none.
-        pull_wait_s: 0 if that node has it; else it is made there now, and the row waits so long for it at the most.
+        pull_wait_s: 0 if that node has it; else it is made there now, and the row waits so long for it at the most. It
+            is accepted before that; what refuses it later is the error at its end.
         hands_on: another node waits for this row's KV: whole blocks are written to disk as soon as they are sealed.
         remembered_tokens: how many of the prompt's first tokens the agent had in earlier turns; 0 if unknown.
         lasting_tokens: how many of the prompt's first tokens later prompts of the conversation begin with, whatever the

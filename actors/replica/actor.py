@@ -107,6 +107,7 @@ class ReplicaActor:
         self._disk: DiskTier | None = None
         self._looking: set[str] = set()
         self._following: set[str] = set()
+        self._waiting: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._consumers: Consumers | None = None
         self._asked = True
@@ -226,7 +227,17 @@ class ReplicaActor:
             raise Unavailable(f"request {request.request_id} has not left yet")
         rows.add(request.request_id)
         grammar = await self._grammar_of(request)
-        await self._follow(request)
+        if request.pull_wait_s:
+            # Accepted: its client hears of it now, and of a refusal by the row's end.
+            waiting = loop.create_task(self._submit_later(request, grammar))
+            self._waiting.add(waiting)
+            waiting.add_done_callback(self._waiting.discard)
+            return
+        await self._submit(self._engine, request, grammar)
+
+    async def _submit(self, engine: Engine, request: GenerateRequest, grammar: RowGrammar | None) -> None:
+        """Looks a row up and gives it to the engine. Raises `SatchelError`: it is refused."""
+        loop, rows = asyncio.get_running_loop(), self._known().rows(request.consumer)
         known, embeddings = await self._look_up(request)
         if request.request_id not in rows:
             raise Unavailable(f"request {request.request_id} was taken out")
@@ -235,11 +246,24 @@ class ReplicaActor:
         def reply(refusal: SatchelError | None) -> None:
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(refusal))
 
-        self._engine.submit(request, reply, known, embeddings, grammar)
+        engine.submit(request, reply, known, embeddings, grammar)
         refusal = await answer
         if refusal is not None:
             rows.discard(request.request_id)
             raise refusal
+
+    async def _submit_later(self, request: GenerateRequest, grammar: RowGrammar | None) -> None:
+        """Submits a row once its KV has come from another node, or will not."""
+        began, engine = time.monotonic(), self._engine
+        assert engine is not None
+        try:
+            await self._follow(request)
+            left_s = max(0.1, request.deadline_s - (time.monotonic() - began))
+            if request.request_id in self._known().rows(request.consumer):
+                await self._submit(engine, replace(request, deadline_s=left_s), grammar)
+        except SatchelError as error:
+            update = RowUpdate(request.request_id, [], "error", error=error.to_wire())
+            self._deliver({request.consumer: [update]})
 
     @answers(PoolingRequest)
     async def pool(self, request: PoolingRequest) -> PooledTexts:
@@ -308,7 +332,8 @@ class ReplicaActor:
         self._looking.add(name)
         self._following.add(name)
         try:
-            await self._disk.follow(request, lambda: name in self._following and name in rows)
+            wait_s = min(request.pull_wait_s, request.deadline_s)
+            await self._disk.follow(request, wait_s, lambda: name in self._following and name in rows)
         finally:
             self._following.discard(name)
             self._looking.discard(name)

@@ -95,6 +95,8 @@ class RayGeneration:
     def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
         """Queues an update of the row's placement."""
         if isinstance(update, RowUpdate):
+            if placement == self._placement and self._prefill is not None:
+                self._prefill.end()
             if placement == self._placement and (update.tokens or update.finish is not None):
                 self._end_probation()
             unread_max = self._backend.config.endpoint.unread_tokens_max
@@ -213,19 +215,17 @@ class RayGeneration:
     async def _submit_split(
         self, link: ReplicaConnection, request: GenerateRequest, decision: Decision
     ) -> SatchelError | None:
-        """As `_submit`, and has the prompt prefilled on another node meanwhile."""
+        """As `_submit`, and has the prompt prefilled on another node until there is news of the row."""
         prefill = self._prefill = Prefill(self._backend, decision, request)
-        running = asyncio.ensure_future(prefill.run(link))
-        try:
-            made = replace(request, pull_tokens=len(request.prompt) - 1, pull_wait_s=decision.wait_s)
-            return await self._submit(link, made)
-        finally:
-            running.cancel()
-            prefill.leave()
+        prefill.begin(link)
+        tokens = len(request.prompt) - 1
+        return await self._submit(link, replace(request, pull_tokens=tokens, pull_wait_s=decision.wait_s))
 
     def _unlink(self) -> bool:
         """Detaches the row from its link. Returns whether it was running there."""
         self._end_probation()
+        if self._prefill is not None:
+            self._prefill.end()
         link, self._link = self._link, None
         return link is not None and link.rows.pop(self.request_id, None) is not None
 
@@ -280,7 +280,7 @@ class RayGeneration:
                 if isinstance(update, SatchelError):
                     await self._go_on(update)
                     continue
-                if (lost := self._picture_lost(update)) is not None:
+                if (lost := self._picture_lost(update) or self._refused_late(update)) is not None:
                     await self._go_on(lost)
                     continue
                 self._tokens.extend(update.tokens)
@@ -306,6 +306,13 @@ class RayGeneration:
         self._link.sent.forget(self._request)
         return error
 
+    def _refused_late(self, update: RowUpdate) -> SatchelError | None:
+        """Returns why a row that waited for another node's prefill was refused then, if others may take it."""
+        if update.error is None or self._prefill is None or self._tokens:
+            return None
+        error = from_wire(update.error)
+        return error if isinstance(error, Unavailable) else None
+
     async def _go_on(self, loss: SatchelError) -> None:
         """Submits the row again, with its tokens so far in the prompt. After a lost replica it goes to another one, or
         to the same one restarted.
@@ -317,6 +324,8 @@ class RayGeneration:
         """
         self._unlink()
         done = len(self._tokens)
+        # Refused only after it had waited for another node's prefill, or lost meanwhile: that is not tried again.
+        split = self._prefill is not None and not done
         self._losses = 1 if done >= PROGRESS_TOKENS else self._losses + 1
         if done:
             self._deaths = 0
@@ -341,11 +350,11 @@ class RayGeneration:
             deadline_s=max(0.1, first.deadline_s - (now - self._started)),
         )
         self._tokens, self._started, self._beside, self._probation_s = [], now, "", 0.0
-        lost = [self.replica] if isinstance(loss, ReplicaLost) else []
+        avoided = [self.replica] if isinstance(loss, ReplicaLost) or split else []
         while True:
             try:
-                await self.start(lost)
-                self._backend.failovers += len(lost)
+                await self.start(avoided)
+                self._backend.failovers += isinstance(loss, ReplicaLost)
                 return
             except Unavailable:
                 if time.monotonic() - now - self._probation_s > self._backend.config.timing.recovery_s:

@@ -35,7 +35,7 @@ def may_split(request: GenerateRequest) -> bool:
 
 
 class Prefill:
-    """A prompt that is prefilled for a row on another replica.
+    """A prompt that is prefilled for a row on another replica, from `begin` to `end`.
 
     Args:
         decision: names both replicas.
@@ -63,6 +63,12 @@ class Prefill:
         )
         self._ended = asyncio.Event()
         self._complete = False
+        self._running: asyncio.Task[None] | None = None
+
+    def begin(self, decoding: ReplicaConnection) -> None:
+        """Has the prompt prefilled, and the decoding replica told once nothing more comes."""
+        self._link.rows[self._id] = (self, 0)
+        self._running = asyncio.ensure_future(self._run(decoding))
 
     def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
         """Takes news of the prefill, as `RayGeneration.put`."""
@@ -74,10 +80,8 @@ class Prefill:
                 return
         self._ended.set()
 
-    async def run(self, decoding: ReplicaConnection) -> None:
-        """Has the prompt prefilled. Tells the decoding replica to go on once nothing more comes, until cancelled."""
+    async def _run(self, decoding: ReplicaConnection) -> None:
         timing = self._backend.config.timing
-        self._link.rows[self._id] = (self, 0)
         try:
             await self._link.client.submit(self._request).within(timing.answer_s)
             await self._ended.wait()
@@ -94,8 +98,12 @@ class Prefill:
                 await decoding.client.go_on([self._row])
             await asyncio.sleep(timing.retry_s)
 
-    def leave(self) -> None:
-        """Ends the prefill, if it is not over."""
+    def end(self) -> None:
+        """The row goes on, or is over: nothing is waited for any more. Idempotent."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.cancel()
         if self._link.rows.pop(self._id, None) is not None:
             self._backend.release(self._replica, self._id)
             self._backend.background(self._link.abort([self._id]))

@@ -59,8 +59,7 @@ class Cluster(Ledger):
         bad = 0.1 if mode == "links" else 0.0
         names = [f"n{number}" for number in range(nodes)]
         given = {"replication": rng.choice((1, 1, 2)), "entries_max": rng.choice((8, 40, 200))}
-        given["uneven"] = rng.random() < 0.5
-        world = ClusterWorld(seed, names, loss=bad, twice=bad, **given)
+        world = ClusterWorld(seed, names, loss=bad, twice=bad, uneven=rng.random() < 0.5, **given)
         super().__init__(world, [f"t/{letter}" for letter in "uvwxyz"[: rng.randint(2, 3 if nodes < 5 else 6)]])
         self.cluster, self.one_at_a_time = world, mode != "links"
         self.store = world.api

@@ -26,6 +26,7 @@ from satchel.actors.protocol.messages import Decision, GenerateRequest, RouteReq
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.tiers import disk_tier
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.rows import RayGeneration
@@ -232,6 +233,8 @@ async def split_nodes(folder: Path, loaded: LoadedModel, monkeypatch: pytest.Mon
     """Two nodes, at rest again at the end."""
     monkeypatch.setattr(ReplicaActor, "_run_engine", lambda self: None)
     monkeypatch.setattr(ReplicaActor, "_end_when_unwanted", lambda self: None)
+    # A writer whose store is dead ends with the test.
+    monkeypatch.setattr(disk_tier, "TRIES_S", (0.01,))
     stores_loop = asyncio.new_event_loop()
     thread = threading.Thread(target=stores_loop.run_forever, name="stores", daemon=True)
     thread.start()

@@ -356,10 +356,11 @@ class DiskTier:
         except SatchelError as error:
             logger.warning("request %s: pulling KV failed: %s", request.request_id, error.message)
 
-    async def follow(self, request: GenerateRequest, waits: Callable[[], bool]) -> bool:
-        """Pulls KV from a node that makes it now, as it is made, for `pull_wait_s` at the most.
+    async def follow(self, request: GenerateRequest, wait_s: float, waits: Callable[[], bool]) -> bool:
+        """Pulls KV from a node that makes it now, as it is made.
 
         Args:
+            wait_s: for how long at the most.
             waits: whether the row still waits for it.
 
         Returns:
@@ -367,7 +368,7 @@ class DiskTier:
         """
         whole = request.pull_tokens // BLOCK_TOKENS
         wanted = self._wanted(request, request.prompt[whole * BLOCK_TOKENS : request.pull_tokens])
-        came = await follow(self._store.pull, wanted, request.pull_wait_s, waits)
+        came = await follow(self._store.pull, wanted, wait_s, waits)
         self.counters.followed_rows += 1
         self.counters.lost_prefills += not came
         return came

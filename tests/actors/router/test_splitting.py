@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -36,7 +37,7 @@ BLOCKS = [bytes([3, index]) * 16 for index in range(TOKENS // 256)]
 LINK = 1e9
 
 
-def candidates(count: int, **columns: list[float]) -> Candidates:
+def candidates(count: int, **columns: Sequence[float]) -> Candidates:
     """Replicas on nodes of their own that prefill 1000 tokens a second, and decode 50."""
     values: dict[str, np.ndarray] = {each.name: np.zeros(count) for each in fields(Candidates)}
     values |= {name: np.zeros(count, np.int64) for name in ("model", "held", "near", "hot")}

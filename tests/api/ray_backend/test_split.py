@@ -32,7 +32,7 @@ SOON = Timing(retry_s=0.01, pull_s=0.05)
 
 
 class Replica:
-    """One replica. `answer` is what it does with a submission: "take", "wait" (until `go_on`), "end", or a refusal."""
+    """One replica. `answer` is what it does with a submission: "take", "end", or a refusal."""
 
     def __init__(self, backend: Backend, name: str, answer: Any) -> None:
         self.backend, self.replica, self.answer = backend, name, answer
@@ -44,7 +44,6 @@ class Replica:
         self.taken: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.let_go: list[str] = []
-        self.went_on = asyncio.Event()
         actor = SimpleNamespace(submit=self._submit, go_on=self._go_on)
         self.client = ReplicaClient(name, USUAL, Direct(lambda: actor))
 
@@ -53,25 +52,26 @@ class Replica:
             return encode_error(self.answer)
         if self.answer == "end":
             raise RayActorError
-        request = decode(GenerateRequest, data)
-        self.taken.append(request)
-        if self.answer == "wait" and request.pull_wait_s:
-            await self.went_on.wait()
+        self.taken.append(decode(GenerateRequest, data))
         return encode(None)
 
     async def _go_on(self, data: bytes) -> bytes:
         self.let_go += decode(RowIds, data).request_ids
-        # The first may come before the row is there.
-        if len(self.let_go) > 1:
-            self.went_on.set()
         return encode(None)
 
-    def say(self, row: str, *tokens: int, cached: int | None = None, finish: str | None = None) -> None:
+    def say(
+        self,
+        row: str,
+        *tokens: int,
+        cached: int | None = None,
+        finish: str | None = None,
+        error: SatchelError | None = None,
+    ) -> None:
         taker, placement = self.rows[row]
         if finish is not None:
             del self.rows[row]
             self.backend.release(self.replica, row)
-        taker.put(placement, RowUpdate(row, list(tokens), finish, cached))
+        taker.put(placement, RowUpdate(row, list(tokens), finish, cached, error.to_wire() if error else None))
 
     def lose(self) -> None:
         rows, self.rows = self.rows, {}
@@ -86,10 +86,11 @@ class Replica:
 class Backend:
     """Has `studio` prefill for `air`, once; after that `air` alone."""
 
-    def __init__(self, studio: Any = "take", air: Any = "wait") -> None:
+    def __init__(self, studio: Any = "take", air: Any = "take") -> None:
         self.links = {"studio": Replica(self, "studio", studio), "air": Replica(self, "air", air)}
         self.loads: set[tuple[str, str]] = set()
         self.lost: list[str] = []
+        self.excluded: list[list[str]] = []
         self.failovers = 0
         self.tasks: set[asyncio.Task[Any]] = set()
         self.decisions = [
@@ -107,6 +108,7 @@ class Backend:
         return []
 
     async def route(self, request: GenerateRequest, exclude: Any, beside: str, others: Any = ()) -> Decision:
+        self.excluded.append(list(exclude))
         decision = self.decisions.pop(0) if self.decisions else Decision("air", "alone", node="n1")
         self.loads |= {(decision.replica, "r"), *([("studio", "r/prefill")] if decision.prefill_on else [])}
         return decision
@@ -148,6 +150,7 @@ async def answer(row: RayGeneration) -> tuple[list[int], list[int | None]]:
 
 async def test_one_prefills_all_but_the_last_token_and_the_other_waits_for_it():
     async with split_row(Backend()) as (row, starting, studio, air):
+        await starting
         (made,), (waits,) = studio.taken, air.taken
         assert made.prompt == PROMPT[:-1] and made.block_ids == REQUEST.block_ids[:2] and made.root_id == ROOT
         assert (made.request_id, made.consumer, made.agent) == ("r/prefill", "consumer of studio", "t/alice")
@@ -156,8 +159,6 @@ async def test_one_prefills_all_but_the_last_token_and_the_other_waits_for_it():
         assert (waits.pull_from, waits.pull_tokens, waits.pull_wait_s) == ("n0", 599, 9.0)
         studio.say("r/prefill", cached=256)
         studio.say("r/prefill", finish="length")
-        air.went_on.set()
-        await starting
         air.say("r", 7, cached=599)
         air.say("r", 8, finish="stop")
         said = await answer(row)
@@ -165,53 +166,84 @@ async def test_one_prefills_all_but_the_last_token_and_the_other_waits_for_it():
         assert not air.let_go and not studio.aborted and row.why == "why"
 
 
+async def let_go(air: Replica) -> None:
+    """It is told so until it is there, as it may not have the row yet."""
+    while len(air.let_go) < 2:
+        await asyncio.sleep(0.005)
+    assert set(air.let_go) == {"r"}
+
+
 async def test_what_was_sealed_last_has_some_time_to_come():
-    async with split_row(Backend()) as (_, starting, studio, air):
+    async with split_row(Backend()) as (row, _, studio, air):
         studio.say("r/prefill", finish="length")
         await asyncio.sleep(SOON.pull_s / 2)
         assert not air.let_go
-        await starting
-        assert set(air.let_go) == {"r"}
+        await let_go(air)
+        air.say("r", 7, cached=256)
+        told = len(air.let_go)
+        await asyncio.sleep(5 * SOON.retry_s)
+        assert len(air.let_go) == told, "it has begun"
+        air.say("r", finish="stop")
+        assert (await answer(row))[0] == [7]
 
 
 @pytest.mark.parametrize("loss", ["error", "abort", "lost"])
 async def test_a_prefill_that_ends_badly_lets_the_other_go_on_alone(loss):
-    """It is told so until it is there."""
-    async with split_row(Backend()) as (row, starting, studio, air):
+    async with split_row(Backend()) as (row, _, studio, air):
         if loss == "lost":
             studio.lose()
             studio.backend.lose("studio")
         else:
             studio.say("r/prefill", finish=loss)
-        await starting
-        assert len(air.let_go) >= 2 and len(air.taken) == 1
+        await let_go(air)
         air.say("r", 7, cached=256, finish="stop")
-        assert (await answer(row)) == ([7], [256])
+        assert (await answer(row)) == ([7], [256]) and len(air.taken) == 1
 
 
 @pytest.mark.parametrize("refusal", [QueueFull("full"), "end"])
 async def test_without_a_prefill_the_row_is_computed_where_it_was_to_be_decoded(refusal):
-    async with split_row(Backend(studio=refusal)) as (row, starting, studio, air):
-        await starting
+    async with split_row(Backend(studio=refusal)) as (row, _, studio, air):
+        await let_go(air)
         assert row.replica == "air" and studio.backend.lost == (["studio"] if refusal == "end" else [])
-        assert set(air.let_go) == {"r"} and not studio.taken
         air.say("r", 7, cached=300, finish="stop")
-        assert (await answer(row)) == ([7], [300])
+        assert (await answer(row)) == ([7], [300]) and not studio.taken
+
+
+async def test_a_prefill_ends_once_the_row_goes_on_without_it():
+    """Its deadline was over, say."""
+    async with split_row(Backend()) as (row, _, studio, air):
+        air.say("r", 7, cached=0)
+        await asyncio.sleep(0)
+        assert studio.aborted == ["r/prefill"]
+        air.say("r", 8, finish="stop")
+        assert (await answer(row)) == ([7, 8], [0, None])
 
 
 async def test_who_leaves_meanwhile_leaves_both():
-    async with split_row(Backend()) as (_, starting, studio, air):
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
+    async with split_row(Backend()) as (row, starting, studio, air):
+        await starting
+        await row.abort()
         await asyncio.sleep(0)
         assert (studio.aborted, air.aborted) == (["r/prefill"], ["r"])
 
 
-async def test_a_refusal_where_it_was_to_be_decoded_ends_the_prefill():
-    async with split_row(Backend(air=QueueFull("full"))) as (_, starting, studio, _):
-        with pytest.raises(QueueFull):
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_refusal_where_it_was_to_be_decoded_ends_the_prefill(late):
+    """At once, or after it has waited: then it is asked elsewhere, and split no more."""
+    async with split_row(Backend(air="take" if late else QueueFull("full"))) as (row, starting, studio, air):
+        if not late:
+            with pytest.raises(QueueFull):
+                await starting
+        else:
             await starting
+            reading = asyncio.create_task(answer(row))
+            air.say("r", finish="error", error=QueueFull("full"))
+            while len(air.taken) < 2:
+                await asyncio.sleep(0.005)
+            assert (air.taken[1].pull_from, air.taken[1].pull_wait_s) == ("", 0.0)
+            assert studio.backend.excluded == [[], ["air"]]
+            air.say("r", 7, cached=10, finish="stop")
+            assert await reading == ([7], [10]) and studio.backend.failovers == 0
         await asyncio.sleep(0)
         assert studio.aborted == ["r/prefill"]
 
