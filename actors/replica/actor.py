@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from ...cluster.config import Model, Scheduling
 from ...cluster.environment import default_home
-from ...cluster.errors import ModelLoadError, NoReplica, SatchelError, Unavailable
+from ...cluster.errors import GenerationFailed, ModelLoadError, NoReplica, SatchelError, Unavailable
 from ...cluster.incidents import note_incident
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
@@ -261,7 +261,10 @@ class ReplicaActor:
             left_s = max(0.1, request.deadline_s - (time.monotonic() - began))
             if request.request_id in self._known().rows(request.consumer):
                 await self._submit(engine, replace(request, deadline_s=left_s), grammar)
-        except SatchelError as error:
+        except Exception as error:
+            if not isinstance(error, SatchelError):
+                logger.exception("request %s could not be submitted", request.request_id)
+                error = GenerationFailed(f"{self._name} could not take the request")
             update = RowUpdate(request.request_id, [], "error", error=error.to_wire())
             self._deliver({request.consumer: [update]})
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import kept
-from benchmarks.cluster import arriving, moving, recovering, run, server
+from benchmarks.cluster import arriving, moving, recovering, run, server, splitting
 from benchmarks.cluster.worker import Worker
 from benchmarks.parts import ResultTable
 
@@ -67,6 +67,20 @@ def test_an_agent_s_text_has_as_many_tokens_as_asked_and_is_its_own() -> None:
     assert text == arriving.text_of(count, 300, "a")
     other = arriving.text_of(count, 300, "b")
     assert text.split(".")[1] != other.split(".")[1], "no block is shared"
+
+
+def test_ratios_of_split_prompts_are_taken_within_a_round() -> None:
+    def said(first_s: float, text: str = "a") -> splitting.Said:
+        return splitting.Said(text, first_s, 9.0)
+
+    rounds = [
+        {"first alone": said(first), "second alone": said(4 * first), "split": said(2 * first)} for first in (1, 5, 3)
+    ]
+    row = splitting.row("idle", rounds)
+    assert (row["first alone, s"], row["split, s"], row["split / first alone"]) == (3, 6, 2.0)
+    assert row["split / second alone"] == 0.5 and row["same words"] and row["rounds"] == 3
+    rounds[1]["split"] = said(10, "b")
+    assert not splitting.row("idle", rounds)["same words"]
 
 
 def test_nothing_of_the_server_itself_is_killed() -> None:

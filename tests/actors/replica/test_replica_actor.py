@@ -181,3 +181,69 @@ def test_a_replica_starts_though_the_control_store_does_not_answer(
     monkeypatch.setattr(actor.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
     monkeypatch.setattr(actor.registry, "note_start", fails)
     replica._pause()
+
+
+class Disk:
+    """What another node makes comes when `came` is set, or not at all."""
+
+    def __init__(self) -> None:
+        self.came = asyncio.Event()
+        self.waited_s = 0.0
+
+    async def follow(self, request: GenerateRequest, wait_s: float, waits: Callable[[], bool]) -> bool:
+        self.waited_s = wait_s
+        while waits() and not self.came.is_set():
+            await asyncio.sleep(0.005)
+        return self.came.is_set()
+
+
+async def test_a_row_that_waits_for_another_nodes_prefill_is_accepted_at_once(replica: ReplicaActor):
+    """It is submitted when its KV is here, or `go_on` says that it will not be; one that is aborted never is, and what
+    refuses it then comes as its end."""
+    engine: Engine = replica._engine  # type: ignore[assignment]
+    disk = replica._disk = Disk()  # type: ignore[assignment]
+    engine.look_up = lambda request: (0, {})  # type: ignore[attr-defined]
+
+    async def submitted(name: str, deadline_s: float = 60.0) -> Disk:
+        sampling, more = Sampling(), {"pull_wait_s": 30.0, "pull_from": "mac1", "deadline_s": deadline_s}
+        request = GenerateRequest(name, "c", "m", "t/a", [1], [b"x" * 32], bytes(32), sampling, **more)  # type: ignore[arg-type]
+        fresh = replica._disk = Disk()  # type: ignore[assignment]
+        await client(replica).submit(request)
+        await asyncio.sleep(0.02)
+        assert name not in engine.taken and name in replica._looking
+        return fresh
+
+    async def until(true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not true():
+                await asyncio.sleep(0.005)
+
+    disk = await submitted("r")
+    disk.came.set()
+    await until(lambda: engine.taken == ["r"])
+    disk = await submitted("s", deadline_s=7.0)
+    assert disk.waited_s == 7.0, "no longer than the request may take"
+    await client(replica).go_on(["unknown", "s"])
+    await until(lambda: engine.taken == ["r", "s"])
+    await submitted("t")
+    await client(replica).abort(["t"])
+    await until(lambda: not replica._looking and not replica._waiting)
+    assert engine.taken == ["r", "s"] and engine.aborted == ["t"]
+
+    first = asyncio.ensure_future(client(replica).next_frame("c", 0))
+    for name, error in (("u", Unavailable("full")), ("v", OSError("disk"))):
+
+        def refuse(request: GenerateRequest, error: Exception = error) -> None:
+            raise error
+
+        engine.look_up = refuse  # type: ignore[attr-defined]
+        disk = await submitted(name)
+        disk.came.set()
+        await until(lambda: not replica._waiting)
+    frame = await first
+    assert frame is not None
+    ends = [(row.request_id, row.finish, bool(row.error)) for row in frame.rows]
+    assert ends == [("u", "error", True)]
+    again = await client(replica).next_frame("c", 1)
+    assert again is not None and [row.request_id for row in again.rows] == ["v"]
+    assert not replica._known().rows("c") & {"u", "v"}
